@@ -1,0 +1,1 @@
+"""Engines: what executes a model's forward, backward and update."""

@@ -1,0 +1,156 @@
+"""The contract that every engine keeps, and the door to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ortlab.settings import EngineSettings, FinetuneSettings
+
+Batch = Any
+"""What forward takes: a mapping (keyword arguments), a tuple or list (inputs, target), a tensor."""
+
+LossFunction = Callable[..., "torch.Tensor"]
+
+
+class EngineUnavailable(RuntimeError):
+    """An engine that cannot run on this machine; the message says why and what to do."""
+
+
+class NotFinite(RuntimeError):
+    """A loss that is NaN or infinite; the optimizer did not use it."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do; the panel greys out the rest and shows `reasons`."""
+
+    wrap: bool = True
+    clip: bool = True
+    graphs: bool = False
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an engine has to say about the model that it executes.
+
+    ``engine_used`` differs from the engine asked for when a fallback runs; ``fallback_reason`` then
+    says why. ``export_s`` is the time of the exports and graph builds so far, ``check_s`` that of
+    the self-checks, in seconds. ``notes`` are lines for the user: checks passed, exports made again.
+    """
+
+    engine_used: str
+    fallback_reason: str | None = None
+    export_s: float = 0.0
+    check_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. ``loss`` and ``grad_norm`` are 0-d tensors, maybe still on the device.
+
+    Times are milliseconds of the calling thread; on CUDA they are host times, since nothing here
+    waits for the device. ``tokens`` is the size of ``input_ids`` where a batch has them, else 0.
+    """
+
+    loss: torch.Tensor
+    samples: int
+    tokens: int = 0
+    grad_norm: torch.Tensor | None = None
+    lr: float = 0.0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    optimizer_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """One batch evaluated. ``correct`` of ``predicted`` are counted where targets are classes."""
+
+    loss: torch.Tensor | None
+    samples: int
+    correct: int = 0
+    predicted: int = 0
+
+
+class Stepper(Protocol):
+    """A model in training on one engine."""
+
+    def step(self, batches: Sequence[Batch], *, lr: float) -> StepResult:
+        """One optimizer step over micro-batches: the gradient is the mean of theirs.
+
+        A loss that is not finite changes no weight; on a device it is known only later, when
+        `finite` is read. ValueError for a loss that is not a scalar.
+        """
+        ...
+
+    def evaluate(self, batch: Batch) -> EvalResult:
+        """The loss and the hits of one batch in evaluation mode, without gradients."""
+        ...
+
+    def finite(self) -> bool:
+        """Whether every loss so far was finite. Waits for the device."""
+        ...
+
+    def report(self) -> Report:
+        """What the engine has to say by now."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and optimizer state: ``{"model": ..., "optimizer": ...}``, as torch saves them."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the form of `state_dict` back."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the engine holds; the user's model keeps the trained weights."""
+        ...
+
+
+class Engine(Protocol):
+    """A way to execute a model."""
+
+    name: str
+    capabilities: Capabilities
+
+    def unavailable(self) -> str | None:
+        """Why this engine cannot run here and what to do about it; None when it can."""
+        ...
+
+    def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
+        """A module that behaves as `model` does and shares its parameters."""
+        ...
+
+    def prepare(
+        self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
+    ) -> Stepper:
+        """A stepper that trains `model` in place. `loss(output, target)`, or the model's own."""
+        ...
+
+
+def engine(name: str) -> Engine:
+    """The engine called `name`; EngineUnavailable when it cannot run here."""
+    from ortlab.engines import ortmodule, torch_native
+    from ortlab.settings import unknown_name
+
+    engines: dict[str, Engine] = {
+        "eager": torch_native.Eager(),
+        "compile": torch_native.Compile(),
+        "ort": ortmodule.Ort(),
+    }
+    if name not in engines:
+        raise ValueError(f"engine={name!r}: {unknown_name(name, engines)}")
+    found = engines[name]
+    reason = found.unavailable()
+    if reason is not None:
+        raise EngineUnavailable(reason)
+    return found
