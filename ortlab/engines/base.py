@@ -130,6 +130,14 @@ class Engine(Protocol):
         """A module that behaves as `model` does and shares its parameters."""
         ...
 
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """The user's own module inside what `wrap` gave."""
+        ...
+
+    def report(self, wrapped: nn.Module) -> Report:
+        """What there is to say by now about what `wrap` gave."""
+        ...
+
     def prepare(
         self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
     ) -> Stepper:

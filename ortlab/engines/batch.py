@@ -1,0 +1,202 @@
+"""How a batch meets a model: moved, counted, put through forward, its loss found.
+
+A batch is a mapping (keyword arguments of forward), a tuple or list, or one tensor. With a loss
+function the target is the mapping's ``labels`` (or ``label``, ``target``), else the last item.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ortlab.engines.base import Batch, LossFunction
+from ortlab.settings import LOSSES, unknown_name
+
+_TARGETS = ("labels", "label", "target", "targets")
+
+_LOSS_FUNCTIONS: dict[str, LossFunction] = {
+    "cross_entropy": functional.cross_entropy,
+    "mse": functional.mse_loss,
+    "l1": functional.l1_loss,
+    "bce_with_logits": functional.binary_cross_entropy_with_logits,
+}
+
+
+def loss_function(name: str) -> LossFunction:
+    """The loss called `name` in `ortlab.settings.LOSSES`, with torch's mean reduction."""
+    if name not in _LOSS_FUNCTIONS:
+        raise ValueError(f"loss={name!r}: {unknown_name(name, LOSSES)}")
+    return _LOSS_FUNCTIONS[name]
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """`batch` with every tensor on `device`; containers are rebuilt, other values kept."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return [to_device(value, device) for value in batch]
+    return batch
+
+
+def tensors(batch: Batch) -> list[torch.Tensor]:
+    """Every tensor of `batch`, in order."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, tuple | list):
+        return [tensor for value in batch for tensor in tensors(value)]
+    return []
+
+
+def count(batch: Batch) -> tuple[int, int]:
+    """Samples (the first tensor's first dimension) and tokens (the size of ``input_ids``, or 0)."""
+    found = tensors(batch)
+    samples = int(found[0].shape[0]) if found and found[0].dim() > 0 else 1
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return samples, ids.numel() if isinstance(ids, torch.Tensor) else 0
+
+
+def describe(batch: Batch) -> str:
+    """Names, types and shapes in one line, for an error message."""
+    if isinstance(batch, torch.Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{name}: {describe(value)}" for name, value in batch.items())
+    if isinstance(batch, tuple | list):
+        return "(" + ", ".join(describe(value) for value in batch) + ")"
+    return type(batch).__name__
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a forward pass gave: its scalar loss, and where there are any the scores and targets."""
+
+    loss: torch.Tensor
+    scores: torch.Tensor | None
+    target: torch.Tensor | None
+
+
+def forward(module: nn.Module, batch: Batch, loss: LossFunction | None) -> Forward:
+    """One forward pass of `module` with its loss.
+
+    ValueError when the batch does not fit forward's parameters, when there is no loss, or when it
+    is not a scalar.
+    """
+    inputs, target = _split(batch, with_target=loss is not None)
+    output = _call(module, inputs)
+    scores = _scores(output)
+    if loss is None:
+        value = _own_loss(output, batch)
+        target = _target(batch) if isinstance(batch, Mapping) else None
+    else:
+        if scores is None:
+            raise ValueError(
+                f"forward returns {type(output).__name__}, and no tensor in it to give to the loss"
+            )
+        value = loss(scores, target)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        found = describe(value)
+        raise ValueError(f"the loss is {found}, not a scalar; reduce it, as with .mean()")
+    return Forward(value.reshape(()), scores, target)
+
+
+def hits(result: Forward) -> tuple[int, int]:
+    """How many classes were predicted right, of how many; (0, 0) where targets are no classes.
+
+    Sequence labels of a language model are shifted inside the model, so only scores [N, C] with
+    targets [N], and [N, C, ...] with [N, ...], count as classes. Targets below 0 are left out.
+    """
+    scores, target = result.scores, result.target
+    if scores is None or target is None or target.is_floating_point():
+        return 0, 0
+    if scores.dim() != target.dim() + 1 or scores.shape[0] != target.shape[0]:
+        return 0, 0
+    if scores.shape[2:] != target.shape[1:]:
+        return 0, 0
+    counted = target >= 0
+    right = (scores.argmax(1) == target) & counted
+    return int(right.sum()), int(counted.sum())
+
+
+def _split(batch: Batch, *, with_target: bool) -> tuple[Batch, Any]:
+    if not with_target:
+        return batch, None
+    if isinstance(batch, Mapping):
+        name = next((name for name in _TARGETS if name in batch), None)
+        if name is None:
+            raise ValueError(
+                f"a loss function needs a target: the batch has {', '.join(map(str, batch))}, "
+                f"none of {', '.join(_TARGETS)}"
+            )
+        return {key: value for key, value in batch.items() if key != name}, batch[name]
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        return list(batch[:-1]), batch[-1]
+    raise ValueError(f"a loss function needs (inputs, target); the batch is {describe(batch)}")
+
+
+def _call(module: nn.Module, inputs: Batch) -> Any:
+    arguments = list(inputs) if isinstance(inputs, tuple | list) else []
+    named = dict(inputs) if isinstance(inputs, Mapping) else {}
+    if isinstance(inputs, torch.Tensor):
+        arguments = [inputs]
+    try:
+        return module(*arguments, **named)
+    except Exception as error:
+        mismatch = _mismatch(module, arguments, named)
+        if isinstance(error, TypeError) and mismatch:
+            message = f"the batch ({describe(inputs)}) does not fit forward: {mismatch}"
+            raise ValueError(message) from error
+        error.add_note(f"the batch was ({describe(inputs)})")
+        raise
+
+
+def _mismatch(module: nn.Module, arguments: list[Any], named: dict[str, Any]) -> str | None:
+    try:
+        inspect.signature(module.forward).bind(*arguments, **named)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _target(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    found = next((batch[name] for name in _TARGETS if name in batch), None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _own_loss(output: Any, batch: Batch) -> Any:
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, tuple | list):
+        found = output[0] if output else None
+    elif isinstance(output, torch.Tensor):
+        found = output
+    else:
+        found = getattr(output, "loss", None)
+    if found is None or (isinstance(output, torch.Tensor) and output.numel() != 1):
+        has_target = isinstance(batch, Mapping) and any(name in batch for name in _TARGETS)
+        hint = "" if has_target or not isinstance(batch, Mapping) else "; the batch has no labels"
+        raise ValueError(
+            f"the model returns no loss{hint}; name one: --loss {', '.join(LOSSES)}, or a function"
+        )
+    return found
+
+
+def _scores(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        candidates = [output.get("logits"), *output.values()]
+    elif isinstance(output, tuple | list):
+        candidates = list(output)
+    else:
+        candidates = [getattr(output, "logits", None)]
+    return next((c for c in candidates if isinstance(c, torch.Tensor) and c.dim() > 0), None)

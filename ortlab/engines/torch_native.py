@@ -1,0 +1,255 @@
+"""Engines that are torch itself: ``eager``, and ``compile`` (torch.compile).
+
+Their stepper trains any module through autograd and a torch optimizer, the ORT engine's too.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ortlab.engines import batch as batches
+from ortlab.engines.base import (
+    Batch,
+    Capabilities,
+    EvalResult,
+    LossFunction,
+    Report,
+    StepResult,
+)
+from ortlab.settings import EngineSettings, FinetuneSettings
+
+
+def training_device(name: str) -> torch.device:
+    """The device called `name` in the settings; ``auto`` is CUDA where torch sees it."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no CUDA device; use device='cpu'")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def optimizer_for(module: nn.Module, settings: FinetuneSettings) -> torch.optim.Optimizer:
+    """The optimizer that `settings` name, in torch's fused form.
+
+    Weight decay acts on matrices alone: biases and norms (fewer than two dimensions) have none, as
+    in BERT's and GPT's own recipes. ValueError when nothing is trainable.
+    """
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("no parameter of the model requires a gradient: nothing to train")
+    groups = [
+        {
+            "params": [p for p in trainable if p.dim() >= 2],
+            "weight_decay": settings.weight_decay,
+        },
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=0.9, fused=True)
+    return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
+
+
+class TorchStepper:
+    """Trains `module` through autograd: the `Stepper` of every engine whose model is a module.
+
+    A loss or a gradient norm that is not finite sets a flag on the device, which the fused
+    optimizer reads as ``found_inf``: from that step on no weight changes, and nobody waits.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: LossFunction | None,
+        settings: FinetuneSettings,
+        *,
+        device: torch.device,
+        report: Callable[[], Report],
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._module = module
+        self._loss = loss
+        self._device = device
+        self._clip_norm = settings.clip_norm
+        self._report = report
+        self._close = close
+        self._optimizer = optimizer_for(module, settings)
+        self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._bad = torch.zeros((), device=device)
+
+    def step(self, batches_: Sequence[Batch], *, lr: float) -> StepResult:
+        """See `Stepper.step`."""
+        if not self._module.training:
+            self._module.train()
+        self._optimizer.zero_grad(set_to_none=True)
+        forward_s = backward_s = 0.0
+        samples = tokens = 0
+        losses = []
+        for batch in batches_:
+            started = time.perf_counter()
+            batch = batches.to_device(batch, self._device)
+            loss = batches.forward(self._module, batch, self._loss).loss / len(batches_)
+            forwarded = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
+            backward_s += time.perf_counter() - forwarded
+            forward_s += forwarded - started
+            losses.append(loss.detach())
+            more_samples, more_tokens = batches.count(batch)
+            samples += more_samples
+            tokens += more_tokens
+        started = time.perf_counter()
+        total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        grad_norm = self._update(total, lr)
+        return StepResult(
+            loss=total,
+            samples=samples,
+            tokens=tokens,
+            grad_norm=grad_norm,
+            lr=lr,
+            forward_ms=forward_s * 1e3,
+            backward_ms=backward_s * 1e3,
+            optimizer_ms=(time.perf_counter() - started) * 1e3,
+        )
+
+    def _update(self, loss: torch.Tensor, lr: float) -> torch.Tensor | None:
+        bad = ~torch.isfinite(loss)
+        grad_norm = None
+        if self._clip_norm is not None:
+            grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+            bad = bad | ~torch.isfinite(grad_norm)
+        self._bad = torch.maximum(self._bad, bad.to(self._bad))
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        # The attributes by which torch.amp.GradScaler tells a fused optimizer to skip a step.
+        self._optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self._optimizer.found_inf = self._bad  # type: ignore[attr-defined]
+        self._optimizer.step()
+        return grad_norm
+
+    def evaluate(self, batch: Batch) -> EvalResult:
+        """See `Stepper.evaluate`."""
+        was_training = self._module.training
+        self._module.eval()
+        try:
+            with torch.no_grad():
+                batch = batches.to_device(batch, self._device)
+                result = batches.forward(self._module, batch, self._loss)
+        finally:
+            self._module.train(was_training)
+        correct, predicted = batches.hits(result)
+        samples, _ = batches.count(batch)
+        return EvalResult(result.loss.detach(), samples, correct, predicted)
+
+    def finite(self) -> bool:
+        """See `Stepper.finite`."""
+        return not bool(self._bad)
+
+    def report(self) -> Report:
+        """See `Stepper.report`."""
+        return self._report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Stepper.state_dict`."""
+        return {"model": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Stepper.load_state_dict`."""
+        self._module.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def close(self) -> None:
+        """See `Stepper.close`."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._close()
+
+
+class Eager:
+    """torch as it is: the reference for every other engine."""
+
+    name = "eager"
+    capabilities = Capabilities()
+
+    def unavailable(self) -> str | None:
+        """See `Engine.unavailable`."""
+        return None
+
+    def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:  # noqa: ARG002
+        """`model` itself."""
+        return model
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """See `Engine.unwrap`."""
+        return wrapped
+
+    def report(self, wrapped: nn.Module) -> Report:  # noqa: ARG002
+        """See `Engine.report`."""
+        return Report(engine_used=self.name)
+
+    def prepare(
+        self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
+    ) -> TorchStepper:
+        """See `Engine.prepare`."""
+        device = training_device(settings.device)
+        model.to(device)
+        return TorchStepper(
+            model, loss, settings, device=device, report=lambda: self.report(model)
+        )
+
+
+class Compile:
+    """torch.compile with its default backend, Inductor."""
+
+    name = "compile"
+    capabilities = Capabilities()
+
+    def unavailable(self) -> str | None:
+        """Inductor compiles C++ on a CPU, so a compiler must be there."""
+        if torch.cuda.is_available() or any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
+            return None
+        return "engine 'compile' needs a C++ compiler: apt-get install g++, or use engine='eager'"
+
+    def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:  # noqa: ARG002
+        """torch.compile's module; the first call of a new kind of input compiles."""
+        compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
+        return compiled
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """See `Engine.unwrap`."""
+        original: nn.Module = wrapped._orig_mod  # type: ignore[assignment]
+        return original
+
+    def report(self, wrapped: nn.Module) -> Report:  # noqa: ARG002
+        """See `Engine.report`."""
+        return Report(engine_used=self.name)
+
+    def prepare(
+        self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
+    ) -> TorchStepper:
+        """See `Engine.prepare`. Weights are saved under the names of `model`."""
+        device = training_device(settings.device)
+        model.to(device)
+        compiled = self.wrap(model, settings)
+        return CompiledStepper(
+            compiled, loss, settings, device=device, report=lambda: self.report(compiled)
+        )
+
+
+class CompiledStepper(TorchStepper):
+    """A stepper whose state has the names of the module that was compiled."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Stepper.state_dict`."""
+        original: nn.Module = self._module._orig_mod  # type: ignore[assignment]
+        return {"model": original.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Stepper.load_state_dict`."""
+        original: nn.Module = self._module._orig_mod  # type: ignore[assignment]
+        original.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
