@@ -1,0 +1,224 @@
+"""The house rules of README.md and the package, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.readme import README, ROOT, code_map, settings_table, stored_table
+
+PACKAGE = ROOT / "ortlab"
+BUILD_HOOK = PACKAGE / "notebook" / "build.py"  # runs in hatch's environment, not in the user's
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "node_modules" not in path.parts)
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def tracked(*under: str) -> list[str]:
+    """The files that git knows below the given folders."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--", *under], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return listed.stdout.splitlines()
+
+
+@functools.cache
+def imports(path: Path, *, deferred: bool = True) -> frozenset[str]:
+    """Absolute names that a file imports; without `deferred` only those of its top level."""
+    tree = ast.parse(path.read_text())
+    nodes: Iterator[ast.AST] = ast.walk(tree) if deferred else iter(tree.body)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
+
+
+def within(name: str, *roots: str) -> bool:
+    return any(name == root or name.startswith(root + ".") for root in roots)
+
+
+def private_torch(name: str) -> bool:
+    first, *rest = name.split(".")
+    return first == "torch" and any(
+        part.startswith("_") and not part.endswith("__") for part in rest
+    )
+
+
+def test_only_compat_touches_ort_training_and_private_torch() -> None:
+    outside = [path for path in SOURCES if "compat" not in path.relative_to(PACKAGE).parts]
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in outside
+        for name in imports(path)
+        if within(name, "onnxruntime.training") or private_torch(name)
+    }
+    assert not found
+
+
+def test_only_notebook_imports_the_front_end() -> None:
+    outside = [path for path in SOURCES if "notebook" not in path.relative_to(PACKAGE).parts]
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in outside
+        for name in imports(path)
+        if within(name, "IPython", "ipywidgets", "anywidget", "ipykernel")
+    }
+    assert not found
+
+
+def modules() -> list[str]:
+    """Every importable module of the package."""
+    dotted = []
+    for path in SOURCES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if path != BUILD_HOOK and parts[-1] != "__main__":
+            dotted.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return dotted
+
+
+def python(script: str, *args: str) -> str:
+    """What `script` prints in a Python of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+IMPORT_EVERYTHING = """
+import importlib, json, logging, os, signal, sys, threading, warnings
+ours, theirs = json.loads(sys.argv[1])
+
+def load(names):
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            parent, _, attribute = name.rpartition(".")
+            getattr(importlib.import_module(parent), attribute)
+
+# What the libraries do when they are imported is not ours: they are imported first.
+load(theirs)
+import torch, torch.onnx
+random = torch.random.get_rng_state().tolist()
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "warning filters": [str(row) for row in warnings.filters],
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "log handlers": [str(row) for row in logging.getLogger().handlers],
+        "log level": logging.getLogger().level,
+        "signals": {str(s): str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)},
+        "hooks": [str(hook) for hook in (sys.excepthook, sys.displayhook, sys.settrace)],
+        "import path": list(sys.path),
+        "importers": [str(finder) for finder in sys.meta_path],
+        "torch threads": torch.get_num_threads(),
+        "torch determinism": torch.are_deterministic_algorithms_enabled(),
+        "torch random state": torch.random.get_rng_state().tolist() == random,
+        "torch functions": [id(f) for f in (
+            torch.manual_seed, torch.onnx.export, torch.Tensor.backward, torch.autograd.backward,
+            torch.nn.Module.__call__, torch.nn.Module.__setattr__, torch.optim.Optimizer.__init__,
+        )],
+    }
+
+before = state()
+load(ours)
+after = state()
+assert "onnxruntime.training" not in sys.modules, "something imported onnxruntime.training"
+print(json.dumps([name for name in before if before[name] != after[name]]))
+"""
+
+
+def test_importing_every_module_changes_nothing() -> None:
+    theirs = {
+        name
+        for path in SOURCES
+        if path != BUILD_HOOK
+        for name in imports(path, deferred=False)
+        if not within(name, "ortlab", "__future__")
+    }
+    printed = python(IMPORT_EVERYTHING, json.dumps([modules(), sorted(theirs)]))
+    assert json.loads(printed) == []
+
+
+def test_import_is_light() -> None:
+    """Under 0.3 s, the best of three: others may be using the machine."""
+    script = (
+        "import sys, time; start = time.perf_counter(); import ortlab; "
+        "took = time.perf_counter() - start; "
+        "heavy = {'torch', 'onnxruntime', 'IPython', 'matplotlib', 'numpy'} & set(sys.modules); "
+        "assert not heavy, heavy; print(took)"
+    )
+    assert min(float(python(script)) for _ in range(3)) < 0.3
+
+
+def test_no_public_name_is_lost_to_a_submodule() -> None:
+    """Importing ortlab.x puts the module in the place of a function ortlab.x."""
+    script = (
+        "import importlib, json, sys, types\n"
+        "for name in json.loads(sys.argv[1]): importlib.import_module(name)\n"
+        "import ortlab\n"
+        "print(json.dumps({name: isinstance(getattr(ortlab, name), types.ModuleType)"
+        " for name in ortlab.__all__}))"
+    )
+    is_module = json.loads(python(script, json.dumps(modules())))
+    assert {"wrap", "unwrap", "finetune", "track"} <= set(is_module)
+    assert [name for name, module in is_module.items() if module] == ["data"]
+
+
+def test_map_is_true() -> None:
+    missing = [path for path in code_map() if not (ROOT / path).exists()]
+    assert missing == []
+
+
+def test_map_is_complete() -> None:
+    paths = code_map()
+    folders = tuple(path for path in paths if path.endswith("/") and path != "ortlab/")
+    for file in tracked("ortlab", "tests", "notebooks", "binder", ".ci"):
+        if file.startswith("ortlab/") and file.endswith(".py"):
+            assert file in paths, f"README.md's map lacks {file}"
+        else:
+            assert file in paths or file.startswith(folders), f"README.md's map lacks {file}"
+
+
+def test_settings_table_is_current() -> None:
+    assert stored_table() == settings_table(), "run: python -m tests.readme"
+
+
+def test_readme_commands_exist() -> None:
+    readme = README.read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z]+)", readme)) <= targets
+    for command in sorted(set(re.findall(r"\bortlab (doctor|[a-z]+)(?=`| --|$)", readme))):
+        helped = subprocess.run(
+            [sys.executable, "-m", "ortlab.cli", command, "--help"], capture_output=True, text=True
+        )
+        assert helped.returncode == 0, f"ortlab {command}: {helped.stderr}"
+
+
+def test_readme_pictures_are_stored() -> None:
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README.read_text())
+    assert pictures, "README.md shows no screenshot"
+    for picture in pictures:
+        assert picture in tracked(), picture
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_stored_without_outputs(path: Path) -> None:
+    notebook = json.loads(path.read_text())
+    assert set(notebook["metadata"]) <= {"kernelspec", "language_info"}
+    for cell in notebook["cells"]:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
