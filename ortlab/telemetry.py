@@ -1,0 +1,595 @@
+"""What a run tells: samples and events, the recorder that keeps them, the memory sampler.
+
+The training thread only appends to a queue. Whoever reads (a view, or the recorder's writer
+thread) moves the queue into a bounded, thinned series; the writer thread alone talks to the sinks,
+which hold the whole series.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+Rows = npt.NDArray[np.float64]
+"""Samples as an array of shape [samples, len(COLUMNS)]; NaN is unknown."""
+
+Chart = Literal["loss", "throughput", "memory", "lr", "time"]
+Merge = Literal["last", "mean", "max"]
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a step. ``merge`` says what stands for several steps where they are thinned."""
+
+    name: str
+    unit: str
+    chart: Chart | None
+    label: str
+    merge: Merge = "mean"
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column("step", "", None, "step", "last"),
+    Column("time_s", "s", None, "time since the start", "last"),
+    Column("epoch", "", None, "epoch", "last"),
+    Column("loss", "", "loss", "training loss"),
+    Column("lr", "", "lr", "learning rate"),
+    Column("grad_norm", "", None, "gradient norm"),
+    Column("samples", "samples", None, "samples in the step"),
+    Column("tokens", "tokens", None, "tokens in the step"),
+    Column("samples_per_s", "samples/s", "throughput", "samples/s"),
+    Column("tokens_per_s", "tokens/s", "throughput", "tokens/s"),
+    Column("step_ms", "ms", "time", "step"),
+    Column("data_ms", "ms", "time", "data"),
+    Column("forward_ms", "ms", "time", "forward"),
+    Column("backward_ms", "ms", "time", "backward"),
+    Column("optimizer_ms", "ms", "time", "optimizer"),
+    Column("rss_bytes", "B", "memory", "resident size", "last"),
+    Column("peak_bytes", "B", "memory", "peak resident size", "max"),
+    Column("cuda_allocated_bytes", "B", "memory", "CUDA allocated", "last"),
+    Column("cuda_reserved_bytes", "B", "memory", "CUDA reserved", "last"),
+    Column("cuda_peak_bytes", "B", "memory", "CUDA peak", "max"),
+    Column("device_used_bytes", "B", "memory", "used on the device", "last"),
+)
+INDEX = {column.name: index for index, column in enumerate(COLUMNS)}
+"""Where a column lies in a row."""
+
+_MEANS = [INDEX[column.name] for column in COLUMNS if column.merge == "mean"]
+_PEAKS = [INDEX[column.name] for column in COLUMNS if column.merge == "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The numbers of one step, in the order of `COLUMNS`; NaN is unknown.
+
+    ``loss`` and ``grad_norm`` may be 0-d tensors, on a device too: the recorder resolves them off
+    the training thread.
+    """
+
+    step: float
+    time_s: float = NAN
+    epoch: float = NAN
+    loss: float | torch.Tensor = NAN
+    lr: float = NAN
+    grad_norm: float | torch.Tensor = NAN
+    samples: float = NAN
+    tokens: float = NAN
+    samples_per_s: float = NAN
+    tokens_per_s: float = NAN
+    step_ms: float = NAN
+    data_ms: float = NAN
+    forward_ms: float = NAN
+    backward_ms: float = NAN
+    optimizer_ms: float = NAN
+    rss_bytes: float = NAN
+    peak_bytes: float = NAN
+    cuda_allocated_bytes: float = NAN
+    cuda_reserved_bytes: float = NAN
+    cuda_peak_bytes: float = NAN
+    device_used_bytes: float = NAN
+
+
+_values = operator.attrgetter(*INDEX)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a step.
+
+    ``kind`` is one of "eval" (``values``: loss, accuracy), "self_check", "state", "note",
+    "warning" and "error".
+    """
+
+    kind: str
+    step: int
+    time_s: float
+    text: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+
+
+State = Literal["starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run is. ``badges`` are what the user must see (a fallback), ``lines`` are details."""
+
+    state: State
+    step: int
+    total_steps: int | None
+    elapsed_s: float
+    left_s: float | None
+    badges: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    error: str | None = None
+
+
+class Watched(Protocol):
+    """What a view can show: a run, or a loop of the user's own."""
+
+    @property
+    def title(self) -> str:
+        """What stands above the charts."""
+        ...
+
+    @property
+    def recorder(self) -> Recorder:
+        """The numbers to show."""
+        ...
+
+    @property
+    def interactive(self) -> bool:
+        """Whether pause and stop do something."""
+        ...
+
+    def status(self) -> Status:
+        """Where it is now; cheap."""
+        ...
+
+    def pause(self) -> None:
+        """Asks to pause before the next step."""
+        ...
+
+    def resume(self) -> None:
+        """Asks to go on."""
+        ...
+
+    def stop(self) -> None:
+        """Asks to end after the step in flight; asking twice is fine."""
+        ...
+
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        ...
+
+    def wait_over(self, timeout: float | None = None) -> bool:
+        """Blocks until `over`, at most `timeout` seconds; returns `over`."""
+        ...
+
+
+class Sink(Protocol):
+    """Where the whole series goes. Called by the recorder's writer thread only."""
+
+    def write(self, rows: Rows, events: Sequence[Event]) -> None:
+        """Appends; what was given is safe from a crash of the process when this returns."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
+def merged(rows: Rows, size: int) -> Rows:
+    """`rows` with every `size` of them made one, the last one of what is left over."""
+    if size <= 1:
+        return rows
+    whole = len(rows) // size * size
+    parts = [rows[:whole].reshape(-1, size, rows.shape[1])]
+    if whole < len(rows):
+        parts.append(rows[None, whole:])
+    return np.concatenate([_merge(groups) for groups in parts])
+
+
+def _merge(groups: Rows) -> Rows:
+    out: Rows = groups[:, -1].copy()
+    values = groups[:, :, _MEANS]
+    known = ~np.isnan(values)
+    count = known.sum(axis=1)
+    total = np.where(known, values, 0.0).sum(axis=1)
+    out[:, _MEANS] = np.where(count > 0, total / np.maximum(count, 1), NAN)
+    out[:, _PEAKS] = np.fmax.reduce(groups[:, :, _PEAKS], axis=1)
+    return out
+
+
+class _Series:
+    """A whole run in at most `capacity` rows: each stands for `stride` steps, doubled when full."""
+
+    def __init__(self, capacity: int) -> None:
+        self._rows = np.empty((capacity, len(COLUMNS)))
+        self._used = 0
+        self._tail = np.empty((0, len(COLUMNS)))
+        self.stride = 1
+
+    def extend(self, rows: Rows) -> None:
+        rows = np.concatenate([self._tail, rows])
+        while len(rows) >= self.stride:
+            take = min(len(rows) // self.stride, len(self._rows) - self._used)
+            taken, rows = rows[: take * self.stride], rows[take * self.stride :]
+            self._rows[self._used : self._used + take] = merged(taken, self.stride)
+            self._used += take
+            if self._used == len(self._rows):
+                self._used //= 2
+                self._rows[: self._used] = merged(self._rows, 2)
+                self.stride *= 2
+        self._tail = rows.copy()
+
+    def rows(self, first: int = 0) -> Rows:
+        """Rows from number `first` on; the last one ends with the newest step."""
+        parts = [self._rows[first : self._used]]
+        if len(self._tail):
+            parts.append(merged(self._tail, self.stride))
+        return np.concatenate(parts)
+
+
+class Recorder:
+    """Keeps what a run tells: a thinned series for views, everything for the sinks.
+
+    `add` and `event` cost the training thread an append to a queue; they wait for no disk, no view
+    and no device. Safe to read from any thread. A reader may wait for the device when losses are
+    still on it. A sink that fails is dropped with a warning event; what a sink cannot take for
+    long (a disk that hangs) is dropped, counted and told in a warning.
+    """
+
+    PERIOD_S = 0.25
+    WRITE_EVERY = 4  # periods: what a crash of the process can lose is about a second
+    PENDING = 8192  # samples queued before the adding thread moves them itself
+    BACKLOG = 262_144  # rows waiting for a sink, 168 bytes each
+    RECENT = 1024  # rows kept as they came, for views that follow
+
+    def __init__(self, capacity: int = 4096, sinks: Sequence[Sink] = ()) -> None:
+        if capacity < 2 or capacity % 2:
+            raise ValueError(f"capacity={capacity} must be even and at least 2")
+        self._capacity = capacity
+        self._queue: deque[Sample | Event] = deque()
+        self._lock = threading.Lock()
+        self._series = _Series(capacity)
+        self._recent = np.empty((0, len(COLUMNS)))
+        self._count = 0
+        self._events: list[Event] = []
+        self._sinks = list(sinks)
+        self._unwritten: deque[tuple[Rows, list[Event]]] = deque()
+        self._backlog = 0
+        self._dropped = 0
+        self.not_finite_step: int | None = None
+        """The first step whose loss, once resolved, was NaN or infinite."""
+        self._closing = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._drain, name="ortlab-recorder", daemon=True)
+        self._thread.start()
+
+    def add(self, sample: Sample) -> None:
+        """Takes the numbers of a step."""
+        self._queue.append(sample)
+        if len(self._queue) > self.PENDING:
+            self._absorb()
+
+    def event(self, event: Event) -> None:
+        """Takes an event."""
+        self._queue.append(event)
+
+    @property
+    def count(self) -> int:
+        """How many samples were taken so far."""
+        self._absorb()
+        return self._count
+
+    @property
+    def last(self) -> Sample | None:
+        """The newest sample, its loss a float; None before the first."""
+        self._absorb()
+        with self._lock:
+            return Sample(*self._recent[-1].tolist()) if self._count else None
+
+    def rows(self) -> Rows:
+        """The whole series in at most ``capacity + 1`` rows; the last ends with the newest step."""
+        self._absorb()
+        with self._lock:
+            return self._series.rows()
+
+    def since(self, cursor: int, limit: int = 256) -> tuple[Rows, int]:
+        """What came after `cursor` (0 is the beginning), and the cursor for the next call.
+
+        A view that follows gets at most `limit` rows, merged where more came. One that is late by
+        more than `RECENT` steps gets them from the thinned series; its first row may then merge
+        steps from before the cursor too, its last step always lies after it.
+        """
+        self._absorb()
+        with self._lock:
+            missed = self._count - cursor
+            if missed > len(self._recent):
+                return self._series.rows(cursor // self._series.stride), self._count
+            fresh = self._recent[len(self._recent) - missed :]
+            return merged(fresh, math.ceil(missed / limit)).copy(), self._count
+
+    def events(self, *kinds: str) -> tuple[Event, ...]:
+        """The events so far, of these kinds only where some are named.
+
+        Beyond the recorder's capacity every second one is let go; the sinks have them all.
+        """
+        self._absorb()
+        with self._lock:
+            return tuple(event for event in self._events if not kinds or event.kind in kinds)
+
+    def close(self) -> None:
+        """Writes what is left, closes the sinks and ends the writer thread. Twice is fine."""
+        self._closing.set()
+        self._thread.join()
+
+    def _drain(self) -> None:
+        periods = 0
+        while not self._closing.wait(self.PERIOD_S):
+            self._absorb()
+            periods += 1
+            if periods % self.WRITE_EVERY == 0:
+                self._write()
+        self._absorb()
+        self._write()
+        for sink in self._sinks:
+            with contextlib.suppress(OSError):  # its rows are flushed, and the run is over
+                sink.close()
+
+    def _absorb(self) -> None:
+        """Moves the queue into the series and the backlog. Any thread."""
+        if not self._queue:
+            return
+        with self._lock:
+            items = [self._queue.popleft() for _ in range(len(self._queue))]
+            events = [item for item in items if isinstance(item, Event)]
+            rows = _rows([item for item in items if isinstance(item, Sample)])
+            self._events += events
+            while len(self._events) > self._capacity:
+                del self._events[1::2]
+            if len(rows):
+                self._series.extend(rows)
+                self._recent = np.concatenate([self._recent, rows])[-self.RECENT :]
+                self._count += len(rows)
+                self._note_not_finite(rows)
+            if self._sinks and self._backlog + len(items) <= self.BACKLOG:
+                self._unwritten.append((rows, events))
+                self._backlog += len(items)
+            elif self._sinks:
+                self._dropped += len(items)
+
+    def _note_not_finite(self, rows: Rows) -> None:
+        bad = np.flatnonzero(~np.isfinite(rows[:, INDEX["loss"]]))
+        if len(bad) and self.not_finite_step is None:
+            self.not_finite_step = int(rows[bad[0], INDEX["step"]])
+
+    def _write(self) -> None:
+        """Hands the backlog to the sinks. The writer thread only."""
+        while self._unwritten:
+            rows, events = self._unwritten.popleft()
+            for sink in list(self._sinks):
+                try:
+                    sink.write(rows, events)
+                except OSError as error:
+                    self._sinks.remove(sink)
+                    self._warn(f"metrics are no longer written: {error}; the run goes on")
+            with self._lock:
+                self._backlog -= len(rows) + len(events)
+                dropped, self._dropped = self._dropped, 0
+            if dropped:
+                self._warn(f"{dropped} steps were not written: the disk did not keep up")
+
+    def _warn(self, text: str) -> None:
+        with self._lock:
+            step, time_s = self._recent[-1, :2].tolist() if self._count else (0.0, 0.0)
+        self.event(Event("warning", int(step), time_s, text))
+
+
+def _rows(samples: Sequence[Sample]) -> Rows:
+    values = [_values(sample) for sample in samples]
+    rows = np.empty((len(values), len(COLUMNS)))
+    if not values:
+        return rows
+    columns = list(zip(*values, strict=True))
+    for name in ("loss", "grad_norm"):
+        columns[INDEX[name]] = tuple(numbers(columns[INDEX[name]]))
+    rows[:] = np.array(columns, dtype=np.float64).T
+    return rows
+
+
+def numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
+    """Floats of floats and 0-d tensors; those on a device are fetched together, in one wait."""
+    on_device = [i for i, value in enumerate(values) if getattr(value, "is_cuda", False)]
+    out: list[Any] = list(values)
+    if on_device:
+        import torch
+
+        fetched = torch.stack([out[i].detach().float() for i in on_device]).tolist()
+        for i, value in zip(on_device, fetched, strict=True):
+            out[i] = value
+    return [float(value) for value in out]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of this process and its device, in bytes; NaN is unknown.
+
+    ``peak_bytes`` is the highest resident size since the meter's last reading.
+    """
+
+    rss_bytes: float = NAN
+    peak_bytes: float = NAN
+    cuda_allocated_bytes: float = NAN
+    cuda_reserved_bytes: float = NAN
+    cuda_peak_bytes: float = NAN
+    device_used_bytes: float = NAN
+
+
+class Meter:
+    """One run's view of the `DeviceSampler`: the peak since this run looked last."""
+
+    def __init__(self, now: Memory) -> None:
+        self._lock = threading.Lock()
+        self._now = now
+        self._peak = now.rss_bytes
+        self._taken = False
+        self.highest_bytes = now.rss_bytes
+        """The highest resident size since the meter began."""
+        self.highest_cuda_bytes = now.cuda_peak_bytes
+        """CUDA's peak of allocated bytes as torch counts it; NaN without CUDA."""
+
+    def take(self) -> Memory:
+        """The latest reading, its peak that of all readings since the last `take`."""
+        with self._lock:
+            self._taken = True
+            return replace(self._now, peak_bytes=self._peak)
+
+    def tick(self, now: Memory) -> None:
+        """Takes a reading of the sampler."""
+        with self._lock:
+            self._now = now
+            self._peak = now.peak_bytes if self._taken else max(self._peak, now.peak_bytes)
+            self._taken = False
+            self.highest_bytes = max(self.highest_bytes, now.peak_bytes)
+            self.highest_cuda_bytes = now.cuda_peak_bytes
+
+
+class DeviceSampler:
+    """Reads this process's memory a few times a second, while somebody measures.
+
+    Linux: resident size from /proc/self/statm; the true peak of each interval is VmHWM, which
+    writing 5 to /proc/self/clear_refs restarts (proc(5)); ``resource``'s ru_maxrss is restarted
+    with it. Elsewhere psutil's resident size stands for the peak too, so peaks between readings
+    are missed. CUDA, where torch has initialized it: the caching allocator's statistics, whose peak
+    is torch's own (never reset here), and the device's figure through NVML.
+    """
+
+    PERIOD_S = 0.25
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._meters: list[Meter] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._nvml: Any = None
+
+    def start(self) -> Meter:
+        """A meter that is kept up to date until it is given to `end`."""
+        with self._lock:
+            meter = Meter(self._restart())
+            self._meters.append(meter)
+            if self._thread is None:
+                self._stop = threading.Event()
+                self._thread = threading.Thread(
+                    target=self._sample, args=(self._stop,), name="ortlab-memory", daemon=True
+                )
+                self._thread.start()
+            return meter
+
+    def end(self, meter: Meter) -> None:
+        """Takes a last reading; the thread ends with the last meter. Twice is fine."""
+        thread = None
+        with self._lock:
+            if meter not in self._meters:
+                return
+            self._tick()
+            self._meters.remove(meter)
+            if not self._meters:
+                thread, self._thread = self._thread, None
+                self._stop.set()
+        if thread is not None:
+            thread.join()
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is alive."""
+        return self._thread is not None
+
+    def _sample(self, stop: threading.Event) -> None:
+        while not stop.wait(self.PERIOD_S):
+            with self._lock:
+                self._tick()
+
+    def _restart(self) -> Memory:
+        """A reading that begins an interval: whoever measures already keeps the old one's peak."""
+        self._tick()
+        return self._read()
+
+    def _tick(self) -> None:
+        now = self._read()
+        for meter in self._meters:
+            meter.tick(now)
+
+    def _read(self) -> Memory:
+        rss, peak = _host_memory()
+        return Memory(rss, peak, *self._cuda_memory())
+
+    def _cuda_memory(self) -> tuple[float, float, float, float]:
+        import torch
+
+        # Asking the allocator would otherwise create a context of some hundred megabytes.
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return NAN, NAN, NAN, NAN
+        stats = torch.cuda.memory_stats()
+        return (
+            stats.get("allocated_bytes.all.current", 0),
+            stats.get("reserved_bytes.all.current", 0),
+            stats.get("allocated_bytes.all.peak", 0),
+            self._device_used(),
+        )
+
+    def _device_used(self) -> float:
+        import pynvml
+        import torch
+
+        try:
+            if self._nvml is None:
+                pynvml.nvmlInit()
+                # NVML numbers all devices, torch the visible ones: only the UUID means the same.
+                uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
+                self._nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            return float(pynvml.nvmlDeviceGetMemoryInfo(self._nvml).used)
+        except pynvml.NVMLError:
+            return NAN  # a MIG slice, or a container without the driver's library
+
+
+SAMPLER = DeviceSampler()
+"""The one sampler of this process; it has no thread until somebody measures."""
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def _host_memory() -> tuple[float, float]:
+    """Resident size, and its peak since the last call where Linux tells."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            rss = int(file.read().split()[1]) * _PAGE
+        with open("/proc/self/status", "rb") as file:
+            status = file.read()
+        with open("/proc/self/clear_refs", "wb") as file:
+            file.write(b"5")
+    except OSError:
+        import psutil
+
+        rss = psutil.Process().memory_info().rss
+        return rss, rss
+    start = status.index(b"VmHWM:") + 6
+    return rss, int(status[start : status.index(b"kB", start)]) * 1024
