@@ -1,0 +1,92 @@
+"""The one door to ONNX Runtime's training package and to torch's private modules.
+
+Importing it imports neither and changes nothing; `ortmodule` does both when it is first called.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Progress = Callable[[str], None]
+"""Takes one line of text about something that takes seconds."""
+
+
+class OrtUnavailable(RuntimeError):
+    """ORTModule cannot run here: `reason` says why and `fix` what to do about it."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(f"{reason}. {fix}")
+        self.reason = reason
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class Ort:
+    """What engines need of ONNX Runtime's training package, patched and ready.
+
+    The classes and enumerations are ORT's own. ``set_seed`` restarts the generator of ORT's dropout,
+    which torch's seeds do not reach.
+    """
+
+    ORTModule: Any
+    DebugOptions: Any
+    LogLevel: Any
+    FallbackPolicy: Any
+    SkipCheck: Any
+    set_seed: Callable[[int], None]
+    version: str
+
+
+_ort: Ort | None = None
+_lock = threading.Lock()
+
+
+def unavailable() -> str | None:
+    """Why ORTModule cannot run here and what to do; None when it can. Imports and builds nothing."""
+    from ortlab.compat import doctor
+
+    finding = doctor.obstacle()
+    return None if finding is None else f"{finding.found}. {finding.fix}"
+
+
+def ortmodule(on_progress: Progress | None = None) -> Ort:
+    """ORTModule and what belongs to it, ready to use.
+
+    The first call builds ORT's torch extensions if this machine has none yet (about 10 s, told to
+    `on_progress`), imports torch and ORT, and applies the rows of `patches`. Later calls return the
+    same object at once. Raises OrtUnavailable with the reason and the fix.
+    """
+    global _ort
+    with _lock:
+        if _ort is None:
+            _ort = _load(on_progress)
+        return _ort
+
+
+def _load(on_progress: Progress | None) -> Ort:
+    from ortlab.compat import doctor
+
+    finding = doctor.obstacle()
+    if finding is not None:
+        raise OrtUnavailable(finding.found, finding.fix)
+    from ortlab.compat import extensions, patches
+
+    loaded = extensions.load(on_progress)
+    patches.apply(loaded)
+
+    import onnxruntime
+    from onnxruntime.training import ortmodule as package
+    from onnxruntime.training.ortmodule import _fallback, options
+
+    return Ort(
+        ORTModule=package.ORTModule,
+        DebugOptions=package.DebugOptions,
+        LogLevel=package.LogLevel,
+        FallbackPolicy=_fallback._FallbackPolicy,
+        SkipCheck=options._SkipCheck,
+        set_seed=onnxruntime.set_seed,
+        version=onnxruntime.__version__,
+    )

@@ -1,0 +1,280 @@
+"""ORT's torch C++ extensions: built once for the torch that is installed, kept in a per-user cache.
+
+ORT ships them as source. Each is one C++ file whose only business is to hand out the addresses of
+functions, so the file is compiled unchanged against a small stand-in for ``torch/torch.h``: that
+needs neither pybind11 nor Python's headers, works for every Python, and takes 10 s where the build
+that ORT documents takes 40.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ortlab.compat import OrtUnavailable, Progress
+
+COMPILERS = ("c++", "g++", "clang++")
+COMPILER_FIX = "Install one (Debian, Ubuntu: sudo apt-get install g++), or name yours in CXX"
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One of ORT's extensions: `source` lies below its torch_cpp_extensions folder.
+
+    `headers` is what stands in for torch's umbrella headers, `functions` the ones that give
+    addresses, `libraries` those of torch's own that it links to; they are loaded with torch.
+    """
+
+    name: str
+    source: str
+    headers: tuple[str, ...]
+    functions: tuple[str, ...]
+    libraries: tuple[str, ...]
+    replace: Mapping[str, str]
+    cuda: bool = False
+
+    def code(self) -> str:
+        """The C++ text that is compiled: ORT's file and exported names for its functions."""
+        text = (_ort_sources() / self.source).read_text(encoding="utf-8")
+        for old, new in self.replace.items():
+            text = text.replace(old, new)
+        exports = (f'extern "C" size_t ortlab_{f}() {{ return {f}(); }}\n' for f in self.functions)
+        return text + "".join(exports)
+
+    def stand_in(self) -> str:
+        """The text of the header that takes the place of torch's umbrella headers."""
+        includes = "".join(f"#include <{header}>\n" for header in self.headers)
+        # The bindings become a template that nothing instantiates.
+        bindings = "template <class Module> static void bindings(Module& variable)"
+        return f"#pragma once\n{includes}#define PYBIND11_MODULE(name, variable) {bindings}\n"
+
+    def path(self) -> Path:
+        """Where the built library lies, or would."""
+        what = "\0".join((_torch_version_file(), self.code(), self.stand_in(), *_FLAGS))
+        digest = hashlib.sha256(what.encode()).hexdigest()[:12]
+        return cache_folder() / f"{self.name}-{torch_version()}-{platform.machine()}-{digest}.so"
+
+
+ATEN = Extension(
+    name="aten_op_executor",
+    source="cpu/aten_op_executor/aten_op_executor.cc",
+    headers=("torch/version.h", "torch/csrc/jit/runtime/operator.h", "ATen/ScalarOps.h"),
+    functions=("is_tensor_argument_address", "execute_aten_operator_address"),
+    libraries=("torch_cpu", "c10"),
+    replace={},
+)
+GPU_ALLOCATOR = Extension(
+    name="torch_gpu_allocator",
+    source="cuda/torch_gpu_allocator/torch_gpu_allocator.cc",
+    headers=(),
+    functions=(
+        "gpu_caching_allocator_raw_alloc_address",
+        "gpu_caching_allocator_raw_delete_address",
+        "gpu_caching_allocator_empty_cache_address",
+    ),
+    libraries=("c10_cuda", "c10"),
+    replace={
+        "___gpu_identifier___": "cuda",
+        "___gpu_allocator_header___": "CUDACachingAllocator",
+    },
+    cuda=True,
+)
+
+
+def cache_folder() -> Path:
+    """The user's folder for built extensions; honours XDG_CACHE_HOME. It need not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path is to be ignored.
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "ortlab" / "extensions"
+
+
+def compiler() -> list[str] | None:
+    """The command of a C++ compiler: $CXX, else the first one on PATH; None when there is none."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    if asked:
+        return asked if shutil.which(asked[0]) else None
+    found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    return None if found is None else [found]
+
+
+def wanted() -> tuple[Extension, ...]:
+    """The extensions that the installed torch can use."""
+    return (ATEN, GPU_ALLOCATOR) if _cuda_build() else (ATEN,)
+
+
+def built() -> bool:
+    """Whether what ORTModule cannot do without is built; imports nothing."""
+    return ATEN.path().exists()
+
+
+def build(on_progress: Progress | None = None) -> list[Path]:
+    """Builds what is missing in the cache and returns where the libraries lie.
+
+    Safe while other processes do the same. Raises OrtUnavailable when it cannot be done; torch's GPU
+    allocator is an extra and skipped where the CUDA headers are missing.
+    """
+    paths = [_build(ATEN, on_progress)]
+    if GPU_ALLOCATOR in wanted():
+        with contextlib.suppress(OrtUnavailable):
+            paths.append(_build(GPU_ALLOCATOR, on_progress))
+    return paths
+
+
+def load(on_progress: Progress | None = None) -> dict[str, dict[str, int]]:
+    """Builds what is missing, loads it, and returns the addresses: extension -> function -> address.
+
+    Imports torch, whose libraries the extensions use.
+    """
+    import torch  # noqa: F401 - the libraries that the extensions link to come with it
+
+    loaded = {}
+    for extension, path in zip(wanted(), build(on_progress), strict=False):
+        loaded[extension.name] = _addresses(extension, path)
+    return loaded
+
+
+def _addresses(extension: Extension, path: Path) -> dict[str, int]:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise OrtUnavailable(
+            f"ORT's torch extension does not load: {error}", f"Remove {path} and try again"
+        ) from error
+    addresses = {}
+    for name in extension.functions:
+        function = getattr(library, f"ortlab_{name}")
+        function.restype = ctypes.c_size_t
+        addresses[name] = int(function())
+    return addresses
+
+
+def _build(extension: Extension, on_progress: Progress | None) -> Path:
+    tell = on_progress or (lambda _line: None)
+    path = extension.path()
+    if path.exists():
+        return path
+    command = compiler()
+    if command is None:
+        raise OrtUnavailable(
+            "ORT's torch extension has to be built once and there is no C++ compiler", COMPILER_FIX
+        )
+    _prepare(path.parent)
+    with _locked(path.with_suffix(".lock"), tell):
+        if not path.exists():
+            tell(f"building ORT's {extension.name} for torch {torch_version()}: once, about 10 s")
+            began = time.perf_counter()
+            _compile(extension, command, path)
+            tell(f"built {extension.name} in {time.perf_counter() - began:.0f} s")
+    return path
+
+
+def _prepare(folder: Path) -> None:
+    """Makes the cache folder, readable by its owner only: what lies there is loaded as code."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise OrtUnavailable(
+            f"others can write to {folder}, so nothing is loaded from it",
+            f"chmod 700 {folder}, or set XDG_CACHE_HOME to a folder of your own",
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path, tell: Progress) -> Iterator[None]:
+    """Holds a lock file that the kernel frees when its owner dies."""
+    import fcntl  # not on Windows, where nothing is ever built
+
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell("another process is building ORT's torch extension: waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(extension: Extension, command: list[str], path: Path) -> None:
+    """Compiles beside the final name and renames, so that no reader sees half a library."""
+    torch = _torch_folder()
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        stand_ins = Path(folder, "torch")
+        stand_ins.mkdir()
+        for umbrella in ("torch.h", "extension.h"):
+            (stand_ins / umbrella).write_text(extension.stand_in(), encoding="utf-8")
+        source, library = Path(folder, f"{extension.name}.cc"), Path(folder, path.name)
+        source.write_text(extension.code(), encoding="utf-8")
+        headers = [folder, torch / "include", torch / "include/torch/csrc/api/include"]
+        if extension.cuda:
+            headers += _cuda_headers()
+        arguments = [
+            *command, *_FLAGS, *(f"-I{header}" for header in headers), str(source),
+            "-o", str(library),
+            f"-L{torch / 'lib'}", *(f"-l{name}" for name in extension.libraries),
+        ]  # fmt: skip
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            log = path.with_suffix(".log")
+            log.write_text(shlex.join(arguments) + "\n" + done.stderr, encoding="utf-8")
+            first = re.search(r"(?:fatal )?error: .*", done.stderr)
+            raise OrtUnavailable(
+                f"building ORT's {extension.name} failed: "
+                + (first.group() if first else f"{command[0]} ended with {done.returncode}"),
+                f"The compiler's whole output: {log}",
+            )
+        library.chmod(0o600)
+        os.replace(library, path)
+
+
+def torch_version() -> str:
+    """The installed torch's version, read without importing it: "2.13.0+cpu"."""
+    found = re.search(r"^__version__ = '(.+)'", _torch_version_file(), re.MULTILINE)
+    return found.group(1) if found else "unknown"
+
+
+def _cuda_build() -> bool:
+    return re.search(r"^cuda: .* = '", _torch_version_file(), re.MULTILINE) is not None
+
+
+def _torch_version_file() -> str:
+    """torch/version.py: version, commit and CUDA version, all that a build depends on.
+
+    The C++ ABI is no part of it: since 2.6 torch has only the new one.
+    """
+    return (_torch_folder() / "version.py").read_text(encoding="utf-8")
+
+
+def _torch_folder() -> Path:
+    return _package_folder("torch")
+
+
+def _ort_sources() -> Path:
+    return _package_folder("onnxruntime") / "training/ortmodule/torch_cpp_extensions"
+
+
+def _package_folder(name: str) -> Path:
+    spec = importlib.util.find_spec(name)  # a top-level name: found without importing it
+    if spec is None or spec.origin is None:
+        raise OrtUnavailable(f"{name} is not installed", "Install ortlab again in Python 3.11")
+    return Path(spec.origin).parent
+
+
+def _cuda_headers() -> list[Path]:
+    """Where cuda_runtime_api.h may lie: the CUDA toolkit, or NVIDIA's packages beside torch."""
+    site = _torch_folder().parent
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")
+    return [toolkit, *sorted(site.glob("nvidia/*/include"))]
