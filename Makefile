@@ -54,7 +54,7 @@ $(DONE)/venv:
 	    python=$${PYTHON:-$$(sh .ci/find-python)}; \
 	    with=; ! "$$python" -c 'import torch' 2>/dev/null || with=--system-site-packages; \
 	    echo "setup: .venv from $$python $$with"; \
-	    "$$python" -m venv $$with .venv && $(PIP) install --quiet --upgrade pip; }
+	    "$$python" -m venv $$with .venv && $(PIP) install -qq --upgrade pip; }
 	@mkdir -p $(DONE) && touch $@
 
 $(DONE)/torch.txt: $(DONE)/venv pyproject.toml
@@ -62,7 +62,7 @@ $(DONE)/torch.txt: $(DONE)/venv pyproject.toml
 
 $(DONE)/demo $(DONE)/test: $(DONE)/torch.txt pyproject.toml $(FRONT_END)
 	@echo "setup: ortlab and what it needs for $(@F), a few minutes when nothing is cached"
-	@$(PIP) install --quiet --constraint $(DONE)/torch.txt --editable '.[$(@F)]'
+	@$(PIP) install -qq --constraint $(DONE)/torch.txt --editable '.[$(@F)]'
 	@touch $@
 
 $(DONE)/extension: $(DONE)/torch.txt | $(if $(filter test nightly,$(MAKECMDGOALS)),$(DONE)/test,$(DONE)/demo)

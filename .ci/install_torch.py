@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pip._vendor.packaging.requirements import Requirement  # what pip itself compares with
 
-PIP_INSTALL = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+PIP_INSTALL = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
