@@ -72,7 +72,7 @@ class Declaration:
             raise ValueError(
                 f"{self.name}={value!r} is {type(value).__name__}, expected {self.type.__name__}"
             )
-        if self.choices and value not in self.choices:
+        if isinstance(value, str) and self.choices and value not in self.choices:
             raise ValueError(f"{self.name}={value!r}: {unknown_name(value, self.choices)}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             self._check_bounds(value)
@@ -98,7 +98,7 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
 
 
 def setting(default: Any, *, help: str, **bounds: Any) -> Any:  # noqa: A002 - argparse's word
-    """A dataclass field that carries its `Declaration`: help, choices, minimum, above, maximum, unit."""
+    """A dataclass field with its `Declaration`: help, choices, minimum, above, maximum, unit."""
     return dataclasses.field(default=default, metadata={"help": help, **bounds})
 
 
@@ -174,8 +174,9 @@ class FinetuneSettings(EngineSettings):
     """How a model is fine-tuned; the options of ``%ort finetune`` and ``ortlab.finetune``."""
 
     loss: str | None = setting(
-        None, help=f"a loss function of the notebook, or one of {', '.join(LOSSES)}; "
-        "the model's own where it returns one"
+        None,
+        help=f"a loss function of the notebook, or one of {', '.join(LOSSES)}; "
+        "the model's own where it returns one",
     )
     epochs: int = setting(1, minimum=1, help="passes over the training data")
     max_steps: int | None = setting(None, minimum=1, help="end after so many optimizer steps")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,17 @@ Batch = Any
 """What forward takes: a mapping (keyword arguments), a tuple or list (inputs, target), a tensor."""
 
 LossFunction = Callable[..., "torch.Tensor"]
+
+
+progress: ContextVar[Callable[[str], None] | None] = ContextVar("progress", default=None)
+"""Who hears of work that takes seconds, in this thread or task; nobody by default."""
+
+
+def tell(line: str) -> None:
+    """Says what takes its time just now, to whoever listens."""
+    listener = progress.get()
+    if listener is not None:
+        listener(line)
 
 
 class EngineUnavailable(RuntimeError):
@@ -42,7 +54,8 @@ class Report:
 
     ``engine_used`` differs from the engine asked for when a fallback runs; ``fallback_reason`` then
     says why. ``export_s`` is the time of the exports and graph builds so far, ``check_s`` that of
-    the self-checks, in seconds. ``notes`` are lines for the user: checks passed, exports made again.
+    the self-checks, in seconds. ``notes`` are lines for the user: what was checked, what was
+    exported again and why.
     """
 
     engine_used: str
@@ -104,7 +117,7 @@ class Stepper(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizer state: ``{"model": ..., "optimizer": ...}``, as torch saves them."""
+        """Weights and optimizer state as torch gives them, under ``model`` and ``optimizer``."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,7 +154,11 @@ class Engine(Protocol):
     def prepare(
         self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
     ) -> Stepper:
-        """A stepper that trains `model` in place. `loss(output, target)`, or the model's own."""
+        """A stepper that trains `model` in place, by `loss(output, target)` or the model's own.
+
+        `model` is the user's module, or what this engine's `wrap` gave, which goes on with what it
+        has compiled or exported.
+        """
         ...
 
 

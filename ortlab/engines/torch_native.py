@@ -5,6 +5,7 @@ Their stepper trains any module through autograd and a torch optimizer, the ORT 
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,8 @@ def optimizer_for(module: nn.Module, settings: FinetuneSettings) -> torch.optim.
 class TorchStepper:
     """Trains `module` through autograd: the `Stepper` of every engine whose model is a module.
 
+    `owner` is the user's own module, whose parameters `module` trains and whose names are saved.
+
     A loss or a gradient norm that is not finite sets a flag on the device, which the fused
     optimizer reads as ``found_inf``: from that step on no weight changes, and nobody waits.
     """
@@ -69,16 +72,16 @@ class TorchStepper:
         loss: LossFunction | None,
         settings: FinetuneSettings,
         *,
+        owner: nn.Module,
         device: torch.device,
         report: Callable[[], Report],
-        close: Callable[[], None] = lambda: None,
     ) -> None:
         self._module = module
+        self._owner = owner
         self._loss = loss
         self._device = device
         self._clip_norm = settings.clip_norm
         self._report = report
-        self._close = close
         self._optimizer = optimizer_for(module, settings)
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._bad = torch.zeros((), device=device)
@@ -156,17 +159,16 @@ class TorchStepper:
 
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`."""
-        return {"model": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {"model": self._owner.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`."""
-        self._module.load_state_dict(state["model"])
+        self._owner.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
 
     def close(self) -> None:
         """See `Stepper.close`."""
         self._optimizer.zero_grad(set_to_none=True)
-        self._close()
 
 
 class Eager:
@@ -198,7 +200,12 @@ class Eager:
         device = training_device(settings.device)
         model.to(device)
         return TorchStepper(
-            model, loss, settings, device=device, report=lambda: self.report(model)
+            model,
+            loss,
+            settings,
+            owner=model,
+            device=device,
+            report=functools.partial(self.report, model),
         )
 
 
@@ -231,25 +238,15 @@ class Compile:
     def prepare(
         self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
     ) -> TorchStepper:
-        """See `Engine.prepare`. Weights are saved under the names of `model`."""
+        """See `Engine.prepare`."""
         device = training_device(settings.device)
         model.to(device)
-        compiled = self.wrap(model, settings)
-        return CompiledStepper(
-            compiled, loss, settings, device=device, report=lambda: self.report(compiled)
+        compiled = model if hasattr(model, "_orig_mod") else self.wrap(model, settings)
+        return TorchStepper(
+            compiled,
+            loss,
+            settings,
+            owner=self.unwrap(compiled),
+            device=device,
+            report=functools.partial(self.report, compiled),
         )
-
-
-class CompiledStepper(TorchStepper):
-    """A stepper whose state has the names of the module that was compiled."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Stepper.state_dict`."""
-        original: nn.Module = self._module._orig_mod  # type: ignore[assignment]
-        return {"model": original.state_dict(), "optimizer": self._optimizer.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Stepper.load_state_dict`."""
-        original: nn.Module = self._module._orig_mod  # type: ignore[assignment]
-        original.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,109 @@
+"""One exported graph of a module: built by ORTModule's own parts, and run.
+
+ORTModule keeps a single graph and decides by luck when to make another. Here every graph has a
+manager of its own, so a backward pass under way keeps the graph of its forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx
+from torch import nn
+
+_RATIO = "ortlab_no_dropout"
+
+
+class Export:
+    """A graph of `module` that fits one kind of call; `build` makes it, `run` calls it.
+
+    `ort_module` is the ORTModule whose options it shares. With `gradient` it holds forward and
+    backward, else forward alone.
+    """
+
+    def __init__(self, ort_module: nn.Module, module: nn.Module, *, gradient: bool) -> None:
+        self._ort_module: Any = ort_module
+        self._module = module
+        self.gradient = gradient
+        model: Any = self._ort_module._torch_module
+        manager = model._execution_manager(gradient)
+        self.torch_module: Any = type(model)(
+            module,
+            manager._debug_options,
+            self._ort_module._fallback_manager,
+            self._ort_module._logger,
+        )
+        self.torch_module._flattened_module.training = module.training
+        self.torch_module.is_training = lambda: gradient
+
+    @property
+    def manager(self) -> Any:
+        """ORT's graph execution manager for this graph."""
+        return self.torch_module._execution_manager(self.gradient)
+
+    def build(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Exports the module as it is now and makes the session. Raises ORT's own exceptions."""
+        self._build(args, kwargs, export=True)
+
+    def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, export: bool) -> None:
+        manager = self.manager
+        transitions = manager._graph_transition_manager
+        if export:
+            transitions.get_post_processed_model(args, kwargs)
+        manager._initialize_graph_builder(transitions._post_export_processed_model_info)
+        manager._detect_from_inputs(args, kwargs)
+        manager._build_graph(manager._get_graph_transformer_config())
+        manager._create_execution_agent()
+        if self.gradient:
+            manager._gradient_accumulation_manager.initialize(
+                manager._runtime_options.enable_grad_acc_optimization,
+                manager._flattened_module,
+                manager._graph_info,
+            )
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The module's outputs, of ORT."""
+        return self.manager.forward(*args, **kwargs)
+
+    def without_dropout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Export:
+        """The same exported graph with all dropout ratios zero; itself when it has no dropout."""
+        source = self.manager._graph_transition_manager
+        exported = source._exported_model_info
+        edited = onnx.ModelProto()
+        edited.CopyFrom(exported.exported_model)
+        if not _zero_dropout(edited.graph):
+            return self
+        twin = Export(self._ort_module, self._module, gradient=self.gradient)
+        manager = twin.manager
+        target = manager._graph_transition_manager
+        target._exported_model_info = copy.copy(exported)
+        target._exported_model_info.exported_model = edited
+        target._model_info_for_export = source._model_info_for_export
+        options = manager._runtime_options
+        target._post_export_processed_model_info = target._post_export_process(
+            flatten_module=target._flatten_module,
+            export_mode=target._export_mode,
+            exported_model_info=target._exported_model_info,
+            model_info_for_export=target._model_info_for_export,
+            enable_custom_autograd_function=options.enable_custom_autograd_function,
+            enable_zero_stage3_support=options.enable_zero_stage3_support,
+            run_symbolic_shape_infer=options.run_symbolic_shape_infer,
+            stage3_param_handle=target,
+            enable_mem_efficient_grad_management=False,
+            logger=target._logger,
+        )
+        twin._build(args, kwargs, export=False)
+        return twin
+
+
+def _zero_dropout(graph: onnx.GraphProto) -> int:
+    """Sets the ratio of every Dropout node of `graph` to zero; returns how many there are."""
+    nodes = [node for node in graph.node if node.op_type == "Dropout" and len(node.input) > 1]
+    if nodes:
+        zero = onnx.helper.make_tensor(_RATIO, onnx.TensorProto.FLOAT, [], [0.0])
+        graph.node.insert(0, onnx.helper.make_node("Constant", [], [_RATIO], value=zero))
+    for node in nodes:
+        node.input[1] = _RATIO
+    return len(nodes)

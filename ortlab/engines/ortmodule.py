@@ -1,0 +1,442 @@
+"""The engine ``ort``: a module's forward and backward in ONNX Runtime, through ORTModule.
+
+What ORTModule leaves to luck is decided here: which exported graph fits a call, whether the graph
+computes what eager torch computes, and what happens when ORT cannot run the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ortlab import compat
+from ortlab.compat.failures import explain
+from ortlab.engines.base import Capabilities, EngineUnavailable, LossFunction, Report, tell
+from ortlab.engines.batch import tensors
+from ortlab.engines.export import Export
+from ortlab.engines.guard import Guard
+from ortlab.engines.selfcheck import (
+    NoDropout,
+    Observed,
+    SelfCheckFailed,
+    compare,
+    observe,
+    undisturbed,
+)
+from ortlab.engines.torch_native import TorchStepper, training_device
+from ortlab.settings import EngineSettings, FinetuneSettings
+
+_EXPORTS = 6
+_FIRST_SHAPES = 3
+_MOST_CHECKS = 16
+_MOST_SHAPES = 4096
+_MOST_NOTES = 50
+_ATOMS = (bool, int, float, str, type(None))
+
+
+class ExportFailed(RuntimeError):
+    """ORT cannot export or build the model; the message names the operator and the line."""
+
+
+class Ort:
+    """ORTModule on today's torch, checked against eager torch."""
+
+    name = "ort"
+    capabilities = Capabilities(graphs=True)
+
+    def unavailable(self) -> str | None:
+        """See `Engine.unavailable`."""
+        return compat.unavailable()
+
+    def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
+        """An ORTModule around `model`. Nothing is exported before the first call.
+
+        ValueError for a module without trainable parameters (ORTModule ends the process on one),
+        on the meta device, or wrapped already; EngineUnavailable when ORT cannot be loaded.
+        """
+        _refuse_unfit(model)
+        try:
+            return _wrapper_class()(model, settings)
+        except compat.OrtUnavailable as error:
+            raise EngineUnavailable(str(error)) from error
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """See `Engine.unwrap`."""
+        return execution_of(wrapped).module
+
+    def report(self, wrapped: nn.Module) -> Report:
+        """See `Engine.report`."""
+        return execution_of(wrapped).report()
+
+    def prepare(
+        self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
+    ) -> TorchStepper:
+        """See `Engine.prepare`; `model` may be wrapped already, and keeps its exported graphs."""
+        device = training_device(settings.device)
+        wrapped = model if is_wrapped(model) else self.wrap(model, settings)
+        wrapped.to(device)
+        execution = execution_of(wrapped)
+        execution.begin_run(settings)
+        # ORT's dropout draws from a generator of its own, which torch's seeds do not reach.
+        compat.ortmodule().set_seed(settings.seed)
+        return TorchStepper(
+            wrapped,
+            loss,
+            settings,
+            owner=execution.module,
+            device=device,
+            report=execution.report,
+        )
+
+
+def is_wrapped(module: object) -> bool:
+    """Whether `module` is what `Ort.wrap` gives."""
+    return isinstance(getattr(module, "__dict__", {}).get("_ortlab"), Execution)
+
+
+def execution_of(wrapped: nn.Module) -> Execution:
+    """How `wrapped`, which `Ort.wrap` gave, is executed."""
+    execution = wrapped.__dict__["_ortlab"]
+    assert isinstance(execution, Execution)
+    return execution
+
+
+def _is_ortmodule(model: nn.Module) -> bool:
+    return any(cls.__module__.startswith("onnxruntime.training") for cls in type(model).__mro__)
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    if is_wrapped(model) or _is_ortmodule(model):
+        raise ValueError("the model is an ORTModule already; unwrap it first")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is on the meta device: it has no weights; use to_empty() first")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("no parameter of the model requires a gradient: nothing to train in ORT")
+
+
+@functools.cache
+def _wrapper_class() -> type[nn.Module]:
+    ort = compat.ortmodule(on_progress=tell)
+
+    class OrtModel(ort.ORTModule):  # type: ignore[misc, name-defined]
+        """An ORTModule that picks the export that fits each call, and checks it."""
+
+        def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
+            # Before ORTModule's own __init__: afterwards every new attribute goes to the model.
+            self._ortlab = Execution(model, settings)
+            super().__init__(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+            self._ortlab.attach(self, ort.FallbackPolicy.FALLBACK_DISABLE)
+            self.__dict__["forward"] = _forward_like(model, self._ortlab)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+            execution = execution_of(self)
+            return _rewrap(copy.deepcopy(execution.module, memo), execution.settings)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            execution = execution_of(self)
+            return _rewrap, (execution.module, execution.settings)
+
+    return OrtModel
+
+
+def _rewrap(model: nn.Module, settings: EngineSettings) -> nn.Module:
+    return Ort().wrap(model, settings)
+
+
+def _forward_like(model: nn.Module, execution: Execution) -> Callable[..., Any]:
+    @functools.wraps(model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return execution.forward(args, kwargs)
+
+    return forward
+
+
+@dataclasses.dataclass
+class _Served:
+    """An export, the input shapes that it has served, and its twin without dropout."""
+
+    export: Export
+    counters: list[torch.Tensor]
+    checked: bool = False
+    shapes: set[Hashable] = dataclasses.field(default_factory=set)
+    without_dropout: Export | None = None
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, dropout: bool = True) -> Any:
+        """The module's outputs. What forward counts in Python, no graph does: that is done here."""
+        if not dropout and self.without_dropout is None:
+            self.without_dropout = self.export.without_dropout(args, kwargs)
+        export = self.export if dropout else self.without_dropout
+        assert export is not None
+        outputs = export.run(args, kwargs)
+        for counter in self.counters:
+            counter.add_(1)
+        return outputs
+
+
+class Execution:
+    """How one module runs in ORT: its exports, their checks, and what happened.
+
+    An export serves the calls that it fits: the same state of the module (`Guard`), the same
+    structure, types and ranks of the arguments, the same Python values among them, the same
+    autocast. Another call gets an export of its own; the last few are kept.
+    """
+
+    def __init__(self, module: nn.Module, settings: EngineSettings) -> None:
+        self.module = module
+        self.settings = settings
+        self.fallback_reason: str | None = None
+        self._ort_module: Any = None
+        self._guard = Guard(module)
+        self._served: dict[Hashable, _Served] = {}
+        self._export_s = 0.0
+        self._check_s = 0.0
+        self._notes: list[str] = []
+        self._begin_checks()
+
+    def attach(self, ort_module: Any, no_fallback: Any) -> None:
+        """Takes over from `ort_module`, once it is made; fallback is decided here from now on."""
+        self._ort_module = ort_module
+        pending = ort_module._fallback_manager._exception
+        if pending is not None:
+            raise EngineUnavailable(f"ORTModule cannot wrap the model: {pending}")
+        ort_module._fallback_manager.policy = no_fallback
+
+    def begin_run(self, settings: EngineSettings) -> None:
+        """Starts a run: `settings` hold from now on, and new shapes are counted anew."""
+        self.settings = settings
+        self._begin_checks()
+
+    def _begin_checks(self) -> None:
+        self._shapes_met = 0
+        self._checks = 0
+        self._buckets: set[Hashable] = set()
+
+    def report(self) -> Report:
+        """What there is to say by now."""
+        return Report(
+            engine_used="eager" if self.fallback_reason else "ort",
+            fallback_reason=self.fallback_reason,
+            export_s=self._export_s,
+            check_s=self._check_s,
+            notes=tuple(self._notes),
+        )
+
+    def exports(self) -> list[Export]:
+        """The exports at hand, the newest last."""
+        return [served.export for served in self._served.values()]
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward, by the export that fits."""
+        if self.fallback_reason is not None:
+            return self.module(*args, **kwargs)
+        key, shapes = self._kind(args, kwargs)
+        served = self._served.get(key)
+        if served is None or shapes not in served.shapes:
+            return self._first(key, shapes, args, kwargs)
+        return served.run(args, kwargs)
+
+    def _kind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Hashable, tuple[torch.Size, ...]]:
+        """What an export must fit, and the shapes, which every export should take."""
+        shapes: list[torch.Size] = []
+        key = (
+            self._guard.key(),
+            torch.is_grad_enabled() or self.module.training,
+            _signature(args, shapes),
+            _signature(kwargs, shapes),
+            _autocast(),
+        )
+        return key, tuple(shapes)
+
+    def _first(
+        self,
+        key: Hashable,
+        shapes: tuple[torch.Size, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A call with a new export, or with shapes that its export has not met."""
+        try:
+            served = self._served.get(key)
+            if self._due(served, shapes):
+                served = self._check(key, served, args, kwargs)
+            elif served is None:
+                served = self._make(key, args, kwargs)
+        except (ExportFailed, SelfCheckFailed) as error:
+            if not self.settings.fallback:
+                raise
+            self.fallback_reason = str(error)
+            self._served.clear()
+            return self.module(*args, **kwargs)
+        if len(served.shapes) >= _MOST_SHAPES:
+            served.shapes.clear()
+        served.shapes.add(shapes)
+        return served.run(args, kwargs)
+
+    def _make(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Served:
+        _refuse_backward_hooks(self.module)
+        if self._served:
+            self._note(f"exported again: {self._guard.change or 'another kind of input'}")
+        trainable = any(p.requires_grad for p in self.module.parameters())
+        gradient = trainable and (torch.is_grad_enabled() or self.module.training)
+        tell("exporting the model to ORT")
+        started = time.perf_counter()
+        try:
+            export = Export(self._ort_module, self.module, gradient=gradient)
+            export.build(args, kwargs)
+        except Exception as error:  # ORT raises all kinds; what it means is said in one line
+            if not self.settings.self_check:
+                self._let_eager_fail(args, kwargs)
+            raise ExportFailed(f"ORT cannot run this model: {explain(error)}") from error
+        self._export_s += time.perf_counter() - started
+        # Exporting runs forward, which may have set attributes of its own.
+        self._guard.key()
+        served = _Served(export, _batch_counters(self.module))
+        self._served[key] = served
+        while len(self._served) > _EXPORTS:
+            del self._served[next(iter(self._served))]
+        return served
+
+    def _let_eager_fail(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises what eager torch raises, if it does: then the model is at fault and not ORT."""
+        with undisturbed(self.module), torch.no_grad():
+            self.module(*args, **kwargs)
+
+    def _due(self, served: _Served | None, shapes: tuple[torch.Size, ...]) -> bool:
+        """Whether this call is to be checked: new exports, and new shapes while there are few.
+
+        The first three shapes of a run are, then the first of every bucket of sizes (rounded up to
+        powers of two), until sixteen checks are spent.
+        """
+        if not self.settings.self_check:
+            return False
+        if served is not None and served.checked:
+            self._shapes_met += 1
+            bucket = tuple(tuple(_power_of_two(size) for size in shape) for shape in shapes)
+            early = self._shapes_met < _FIRST_SHAPES
+            if self._checks >= _MOST_CHECKS or (bucket in self._buckets and not early):
+                return False
+            self._buckets.add(bucket)
+        return True
+
+    def _check(
+        self,
+        key: Hashable,
+        served: _Served | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> _Served:
+        """Compares the export with eager torch, after making it where there is none."""
+        started, exported_s = time.perf_counter(), self._export_s
+        gradients = torch.is_grad_enabled()
+        inputs = [value for value in tensors([args, kwargs]) if value.requires_grad]
+        with NoDropout():
+            reference = observe(
+                functools.partial(self.module, *args, **kwargs),
+                self.module,
+                inputs=inputs,
+                gradients=gradients,
+            )
+        if served is None:
+            served = self._make(key, args, kwargs)
+        tell("checking ORT against eager torch")
+        if reference.drew:
+            self._note("not checked: forward draws random numbers besides dropout")
+        else:
+            self._compare(reference, served, args, kwargs, inputs=inputs, gradients=gradients)
+        served.checked = True
+        self._checks += 1
+        self._check_s += time.perf_counter() - started - (self._export_s - exported_s)
+        return served
+
+    def _compare(
+        self,
+        reference: Observed,
+        served: _Served,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        inputs: Sequence[torch.Tensor],
+        gradients: bool,
+    ) -> None:
+        try:
+            observed = observe(
+                functools.partial(served.run, args, kwargs, dropout=False),
+                self.module,
+                inputs=inputs,
+                gradients=gradients,
+            )
+        except Exception as error:  # as above: ORT raises all kinds
+            raise ExportFailed(f"ORT cannot run this model: {explain(error)}") from error
+        low_precision = _autocast() is not None or any(
+            p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters()
+        )
+        try:
+            verdict = compare(reference, observed, low_precision=low_precision)
+        except SelfCheckFailed as error:
+            raise SelfCheckFailed(
+                f"ORT would not train this model right: {error}; use engine='eager', "
+                "or fallback=True to go on in torch"
+            ) from None
+        shapes = ", ".join(str(list(value.shape)) for value in tensors([args, kwargs]))
+        self._note(f"checked on {shapes}: {verdict}")
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+        del self._notes[:-_MOST_NOTES]
+
+
+def _batch_counters(module: nn.Module) -> list[torch.Tensor]:
+    """The counters of the batches that BatchNorm has seen, as far as its forward would count on."""
+    norms = [
+        child
+        for child in module.modules()
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
+    ]
+    for norm in norms:
+        if norm.track_running_stats and norm.momentum is None:
+            raise ExportFailed(
+                "BatchNorm with momentum=None weighs every batch differently, which an exported "
+                "graph cannot; give a momentum, or use engine='eager'"
+            )
+    return [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+
+
+def _refuse_backward_hooks(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if child._backward_hooks or child._backward_pre_hooks:
+            raise ExportFailed(
+                f"{name or type(child).__name__} has a backward hook, which ORT would never call; "
+                "remove it, or use engine='eager'"
+            )
+
+
+def _signature(value: Any, shapes: list[torch.Size]) -> Hashable:
+    """What of an argument is fixed in an export; the shapes of its tensors go to `shapes`."""
+    if isinstance(value, torch.Tensor):
+        shapes.append(value.shape)
+        return (value.dtype, value.dim(), value.requires_grad, value.device)
+    if isinstance(value, _ATOMS):
+        return (type(value), value)
+    if isinstance(value, Mapping):
+        return tuple((name, _signature(item, shapes)) for name, item in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(_signature(item, shapes) for item in value)
+    return (type(value), id(value))
+
+
+def _autocast() -> Hashable:
+    enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled) or None
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size > 0 else 0

@@ -1,0 +1,256 @@
+"""Compares what an engine computes with eager torch: outputs, gradients, buffers.
+
+Dropout is off on both sides. In eager torch a function mode makes every dropout call the identity;
+in ORT's graph the ratio of every Dropout node is zero, and nothing else differs from the graph
+that trains. The gradients compared are those of a random cotangent: with outputs y and random
+vectors v of the same shapes, of the sum of <v, y>. So every output counts, also one that a loss
+would ignore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+OUTPUT_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-3
+LOW_PRECISION_TOLERANCE = 5e-2
+# A gradient that is zero in exact arithmetic (an attention key's bias) is rounding noise on both
+# sides: differences below this share of the whole gradient's norm are no difference.
+NOISE = 1e-5
+
+_SEED = 20210301
+
+
+class SelfCheckFailed(RuntimeError):
+    """The engine's outputs or gradients are not eager torch's; the message says which."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The largest relative errors of one comparison, by norm."""
+
+    outputs: int
+    gradients: int
+    output_error: float
+    gradient_error: float
+
+    def __str__(self) -> str:
+        text = f"{self.outputs} outputs within {self.output_error:.1e} of eager torch"
+        if self.gradients:
+            text += f", {self.gradients} gradients within {self.gradient_error:.1e}"
+        return text
+
+
+class NoDropout(TorchFunctionMode):
+    """Within it, every dropout of torch is the identity; `used` tells whether there was any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answers a dropout with its input, and passes everything else on."""
+        named = dict(kwargs or {})
+        if func in _DROPOUTS:
+            self.used = True
+            return args[0] if args else named["input"]
+        if func is functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in named:
+                named["dropout_p"] = 0.0
+        elif func is functional.multi_head_attention_forward:
+            args = (*args[:_ATTENTION_P], 0.0, *args[_ATTENTION_P + 1 :])
+        elif func in _RECURRENT:
+            # (..., has_biases, num_layers, dropout, ...), with packed sequences one place later.
+            at = next(i for i, value in enumerate(args) if isinstance(value, bool)) + 2
+            args = (*args[:at], 0.0, *args[at + 1 :])
+        return func(*args, **named)
+
+
+_DROPOUTS = {
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+    torch.feature_alpha_dropout,
+    torch.native_dropout,
+}
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_ATTENTION_P = 10  # where multi_head_attention_forward takes dropout_p
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Gives buffers and torch's random states back as they were. ``.grad`` is never written."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one run of a module gave: outputs and gradients by name, and buffers afterwards.
+
+    ``drew`` tells whether torch drew random numbers; with dropout off, another source of them.
+    """
+
+    outputs: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    drew: bool
+
+
+def observe(
+    call: Callable[[], Any], module: nn.Module, *, inputs: Sequence[torch.Tensor], gradients: bool
+) -> Observed:
+    """Runs `call`, a forward of `module`, and the gradients of a random cotangent.
+
+    Gradients are of the trainable parameters and of those `inputs` that require one. The random
+    vectors depend on the outputs' order and shapes alone: two engines get the same ones.
+    """
+    with undisturbed(module):
+        before = _random_state()
+        with torch.enable_grad() if gradients else torch.no_grad():
+            outputs = dict(_floating("output", call()))
+            roots = {name: value for name, value in outputs.items() if value.requires_grad}
+            found: dict[str, torch.Tensor] = {}
+            if gradients and roots:
+                found = _gradients(module, roots, inputs)
+        buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        drew = any(not torch.equal(a, b) for a, b in zip(before, _random_state(), strict=True))
+    detached = {name: value.detach() for name, value in outputs.items()}
+    return Observed(detached, found, buffers, drew)
+
+
+def _random_state() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _gradients(
+    module: nn.Module, roots: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    leaves: dict[str, torch.Tensor] = {
+        name: p for name, p in module.named_parameters() if p.requires_grad
+    }
+    leaves |= {f"input {i}": value for i, value in enumerate(inputs) if value.requires_grad}
+    cotangents = []
+    for i, value in enumerate(roots.values()):
+        generator = torch.Generator().manual_seed(_SEED + i)
+        drawn = torch.randn(value.shape, generator=generator)
+        cotangents.append(drawn.to(value))
+    found = torch.autograd.grad(
+        list(roots.values()), list(leaves.values()), cotangents, allow_unused=True
+    )
+    return {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+    }
+
+
+def _floating(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _floating(f"{name}.{key}", item)
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from _floating(f"{name}[{i}]", item)
+
+
+def compare(reference: Observed, other: Observed, *, low_precision: bool) -> Verdict:
+    """The errors of `other` against `reference`; SelfCheckFailed names the worst when too large.
+
+    Errors are ||a - b|| / ||a|| of each tensor. Tolerances: 1e-4 for outputs and buffers, 1e-3 for
+    gradients, 5e-2 for all under autocast or in half precision.
+    """
+    if len(reference.outputs) != len(other.outputs):
+        raise SelfCheckFailed(
+            f"eager torch gives {len(reference.outputs)} outputs, ORT {len(other.outputs)}"
+        )
+    outputs = _errors(reference.outputs, other.outputs, floor=0.0)
+    buffers = _errors(reference.buffers, other.buffers, floor=0.0)
+    norm = math.sqrt(sum(float(g.float().norm()) ** 2 for g in reference.gradients.values()))
+    gradients = _errors(reference.gradients, other.gradients, floor=NOISE * norm)
+    for kind, errors, tolerance in (
+        ("output", outputs, OUTPUT_TOLERANCE),
+        ("buffer", buffers, OUTPUT_TOLERANCE),
+        ("gradient", gradients, GRADIENT_TOLERANCE),
+    ):
+        if low_precision:
+            tolerance = LOW_PRECISION_TOLERANCE
+        wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+        if wrong:
+            raise SelfCheckFailed(_complaint(kind, wrong, len(errors), tolerance))
+    return Verdict(
+        outputs=len(outputs),
+        gradients=len(gradients),
+        output_error=max(outputs.values(), default=0.0),
+        gradient_error=max(gradients.values(), default=0.0),
+    )
+
+
+def _complaint(kind: str, wrong: Mapping[str, float], total: int, tolerance: float) -> str:
+    worst = sorted(wrong, key=lambda name: -wrong[name])[:3]
+    named = ", ".join(f"{name} (off by {wrong[name]:.1e})" for name in worst)
+    return (
+        f"{len(wrong)} of {total} {kind}s differ from eager torch by more than {tolerance:.0e}: "
+        f"{named}"
+    )
+
+
+def _errors(
+    reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], *, floor: float
+) -> dict[str, float]:
+    errors = {}
+    for (name, a), b in zip(reference.items(), other.values(), strict=True):
+        if a.shape != b.shape:
+            errors[name] = math.inf
+        elif a.numel() == 0:
+            errors[name] = 0.0
+        else:
+            errors[name] = _error(a, b, floor)
+    return errors
+
+
+def _error(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
+    a, b = a.double(), b.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, 0.0, a - b).norm()
+    if not difference > floor:
+        return 0.0 if difference <= floor else math.inf
+    finite = torch.where(torch.isfinite(a), a, 0.0).norm()
+    scale = max(float(finite), 1e-12)
+    return float(difference) / scale
