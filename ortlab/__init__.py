@@ -1,0 +1,63 @@
+"""Training in ONNX Runtime, live in JupyterLab.
+
+Importing ortlab imports neither torch nor ONNX Runtime and changes nothing; the public names are
+loaded when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ortlab import data
+    from ortlab.runs import Run
+    from ortlab.session import finetune, list_runs, models, track, unwrap, wrap
+
+    last_run: Run | None
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "__version__",
+    "data",
+    "finetune",
+    "last_run",
+    "list_runs",
+    "load_ipython_extension",
+    "models",
+    "track",
+    "unload_ipython_extension",
+    "unwrap",
+    "wrap",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "data":
+        return importlib.import_module("ortlab.data")
+    if name == "last_run":
+        return importlib.import_module("ortlab.session").session.last_run
+    if name in __all__:
+        return getattr(importlib.import_module("ortlab.session"), name)
+    raise AttributeError(f"module 'ortlab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """What ``%load_ext ortlab`` calls: gives `shell` the magics, completion and the charts."""
+    from ortlab.notebook import magics
+
+    magics.load(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """What ``%unload_ext ortlab`` calls: takes back all that loading gave."""
+    from ortlab.notebook import magics
+
+    magics.unload(shell)

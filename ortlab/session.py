@@ -1,0 +1,225 @@
+"""The one door: models, runs and trackers, for magics, panel and scripts alike.
+
+Nothing in it trains, draws or knows IPython.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab import wrapping
+from ortlab.settings import LOSSES, EngineSettings, FinetuneSettings, unknown_name
+from ortlab.tables import Column, Table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ortlab.engines.base import LossFunction, Stepper
+    from ortlab.runs import Run
+    from ortlab.telemetry import Watched
+    from ortlab.tracking import Tracker
+
+
+class Session:
+    """What the lab holds in one Python process.
+
+    ``viewers`` are called with every run and tracker that is to be seen; ``wrapped`` are the
+    models; ``runs`` are all runs of this process, the last one last.
+    """
+
+    def __init__(self) -> None:
+        self.viewers: list[Callable[[Watched], None]] = []
+        self.wrapped = wrapping.Wrapped()
+        self.runs: list[Run] = []
+
+    def bind_cell(
+        self,
+        namespace: wrapping.Namespace,
+        bound: Iterable[str],
+        names: Sequence[str] = (),
+        settings: EngineSettings | None = None,
+    ) -> wrapping.CellReport:
+        """Wraps the models that a cell bound and binds their names to the wrappers.
+
+        `bound` are the names that the cell bound. Of their values the trainable modules are
+        wrapped, outermost only, and two names of one module share one wrapper. With `names` those
+        are wrapped instead, all or none: ValueError names the one that cannot be.
+        """
+        return self.wrapped.bind_cell(namespace, bound, names, settings or EngineSettings())
+
+    def finetune(
+        self,
+        model: nn.Module,
+        train: Iterable[Any],
+        *,
+        eval_data: Iterable[Any] | None = None,
+        loss: str | LossFunction | None = None,
+        **settings: Any,
+    ) -> Run:
+        """See `finetune` below."""
+        from ortlab.engines.base import engine as engine_called
+        from ortlab.runs import Run
+
+        module = wrapping.check_model("the first argument", model)
+        entry = self.wrapped.entry(module)
+        function, loss_name = _loss(loss)
+        own = {} if entry is None else entry.settings.as_dict()
+        chosen = FinetuneSettings.of({**own, **settings, "loss": loss_name})
+        if entry is None:
+            original = executed = module
+            reason = self.wrapped.unfit(module)
+            if reason is not None:
+                raise ValueError(f"cannot fine-tune this {type(module).__name__}: it {reason}")
+        else:
+            original = entry.engine.unwrap(module)
+            # Its own engine goes on with what it has exported already.
+            executed = module if chosen.engine == entry.settings.engine else original
+        self._check_free(original)
+        engine = engine_called(chosen.engine)
+
+        def prepare() -> Stepper:
+            return engine.prepare(executed, function, chosen)
+
+        run = Run(original, prepare, train, evaluation=eval_data, settings=chosen, show=self.show)
+        self.runs.append(run)
+        run.start()
+        return run
+
+    def track(self, loader: Iterable[Any], *, name: str | None = None) -> Tracker:
+        """See `track` below."""
+        from ortlab.tracking import Tracker
+
+        return Tracker(loader, name=name, show=self.show)
+
+    def show(self, watched: Watched) -> None:
+        """Lets every viewer show `watched`."""
+        for viewer in list(self.viewers):
+            viewer(watched)
+
+    @property
+    def last_run(self) -> Run | None:
+        """The run that was started last."""
+        return self.runs[-1] if self.runs else None
+
+    def run(self, name: str | None = None) -> Run:
+        """The run called `name`, or the last one; ValueError when there is none."""
+        if not self.runs:
+            raise ValueError("there is no run yet; ortlab.finetune and %ort finetune start one")
+        if name is None:
+            return self.runs[-1]
+        named = {run.name: run for run in self.runs}
+        if name not in named:
+            raise ValueError(f"no run is called {name!r}: {unknown_name(name, named)}")
+        return named[name]
+
+    def _check_free(self, model: nn.Module) -> None:
+        """Two runs must not move the same weights."""
+        weights = {id(p) for p in model.parameters() if p.requires_grad}
+        for run in self.runs:
+            if run.over():
+                continue
+            busy = run.model
+            if busy is not None and any(id(p) in weights for p in busy.parameters()):
+                raise ValueError(
+                    f"{run.name} is training this model; await it, or stop it "
+                    f"(%ort stop {run.name}) before the next run"
+                )
+
+    def table_of_runs(self) -> Table[Run]:
+        """Every run of this process, the last one last."""
+        return Table(self.runs, _RUN_COLUMNS, empty="no run yet")
+
+
+def _progress(run: Run) -> str:
+    status = run.status()
+    return f"{status.step}" if status.total_steps is None else f"{status.step}/{status.total_steps}"
+
+
+_RUN_COLUMNS: Final[tuple[Column[Run], ...]] = (
+    Column("run", lambda run: run.name),
+    Column("state", lambda run: run.status().state),
+    Column("step", _progress, number=True),
+    Column("engine asked", lambda run: run.engine_asked),
+    Column("engine used", lambda run: run.engine_used or "-"),
+    Column("fallback", lambda run: run.fallback_reason or "-"),
+    Column("folder", lambda run: str(run.folder)),
+)
+
+
+def _loss(loss: str | LossFunction | None) -> tuple[LossFunction | None, str | None]:
+    """The function that `loss` means and the name under which the settings keep it."""
+    if loss is None:
+        return None, None
+    if isinstance(loss, str):
+        from ortlab.engines.batch import loss_function
+
+        return loss_function(loss), loss
+    if not callable(loss):
+        raise ValueError(
+            f"loss is a {type(loss).__name__}; give loss(output, target) or one of "
+            f"{', '.join(LOSSES)}"
+        )
+    return loss, getattr(loss, "__name__", type(loss).__name__)
+
+
+session: Final = Session()
+"""The session of this process."""
+
+
+def wrap(model: nn.Module, **settings: Any) -> nn.Module:
+    """`model` as an engine executes it, ORTModule unless ``engine=`` says otherwise.
+
+    The result behaves as the model does and shares its parameters: bind it to the model's name and
+    train on. The settings are those of `ortlab.settings.EngineSettings`. ValueError for what cannot
+    be wrapped, `ortlab.engines.base.EngineUnavailable` where the engine cannot run.
+    """
+    return session.wrapped.wrap(model, EngineSettings.of(settings))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside the wrapped `model`.
+
+    In a notebook every name that held the wrapper holds the module again.
+    """
+    return session.wrapped.unwrap(model)
+
+
+def models() -> Table[wrapping.ModelRow]:
+    """The wrapped models: engine asked for and used, device, precision, size, time to export.
+
+    Below them what ``%%ort`` left as it was, and why.
+    """
+    return session.wrapped.table()
+
+
+def list_runs() -> Table[Run]:
+    """The runs of this process: state, step, engine asked for and used, folder."""
+    return session.table_of_runs()
+
+
+def finetune(
+    model: nn.Module,
+    train: Iterable[Any],
+    *,
+    eval_data: Iterable[Any] | None = None,
+    loss: str | LossFunction | None = None,
+    **settings: Any,
+) -> Run:
+    """Trains `model` in the background, in place, and returns the `Run` at once.
+
+    `train` and `eval_data` are loaders, datasets or any iterables of batches. `loss` is a function
+    ``loss(output, target)`` or a name of `ortlab.settings.LOSSES`; without it the model returns its
+    own. The other settings are those of `ortlab.settings.FinetuneSettings`; a wrapped model runs on
+    its own engine unless ``engine=`` is given. In a notebook ``await run``, in a script
+    ``run.result()``; both raise what the run raised.
+    """
+    return session.finetune(model, train, eval_data=eval_data, loss=loss, **settings)
+
+
+def track(loader: Iterable[Any], *, name: str | None = None) -> Tracker:
+    """Iterates over `loader` and shows the user's own training loop, live.
+
+    The loss is what ``t.log(loss=...)`` is given, or the scalar that ``backward`` is called on.
+    """
+    return session.track(loader, name=name)

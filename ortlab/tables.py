@@ -1,0 +1,94 @@
+"""Tables that read the same in a notebook, in a terminal and on paper."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+R = TypeVar("R")
+
+_STYLE = """
+<style>
+.ortlab-table table {border-collapse: collapse; color: var(--jp-content-font-color1, inherit)}
+.ortlab-table th, .ortlab-table td {padding: 2px 12px 2px 0; text-align: left; vertical-align: top}
+.ortlab-table th {border-bottom: 1px solid var(--jp-border-color1, currentColor)}
+.ortlab-table .number {text-align: right; font-variant-numeric: tabular-nums}
+.ortlab-table p {margin: 4px 0; color: var(--jp-content-font-color2, inherit)}
+.ortlab-table caption {text-align: left; font-weight: 600}
+</style>
+"""
+
+
+@dataclass(frozen=True)
+class Column(Generic[R]):
+    """One column: its head, and the text of a record in it."""
+
+    head: str
+    text: Callable[[R], str]
+    number: bool = False
+
+
+class Table(Sequence[R]):
+    """Records, shown as a table. `notes` are lines below it; `empty` is said when there are none.
+
+    It is a sequence of the records themselves.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[R],
+        columns: Sequence[Column[R]],
+        *,
+        notes: Sequence[str] = (),
+        empty: str = "nothing",
+    ) -> None:
+        self._records = tuple(records)
+        self._columns = tuple(columns)
+        self._cells = [[column.text(record) for column in columns] for record in records]
+        self.notes = tuple(notes)
+        self._empty = empty
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self._records)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._records[index]
+
+    def __repr__(self) -> str:
+        if not self._records:
+            return "\n".join([self._empty, *self.notes])
+        heads = [column.head for column in self._columns]
+        widths = [max(map(len, cells)) for cells in zip(heads, *self._cells, strict=True)]
+        lines = []
+        for cells in (heads, ["-" * width for width in widths], *self._cells):
+            padded = (
+                cell.rjust(width) if column.number else cell.ljust(width)
+                for cell, width, column in zip(cells, widths, self._columns, strict=True)
+            )
+            lines.append("  ".join(padded).rstrip())
+        return "\n".join([*lines, *self.notes])
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        if not self._records:
+            return self._html(f"<p>{html.escape(self._empty)}</p>{notes}")
+        head = self._html_row("th", [column.head for column in self._columns])
+        body = "".join(self._html_row("td", cells) for cells in self._cells)
+        return self._html(f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{notes}")
+
+    @staticmethod
+    def _html(inside: str) -> str:
+        return f'{_STYLE}<div class="ortlab-table">{inside}</div>'
+
+    def _html_row(self, tag: str, cells: Sequence[str]) -> str:
+        return "<tr>{}</tr>".format(
+            "".join(
+                f"<{tag}{' class=number' if column.number else ''}>{html.escape(cell)}</{tag}>"
+                for cell, column in zip(cells, self._columns, strict=True)
+            )
+        )

@@ -1,0 +1,338 @@
+"""The one door: which models are wrapped, which are left and why, what unwrapping gives back."""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ortlab
+from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.session import Session
+from ortlab.settings import ENGINES, EngineSettings
+
+# torch.compile wraps without compiling before the first call, so it is the quick engine whose
+# wrapper is another object than the model.
+WRAPPING = EngineSettings(engine="compile")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x))
+
+
+class MarginLoss(nn.Module):
+    """A loss with weights of its own, as metric learning has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.zeros(2, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.centres).square().mean()
+
+
+@pytest.fixture(params=ENGINES)
+def settings(request: pytest.FixtureRequest) -> EngineSettings:
+    """Every engine in turn; one that this machine lacks is skipped and says what is missing."""
+    try:
+        engine(request.param)
+    except EngineUnavailable as error:
+        pytest.skip(str(error))
+    return EngineSettings(engine=request.param)
+
+
+@pytest.fixture
+def session() -> Session:
+    session = Session()
+    session.wrapped.namespace = {}
+    return session
+
+
+def bind(session: Session, *names: str, settings: EngineSettings = WRAPPING, **values: Any) -> Any:
+    """What a cell does that binds `values`; `names` are those after ``%%ort``."""
+    namespace = session.wrapped.namespace
+    assert namespace is not None
+    namespace.update(values)
+    return session.bind_cell(namespace, values, names, settings)
+
+
+def reasons(session: Session) -> dict[str, str]:
+    return {one.name: one.reason for one in session.wrapped.left}
+
+
+def test_a_wrapped_model_computes_the_same_and_comes_back(
+    session: Session, settings: EngineSettings
+) -> None:
+    model = Net()
+    x = torch.randn(3, 4)
+    expected = model(x)
+    bind(session, model=model, settings=settings)
+    namespace = session.wrapped.namespace
+    assert namespace is not None
+    wrapper = namespace["model"]
+    torch.testing.assert_close(wrapper(x), expected, rtol=1e-4, atol=1e-6)
+    wrapper(x).sum().backward()
+    assert model.head.weight.grad is not None
+    (row,) = session.wrapped.table()
+    assert (row.name, row.engine_asked, row.engine_used) == (
+        "model",
+        settings.engine,
+        settings.engine,
+    )
+    assert (row.device, row.precision, row.parameters) == ("cpu", "float32", 4 * 8 + 8 + 8 * 2 + 2)
+    assert (row.export_s > 0) == (settings.engine == "ort")
+    assert session.wrapped.unwrap(wrapper) is model
+    assert namespace["model"] is model
+    assert len(session.wrapped.table()) == 0
+
+
+def test_two_names_share_one_wrapper_and_both_come_back(session: Session) -> None:
+    model = Net()
+    bind(session, model=model, alias=model)
+    names = session.wrapped.namespace
+    assert names is not None
+    assert names["model"] is names["alias"] is not model
+    names["later"] = names["model"]
+    assert session.wrapped.table()[0].name == "model, alias, later"
+    names["_12"] = names["model"]
+    session.wrapped.unwrap(names["later"])
+    assert names["model"] is names["alias"] is names["later"] is model
+
+
+def test_only_the_outermost_module_is_wrapped(session: Session) -> None:
+    model = Net()
+    bind(session, part=model.inner, deeper=model.inner[0], model=model)
+    names = session.wrapped.namespace
+    assert names is not None
+    assert names["model"] is not model
+    assert names["part"] is model.inner
+    assert reasons(session) == {"part": "is a part of model", "deeper": "is a part of model"}
+
+
+def test_a_part_of_a_model_wrapped_before_stays_torch(session: Session) -> None:
+    model = Net()
+    bind(session, model=model)
+    report = bind(session, part=model.inner)
+    assert not report.wrapped
+    assert reasons(session) == {"part": "is a part of model"}
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (nn.CrossEntropyLoss(), "has no parameter that requires a gradient"),
+        (MarginLoss(), "is a loss (MarginLoss)"),
+        (Net().requires_grad_(False), "has no parameter that requires a gradient"),
+        (nn.ModuleList([Net()]), "is a ModuleList, which has no forward of its own"),
+        (nn.LazyLinear(3), "has lazy parameters; put one batch through it first"),
+        (
+            nn.Linear(2, 2, device="meta"),
+            "is on the meta device, without weights; use to_empty() and load them first",
+        ),
+        ([Net(), Net()], "holds 2 models and is not a model itself"),
+        ({"a": Net()}, "holds 1 model and is not a model itself"),
+    ],
+)
+def test_what_is_left_as_it_is_and_why(session: Session, value: object, reason: str) -> None:
+    report = bind(session, thing=value)
+    assert not report.wrapped
+    assert session.wrapped.namespace == {"thing": value}
+    assert reasons(session) == {"thing": reason}
+    assert f"left as it is: thing {reason}" in repr(session.wrapped.table())
+
+
+def test_values_that_are_no_modules_are_not_worth_a_word(session: Session) -> None:
+    bind(session, x=torch.ones(2), n=3, Net=Net, losses=[nn.MSELoss()], text="model")
+    assert reasons(session) == {}
+
+
+def test_what_was_left_is_forgotten_with_its_name(session: Session) -> None:
+    bind(session, criterion=nn.CrossEntropyLoss(), models=[Net()])
+    names = session.wrapped.namespace
+    assert names is not None
+    names["criterion"] = nn.MSELoss()
+    del names["models"]
+    assert reasons(session) == {}
+
+
+def test_a_model_in_a_model_is_wrapped_once(session: Session) -> None:
+    bind(session, model=Net())
+    names = session.wrapped.namespace
+    assert names is not None
+    bind(session, bigger=nn.Sequential(names["model"], nn.Linear(2, 2)))
+    assert reasons(session) == {"bigger": "contains a wrapped model; unwrap that first"}
+
+
+def test_named_models_are_wrapped_and_no_others(session: Session) -> None:
+    net, other = Net(), MarginLoss()
+    report = bind(session, "other", net=net, other=other)
+    names = session.wrapped.namespace
+    assert names is not None
+    assert names["net"] is net
+    assert names["other"] is not other
+    assert [entry.names for entry in report.wrapped] == [("other",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "nett",
+            "'nett': choose from net, criterion, part, hollow; did you mean 'net'?",
+        ),
+        ("Net", "Net is the class Net; make an instance of it"),
+        ("many", "many is a list, not a torch.nn.Module; bind one of its models to a name"),
+        ("x", "x is a int, not a torch.nn.Module"),
+        ("criterion", "cannot wrap criterion: it has no parameter that requires a gradient"),
+        ("part", "cannot wrap part: it is a part of net; wrap one of them"),
+        ("hollow", "cannot wrap hollow: it is on the meta device"),
+    ],
+)
+def test_one_bad_name_and_nothing_is_wrapped(session: Session, name: str, message: str) -> None:
+    net = Net()
+    values = {
+        "net": net,
+        "Net": Net,
+        "many": [MarginLoss()],
+        "x": 1,
+        "criterion": nn.CrossEntropyLoss(),
+        "part": net.inner,
+        "hollow": nn.Linear(2, 2, device="meta"),
+    }
+    with pytest.raises(ValueError, match=re.escape(message)):
+        bind(session, "net", name, **values)
+    assert session.wrapped.namespace == values
+    assert len(session.wrapped.table()) == 0
+
+
+def test_a_model_is_wrapped_once(session: Session, settings: EngineSettings) -> None:
+    wrapper = session.wrapped.wrap(Net(), settings)
+    with pytest.raises(ValueError, match=f"is already wrapped .engine '{settings.engine}'"):
+        session.wrapped.wrap(wrapper, settings)
+    with pytest.raises(ValueError, match="cannot wrap model: it is already wrapped"):
+        bind(session, "model", model=wrapper)
+
+
+def test_a_cell_that_runs_again_finds_its_wrapper(session: Session) -> None:
+    net = Net()
+    bind(session, model=net)
+    names = session.wrapped.namespace
+    assert names is not None
+    first = names["model"]
+    bind(session, model=net)
+    assert names["model"] is first
+    bind(session, model=net, settings=EngineSettings(engine="compile", fallback=True))
+    assert names["model"] is not first
+
+
+def test_a_model_on_eager_may_be_given_another_engine_by_its_cell(session: Session) -> None:
+    net = Net()
+    bind(session, model=net, settings=EngineSettings(engine="eager"))
+    bind(session, model=net)
+    assert [row.engine_asked for row in session.wrapped.table()] == ["compile"]
+
+
+def test_a_deleted_model_is_collectable_and_leaves_the_table(
+    session: Session, settings: EngineSettings
+) -> None:
+    bind(session, model=Net(), parts=[Net()], settings=settings)
+    names = session.wrapped.namespace
+    assert names is not None
+    names["model"](torch.randn(2, 4))
+    alive = weakref.ref(session.wrapped.unwrap(names["model"]))
+    bind(session, model=names["model"], settings=settings)
+    names["model"](torch.randn(2, 4))
+    in_list = weakref.ref(names["parts"][0])
+    names.clear()
+    gc.collect()
+    assert alive() is None
+    assert in_list() is None
+    assert len(session.wrapped.table()) == 0
+
+
+def test_unwrapping_what_is_not_wrapped(session: Session) -> None:
+    with pytest.raises(ValueError, match="this Net is not wrapped"):
+        session.wrapped.unwrap(Net())
+
+
+def test_an_engine_that_fails_to_wrap_leaves_every_name(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ortlab.engines import torch_native
+
+    wrap = torch_native.Compile.wrap
+
+    def second_fails(self: Any, model: nn.Module, settings: EngineSettings) -> nn.Module:
+        if isinstance(model, MarginLoss):
+            raise RuntimeError("no")
+        return wrap(self, model, settings)
+
+    monkeypatch.setattr(torch_native.Compile, "wrap", second_fails)
+    values = {"net": Net(), "other": MarginLoss()}
+    with pytest.raises(RuntimeError, match="no"):
+        bind(session, "net", "other", **values)
+    assert session.wrapped.namespace == values
+    assert len(session.wrapped.table()) == 0
+
+
+def test_the_table_is_escaped_and_reads_as_text_and_as_html(session: Session) -> None:
+    model = Net()
+    bind(session, model=model, **{"a<b>": nn.CrossEntropyLoss()})
+    table = session.wrapped.table()
+    text, page = repr(table), table._repr_html_()
+    head, _, row, note = text.splitlines()
+    assert head.startswith(
+        "model  engine asked  engine used  device  precision  parameters  export"
+    )
+    assert re.split(" {2,}", row) == ["model", *["compile"] * 2, "cpu", "float32", "58", "-", "-"]
+    assert note.startswith("left as it is: a<b> has no parameter")
+    assert "<td>compile</td>" in page
+    assert "a&lt;b&gt;" in page
+    assert "<b>" not in page
+    assert repr(Session().wrapped.table()) == "no model is wrapped"
+
+
+def test_the_python_twins_of_wrap_and_unwrap() -> None:
+    model = Net()
+    wrapper = ortlab.wrap(model, engine="compile")
+    assert [row.name for row in ortlab.models()] == ["Net"]
+    assert ortlab.unwrap(wrapper) is model
+    with pytest.raises(ValueError, match="did you mean 'engine'"):
+        ortlab.wrap(model, engin="ort")
+    with pytest.raises(ValueError, match="engine='ort2': choose from eager, compile, ort"):
+        ortlab.wrap(model, engine="ort2")
+    with pytest.raises(ValueError, match="the argument is a list"):
+        ortlab.wrap([model])  # type: ignore[arg-type]
+
+
+def test_importing_ortlab_loads_and_changes_nothing() -> None:
+    code = """
+import logging, os, sys, threading, time, warnings
+state = lambda: (dict(os.environ), threading.enumerate(), list(logging.root.handlers),
+                 list(warnings.filters), sys.excepthook, sys.displayhook, list(sys.meta_path),
+                 sorted(logging.root.manager.loggerDict))
+before = state()
+started = time.perf_counter()
+import ortlab
+took = time.perf_counter() - started
+assert state() == before
+heavy = {"torch", "onnxruntime", "onnx", "numpy", "IPython", "ipywidgets", "transformers"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert {"wrap", "unwrap", "models", "finetune", "track", "last_run", "data"} <= set(dir(ortlab))
+assert ortlab.last_run is None and ortlab.models and not heavy & set(sys.modules)
+assert took < 0.3, took
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
