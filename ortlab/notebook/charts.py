@@ -1,0 +1,348 @@
+"""A run as live charts in the notebook, and as text where there is no notebook.
+
+The kernel's side of the charts: what crosses the wire, and the one thread that sends it. The
+browser's side is js/src/runview.js, which documents the messages.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anywidget
+import numpy as np
+import traitlets
+from IPython.core.display_functions import publish_display_data
+from IPython.core.getipython import get_ipython
+
+from ortlab.notebook import plaintext
+from ortlab.telemetry import COLUMNS, INDEX, merged
+
+if TYPE_CHECKING:
+    from ortlab.telemetry import Event, Rows, Status, Watched
+
+STATIC = Path(__file__).parent / "static"
+WIRE = [COLUMNS[INDEX["step"]], *(column for column in COLUMNS if column.chart)]
+"""The columns that the charts need, in the order of the bits of a message's mask."""
+_WIRE_AT = [INDEX[column.name] for column in WIRE]
+
+UPDATE_BYTES = 192
+"""Of new rows in an update; with Jupyter's own headers a message stays below 1 KB."""
+WHOLE_ROWS = 2000
+"""Of a whole series: two for every pixel of a chart."""
+PRINT_EVERY_S = 5.0
+"""Between two lines of progress in a terminal."""
+SETTLE_S = 20.0
+"""That a cell waits for the picture of a run that ended in it."""
+PICTURE_WIDTH = 960
+"""Of the static picture on a page, in pixels of the page."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """A message to the browser: its JSON part and the rows, float32, row by row."""
+
+    content: dict[str, Any]
+    rows: bytes = b""
+
+
+class Feed:
+    """What is new in a run since it was last asked: the messages without their transport."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._cursor = 0
+        self._number = 0
+        self._evaluated_s = -math.inf
+        self._progress: object = None
+        self._info: object = None
+        self._limit = 8
+
+    def whole(self) -> Update:
+        """Everything so far; a browser that was told this needs nothing from before."""
+        recorder = self._watched.recorder
+        # The cursor is read first: what comes in between is sent twice rather than never.
+        _, self._cursor = recorder.since(recorder.count)
+        rows = recorder.rows()
+        self._evaluated_s = -math.inf
+        return self._update(rows, self._watched.status(), WHOLE_ROWS, whole=True)
+
+    def fresh(self) -> Update | None:
+        """What came since the last call; None when nothing did."""
+        rows, self._cursor = self._watched.recorder.since(self._cursor, limit=self._limit)
+        status = self._watched.status()
+        progress: tuple[object, ...] = (status.state, status.step)
+        if status.state != "paused":  # there time goes by and nothing happens: no message
+            progress += (_second(status.elapsed_s), _second(status.left_s))
+        if not len(rows) and progress == self._progress and _info(status) == self._info:
+            return None
+        self._progress = progress
+        return self._update(rows, status, self._limit, whole=False)
+
+    def _update(self, rows: Rows, status: Status, limit: int, *, whole: bool) -> Update:
+        self._number += 1
+        content: dict[str, Any] = {
+            "p": [
+                self._number,
+                status.state,
+                status.step,
+                status.total_steps,
+                round(status.elapsed_s, 1),
+                None if status.left_s is None else round(status.left_s, 1),
+            ]
+        }
+        if whole:
+            content["a"] = 1
+        info = _info(status)
+        if whole or info != self._info:
+            self._info = content["i"] = info
+        evaluations = [
+            event
+            for event in self._watched.recorder.events("eval")
+            if event.time_s > self._evaluated_s
+        ]
+        if evaluations:
+            self._evaluated_s = evaluations[-1].time_s
+            content["e"] = [_evaluation(event) for event in evaluations]
+        if not len(rows):
+            return Update(content)
+        thin = merged(rows, math.ceil(len(rows) / limit))[:, _WIRE_AT].astype(np.float32)
+        present = ~np.isnan(thin).all(axis=0)
+        self._limit = max(1, UPDATE_BYTES // (4 * int(present.sum())))
+        content["m"] = sum(1 << int(bit) for bit in np.flatnonzero(present))
+        return Update(content, thin[:, present].tobytes())
+
+
+def _second(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s)
+
+
+def _info(status: Status) -> dict[str, Any]:
+    return {
+        "badges": list(status.badges),
+        "lines": list(status.lines),
+        "error": status.error,
+    }
+
+
+def _evaluation(event: Event) -> list[float | None]:
+    """Step, loss, accuracy; JSON has no NaN."""
+    values = (event.values.get(name, math.nan) for name in ("loss", "accuracy"))
+    return [event.step, *(float(f"{v:.5g}") if math.isfinite(v) else None for v in values)]
+
+
+class Pump:
+    """Calls `draw` a few times a second until the run is over, then `finish`, in one thread.
+
+    It draws every quarter of a second, or less often where `draw` would use more than `SHARE` of
+    a core. Prints and displays land in the cell that made the pump.
+    """
+
+    PERIOD_S = 0.25
+    SLOWEST_S = 1.0
+    SHARE = 0.005
+
+    def __init__(
+        self, watched: Watched, draw: Callable[[], None], finish: Callable[[], None]
+    ) -> None:
+        self._watched = watched
+        self._draw = draw
+        self._finish = finish
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self.cost_s = 0.0
+        """Processor time of one update, a running mean."""
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(self._work,),
+            name="ortlab-view",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Draws now rather than at the end of the period."""
+        self._wake.set()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits until the last update was sent; returns whether it was."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends the thread although the run goes on; `finish` is not called. Twice is fine."""
+        self._closed.set()
+        self._wake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            over = self._watched.over()  # before drawing: what came last is drawn too
+            began = time.thread_time()
+            self._draw()
+            self.cost_s += (time.thread_time() - began - self.cost_s) / 8
+            if over:
+                self._finish()
+                return
+            self._wake.wait(min(self.SLOWEST_S, max(self.PERIOD_S, self.cost_s / self.SHARE)))
+            self._wake.clear()
+
+
+class RunView(anywidget.AnyWidget):
+    """The live charts of one run with its progress, state and buttons.
+
+    It follows the run until that is over; a browser that opens it later gets the whole series.
+    RuntimeError where the package was installed without its JavaScript.
+    """
+
+    _esm = traitlets.Unicode().tag(sync=True)
+    _css = traitlets.Unicode().tag(sync=True)
+    title = traitlets.Unicode().tag(sync=True)
+    columns: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    interactive = traitlets.Bool().tag(sync=True)
+
+    def __init__(self, watched: Watched, *, finish: Callable[[], None] = lambda: None) -> None:
+        self._watched = watched
+        self._feed = Feed(watched)
+        self._asked = threading.Event()  # a browser asked for the whole series
+        super().__init__(
+            _esm=_bundled("runview.js"),
+            _css=_bundled("runview.css"),
+            title=watched.title,
+            columns=[asdict(column) for column in WIRE],
+            interactive=watched.interactive,
+        )
+        self.on_msg(self._receive)
+        self._then = finish
+        self.pump = Pump(watched, self._send_fresh, self._finish)
+
+    def close(self) -> None:
+        """Closes the charts in every browser; the run goes on."""
+        self.pump.close()
+        super().close()
+
+    def _receive(self, _: RunView, content: dict[str, Any], __: list[bytes]) -> None:
+        """A click or a greeting. Runs in the kernel's own thread, so it only sets events."""
+        actions = {
+            "pause": self._watched.pause,
+            "resume": self._watched.resume,
+            "stop": self._watched.stop,
+            "hello": self._asked.set,
+        }
+        actions[content["do"]]()
+        self.pump.wake()
+        if self.pump.join(0):  # over: nobody else is sending
+            self._send_fresh()
+
+    def _send_fresh(self) -> None:
+        if self._asked.is_set():
+            self._asked.clear()
+            self._send_whole()
+        elif (update := self._feed.fresh()) is not None:
+            self.send(update.content, [update.rows] if update.rows else None)
+
+    def _send_whole(self) -> None:
+        update = self._feed.whole()
+        self.send(update.content, [update.rows])
+
+    def _finish(self) -> None:
+        self._send_whole()  # the final state twice: front ends may lose a message
+        self._then()
+
+
+def show(watched: Watched) -> None:
+    """Shows a run in the cell that is running: live charts, and when it is over a static picture.
+
+    The picture takes the charts' place, so that a saved notebook, an HTML page and a printed one
+    have it; `view` gives the charts back. The picture also goes to the run's folder, where it has
+    one, as ``charts.png``. Without a notebook, progress is printed as lines of text.
+    """
+    shell = get_ipython()
+    in_notebook = getattr(shell, "kernel", None) is not None
+    pump = _display(watched) if in_notebook else _print(watched)
+    if shell is not None:
+        _settle(shell, watched, pump)
+
+
+def view(watched: Watched) -> RunView:
+    """The interactive charts of a run, also when it is over; they live as long as the kernel."""
+    return RunView(watched)
+
+
+def picture(watched: Watched) -> bytes:
+    """The charts of a run as a PNG that reads well on light and dark pages."""
+    from ortlab.notebook.picture import png  # matplotlib takes half a second to load
+
+    return png(watched)
+
+
+def text(watched: Watched) -> str:
+    """The run as plain text, with small bars."""
+    return plaintext.text(watched)
+
+
+def _display(watched: Watched) -> Pump:
+    display_id = uuid.uuid4().hex
+
+    def replace() -> None:
+        image = picture(watched)
+        folder = getattr(watched, "folder", None)
+        if folder is not None:
+            Path(getattr(folder, "path", folder), "charts.png").write_bytes(image)
+        publish_display_data(  # type: ignore[no-untyped-call]
+            {"image/png": image, "text/plain": text(watched)},
+            {"image/png": {"width": PICTURE_WIDTH}},
+            transient={"display_id": display_id},
+            update=True,
+        )
+
+    live = RunView(watched, finish=replace)
+    data, metadata = live._repr_mimebundle_() or ({}, {})
+    data["text/plain"] = plaintext.headline(watched.title, watched.status())
+    publish_display_data(  # type: ignore[no-untyped-call]
+        data, metadata, transient={"display_id": display_id}
+    )
+    return live.pump
+
+
+def _print(watched: Watched) -> Pump:
+    shown: list[Any] = [None, -math.inf]  # the state, and when it was printed
+
+    def draw() -> None:
+        state, now = watched.status().state, time.monotonic()
+        if state != shown[0] or now - shown[1] >= PRINT_EVERY_S:
+            shown[:] = state, now
+            print(plaintext.progress(watched), flush=True)
+
+    return Pump(watched, draw, lambda: print(text(watched), flush=True))
+
+
+def _settle(shell: Any, watched: Watched, pump: Pump) -> None:
+    """Keeps the cell in which a run ends open until its last picture is out.
+
+    Whoever executes a notebook without a browser (nbclient) reads no output after the last cell.
+    """
+
+    def settle(_: object = None) -> None:
+        if watched.over():
+            pump.join(SETTLE_S)
+            shell.events.unregister("post_run_cell", settle)
+
+    shell.events.register("post_run_cell", settle)
+
+
+def _bundled(name: str) -> str:
+    try:
+        return (STATIC / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RuntimeError(
+            f"the charts' {name} was not built; run `pip install -e .` in ortlab's repository"
+        ) from None

@@ -1,0 +1,192 @@
+// Four small uPlot charts with one cursor; colours are read from the page's theme at every draw.
+import uPlot from "uplot";
+import { byteUnit, exponent, number, withUnit } from "./format.js";
+
+export const TITLES = { loss: "Loss", throughput: "Throughput", memory: "Memory", lr: "Learning rate" };
+const HEIGHT = 190;
+const FONT = "11px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
+const EVALUATION = { name: "evaluation", label: "evaluation", unit: "", chart: "loss" };
+
+const node = (tag, className, text) => {
+  const made = document.createElement(tag);
+  made.className = className;
+  if (text !== undefined) made.textContent = text; // never HTML: names come from the user
+  return made;
+};
+
+/** The last value at or before `index` that is known. */
+const known = (values, index) => {
+  for (let i = Math.min(index, values.length - 1); i >= 0; i--) if (values[i] != null) return values[i];
+  return null;
+};
+
+/** Room for the longest tick label, as uPlot's own "dynamic axis size" demo has it. */
+const axisSize = (u, labels, axisIndex, cycle) => {
+  if (cycle > 1) return u.axes[axisIndex]._size;
+  const longest = (labels ?? []).reduce((a, b) => (b != null && b.length > a.length ? b : a), "");
+  u.ctx.font = u.axes[axisIndex].font[0];
+  return Math.ceil(u.ctx.measureText(longest).width / devicePixelRatio) + 14;
+};
+
+export class Chart {
+  /**
+   * @param {string} kind a key of TITLES
+   * @param {import("./series.js").Series} series
+   * @param {string} cursor the key that synchronizes the cursors of one view
+   */
+  constructor(kind, series, cursor) {
+    this.kind = kind;
+    this.series = series;
+    this.cursor = cursor;
+    this.drawn = ""; // the columns of the plot that exists
+    this.root = node("figure", "ortlab-chart");
+    this.head = node("figcaption", "ortlab-chart-head");
+    this.plot = node("div", "ortlab-plot");
+    this.root.append(this.head, this.plot);
+  }
+
+  #columns() {
+    const columns = this.series.columns.filter((c) => c.chart === this.kind && this.series.has(c.name));
+    if (this.kind === "loss" && this.series.evaluations.length) columns.push(EVALUATION);
+    return columns;
+  }
+
+  #data(columns) {
+    const steps = this.series.data[0];
+    const plain = columns.filter((c) => c !== EVALUATION).map((c) => this.series.values(c.name));
+    if (!columns.includes(EVALUATION)) return [steps, ...plain];
+    const points = this.series.evaluations;
+    return uPlot.join([[steps, ...plain], [points.map((p) => p[0]), points.map((p) => p[1])]]);
+  }
+
+  /** Draws what there is by now. */
+  draw() {
+    const columns = this.#columns();
+    const data = this.#data(columns);
+    const width = this.plot.clientWidth;
+    this.root.classList.toggle("ortlab-empty", columns.length === 0);
+    if (width < 50) return;
+    const wanted = columns.map((c) => c.name).join();
+    if (this.drawn !== wanted || !this.u) {
+      this.u?.destroy();
+      this.#head(columns);
+      this.u = columns.length ? new uPlot(this.#options(columns, width), data, this.plot) : null;
+      this.drawn = wanted;
+    } else {
+      if (this.u.width !== width) this.u.setSize({ width, height: HEIGHT });
+      this.u.setData(data);
+    }
+    this.#legend(columns);
+  }
+
+  redraw() {
+    this.u?.redraw(false, true);
+  }
+
+  destroy() {
+    this.u?.destroy();
+    this.u = null;
+  }
+
+  #head(columns) {
+    this.values = columns.map(() => node("span", "ortlab-value"));
+    this.head.replaceChildren(
+      node("span", "ortlab-chart-title", TITLES[this.kind]),
+      ...columns.map((column, i) => {
+        const entry = node("span", "ortlab-entry");
+        const mark = node("span", `ortlab-mark ortlab-s${i}`);
+        entry.append(mark, node("span", "ortlab-label", column.label), this.values[i]);
+        return entry;
+      }),
+    );
+  }
+
+  /** The values under the cursor, else the latest. */
+  #legend(columns) {
+    if (!this.u) return;
+    const at = this.u.cursor.idx ?? this.u.data[0].length - 1;
+    columns.forEach((column, i) => {
+      this.values[i].textContent = withUnit(known(this.u.data[i + 1], at), column);
+    });
+    const now = columns.map((c, i) => `${c.label} ${this.values[i].textContent}`).join(", ");
+    this.root.setAttribute("aria-label", `${TITLES[this.kind]}: ${now}`);
+  }
+
+  #colour(name) {
+    return getComputedStyle(this.root).getPropertyValue(name).trim() || "#888";
+  }
+
+  #options(columns, width) {
+    const scaleOf = (c) => c.unit || "y";
+    const scales = [...new Set(columns.map(scaleOf))];
+    const zeroBased = this.kind !== "loss";
+    const text = () => this.#colour("--ortlab-text2");
+    const line = () => this.#colour("--ortlab-grid");
+    const axis = (extra) => ({
+      stroke: text,
+      font: FONT,
+      labelFont: FONT,
+      labelSize: 16,
+      labelGap: 2,
+      grid: { stroke: line, width: 1 },
+      ticks: { stroke: line, width: 1, size: 4 },
+      gap: 4,
+      ...extra,
+    });
+    const range = (u, low, high) => {
+      if (low == null) return [0, 1];
+      const pad = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
+      return [zeroBased ? 0 : low - pad, zeroBased && high <= 0 ? 1 : high + pad];
+    };
+    return {
+      width,
+      height: HEIGHT,
+      legend: { show: false },
+      padding: [8, scales.length > 1 ? 0 : 12, 0, 0],
+      cursor: { sync: { key: this.cursor, setSeries: false }, drag: { x: false, y: false }, points: { size: 6 } },
+      scales: {
+        x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+        ...Object.fromEntries(scales.map((name) => [name, { range }])),
+      },
+      series: [{}, ...columns.map((column, i) => this.#line(column, i, scaleOf(column)))],
+      axes: [
+        axis({ label: "step", size: 24, space: 60, values: (u, ticks) => ticks.map((t) => (t % 1 ? "" : number(t))) }),
+        ...scales.map((scale, i) => axis({ scale, ...this.#ticks(scale), side: i ? 1 : 3, size: axisSize,
+          ...(i ? { grid: { show: false } } : {}) })),
+      ],
+      hooks: { setCursor: [() => this.u && this.#legend(columns)] },
+    };
+  }
+
+  #line(column, i, scale) {
+    const stroke = () => this.#colour(`--ortlab-s${i}`);
+    if (column === EVALUATION) {
+      return { scale, stroke, width: 1.5, dash: [5, 4], points: { show: true, size: 7, fill: stroke, stroke } };
+    }
+    // A few points are dots as well: the first step must be seen.
+    const few = (u, s) => u.data[s].length <= 2;
+    return { scale, stroke, width: 1.5, points: { show: few, size: 5, fill: stroke } };
+  }
+
+  /** Tick labels and the axis' unit. */
+  #ticks(scale) {
+    if (scale === "B") {
+      let unit = byteUnit(0);
+      return {
+        splits: (u, axis, low, high, increment, space) => {
+          unit = byteUnit(high);
+          const step = [0.1, 0.2, 0.25, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500]
+            .map((n) => n * unit.bytes)
+            .find((n) => high / n <= 5) ?? high / 4;
+          const ticks = [];
+          for (let at = 0; at <= high; at += step) ticks.push(at);
+          return ticks;
+        },
+        values: (u, ticks) => ticks.map((t) => number(t / unit.bytes)),
+        label: () => unit.name,
+      };
+    }
+    if (this.kind === "lr") return { values: (u, ticks) => ticks.map(exponent), label: "learning rate" };
+    return { values: (u, ticks) => ticks.map(number), label: scale === "y" ? "loss" : scale };
+  }
+}

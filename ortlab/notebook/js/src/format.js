@@ -1,0 +1,51 @@
+// Numbers as a person reads them.
+
+const GIB = 1024 ** 3;
+const MIB = 1024 ** 2;
+
+/** Four significant digits, thousands separated, no exponent between 0.001 and a million. */
+export function number(value) {
+  if (value == null || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return exponent(value);
+  const digits = size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : size >= 1 ? 3 : 4;
+  return value.toLocaleString("en-US", { maximumFractionDigits: digits });
+}
+
+/** 0.00005 is 5e-5. */
+export function exponent(value) {
+  return value === 0 ? "0" : Number(value.toPrecision(3)).toExponential();
+}
+
+/** The binary unit in which `bytes` reads well. */
+export function byteUnit(bytes) {
+  return bytes >= GIB ? { name: "GiB", bytes: GIB } : { name: "MiB", bytes: MIB };
+}
+
+export function bytes(value) {
+  if (value == null) return "–";
+  const unit = byteUnit(value);
+  return `${(value / unit.bytes).toFixed(unit.name === "GiB" ? 2 : 0)} ${unit.name}`;
+}
+
+/** 7 s, 1:05, 2:03:04. */
+export function duration(seconds) {
+  const whole = Math.round(seconds);
+  if (whole < 60) return `${whole} s`;
+  const two = (n) => String(n).padStart(2, "0");
+  const hours = Math.floor(whole / 3600);
+  const minutes = Math.floor(whole / 60) % 60;
+  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+}
+
+export function milliseconds(value) {
+  return value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${number(Number(value.toPrecision(3)))} ms`;
+}
+
+/** A value with its unit, for the legends. */
+export function withUnit(value, column) {
+  if (value == null) return "–";
+  if (column.unit === "B") return bytes(value);
+  if (column.chart === "lr") return exponent(value);
+  return column.unit && column.unit !== column.label ? `${number(value)} ${column.unit}` : number(value);
+}

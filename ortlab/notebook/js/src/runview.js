@@ -1,0 +1,247 @@
+// One run, live: progress, pause and stop, four charts, where the time of a step goes.
+//
+// The kernel sends one custom message an update. Its JSON part:
+//   p  [message number, state, step, total steps or null, seconds so far, seconds left or null]
+//   m  which columns the buffer's rows have, as bits; absent when there are no new rows
+//   e  [[step, loss, accuracy], ...] new evaluation results
+//   i  {badges, lines, error}, when they changed
+//   a  1: the rows and evaluations are the whole series, not an addition
+// and its buffer: float32, row by row. "hello" asks for the whole.
+import "uplot/dist/uPlot.min.css";
+import "./runview.css";
+import { Chart, TITLES } from "./charts.js";
+import { duration, milliseconds, number } from "./format.js";
+import { Series } from "./series.js";
+
+const OVER = new Set(["finished", "stopped", "failed"]);
+const ACCURACY = 2; // where an evaluation row has it
+const SPLIT = [
+  ["data_ms", "data"],
+  ["forward_ms", "forward"],
+  ["backward_ms", "backward"],
+  ["optimizer_ms", "optimizer"],
+];
+
+/** What is known of the run on this page: shared by all views of one model. */
+class Store extends EventTarget {
+  constructor(model) {
+    super();
+    this.model = model;
+    this.series = new Series(model.get("columns"));
+    this.info = { badges: [], lines: [], error: null };
+    this.progress = null;
+    this.asked = null; // what a click asked for, until the kernel's state says so
+    this.whole = false;
+    this.receive = (message, buffers) => this.#receive(message, buffers);
+    model.on("msg:custom", this.receive);
+    model.send({ do: "hello" });
+  }
+
+  #receive(message, buffers) {
+    const [number, state, step, total, elapsed, left] = message.p;
+    if (message.a) {
+      this.series.clear();
+      this.whole = true;
+    } else if (!this.whole) {
+      return; // the whole series is on its way
+    } else if (number !== this.number + 1) {
+      this.whole = false; // a message was lost
+      this.model.send({ do: "hello" });
+    }
+    this.number = number;
+    this.progress = { state, step, total, elapsed, left };
+    if (this.asked && state !== this.asked.from) this.asked = null;
+    if (message.i) this.info = message.i;
+    if (message.m) this.series.append(buffers[0], message.m);
+    if (message.e) this.series.evaluations.push(...message.e);
+    this.dispatchEvent(new Event("change"));
+  }
+
+  /** Tells the kernel what was clicked; the page says so at once. */
+  ask(verb, shown) {
+    this.asked = { shown, from: this.progress?.state };
+    this.model.send({ do: verb });
+    this.dispatchEvent(new Event("change"));
+  }
+
+  close() {
+    this.model.off("msg:custom", this.receive);
+  }
+}
+
+const make = (tag, className, attributes = {}) => {
+  const made = document.createElement(tag);
+  made.className = className;
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+};
+
+class View {
+  constructor(store, model, el) {
+    this.store = store;
+    this.interactive = model.get("interactive");
+    this.title = model.get("title");
+    this.#build();
+    el.append(this.root);
+    this.request = () => (this.frame ??= requestAnimationFrame(() => this.#draw()));
+    store.addEventListener("change", this.request);
+    this.resized = new ResizeObserver(this.request);
+    this.resized.observe(this.root);
+    // A theme is an attribute or a class of the page's body: draw again with its colours.
+    this.themed = new MutationObserver(() => this.charts.forEach((chart) => chart.redraw()));
+    for (const target of [document.documentElement, document.body]) {
+      this.themed.observe(target, { attributes: true });
+    }
+    this.request();
+  }
+
+  #build() {
+    // JupyterLab must not take Enter and Space away from the buttons.
+    this.root = make("section", "ortlab-run", {
+      "aria-label": `Run ${this.title}`,
+      "data-lm-suppress-shortcuts": "true",
+    });
+    const head = make("div", "ortlab-head");
+    const title = make("span", "ortlab-title");
+    title.textContent = this.title;
+    this.state = make("span", "ortlab-state", { role: "status" });
+    this.badges = make("span", "ortlab-badges");
+    this.buttons = make("span", "ortlab-buttons");
+    head.append(title, this.state, this.badges, this.buttons);
+    this.pause = make("button", "ortlab-button ortlab-pause", { type: "button" });
+    this.stop = make("button", "ortlab-button ortlab-stop", { type: "button" });
+    this.stop.textContent = "Stop";
+    this.stop.title = "End the run after the step in flight; the weights so far are kept";
+    this.pause.addEventListener("click", () => {
+      const paused = this.store.progress?.state === "paused";
+      this.store.ask(paused ? "resume" : "pause", paused ? "resuming…" : "pausing…");
+    });
+    this.stop.addEventListener("click", () => this.store.ask("stop", "stopping…"));
+    if (this.interactive) this.buttons.append(this.pause, this.stop);
+    else {
+      this.buttons.className += " ortlab-hint";
+      this.buttons.textContent = "stop: the notebook’s ■ button";
+    }
+    this.bar = make("div", "ortlab-progress", {
+      role: "progressbar", "aria-label": "progress", "aria-valuemin": "0", "aria-valuemax": "100",
+    });
+    this.done = make("div", "ortlab-done");
+    this.bar.append(this.done);
+    this.numbers = make("div", "ortlab-numbers");
+    this.lines = make("div", "ortlab-lines");
+    this.error = make("pre", "ortlab-error", { role: "alert" });
+    const grid = make("div", "ortlab-grid");
+    const cursor = `ortlab-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
+    this.charts = Object.keys(TITLES).map((kind) => new Chart(kind, this.store.series, cursor));
+    grid.append(...this.charts.map((chart) => chart.root));
+    this.split = make("div", "ortlab-split");
+    this.root.append(head, this.bar, this.numbers, this.lines, this.error, grid, this.split);
+  }
+
+  #draw() {
+    this.frame = undefined;
+    if (this.store.progress) this.#drawProgress(this.store.progress);
+    this.#drawInfo(this.store.info);
+    this.charts.forEach((chart) => chart.draw());
+    this.#drawSplit();
+  }
+
+  #drawProgress({ state, step, total, elapsed, left }) {
+    const asked = this.store.asked;
+    const over = OVER.has(state);
+    setText(this.state, asked ? asked.shown : state);
+    this.root.dataset.state = state;
+    this.pause.textContent = state === "paused" ? "Resume" : "Pause";
+    this.pause.title = state === "paused" ? "Go on training" : "Wait after the step in flight";
+    this.buttons.hidden = over;
+    this.stop.disabled = state === "stopping" || asked?.shown === "stopping…";
+    this.pause.disabled = this.stop.disabled || state === "starting" || asked != null;
+    const percent = total ? Math.min(100, Math.round((100 * step) / total)) : null;
+    this.bar.classList.toggle("ortlab-unknown", percent == null && !over);
+    this.done.style.width = percent == null ? "100%" : `${(100 * step) / total}%`;
+    if (percent == null) this.bar.removeAttribute("aria-valuenow");
+    else this.bar.setAttribute("aria-valuenow", String(percent));
+    const parts = [total ? `step ${number(step)} of ${number(total)} · ${percent} %` : `step ${number(step)}`];
+    parts.push(over ? `took ${duration(elapsed)}` : `${duration(elapsed)} so far`);
+    if (left != null && !over) parts.push(`${duration(left)} left`);
+    const accuracy = this.store.series.evaluations.at(-1)?.[ACCURACY];
+    if (accuracy != null) parts.push(`held-out accuracy ${(100 * accuracy).toFixed(1)} %`);
+    setText(this.numbers, parts.join(" · "));
+  }
+
+  #drawInfo(info) {
+    if (info === this.drawnInfo) return;
+    this.drawnInfo = info;
+    this.badges.replaceChildren(...info.badges.map((text) => {
+      const badge = make("span", "ortlab-badge");
+      if (text.startsWith("fallback")) badge.classList.add("ortlab-warn");
+      badge.textContent = text;
+      return badge;
+    }));
+    this.lines.replaceChildren(...info.lines.map((text) => {
+      const line = make("div", "ortlab-line");
+      line.textContent = text;
+      return line;
+    }));
+    this.error.textContent = info.error ?? "";
+    this.error.hidden = !info.error;
+  }
+
+  /** The mean of the last steps' times, as one bar. */
+  #drawSplit() {
+    const series = this.store.series;
+    const whole = series.recent("step_ms");
+    this.split.hidden = whole == null;
+    if (whole == null) return;
+    const parts = SPLIT.map(([name, label]) => ({ label, ms: series.recent(name) })).filter((p) => p.ms != null);
+    const rest = whole - parts.reduce((sum, part) => sum + part.ms, 0);
+    if (parts.length && rest > 0.02 * whole) parts.push({ label: "other", ms: rest });
+    const bar = make("div", "ortlab-split-bar");
+    const legend = make("div", "ortlab-split-legend");
+    const title = make("span", "ortlab-chart-title");
+    title.textContent = `Step ${milliseconds(whole)}`;
+    legend.append(title);
+    parts.forEach((part, i) => {
+      const piece = make("div", `ortlab-piece ortlab-t${i}`);
+      piece.style.flexGrow = String(Math.max(part.ms, 0));
+      bar.append(piece);
+      const entry = make("span", "ortlab-entry");
+      const label = make("span", "ortlab-label");
+      label.textContent = part.label;
+      const value = make("span", "ortlab-value");
+      value.textContent = milliseconds(part.ms);
+      entry.append(make("span", `ortlab-mark ortlab-t${i}`), label, value);
+      legend.append(entry);
+    });
+    this.split.replaceChildren(legend, ...(parts.length ? [bar] : []));
+  }
+
+  close() {
+    this.store.removeEventListener("change", this.request);
+    this.resized.disconnect();
+    this.themed.disconnect();
+    cancelAnimationFrame(this.frame);
+    this.charts.forEach((chart) => chart.destroy());
+    this.root.remove();
+  }
+}
+
+/** Writes only what changed, so that a screen reader hears a state once. */
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** anywidget calls this once for a model; a model may have several views. */
+export default () => {
+  let store;
+  return {
+    initialize({ model }) {
+      store = new Store(model);
+      return () => store.close();
+    },
+    render({ model, el }) {
+      const view = new View(store, model, el);
+      return () => view.close();
+    },
+  };
+};

@@ -1,0 +1,72 @@
+// The points of a run as the browser keeps them: bounded, thinned, in columns.
+
+const CAPACITY = 2400; // rows; more than two for every pixel of a chart
+
+/** What stands for two rows, as the kernel's telemetry merges them. */
+const MERGE = {
+  last: (a, b) => b ?? a,
+  max: (a, b) => (a == null ? b : b == null ? a : Math.max(a, b)),
+  mean: (a, b) => (a == null ? b : b == null ? a : (a + b) / 2),
+};
+
+export class Series {
+  /** @param {{name: string, unit: string, chart: string, merge: string}[]} columns the step first */
+  constructor(columns) {
+    this.columns = columns;
+    this.clear();
+  }
+
+  clear() {
+    this.data = this.columns.map(() => []);
+    this.evaluations = []; // [step, loss, accuracy]
+  }
+
+  get length() {
+    return this.data[0].length;
+  }
+
+  /** Takes rows of float32, row by row, of the columns whose bits are set in `mask`. */
+  append(view, mask) {
+    const present = this.columns.map((_, i) => Math.floor(mask / 2 ** i) % 2 === 1);
+    const width = present.filter(Boolean).length;
+    const numbers = new Float32Array(view.byteLength / 4);
+    new Uint8Array(numbers.buffer).set(new Uint8Array(view.buffer, view.byteOffset, view.byteLength));
+    for (let row = 0; row < numbers.length; row += width) {
+      let at = row;
+      this.data.forEach((column, i) => {
+        const value = present[i] ? numbers[at++] : NaN;
+        column.push(Number.isFinite(value) ? value : null);
+      });
+    }
+    while (this.length > CAPACITY) this.#halve();
+  }
+
+  #halve() {
+    this.data = this.data.map((column, i) => {
+      const thin = [];
+      const merge = MERGE[this.columns[i].merge];
+      for (let row = 0; row + 1 < column.length; row += 2) thin.push(merge(column[row], column[row + 1]));
+      if (column.length % 2) thin.push(column.at(-1));
+      return thin;
+    });
+  }
+
+  index(name) {
+    return this.columns.findIndex((column) => column.name === name);
+  }
+
+  values(name) {
+    return this.data[this.index(name)];
+  }
+
+  /** Whether a column ever had a value. */
+  has(name) {
+    return this.values(name).some((value) => value != null);
+  }
+
+  /** The mean of a column's last rows; null when it has none. */
+  recent(name, rows = 20) {
+    const known = this.values(name).slice(-rows).filter((value) => value != null);
+    return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+  }
+}
