@@ -270,13 +270,14 @@ class Recorder:
         self._series = _Series(capacity)
         self._recent = np.empty((0, len(COLUMNS)))
         self._count = 0
+        self._totals = np.zeros(len(COLUMNS))
         self._events: list[Event] = []
         self._sinks = list(sinks)
         self._unwritten: deque[tuple[Rows, list[Event]]] = deque()
         self._backlog = 0
         self._dropped = 0
         self.not_finite_step: int | None = None
-        """The first step whose loss, once resolved, was NaN or infinite."""
+        """The first step whose loss, or gradient norm on a device, was NaN or infinite."""
         self._closing = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._drain, name="ortlab-recorder", daemon=True)
@@ -326,6 +327,11 @@ class Recorder:
             fresh = self._recent[len(self._recent) - missed :]
             return merged(fresh, math.ceil(missed / limit)).copy(), self._count
 
+    def total(self, name: str) -> float:
+        """The sum of a column over all steps; what is unknown counts as 0."""
+        self._absorb()
+        return float(self._totals[INDEX[name]])
+
     def events(self, *kinds: str) -> tuple[Event, ...]:
         """The events so far, of these kinds only where some are named.
 
@@ -360,7 +366,8 @@ class Recorder:
         with self._lock:
             items = [self._queue.popleft() for _ in range(len(self._queue))]
             events = [item for item in items if isinstance(item, Event)]
-            rows = _rows([item for item in items if isinstance(item, Sample)])
+            samples = [item for item in items if isinstance(item, Sample)]
+            rows = _rows(samples)
             self._events += events
             while len(self._events) > self._capacity:
                 del self._events[1::2]
@@ -368,17 +375,22 @@ class Recorder:
                 self._series.extend(rows)
                 self._recent = np.concatenate([self._recent, rows])[-self.RECENT :]
                 self._count += len(rows)
-                self._note_not_finite(rows)
+                self._totals += np.nan_to_num(rows, posinf=0.0, neginf=0.0).sum(axis=0)
+                self._note_not_finite(samples, rows)
             if self._sinks and self._backlog + len(items) <= self.BACKLOG:
                 self._unwritten.append((rows, events))
                 self._backlog += len(items)
             elif self._sinks:
                 self._dropped += len(items)
 
-    def _note_not_finite(self, rows: Rows) -> None:
-        bad = np.flatnonzero(~np.isfinite(rows[:, INDEX["loss"]]))
-        if len(bad) and self.not_finite_step is None:
-            self.not_finite_step = int(rows[bad[0], INDEX["step"]])
+    def _note_not_finite(self, samples: Sequence[Sample], rows: Rows) -> None:
+        if self.not_finite_step is not None:
+            return
+        bad = ~np.isfinite(rows[:, [INDEX["loss"], INDEX["grad_norm"]]])
+        # A gradient norm that was not measured is NaN, but no tensor.
+        bad[:, 1] &= [not isinstance(sample.grad_norm, float) for sample in samples]
+        if bad.any():
+            self.not_finite_step = int(rows[bad.any(axis=1).argmax(), INDEX["step"]])
 
     def _write(self) -> None:
         """Hands the backlog to the sinks. The writer thread only."""
@@ -416,7 +428,7 @@ def _rows(samples: Sequence[Sample]) -> Rows:
 
 def numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
     """Floats of floats and 0-d tensors; those on a device are fetched together, in one wait."""
-    on_device = [i for i, value in enumerate(values) if getattr(value, "is_cuda", False)]
+    on_device = [i for i, value in enumerate(values) if _on_device(value)]
     out: list[Any] = list(values)
     if on_device:
         import torch
@@ -425,6 +437,11 @@ def numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
         for i, value in zip(on_device, fetched, strict=True):
             out[i] = value
     return [float(value) for value in out]
+
+
+def _on_device(value: object) -> bool:
+    device = getattr(value, "device", None)
+    return device is not None and device.type != "cpu"
 
 
 @dataclass(frozen=True, slots=True)
