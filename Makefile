@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 FRONT_END := $(shell find ortlab/notebook/js -type f -not -path '*/node_modules/*' 2>/dev/null)
 
 demo: $(DONE)/demo $(DONE)/extension
-ifdef HEADLESS
+ifneq ($(filter-out 0,$(HEADLESS)),)
 	$(BIN)/python -m tests.headless build
 else
 	$(BIN)/jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \

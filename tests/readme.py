@@ -21,11 +21,13 @@ def settings_table() -> str:
     rows = ["| option | default | what it chooses |", "| --- | --- | --- |"]
     for name, declaration in FinetuneSettings.declarations().items():
         star = "" if name in of_engines else " *"
-        default = {True: "on", False: "off", None: "none"}.get(
-            declaration.default, declaration.default
-        )
+        default = declaration.default
+        if declaration.type is bool:
+            default = "on" if default else "off"
+        elif default is None:
+            default = "none"
         choices = f": {', '.join(declaration.choices)}" if declaration.choices else ""
-        unit = f" ({declaration.unit})" if declaration.unit else ""
+        unit = f" {declaration.unit}" if declaration.unit and default != "none" else ""
         rows.append(
             f"| `{declaration.flag}`{star} | {default}{unit} | {declaration.help}{choices} |"
         )
@@ -47,11 +49,7 @@ def code_map() -> list[str]:
     block = README.read_text().split("## Map of the code", 1)[1].split("```")[1]
     folders: list[str] = []
     paths = []
-    for line in (
-        block.strip("\n").splitlines()[1:]
-        if block.startswith("text")
-        else block.strip("\n").splitlines()
-    ):
+    for line in block.splitlines()[1:]:
         depth = (len(line) - len(line.lstrip())) // 2
         name = line.split()[0]
         del folders[depth:]
