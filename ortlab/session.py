@@ -48,6 +48,12 @@ class Session:
         """
         return self.wrapped.bind_cell(namespace, bound, names, settings or EngineSettings())
 
+    def check_engine(self, name: str) -> None:
+        """EngineUnavailable says why the engine `name` cannot run here; ValueError if unknown."""
+        from ortlab.engines.base import engine as engine_called
+
+        engine_called(name)
+
     def finetune(
         self,
         model: nn.Module,

@@ -202,9 +202,7 @@ class Wrapped:
         if self.namespace is None:
             return []
         return [
-            name
-            for name, value in self.namespace.items()
-            if value is model and not _HISTORY.fullmatch(name)
+            name for name, value in self.namespace.items() if value is model and is_own_name(name)
         ]
 
     def _found(self, namespace: Namespace, bound: Iterable[str]) -> tuple[list[_Group], list[Left]]:
@@ -328,16 +326,19 @@ def is_model(value: object) -> TypeGuard[nn.Module]:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
+def is_own_name(name: str) -> bool:
+    """Whether `name` is one that a user gave, not one under which IPython keeps results."""
+    return _HISTORY.fullmatch(name) is None
+
+
 def model_called(name: str, namespace: Mapping[str, Any]) -> nn.Module:
     """The module called `name` in `namespace`; ValueError says what there is instead."""
     if name not in namespace:
-        known = [other for other, value in namespace.items() if is_model(value)]
-        raise ValueError(f"no model is called {name!r}: {unknown_name(name, _own_names(known))}")
+        known = [
+            other for other, value in namespace.items() if is_model(value) and is_own_name(other)
+        ]
+        raise ValueError(f"no model is called {name!r}: {unknown_name(name, known)}")
     return check_model(name, namespace[name])
-
-
-def _own_names(names: Iterable[str]) -> list[str]:
-    return [name for name in names if not _HISTORY.fullmatch(name)]
 
 
 def check_model(name: str, value: object) -> nn.Module:

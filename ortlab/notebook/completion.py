@@ -1,0 +1,126 @@
+"""What the Tab key offers after ``%ort``: commands, options, choices and the user's own names."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from IPython.core.completer import (
+    CompletionContext,
+    SimpleCompletion,
+    SimpleMatcherResult,
+    context_matcher,
+)
+from IPython.core.interactiveshell import InteractiveShell
+
+from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Command, Option
+from ortlab.session import session
+from ortlab.wrapping import is_model
+
+_LINE = re.compile(r"^\s*(?:[^#\"']*=\s*)?%ort\s+(.*)$")
+_CELL = re.compile(r"^%%ort\s+(.*)$")
+_NO_LOADER = (str, bytes, Mapping, type, types.ModuleType, types.FunctionType)
+
+
+class Names:
+    """The user's own names by what they hold."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+
+    def of(self, kind: str) -> list[str]:
+        """The names of every `kind`: model, wrapped, loader, loss or run."""
+        if kind == "run":
+            return [run.name for run in session.runs if not run.over()]
+        holds: dict[str, Callable[[Any], bool]] = {
+            "model": is_model,
+            "wrapped": lambda value: session.wrapped.entry(value) is not None,
+            "loader": _is_loader,
+            "loss": _is_loss,
+        }
+        hidden = self._shell.user_ns_hidden
+        return [
+            name
+            for name, value in list(self._shell.user_ns.items())
+            if not name.startswith("_") and name not in hidden and holds[kind](value)
+        ]
+
+
+def _is_loader(value: object) -> bool:
+    if isinstance(value, _NO_LOADER) or is_model(value) or _is_tensor(value):
+        return False
+    kind = type(value)
+    return hasattr(kind, "__iter__") or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
+
+
+def _is_tensor(value: object) -> bool:
+    return hasattr(type(value), "__array__")
+
+
+def _is_loss(value: object) -> bool:
+    if isinstance(value, types.FunctionType):
+        return True
+    return is_model(value) and not any(p.requires_grad for p in value.parameters())
+
+
+def matcher(names: Names) -> Callable[[CompletionContext], SimpleMatcherResult]:
+    """A matcher for ``Completer.custom_matchers``; in other lines it offers nothing."""
+
+    @context_matcher()
+    def ort_matcher(context: CompletionContext) -> SimpleMatcherResult:
+        found = offers(context.text_until_cursor, names)
+        return {
+            "completions": [SimpleCompletion(text=text, type="magic") for text in found],
+            "suppress": bool(found),
+        }
+
+    return ort_matcher
+
+
+def offers(text: str, names: Names) -> list[str]:
+    """What may follow `text`, the line before the cursor: its last word, completed."""
+    cell, line = _CELL.match(text), _LINE.match(text)
+    match = cell or line
+    if match is None:
+        return []
+    *words, last = match[1].split(" ") if match[1] else [""]
+    words = [word for word in words if word]
+    command: Command | None = WRAP
+    if line:
+        if not words:
+            return _starting(last, COMMANDS)
+        command = COMMANDS.get(words.pop(0))
+    if command is None:
+        return []
+    option = command.options.get(words[-1]) if words else None
+    if option is not None and not (option.is_switch and last.startswith("-")):
+        return _starting(last, _values(option, names))
+    if last.startswith("-"):
+        return _starting(last, (flag for flag in (*command.options, HELP[0]) if flag not in words))
+    return _starting(last, _words(command, words, names))
+
+
+def _values(option: Option, names: Names) -> list[str]:
+    return [*option.choices, *(names.of(option.kind) if option.kind else ())]
+
+
+def _words(command: Command, words: list[str], names: Names) -> Iterable[str]:
+    """The names that may stand at the next place of `command`."""
+    before = []
+    follows_flag = False
+    for word in words:
+        if not word.startswith("-") and not follows_flag:
+            before.append(word)
+        follows_flag = word in command.options
+    kinds = [place.kind for place in command.positionals]
+    many = bool(command.positionals) and command.positionals[-1].nargs in ("*", "+")
+    place = min(len(before), len(kinds) - 1) if many else len(before)
+    if place >= len(kinds):
+        return ()
+    return (name for name in names.of(kinds[place]) if name not in before)
+
+
+def _starting(start: str, words: Iterable[str]) -> list[str]:
+    return [word for word in words if word.startswith(start)]

@@ -1,0 +1,353 @@
+"""``%ort`` and ``%%ort``: read what was typed, hand it to the session, show what came of it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+from ortlab.notebook import cells, completion
+from ortlab.notebook.commands import COMMANDS, WRAP, Given, command_called, overview
+from ortlab.session import session
+from ortlab.settings import EngineSettings, unknown_name
+from ortlab.tables import Column, Table
+from ortlab.wrapping import CellReport, is_model, is_own_name, model_called
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+    from torch import nn
+
+    from ortlab.compat.doctor import Finding
+    from ortlab.runs import Run
+    from ortlab.telemetry import Watched
+
+
+@dataclass(frozen=True)
+class _OpenCell:
+    """A ``%%ort`` cell whose body is running: what it asked for, and the models before it."""
+
+    number: int
+    names: list[str]
+    settings: EngineSettings
+    models: dict[str, weakref.ref[nn.Module]]
+
+
+@magics_class
+class OrtMagics(Magics):
+    """The magics of one shell."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self._ip = shell
+        self._names = completion.Names(shell)
+        # A cell that raised never finishes; eight are more than ever run inside one another.
+        self._open: deque[_OpenCell] = deque(maxlen=8)
+
+    @line_cell_magic
+    def ort(self, line: str, cell: str | None = None) -> object:
+        if cell is not None:
+            return self._run_cell(line, cell)
+        name, _, rest = line.strip().partition(" ")
+        if not name:
+            return session.wrapped.table()
+        if name in ("--help", "-h"):
+            print(overview())
+            return None
+        self._check_command(name)
+        given = command_called(name).read(rest)
+        if given is None:
+            return None
+        command: Callable[[Given], object] = getattr(self, f"_{name}")
+        with _one_line():
+            return command(given)
+
+    ort.__doc__ = overview()
+
+    def begin(self, number: int, line: str, has_body: bool) -> None:
+        """Called before the body of a ``%%ort`` cell; see `cells`."""
+        line = self._ip.var_expand(line, depth=1)  # type: ignore[no-untyped-call]
+        given = WRAP.read(line)
+        if given is None:
+            return
+        if not has_body:
+            raise UsageError(
+                "%%ort is the first line of a cell that makes a model, and this cell has no more; "
+                "%ort lists the models, %ort wrap NAME wraps one"
+            )
+        with _one_line():
+            settings = EngineSettings.of(given.settings)
+            session.check_engine(settings.engine)
+        self._open.append(
+            _OpenCell(
+                number,
+                given.words["name"],
+                settings,
+                {n: weakref.ref(v) for n, v in self._ip.user_ns.items() if is_model(v)},
+            )
+        )
+
+    def finish(self, number: int, bound: tuple[str, ...], value: object = None) -> object:
+        """Called at the end of the body of a ``%%ort`` cell; `value` is its last expression's."""
+        (cell,) = (cell for cell in self._open if cell.number == number)
+        self._open.remove(cell)
+        namespace = self._ip.user_ns
+        # What other magics, star imports and functions of the cell bound is not in its own code.
+        changed = (
+            name
+            for name, now in list(namespace.items())
+            if is_model(now) and (name not in cell.models or cell.models[name]() is not now)
+        )
+        with _one_line(), _progress():
+            names = [name for name in (*bound, *changed) if is_own_name(name)]
+            report = session.bind_cell(namespace, names, cell.names, cell.settings)
+        _say(report, cell.settings)
+        return value
+
+    def _run_cell(self, line: str, cell: str) -> object:
+        """The cell form where IPython's transformers did not see it: ``run_cell_magic``."""
+        shell = self._ip
+        source = shell.transform_cell(  # type: ignore[no-untyped-call]
+            f"%%ort {line}\n{cell}"
+        )
+        name = shell.compile.cache(source, shell.execution_count)
+        tree = shell.compile.ast_parse(source, filename=name)
+        tree = shell.transform_ast(tree)  # type: ignore[no-untyped-call]
+        *body, last = tree.body
+        for statement in body:
+            exec(_compiled(ast.Module([statement], []), shell, name), shell.user_ns)
+        return eval(_compiled(ast.Expression(last.value), shell, name), shell.user_ns)
+
+    def _check_command(self, name: str) -> None:
+        """A model's name where a command belongs deserves better than a list of commands."""
+        if name not in COMMANDS and is_model(self._ip.user_ns.get(name)):
+            raise UsageError(f"%ort has no command {name!r}; to wrap it: %ort wrap {name}")
+
+    # The commands, one method each, by their names.
+
+    def _wrap(self, given: Given) -> None:
+        names = given.words["name"]
+        if not names:
+            raise UsageError("%ort wrap: name a model, as in %ort wrap model")
+        settings = EngineSettings.of(given.settings)
+        with _progress():
+            report = session.bind_cell(self._ip.user_ns, names, names, settings)
+        _say(report, settings)
+
+    def _unwrap(self, given: Given) -> None:
+        models = [model_called(name, self._ip.user_ns) for name in given.words["name"]]
+        for name, model in zip(given.words["name"], models, strict=True):
+            if session.wrapped.entry(model) is None:
+                raise ValueError(f"{name} is not wrapped; %ort lists what is")
+        for model in dict.fromkeys(models):
+            session.wrapped.unwrap(model)
+
+    def _finetune(self, given: Given) -> Run:
+        settings = dict(given.settings)
+        loss = settings.pop("loss", None)
+        evaluation = given.words["eval_data"]
+        return session.finetune(
+            model_called(given.words["model"], self._ip.user_ns),
+            self._value("loader", given.words["train"]),
+            eval_data=None if evaluation is None else self._value("loader", evaluation),
+            loss=self._loss(loss),
+            **settings,
+        )
+
+    def _runs(self, given: Given) -> Table[Run]:  # noqa: ARG002
+        return session.table_of_runs()
+
+    def _pause(self, given: Given) -> None:
+        run = self._run_alive(given)
+        run.pause()
+        print(f"{run.name} pauses after the step in flight; %ort resume lets it go on")
+
+    def _resume(self, given: Given) -> None:
+        run = self._run_alive(given)
+        run.resume()
+        print(f"{run.name} goes on")
+
+    def _stop(self, given: Given) -> None:
+        run = self._run_alive(given)
+        run.stop()
+        print(f"{run.name} stops after the step in flight and keeps its weights")
+
+    def _doctor(self, given: Given) -> Table[Finding]:  # noqa: ARG002
+        return _doctor_table()
+
+    def _run_alive(self, given: Given) -> Run:
+        """The run that was named, by its own name or the user's, or the last; it must not be over."""
+        name = given.words["run"]
+        value = None if name is None else self._ip.user_ns.get(name)
+        run = next((run for run in session.runs if run is value), None) or session.run(name)
+        if run.over():
+            raise ValueError(f"{run.name} is over ({run.state}) after {run.step} steps")
+        return run
+
+    def _value(self, kind: str, name: str) -> Any:
+        if name not in self._ip.user_ns:
+            raise ValueError(
+                f"nothing is called {name!r}: {unknown_name(name, self._names.of(kind))}"
+            )
+        return self._ip.user_ns[name]
+
+    def _loss(self, name: str | None) -> Any:
+        """The user's function of that name, before one of ortlab's."""
+        value = None if name is None else self._ip.user_ns.get(name)
+        return value if callable(value) else name
+
+
+def _compiled(tree: ast.Module | ast.Expression, shell: InteractiveShell, name: str) -> CodeType:
+    mode = "exec" if isinstance(tree, ast.Module) else "eval"
+    code: CodeType = compile(tree, name, mode, flags=shell.compile.flags, dont_inherit=True)
+    return code
+
+
+def _say(report: CellReport, settings: EngineSettings) -> None:
+    """One line about what was wrapped; why nothing was, where nothing was."""
+    wrapped = [", ".join(entry.names) for entry in report.wrapped]
+    if wrapped:
+        verb = "run" if len(wrapped) > 1 else "runs"
+        print(f"{' and '.join(wrapped)} {verb} on engine {settings.engine!r}")
+        return
+    print("%%ort wrapped nothing: the cell binds no trainable model of its own")
+    for left in report.left:
+        print(f"  {left.name} {left.reason}")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[None]:
+    """Prints what takes its time, the building of ORT's extension for one."""
+    from ortlab.engines import base
+
+    token = base.progress.set(print)
+    try:
+        yield
+    finally:
+        base.progress.reset(token)
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    """ortlab's own errors become one line; those of the user's code keep their traceback."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if not _raised_by_ortlab(error):
+            raise
+        raise UsageError(str(error)) from error
+
+
+def _raised_by_ortlab(error: BaseException) -> bool:
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("ortlab.")
+
+
+def _doctor_table() -> Table[Finding]:
+    from ortlab.compat import doctor
+
+    signs = {True: "ok", False: "missing", None: "-"}
+    return Table(
+        doctor.checks(),
+        (
+            Column("check", lambda finding: finding.name),
+            Column("", lambda finding: signs[finding.ok]),
+            Column("found", lambda finding: finding.found),
+            Column("what to do", lambda finding: finding.fix or ""),
+        ),
+    )
+
+
+class Extension:
+    """All that ``%load_ext ortlab`` adds to a shell, and takes back."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._magics = OrtMagics(shell)
+        self._calls = cells.Calls(OrtMagics.__name__)
+        self._matcher = completion.matcher(completion.Names(shell))
+        self._shown: weakref.WeakSet[Any] = weakref.WeakSet()
+        """What the cell that is running has shown already."""
+
+    def load(self) -> None:
+        """Adds the magics, the form of ``%%ort`` cells, completion, and the charts."""
+        shell = self._shell
+        shell.register_magics(self._magics)
+        shell.input_transformers_cleanup.append(cells.mark)
+        shell.ast_transformers.append(self._calls)
+        shell.Completer.custom_matchers.append(self._matcher)
+        shell.events.register("pre_run_cell", self._forget)
+        session.viewers.append(self._show)
+        session.wrapped.namespace = shell.user_ns
+        if _has_front_end(shell):
+            self._formatter().for_type_by_name("ortlab.runs", "Run", self._display)
+
+    def unload(self) -> None:
+        """Takes it all back; models stay wrapped and runs go on."""
+        shell = self._shell
+        shell.input_transformers_cleanup.remove(cells.mark)
+        shell.ast_transformers.remove(self._calls)
+        shell.Completer.custom_matchers.remove(self._matcher)
+        shell.events.unregister("pre_run_cell", self._forget)
+        session.viewers.remove(self._show)
+        session.wrapped.namespace = None
+        if _has_front_end(shell):
+            self._formatter().pop("ortlab.runs.Run", None)
+        for kind in ("line", "cell"):
+            shell.magics_manager.magics[kind].pop("ort", None)
+        del shell.magics_manager.registry[OrtMagics.__name__]
+
+    def _formatter(self) -> Any:
+        formatter = self._shell.display_formatter
+        assert formatter is not None
+        return formatter.ipython_display_formatter
+
+    def _show(self, watched: Watched) -> None:
+        """The session's viewer: the charts, in the cell that is running."""
+        from ortlab.notebook import charts
+
+        self._shown.add(watched)
+        try:
+            charts.show(watched)
+        except RuntimeError as error:
+            # A package that was installed without its JavaScript still trains.
+            print(f"no charts: {error}")
+
+    def _display(self, run: Run) -> None:
+        """A run as a cell's value: its charts, unless this cell has started it and shows them."""
+        if run not in self._shown:
+            self._show(run)
+
+    def _forget(self, _: object) -> None:
+        self._shown.clear()
+
+
+def _has_front_end(shell: InteractiveShell) -> bool:
+    """Whether a kernel serves this shell; a terminal shows a run's value as text."""
+    return getattr(shell, "kernel", None) is not None
+
+
+_extensions: weakref.WeakKeyDictionary[InteractiveShell, Extension] = weakref.WeakKeyDictionary()
+
+
+def load(shell: InteractiveShell) -> None:
+    """See `ortlab.load_ipython_extension`. The second time changes nothing."""
+    if shell not in _extensions:
+        _extensions[shell] = Extension(shell)
+        _extensions[shell].load()
+
+
+def unload(shell: InteractiveShell) -> None:
+    """See `ortlab.unload_ipython_extension`. Without `load` before changes nothing."""
+    extension = _extensions.pop(shell, None)
+    if extension is not None:
+        extension.unload()
