@@ -6,6 +6,7 @@ Drawn without pyplot, which keeps global state and is not safe in threads.
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-    from ortlab.telemetry import Column, Recorder, Rows, Watched
+    from ortlab.telemetry import Column, Recorder, Rows, Status, Watched
 
 SIZE_IN = (10.0, 5.6)
 DPI = 192
@@ -28,6 +29,8 @@ TEXT = "#767676"  # 4.5:1 on white, 4.2:1 on JupyterLab's dark #111111
 GRID = "#80808040"
 COLOURS = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4", "#c9a227", "#d1495b")
 FONT = 8.5
+LINE = 130  # characters that fit
+ERROR_LINES = 3
 
 
 def png(watched: Watched) -> bytes:
@@ -37,46 +40,64 @@ def png(watched: Watched) -> bytes:
     figure = Figure(figsize=SIZE_IN, dpi=DPI, layout="constrained")
     figure.patch.set_alpha(0)
     FigureCanvasAgg(figure)
-    heading = [plaintext.headline(watched.title, status), summary(watched.recorder, rows)]
-    if status.error:
-        heading.append(_shortened(status.error))
-    figure.suptitle(
-        "\n".join(line for line in heading if line),
-        color=TEXT,
-        fontsize=10,
-        x=0.01,
-        horizontalalignment="left",
-        parse_math=False,  # names and errors are the user's: a $ is a $
-    )
-    grid = figure.add_gridspec(3, 2, height_ratios=(1, 1, 0.09))
-    for index, name in enumerate(("loss", "throughput", "memory", "lr")):
-        _draw(figure.add_subplot(grid[index // 2, index % 2]), name, rows, watched.recorder)
-    _split(figure.add_subplot(grid[2, :]), rows)
+    heading = _heading(watched, status, rows)
+    # Rows for the heading, two rows of charts and the bar of a step's time.
+    grid = figure.add_gridspec(4, 2, height_ratios=(0.11 * len(heading), 1, 1, 0.08))
+    _write(figure.add_subplot(grid[0, :]), heading)
+    for index, name in enumerate(plaintext.TITLES):
+        _draw(figure.add_subplot(grid[1 + index // 2, index % 2]), name, rows, watched.recorder)
+    _split(figure.add_subplot(grid[3, :]), rows)
     out = io.BytesIO()
     figure.savefig(out, format="png", transparent=True)
     return out.getvalue()
 
 
-def summary(recorder: Recorder, rows: Rows) -> str:
-    """The final numbers in one line: loss, evaluation, speed, peak memory."""
+def summary(rows: Rows) -> str:
+    """The final numbers in one line: loss, speed, peak memory."""
     parts = []
-    for name, label in (("loss", "loss"), ("samples_per_s", ""), ("tokens_per_s", "")):
-        values = rows[:, INDEX[name]]
-        if np.isfinite(values).any():
-            shown = plaintext.ends(values)[1] if name == "loss" else float(np.nanmedian(values))
-            unit = {"loss": "", "samples_per_s": " samples/s", "tokens_per_s": " tokens/s"}[name]
-            parts.append(f"{label} {plaintext.number(shown)}{unit}".strip())
-    for name in ("cuda_peak_bytes", "peak_bytes"):
-        values = rows[:, INDEX[name]]
-        if np.isfinite(values).any():
-            where = "CUDA peak" if name.startswith("cuda") else "peak memory"
-            parts.append(f"{where} {plaintext.memory(float(np.nanmax(values)))}")
-    parts += [" ".join(line.split()) for line in plaintext.evaluations(recorder)]
+    for name, form, unit in (
+        ("loss", lambda values: values[-1], ""),
+        ("samples_per_s", np.median, " samples/s"),
+        ("tokens_per_s", np.median, " tokens/s"),
+    ):
+        values = plaintext.known(rows, name)
+        if len(values):
+            shown = plaintext.number(float(form(values)), digits=3)
+            parts.append(f"{'loss ' if name == 'loss' else ''}{shown}{unit}")
+    for name, label in (("cuda_peak_bytes", "CUDA peak"), ("peak_bytes", "peak memory")):
+        values = plaintext.known(rows, name)
+        if len(values):
+            parts.append(f"{label} {plaintext.memory(float(values.max()))}")
     return " · ".join(parts)
 
 
-def _shortened(error: str, lines: int = 3, width: int = 130) -> str:
-    return "\n".join(line[:width] for line in error.splitlines()[:lines])
+def _heading(watched: Watched, status: Status, rows: Rows) -> list[tuple[str, str, str]]:
+    """Lines of text with their colour and weight."""
+    badges, plain = " · ".join(status.badges), replace(status, badges=())
+    lines = [
+        (plaintext.headline(watched.title, plain), TEXT, "bold"),
+        (badges, COLOURS[1], "bold"),
+        (summary(rows), TEXT, "normal"),
+        *((line, TEXT, "normal") for line in plaintext.evaluations(watched.recorder)),
+        *((line, COLOURS[5], "normal") for line in (status.error or "").splitlines()[:ERROR_LINES]),
+    ]
+    return [(text[:LINE], colour, weight) for text, colour, weight in lines if text]
+
+
+def _write(axes: Axes, lines: list[tuple[str, str, str]]) -> None:
+    axes.set_axis_off()
+    for index, (text, colour, weight) in enumerate(lines):
+        axes.text(
+            0,
+            1 - (index + 0.5) / len(lines),
+            text,
+            color=colour,
+            weight=weight,
+            fontsize=FONT + 1,
+            verticalalignment="center",
+            transform=axes.transAxes,
+            parse_math=False,  # names and errors are the user's: a $ is a $
+        )
 
 
 def _style(axes: Axes) -> None:
@@ -92,7 +113,7 @@ def _style(axes: Axes) -> None:
 
 def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
     """One chart. A second unit gets an axis of its own on the right."""
-    axes.set_title(plaintext.TITLES[name].capitalize(), color=TEXT, fontsize=FONT + 1, loc="left")
+    axes.set_title(plaintext.TITLES[name], color=TEXT, fontsize=FONT + 1, loc="left")
     axes.grid(color=GRID, linewidth=0.6)
     steps = rows[:, INDEX["step"]]
     columns = plaintext.known_columns(name, rows)
@@ -108,7 +129,7 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
             values[known],
             color=colour,
             label=column.label,
-            linewidth=1.2,
+            linewidth=1.2 if lines else 2.2,  # the first shows below one that runs on top of it
             marker="o" if known.sum() <= 2 else None,  # a line of one point is not seen
             markersize=3,
         )
@@ -116,12 +137,11 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
         lines += _evaluations(axes, recorder)
     for unit, side in (sides or {"": axes}).items():
         _style(side)
-        labels = {"loss": "loss", "lr": "learning rate", "memory": _unit(columns, rows)}
-        side.set_ylabel(labels.get(name, unit), color=TEXT, fontsize=FONT)
-        form = plaintext.exponent if name == "lr" else plaintext.number
-        side.yaxis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form(value)))
+        shown = _unit(columns, rows) if unit == "B" else unit
+        side.set_ylabel(shown, color=TEXT, fontsize=FONT)
+        side.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plaintext.number(value)))
         if name != "loss" and lines:
-            side.set_ylim(bottom=0)
+            side.set_ylim(0, 1.08 * side.dataLim.y1 or 1)
     axes.set_xlabel("step", color=TEXT, fontsize=FONT)
     if not lines:
         axes.text(0.5, 0.5, "no values", color=TEXT, ha="center", transform=axes.transAxes)
@@ -165,16 +185,18 @@ def _evaluations(axes: Axes, recorder: Recorder) -> list[Line2D]:
 def _split(axes: Axes, rows: Rows) -> None:
     """Where the time of a step goes: the means of the whole run, as one bar."""
     axes.set_axis_off()
-    parts = split(rows)
+    parts = plaintext.split(rows)
     if not parts:
         return
     left = 0.0
     for colour, (label, value) in zip(COLOURS, parts.items(), strict=False):
-        axes.barh(0, value, left=left, color=colour, label=f"{label} {plaintext.number(value)} ms")
+        axes.barh(
+            0, value, left=left, color=colour, label=f"{label} {plaintext.milliseconds(value)}"
+        )
         left += value
     axes.set_xlim(0, left)
     axes.set_title(
-        f"Step time {plaintext.number(left)} ms", color=TEXT, fontsize=FONT + 1, loc="left"
+        f"Step time {plaintext.milliseconds(left)}", color=TEXT, fontsize=FONT + 1, loc="left"
     )
     axes.legend(
         loc="lower right",
@@ -185,15 +207,3 @@ def _split(axes: Axes, rows: Rows) -> None:
         frameon=False,
         borderaxespad=0.0,
     )
-
-
-def split(rows: Rows) -> dict[str, float]:
-    """Mean milliseconds of a step by part; "other" is what no part covers. Empty when unknown."""
-    known = {c.name: c.label for c in plaintext.known_columns("time", rows)}
-    if "step_ms" not in known:
-        return {}
-    means = {name: float(np.nanmean(rows[:, INDEX[name]])) for name in known}
-    whole = means.pop("step_ms")
-    parts = {known[name]: value for name, value in means.items()}
-    rest = whole - sum(parts.values())
-    return {**parts, "other": rest} if rest > 0.02 * whole else parts

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from ortlab.telemetry import COLUMNS, INDEX, Column
 
@@ -17,12 +18,15 @@ MIB = 1024**2
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 32  # bars in a line
 TITLES = {
-    "loss": "loss",
-    "throughput": "throughput",
-    "memory": "memory",
-    "lr": "learning rate",
-    "time": "step time",
+    "loss": "Loss",
+    "throughput": "Throughput",
+    "memory": "Memory",
+    "lr": "Learning rate",
 }
+"""The charts, in the order in which they are shown."""
+
+Values = npt.NDArray[np.float64]
+"""One column of a series."""
 
 
 def text(watched: Watched) -> str:
@@ -30,15 +34,20 @@ def text(watched: Watched) -> str:
     status = watched.status()
     rows = watched.recorder.rows()
     lines = [headline(watched.title, status), *status.lines]
-    for name, title in TITLES.items():
-        for column in known_columns(name, rows):
-            values = rows[:, INDEX[column.name]]
-            label = (
-                title if column.label in ("training loss", title) else f"{title}: {column.label}"
-            )
-            first, last = (with_unit(value, column) for value in ends(values))
-            lines.append(f"{label:<29} {bars(values):<{WIDTH}} {first} → {last}")
+    for column in (column for chart in TITLES for column in known_columns(chart, rows)):
+        values = known(rows, column.name)
+        if column.chart == "memory":
+            said = f"highest {memory(float(values.max()))}"
+        elif column.chart == "throughput":
+            said = f"median {number(float(np.median(values)), digits=3)}"
+        else:
+            said = f"{number(values[0])} → {number(values[-1])}"
+        lines.append(f"{column.label:<20} {bars(values):<{WIDTH}} {said}")
     lines += evaluations(watched.recorder)
+    if parts := split(rows):
+        whole = milliseconds(sum(parts.values()))
+        said = ", ".join(f"{label} {milliseconds(value)}" for label, value in parts.items())
+        lines.append(f"step time {whole}: {said}")
     if status.error:
         lines.append(status.error)
     return "\n".join(lines)
@@ -64,14 +73,12 @@ def progress(watched: Watched) -> str:
     last = watched.recorder.last
     if last is None:
         return line
-    values = dict(zip(INDEX, watched.recorder.rows()[-1].tolist(), strict=True))
-    shown = [c for c in COLUMNS if c.name in ("loss", "samples_per_s", "tokens_per_s", "rss_bytes")]
-    numbers = [
-        f"{'loss ' if c.name == 'loss' else ''}{with_unit(values[c.name], c)}"
-        for c in shown
-        if not math.isnan(values[c.name])
-    ]
-    return " · ".join([line, *numbers])
+    parts = [line, f"loss {number(float(last.loss))}"]
+    for name in ("samples_per_s", "tokens_per_s", "rss_bytes"):
+        value = getattr(last, name)
+        if not math.isnan(value):
+            parts.append(with_unit(value, COLUMNS[INDEX[name]]))
+    return " · ".join(parts)
 
 
 def evaluations(recorder: Recorder) -> list[str]:
@@ -84,28 +91,35 @@ def evaluations(recorder: Recorder) -> list[str]:
         values = [event.values[name] for event in events if name in event.values]
         if values:
             parts.append(f"{name} {form(values[0])} → {form(values[-1])}")
-    return [f"{'evaluation':<29} {', '.join(parts)}"] if parts else []
+    return [f"evaluation: {', '.join(parts)}"] if parts else []
 
 
 def known_columns(chart: str, rows: Rows) -> list[Column]:
     """The columns of a chart that have a value in `rows`."""
-    return [
-        column
-        for column in COLUMNS
-        if column.chart == chart and np.isfinite(rows[:, INDEX[column.name]]).any()
-    ]
+    return [column for column in COLUMNS if column.chart == chart and len(known(rows, column.name))]
 
 
-def ends(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float, float]:
-    """The first and the last value that are known."""
-    known = values[np.isfinite(values)]
-    return float(known[0]), float(known[-1])
+def known(rows: Rows, name: str) -> Values:
+    """The values of a column that are known, in order."""
+    values = rows[:, INDEX[name]]
+    return values[np.isfinite(values)]
 
 
-def bars(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> str:
+def split(rows: Rows) -> dict[str, float]:
+    """Mean milliseconds of a step by part; "other" is what no part covers. Empty when unknown."""
+    columns = {column.name: column.label for column in known_columns("time", rows)}
+    if "step_ms" not in columns:
+        return {}
+    means = {name: float(known(rows, name).mean()) for name in columns}
+    whole = means.pop("step_ms")
+    parts = {columns[name]: value for name, value in means.items()}
+    rest = whole - sum(parts.values())
+    return {**parts, "other": rest} if rest > 0.02 * whole else parts
+
+
+def bars(values: Values) -> str:
     """At most `WIDTH` bars from the lowest to the highest value; zero is not the base."""
-    known = values[np.isfinite(values)]
-    means = np.array([part.mean() for part in np.array_split(known, min(WIDTH, len(known)))])
+    means = np.array([part.mean() for part in np.array_split(values, min(WIDTH, len(values)))])
     spread = np.ptp(means)
     if spread <= 1e-9 * np.abs(means).max():
         return BARS[3] * len(means)
@@ -113,15 +127,16 @@ def bars(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> str:
     return "".join(BARS[height] for height in heights)
 
 
-def number(value: float) -> str:
-    """Four significant digits, thousands separated."""
+def number(value: float, digits: int = 4) -> str:
+    """Significant digits, thousands separated; no zeros at the end."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
     if size >= 1e7 or 0 < size < 1e-3:
         return exponent(value)
-    decimals = max(0, min(4, 3 - math.floor(math.log10(size)))) if size else 0
-    return f"{value:,.{decimals}f}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(size))) if size else 0
+    shown = f"{value:,.{decimals}f}"
+    return shown.rstrip("0").rstrip(".") if decimals else shown
 
 
 def exponent(value: float) -> str:
@@ -140,6 +155,11 @@ def memory(size_bytes: float) -> str:
     return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.0f} MiB"
 
 
+def milliseconds(value: float) -> str:
+    """7.25 ms, 1.2 s."""
+    return f"{number(value / 1000, 3)} s" if value >= 1000 else f"{number(value, 3)} ms"
+
+
 def duration(seconds: float) -> str:
     """7 s, 1:05, 2:03:04."""
     whole = round(seconds)
@@ -152,8 +172,4 @@ def duration(seconds: float) -> str:
 
 def with_unit(value: float, column: Column) -> str:
     """A value of a column as a person reads it."""
-    if column.unit == "B":
-        return memory(value)
-    if column.chart == "lr":
-        return exponent(value)
-    return f"{number(value)} {column.unit}".rstrip()
+    return memory(value) if column.unit == "B" else f"{number(value, 3)} {column.unit}"

@@ -1,6 +1,6 @@
 // Four small uPlot charts with one cursor; colours are read from the page's theme at every draw.
 import uPlot from "uplot";
-import { byteUnit, exponent, number, withUnit } from "./format.js";
+import { byteUnit, number, withUnit } from "./format.js";
 
 export const TITLES = { loss: "Loss", throughput: "Throughput", memory: "Memory", lr: "Learning rate" };
 const HEIGHT = 190;
@@ -65,6 +65,7 @@ export class Chart {
     const data = this.#data(columns);
     const width = this.plot.clientWidth;
     this.root.classList.toggle("ortlab-empty", columns.length === 0);
+    this.root.dataset.points = String(this.series.length);
     if (width < 50) return;
     const wanted = columns.map((c) => c.name).join();
     if (this.drawn !== wanted || !this.u) {
@@ -95,7 +96,8 @@ export class Chart {
       ...columns.map((column, i) => {
         const entry = node("span", "ortlab-entry");
         const mark = node("span", `ortlab-mark ortlab-s${i}`);
-        entry.append(mark, node("span", "ortlab-label", column.label), this.values[i]);
+        const label = column.label === TITLES[this.kind].toLowerCase() ? "" : column.label;
+        entry.append(mark, node("span", "ortlab-label", label), this.values[i]);
         return entry;
       }),
     );
@@ -135,8 +137,9 @@ export class Chart {
     });
     const range = (u, low, high) => {
       if (low == null) return [0, 1];
-      const pad = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
-      return [zeroBased ? 0 : low - pad, zeroBased && high <= 0 ? 1 : high + pad];
+      const base = zeroBased ? Math.min(0, low) : low;
+      const pad = (high - base) * 0.08 || Math.abs(high) * 0.1 || 1;
+      return [zeroBased ? base : base - pad, high + pad];
     };
     return {
       width,
@@ -165,7 +168,8 @@ export class Chart {
     }
     // A few points are dots as well: the first step must be seen.
     const few = (u, s) => u.data[s].length <= 2;
-    return { scale, stroke, width: 1.5, points: { show: few, size: 5, fill: stroke } };
+    // The first line is the widest: it shows below one that runs on top of it.
+    return { scale, stroke, width: i ? 1.2 : 2.2, points: { show: few, size: 5, fill: stroke } };
   }
 
   /** Tick labels and the axis' unit. */
@@ -186,7 +190,6 @@ export class Chart {
         label: () => unit.name,
       };
     }
-    if (this.kind === "lr") return { values: (u, ticks) => ticks.map(exponent), label: "learning rate" };
-    return { values: (u, ticks) => ticks.map(number), label: scale === "y" ? "loss" : scale };
+    return { values: (u, ticks) => ticks.map(number), ...(scale === "y" ? {} : { label: scale }) };
   }
 }

@@ -3,17 +3,18 @@
 const GIB = 1024 ** 3;
 const MIB = 1024 ** 2;
 
-/** Four significant digits, thousands separated, no exponent between 0.001 and a million. */
+/** Four significant digits, thousands separated, no exponent between 0.001 and ten million. */
 export function number(value) {
   if (value == null || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return exponent(value);
-  const digits = size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : size >= 1 ? 3 : 4;
-  return value.toLocaleString("en-US", { maximumFractionDigits: digits });
+  return value.toLocaleString("en-US", {
+    maximumSignificantDigits: Math.max(4, Math.ceil(Math.log10(size + 1))),
+  });
 }
 
 /** 0.00005 is 5e-5. */
-export function exponent(value) {
+function exponent(value) {
   return value === 0 ? "0" : Number(value.toPrecision(3)).toExponential();
 }
 
@@ -46,6 +47,5 @@ export function milliseconds(value) {
 export function withUnit(value, column) {
   if (value == null) return "–";
   if (column.unit === "B") return bytes(value);
-  if (column.chart === "lr") return exponent(value);
   return column.unit && column.unit !== column.label ? `${number(value)} ${column.unit}` : number(value);
 }

@@ -1,0 +1,74 @@
+"""A Chromium and a JupyterLab for the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.browser.lab import CHROMIUM_ARGUMENTS, Lab, Notebook, write_notebook
+from tests.chromium import find
+
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    """A headless Chromium; without one the test is skipped, or fails where one is required."""
+    path = find()
+    if path is None:
+        reason = "no Chromium found: apt-get install chromium, or `make test BROWSER=install`"
+        if os.environ.get("ORTLAB_REQUIRE_BROWSER") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM_ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def lab(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """One server for all tests; every test has a notebook and a kernel of its own."""
+    with Lab(tmp_path_factory.mktemp("notebooks")) as server:
+        yield server
+
+
+@pytest.fixture
+def page(chromium: Browser) -> Iterator[Page]:
+    """A fresh page whose script errors fail the test."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 1000})
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    context.close()
+    assert not errors, errors
+
+
+@pytest.fixture
+def notebook(
+    lab: Lab, page: Page, request: pytest.FixtureRequest
+) -> Callable[[Sequence[str]], Notebook]:
+    """Writes a notebook of these cells and opens it."""
+
+    def opened(cells: Sequence[str]) -> Notebook:
+        name = f"{request.node.name}.ipynb"
+        write_notebook(lab.root / name, cells)
+        return Notebook(page, lab, name)
+
+    return opened
+
+
+@pytest.fixture
+def screenshot(request: pytest.FixtureRequest, page: Page) -> Callable[..., None]:
+    """Keeps what the page shows under build/screenshots, to be looked at."""
+
+    def take(name: str) -> None:
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+    return take

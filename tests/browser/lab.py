@@ -1,0 +1,215 @@
+"""JupyterLab in a headless Chromium: a server of its own, and notebooks driven as a user would."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+import nbformat
+from playwright.sync_api import Locator, Page
+
+CHROMIUM_ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "@jupyterlab/apputils-extension/notification": {
+        "fetchNews": "false",
+        "checkForUpdates": False,
+        "doNotDisturbMode": True,
+    },
+    # Every cell with its output is in the page, seen or not.
+    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
+    "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
+}
+OPEN = """path => {
+    const app = window.jupyterapp;
+    if (!app) return false;
+    const panel = [...app.shell.widgets('main')].find(w => w.context?.path === path);
+    if (!panel || !panel.context.isReady || !panel.isVisible) return false;
+    window.panel = panel;
+    return panel.sessionContext.session?.kernel?.status === 'idle';
+}"""
+OUTPUTS = """() => window.panel.content.widgets
+    .filter(cell => cell.model.type === 'code').map(cell => cell.model.outputs.toJSON())"""
+
+
+class Lab:
+    """A JupyterLab server on loopback whose settings and data are its own."""
+
+    def __init__(self, root: Path, *, theme: str | None = None) -> None:
+        self.root = root
+        self._temporary = tempfile.TemporaryDirectory(prefix="ortlab-lab-")
+        self._folder = Path(self._temporary.name)
+        self._token = secrets.token_hex(16)
+        settings = dict(SETTINGS)
+        if theme:
+            settings["@jupyterlab/apputils-extension/themes"] = {"theme": theme}
+        for name, value in settings.items():
+            path = self._folder / "settings" / f"{name}.jupyterlab-settings"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(value))
+
+    def __enter__(self) -> Self:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        self._log = self._open_log()
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+                *("--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"),
+                f"--IdentityProvider.token={self._token}",
+                f"--ServerApp.root_dir={self.root}",
+                "--LabApp.expose_app_in_browser=True",
+                "--LabApp.news_url=",
+                "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+            ],
+            env=self._environment(),
+            cwd=self.root,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._wait_until_up()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # asked politely it shuts its kernels down
+            self._request("/api/shutdown", method="POST")
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait(10)
+        self._log.close()
+        self._temporary.cleanup()
+
+    def address(self, path: str) -> str:
+        """Where a browser opens the file `path`, in a workspace that nobody used before."""
+        return f"{self._url}/lab/workspaces/{secrets.token_hex(4)}/tree/{path}?token={self._token}"
+
+    def _open_log(self) -> IO[bytes]:
+        return open(self._folder / "lab.log", "wb")  # noqa: SIM115 - closed with the server
+
+    def _environment(self) -> dict[str, str]:
+        folders = {
+            "JUPYTER_CONFIG_DIR": "config",
+            "JUPYTER_DATA_DIR": "data",
+            "JUPYTER_RUNTIME_DIR": "runtime",
+            "JUPYTERLAB_SETTINGS_DIR": "settings",
+            "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+            "IPYTHONDIR": "ipython",
+        }
+        for name in folders.values():
+            (self._folder / name).mkdir(exist_ok=True)
+        own = {variable: str(self._folder / name) for variable, name in folders.items()}
+        source = str(Path(__file__).parents[2])  # for `tests.browser.practice` in the kernel
+        return {**os.environ, **own, "JUPYTER_PREFER_ENV_PATH": "1", "PYTHONPATH": source}
+
+    def _request(self, path: str, *, method: str = "GET") -> None:
+        address = f"{self._url}{path}?token={self._token}"
+        urllib.request.urlopen(urllib.request.Request(address, method=method), timeout=10).read()
+
+    def _wait_until_up(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                log = (self._folder / "lab.log").read_text()
+                raise RuntimeError(f"JupyterLab ended while starting:\n{log[-4000:]}")
+            with contextlib.suppress(OSError):
+                return self._request("/api/status")
+            time.sleep(0.1)
+        self.__exit__()
+        raise TimeoutError("JupyterLab did not start within a minute")
+
+
+class Notebook:
+    """A notebook that is open in a page, with an idle kernel."""
+
+    def __init__(self, page: Page, lab: Lab, path: str) -> None:
+        self.page = page
+        self._file = lab.root / path
+        page.goto(lab.address(path))
+        page.wait_for_function(OPEN, arg=path, timeout=60_000)
+
+    def start(self) -> None:
+        """Runs all cells; does not wait for them."""
+        self._command("notebook:run-all-cells", wait=False)
+
+    def run(self) -> None:
+        """Runs all cells and waits for them; AssertionError shows what one raised."""
+        self._command("notebook:run-all-cells")
+        raised = [o for cell in self.outputs() for o in cell if o["output_type"] == "error"]
+        assert not raised, "\n".join(f"{o['ename']}: {o['evalue']}" for o in raised)
+
+    def run_next(self, code: str) -> None:
+        """Appends a cell with this code and runs it; does not wait for it."""
+        self.page.evaluate(
+            """async code => {
+                const app = window.jupyterapp, notebook = window.panel.content;
+                app.shell.activateById(window.panel.id);
+                notebook.activeCellIndex = notebook.widgets.length - 1;
+                await app.commands.execute('notebook:insert-cell-below');
+                notebook.activeCell.model.sharedModel.setSource(code);
+                app.commands.execute('notebook:run-cell');
+            }""",
+            code,
+        )
+
+    def outputs(self) -> list[list[dict[str, Any]]]:
+        """The outputs of every code cell as they would be saved."""
+        found: list[list[dict[str, Any]]] = self.page.evaluate(OUTPUTS)
+        return found
+
+    def cell(self, index: int) -> Locator:
+        """The cell on the page."""
+        return self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell").nth(index)
+
+    def save(self) -> nbformat.NotebookNode:
+        """Saves the notebook and reads the file back."""
+        self._command("docmanager:save")
+        return nbformat.read(self._file, as_version=4)
+
+    def theme(self, name: str) -> None:
+        """Switches JupyterLab's theme as its menu does."""
+        self._command("apputils:change-theme", {"theme": name})
+
+    def _command(self, name: str, options: Any = None, *, wait: bool = True) -> None:
+        # Commands act on the panel in front, so this one is put there in the same tick.
+        self.page.evaluate(
+            """([name, options, wait]) => {
+                window.jupyterapp.shell.activateById(window.panel.id);
+                const done = window.jupyterapp.commands.execute(name, options).then(() => null);
+                return wait ? done : null;
+            }""",
+            [name, options or {}, wait],
+        )
+
+
+def write_notebook(path: Path, cells: Sequence[str]) -> None:
+    """A notebook of code cells for the Python that runs the tests."""
+    notebook = nbformat.v4.new_notebook()
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in cells]
+    nbformat.write(notebook, path)
