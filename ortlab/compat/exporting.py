@@ -107,6 +107,24 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
     return export_and_restore
 
 
+def wrap_untouched(init: Callable[..., None]) -> Callable[..., None]:
+    """ORTModule.__init__ that leaves each submodule in the mode that it is in.
+
+    It also looks every attribute of the model up, and so sets off each one's deprecation warning.
+    """
+
+    @functools.wraps(init)
+    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        modes = [(part, part.training) for part in module.modules()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            init(self, module, *args, **kwargs)
+        for part, training in modes:
+            part.training = training
+
+    return __init__
+
+
 @contextlib.contextmanager
 def streams_suppressed(enable: bool = True, on_exit: object = None) -> Iterator[None]:
     """What C++ code writes to the process's standard streams is dropped.

@@ -429,6 +429,22 @@ def _export_is_routed() -> bool:
     return False
 
 
+def _leave_modes(_addresses: Addresses) -> None:
+    from ortlab.compat.exporting import wrap_untouched
+
+    _replace(importlib.import_module(_PACKAGE).ORTModule, "__init__", wrap_untouched)
+
+
+def _frozen_layers_stay_frozen() -> bool:
+    import torch
+
+    package = importlib.import_module(_PACKAGE)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout().eval())
+    module = package.ORTModule(model, package.DebugOptions(log_level=package.LogLevel.ERROR))
+    x = torch.ones(8, 2)
+    return torch.allclose(module(x), model(x)) and not model[1].training
+
+
 def _restore_after_export(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
@@ -445,6 +461,24 @@ def _export_changes_nothing() -> bool:
     module = package.ORTModule(model, package.DebugOptions(log_level=package.LogLevel.ERROR))
     module(torch.ones(3, 2))
     return int(model[1].num_batches_tracked) <= 1
+
+
+def _register_rules(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
+    from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
+
+    from ortlab.compat import symbolics
+
+    symbolics.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
+
+
+def _rules_are_registered() -> bool:
+    from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
+
+    from ortlab.compat import symbolics
+
+    registered = CustomOpSymbolicRegistry._SYMBOLICS
+    return all(registered.get(f"::{rule.operator}") is rule.export for rule in symbolics.RULES)
 
 
 def _suppress_streams(_addresses: Addresses) -> None:
@@ -599,11 +633,25 @@ ROWS = (
         probe=_export_is_routed,
     ),
     Patch(
+        target="ORTModule.__init__",
+        symptom="wrapping puts a layer that was left in evaluation mode back into training mode",
+        link=f"{_ORT}ortmodule/ortmodule.py",
+        apply=_leave_modes,
+        probe=_frozen_layers_stay_frozen,
+    ),
+    Patch(
         target="GraphTransitionManager._export_model",
         symptom="the traced forward counts as a step in BatchNorm's statistics",
         link=f"{_ORT}ortmodule/_graph_transition_manager.py",
         apply=_restore_after_export,
         probe=_export_changes_nothing,
+    ),
+    Patch(
+        target=f"{_PACKAGE}._custom_op_symbolic_registry",
+        symptom="operators without a rule, a kernel or a right gradient: one rule each in symbolics",
+        link=f"{_ORT}ortmodule/_custom_op_symbolic_registry.py",
+        apply=_register_rules,
+        probe=_rules_are_registered,
     ),
     Patch(
         target=f"{_PACKAGE}._logger._suppress_os_stream_output",
