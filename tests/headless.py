@@ -68,11 +68,11 @@ del _watch
 
 
 class OwnKernel(AsyncKernelManager):
-    """A kernel of this very Python, whatever kernels the user has; it opens no port."""
+    """A kernel of this very Python, whatever kernels the user has."""
 
     def __init__(self, **options: object) -> None:
         specs = KernelSpecManager(kernel_dirs=[])
-        super().__init__(kernel_spec_manager=specs, transport="ipc", **options)
+        super().__init__(kernel_spec_manager=specs, **options)
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ def execute(path: Path, *, timeout_s: int = 600) -> Executed:
         kernel_manager_class=OwnKernel,
         resources={"metadata": {"path": str(path.parent)}},
         store_widget_state=False,
+        extra_arguments=["--log-level=ERROR"],  # not the advice on encrypting loopback
     )
     error = None
     with tempfile.TemporaryDirectory() as ipython:
@@ -151,7 +152,8 @@ def main(folder: Path) -> int:
         executed = execute(path)
         failed |= executed.failed
         nbformat.write(executed.notebook, folder / path.name)  # type: ignore[no-untyped-call]
-        page, _ = HTMLExporter().from_notebook_node(executed.notebook)
+        exporter = HTMLExporter()  # type: ignore[no-untyped-call]
+        page, _ = exporter.from_notebook_node(executed.notebook)
         (folder / f"{path.stem}.html").write_text(page)
         for number, picture in enumerate(executed.pictures(), 1):
             (folder / f"{path.stem}-{number}.png").write_bytes(picture)

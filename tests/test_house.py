@@ -8,10 +8,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.readme import README, ROOT, code_map, settings_table, stored_table
 
@@ -29,13 +31,22 @@ def tracked(*under: str) -> list[str]:
     return listed.stdout.splitlines()
 
 
+def statements(body: Iterable[ast.AST], *, deferred: bool) -> Iterator[ast.AST]:
+    """What runs, or with `deferred` may run later; nothing that only type checkers read."""
+    for node in body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from statements(node.orelse, deferred=deferred)
+            continue
+        yield node
+        if deferred or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from statements(ast.iter_child_nodes(node), deferred=deferred)
+
+
 @functools.cache
 def imports(path: Path, *, deferred: bool = True) -> frozenset[str]:
-    """Absolute names that a file imports; without `deferred` only those of its top level."""
-    tree = ast.parse(path.read_text())
-    nodes: Iterator[ast.AST] = ast.walk(tree) if deferred else iter(tree.body)
+    """Absolute names that a file imports; without `deferred` only when it is imported itself."""
     names: set[str] = set()
-    for node in nodes:
+    for node in statements(ast.parse(path.read_text()).body, deferred=deferred):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -48,10 +59,9 @@ def within(name: str, *roots: str) -> bool:
 
 
 def private_torch(name: str) -> bool:
+    """Modules are meant: a class such as ``torch.nn.modules.loss._Loss`` lies in a public one."""
     first, *rest = name.split(".")
-    return first == "torch" and any(
-        part.startswith("_") and not part.endswith("__") for part in rest
-    )
+    return first == "torch" and any(re.match("_[a-zC]", part) for part in rest)
 
 
 def test_only_compat_touches_ort_training_and_private_torch() -> None:
@@ -213,6 +223,14 @@ def test_readme_pictures_are_stored() -> None:
     assert pictures, "README.md shows no screenshot"
     for picture in pictures:
         assert picture in tracked(), picture
+
+
+def test_binder_takes_a_torch_of_the_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (wanted,) = (line for line in project["dependencies"] if line.startswith("torch"))
+    (pinned,) = re.findall(r"^torch==(\S+)", (ROOT / "binder/requirements.txt").read_text(), re.M)
+    assert Requirement(wanted).specifier.contains(pinned)
+    assert (ROOT / "binder/postBuild").stat().st_mode & 0o111, "postBuild is not executable"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,3 +64,39 @@ def test_finetune_bert_beats_the_majority() -> None:
     assert after > before + 20
     (run,) = notebook.runs
     assert run["steps"] == 60
+
+
+def written(folder: Path, *sources: str) -> Path:
+    """A notebook of these cells."""
+    path = folder / "written.ipynb"
+    cells = [{"cell_type": "code", "id": f"c{i}", "source": text, "metadata": {}, "outputs": [],
+              "execution_count": None} for i, text in enumerate(sources)]  # fmt: skip
+    path.write_text(
+        json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+    )
+    return path
+
+
+def test_a_failed_cell_fails_the_notebook(tmp_path: Path) -> None:
+    """What the demo without a browser goes by; what ran before the failure is kept."""
+    notebook = execute(written(tmp_path, "print('so far')", "1 / 0", "print(2)"))
+    assert notebook.failed
+    assert "ZeroDivisionError" in str(notebook.error)
+    assert next(texts(notebook)) == "so far\n"
+
+
+def test_a_failed_run_fails_the_notebook(tmp_path: Path) -> None:
+    """Even when no cell waits for it."""
+    notebook = execute(
+        written(
+            tmp_path,
+            "import torch, ortlab\n"
+            "from torch.utils.data import TensorDataset\n"
+            "model = torch.nn.Linear(2, 1)\n"
+            "data = TensorDataset(torch.full((8, 2), float('nan')), torch.ones(8, 1))",
+            "run = ortlab.finetune(model, data, loss='mse', engine='eager')\nrun.wait(60)",
+        )
+    )
+    assert notebook.error is None
+    assert notebook.failed
+    assert "NaN" in str(notebook.runs[0]["error"])
