@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
+import torch
 from torch import nn
 
 _RATIO = "ortlab_no_dropout"
+_HALF = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.BFLOAT16: torch.bfloat16}
 
 
 class Export:
@@ -56,6 +58,7 @@ class Export:
         manager._detect_from_inputs(args, kwargs)
         manager._build_graph(manager._get_graph_transformer_config())
         manager._create_execution_agent()
+        _keep_declared_types(transitions)
         if self.gradient:
             manager._gradient_accumulation_manager.initialize(
                 manager._runtime_options.enable_grad_acc_optimization,
@@ -96,6 +99,30 @@ class Export:
         )
         twin._build(args, kwargs, export=False)
         return twin
+
+
+def _keep_declared_types(transitions: Any) -> None:
+    """Makes outputs have the types that the exported graph declares.
+
+    The CPU provider runs half-precision nodes in float32 and drops the casts around them, up to
+    the graph's own outputs.
+    """
+    outputs = transitions._exported_model_info.exported_model.graph.output
+    declared = [_HALF.get(output.type.tensor_type.elem_type) for output in outputs]
+    if not any(declared):
+        return
+    info = transitions._post_export_processed_model_info
+    restore = info.restore_outputs
+
+    def restore_outputs(found: Sequence[torch.Tensor]) -> Any:
+        return restore(
+            [
+                value.to(dtype) if dtype else value
+                for value, dtype in zip(found, declared, strict=True)
+            ]
+        )
+
+    info.restore_outputs = restore_outputs
 
 
 def _zero_dropout(graph: onnx.GraphProto) -> int:

@@ -148,7 +148,7 @@ class Guard:
             for child_name, child in module._modules.items():
                 facts[f"{path}.{child_name}"] = atom(child)
         for cls, forward in forwards.items():
-            facts[f"{cls.__name__}.forward"] = atom(forward)
+            facts[f"class {cls.__name__}.forward"] = atom(forward)
         watched = list(tensors.values())
         return _Photo(
             plain=plain,

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from ortlab import compat
-from ortlab.compat.failures import explain
 from ortlab.engines.base import Capabilities, EngineUnavailable, LossFunction, Report, tell
 from ortlab.engines.batch import tensors
 from ortlab.engines.export import Export
@@ -85,7 +84,8 @@ class Ort:
         execution = execution_of(wrapped)
         execution.begin_run(settings)
         # ORT's dropout draws from a generator of its own, which torch's seeds do not reach.
-        compat.ortmodule().set_seed(settings.seed)
+        # Its seeds 0 and 1 give the same numbers.
+        compat.ortmodule().set_seed(settings.seed + 1)
         return TorchStepper(
             wrapped,
             loss,
@@ -295,7 +295,7 @@ class Execution:
         except Exception as error:  # ORT raises all kinds; what it means is said in one line
             if not self.settings.self_check:
                 self._let_eager_fail(args, kwargs)
-            raise ExportFailed(f"ORT cannot run this model: {explain(error)}") from error
+            raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from error
         self._export_s += time.perf_counter() - started
         # Exporting runs forward, which may have set attributes of its own.
         self._guard.key()
@@ -375,7 +375,7 @@ class Execution:
                 gradients=gradients,
             )
         except Exception as error:  # as above: ORT raises all kinds
-            raise ExportFailed(f"ORT cannot run this model: {explain(error)}") from error
+            raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from error
         low_precision = _autocast() is not None or any(
             p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters()
         )

@@ -54,7 +54,7 @@ def _mlp() -> nn.Module:
 
 def _frozen() -> nn.Module:
     model = _mlp()
-    model[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    model[0].weight.requires_grad_(False)
     return model
 
 

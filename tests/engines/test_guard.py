@@ -1,0 +1,157 @@
+"""The guard sees every edit, forgets none, and takes an earlier state for what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlab.engines.guard import Guard
+
+
+@dataclass
+class Config:
+    """A configuration object that a module holds."""
+
+    heads: int = 2
+
+
+class Net(nn.Module):
+    """Something of everything that the guard watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.BatchNorm1d(4))
+        self.config = Config()
+        self.table = {"a": 1, "inner": {"b": 2}}
+        self.mask = torch.ones(4)
+        self.sizes = (1, 2)
+
+
+def _set(path: str, value: Any) -> Callable[[Net], None]:
+    *parents, last = path.split(".")
+
+    def edit(net: Net) -> None:
+        target: Any = net
+        for name in parents:
+            target = getattr(target, name)
+        setattr(target, last, value)
+
+    edit.__name__ = path
+    return edit
+
+
+def _table(net: Net) -> None:
+    net.table["inner"]["b"] = 3
+
+
+def _method(net: Net) -> None:
+    net.forward = lambda x: x
+
+
+def _requires_grad(net: Net) -> None:
+    net.body[0].bias.requires_grad_(False)
+
+
+def _data(net: Net) -> None:
+    net.body[0].weight.data = torch.zeros(4, 8)
+
+
+def _buffer(net: Net) -> None:
+    net.body[2].running_mean = torch.zeros(4)
+
+
+def _child(net: Net) -> None:
+    net.body.append(nn.ReLU())
+
+
+def _backward_hook(net: Net) -> None:
+    net.body.register_full_backward_hook(lambda *_: None)
+
+
+EDITS = [
+    _set("training", False),
+    _set("body.1.p", 0.2),
+    _set("config.heads", 4),
+    _set("config", Config()),
+    _set("sizes", (1, 3)),
+    _set("mask", torch.zeros(4)),
+    _set("added", 1),
+    _set("body.0.weight", nn.Parameter(torch.zeros(4, 4))),
+    _table,
+    _method,
+    _requires_grad,
+    _data,
+    _buffer,
+    _child,
+    _backward_hook,
+]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_an_edit_changes_the_key_and_is_named(edit: Callable[[Net], None]) -> None:
+    net = Net()
+    guard = Guard(net)
+    before = guard.key()
+    assert guard.key() is before
+    edit(net)
+    assert guard.key() != before
+    assert guard.change
+
+
+def test_training_itself_changes_nothing() -> None:
+    """New values of weights and buffers, an optimizer's step, .grad."""
+    net = Net()
+    guard = Guard(net)
+    before = guard.key()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    net.body(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert guard.key() is before
+
+
+def test_an_earlier_state_has_its_earlier_key() -> None:
+    """Going back and forth makes no new keys: the very same objects come back."""
+    net = Net()
+    guard = Guard(net)
+    train = guard.key()
+    net.eval()
+    evaluate = guard.key()
+    net.train()
+    assert guard.key() is train
+    net.eval()
+    assert guard.key() is evaluate
+
+
+def test_a_class_whose_forward_was_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    guard = Guard(net)
+    before = guard.key()
+    monkeypatch.setattr(nn.Dropout, "forward", lambda _self, x: x)
+    assert guard.key() != before
+
+
+def test_what_changed_is_said_in_the_users_words() -> None:
+    net = Net()
+    guard = Guard(net)
+    net.body[1].p = 0.5
+    guard.key()
+    assert guard.change == "body.1.p: 0.1 -> 0.5"
+    net.body[0].weight.requires_grad_(False)
+    guard.key()
+    assert guard.change == "body.0.weight: float32[4, 4] on cpu -> float32[4, 4] on cpu frozen"
+
+
+def test_another_hook_in_the_place_of_one_is_noticed() -> None:
+    net = Net()
+    handle = net.body.register_forward_hook(lambda *_: None)
+    guard = Guard(net)
+    before = guard.key()
+    handle.remove()
+    net.body.register_forward_hook(lambda *_: None)
+    assert guard.key() != before

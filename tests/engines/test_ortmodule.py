@@ -1,0 +1,401 @@
+"""What the ORT engine refuses, notices, checks and shows."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ortlab.engines.base import EngineUnavailable, Report, engine, progress
+from ortlab.engines.ortmodule import ExportFailed, Ort
+from ortlab.engines.selfcheck import SelfCheckFailed
+from ortlab.settings import EngineSettings
+
+
+@pytest.fixture
+def ort() -> Ort:
+    """The engine; skipped with its reason where ORT cannot run."""
+    try:
+        engine("ort")
+    except EngineUnavailable as error:
+        pytest.skip(str(error))
+    return Ort()
+
+
+class Net(nn.Module):
+    """Two layers with dropout, a Python number and a switch."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.dropout = nn.Dropout(p)
+        self.second = nn.Linear(16, 4)
+        self.scale = 1.0
+        self.options = {"sign": 1}
+
+    def forward(self, x: torch.Tensor, flip: bool = False, times: int = 1) -> torch.Tensor:
+        hidden = self.dropout(self.first(x).relu()) * self.scale * self.options["sign"]
+        return self.second(-hidden if flip else hidden) * times
+
+
+def _wrap(ort: Ort, model: nn.Module, **settings: Any) -> nn.Module:
+    torch.manual_seed(1)
+    return ort.wrap(model, EngineSettings(**settings))
+
+
+def _exported_again(report: Report) -> int:
+    return sum(note.startswith("exported again") for note in report.notes)
+
+
+def _checks(report: Report) -> int:
+    return sum(note.startswith("checked on") for note in report.notes)
+
+
+def _scale(net: Net) -> None:
+    net.scale = 3.0
+
+
+def _option(net: Net) -> None:
+    net.options["sign"] = -1
+
+
+def _replace(net: Net) -> None:
+    net.second = nn.Linear(16, 4)
+
+
+def _freeze(net: Net) -> None:
+    net.first.weight.requires_grad_(False)
+
+
+def _new_parameter(net: Net) -> None:
+    net.second.bias = nn.Parameter(torch.full((4,), 5.0))
+
+
+def _hook(net: Net) -> None:
+    net.first.register_forward_hook(lambda _module, _inputs, output: output * 2)
+
+
+def _evaluate(net: Net) -> None:
+    net.eval()
+
+
+EDITS: list[Callable[[Net], None]] = [
+    _scale,
+    _option,
+    _replace,
+    _freeze,
+    _new_parameter,
+    _hook,
+    _evaluate,
+]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__.strip("_"))
+def test_an_edit_is_noticed_on_the_next_call(ort: Ort, edit: Callable[[Net], None]) -> None:
+    """Outputs and gradients are those of the edited model, and the note says what changed."""
+    net = Net()
+    wrapped = _wrap(ort, net, self_check=False)
+    x = torch.randn(3, 6)
+    wrapped(x).sum().backward()
+    edit(net)
+    net.zero_grad(set_to_none=True)
+    x = x.to(net.first.weight.dtype)
+    reference = copy.deepcopy(net)
+    expected, found = reference(x), wrapped(x)
+    assert torch.allclose(expected, found, rtol=1e-5, atol=1e-6)
+    expected.sum().backward()
+    found.sum().backward()
+    for a, b in zip(reference.parameters(), net.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if a.grad is not None and b.grad is not None:
+            assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+    assert _exported_again(ort.report(wrapped)) == 1
+
+
+def test_another_dtype_is_noticed(ort: Ort) -> None:
+    """ORT has no ReluGrad for double on a CPU, and says so; the float32 graph is not run."""
+    net = Net()
+    wrapped = _wrap(ort, net)
+    wrapped(torch.randn(3, 6))
+    net.double()
+    with pytest.raises(ExportFailed, match="no kernel for ReluGrad"):
+        wrapped(torch.randn(3, 6, dtype=torch.float64))
+
+
+def test_a_hook_that_is_removed_is_noticed(ort: Ort) -> None:
+    net = Net()
+    handle = net.first.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    wrapped = _wrap(ort, net)
+    x = torch.randn(3, 6)
+    doubled = wrapped(x)
+    handle.remove()
+    assert torch.allclose(wrapped(x), net(x), rtol=1e-5)
+    assert not torch.allclose(wrapped(x), doubled)
+
+
+def test_dropout_p_is_noticed(ort: Ort) -> None:
+    net = Net(p=0.5)
+    wrapped = _wrap(ort, net)
+    x = torch.randn(64, 6)
+    assert not torch.allclose(wrapped(x), wrapped(x))
+    net.dropout.p = 0.0
+    assert torch.allclose(wrapped(x), net(x), rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_that_are_no_tensors_are_not_baked_in(ort: Ort) -> None:
+    net = Net()
+    wrapped = _wrap(ort, net)
+    x = torch.randn(3, 6)
+    for flip, times in ((False, 1), (True, 1), (True, 3), (False, 1)):
+        expected = net(x, flip=flip, times=times)
+        assert torch.allclose(wrapped(x, flip=flip, times=times), expected, rtol=1e-5, atol=1e-6)
+    assert _exported_again(ort.report(wrapped)) == 2, "the first export serves again"
+
+
+def test_autocast_switched_on_later_is_noticed(ort: Ort) -> None:
+    net = Net()
+    wrapped = _wrap(ort, net)
+    x = torch.randn(3, 6)
+    assert wrapped(x).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert net(x).dtype == torch.float16
+        assert wrapped(x).dtype == torch.float16
+    assert wrapped(x).dtype == torch.float32
+
+
+def test_dropout_goes_on_in_training_mode_without_gradients(ort: Ort) -> None:
+    """As in eager torch: no_grad is not eval()."""
+    wrapped = _wrap(ort, Net(p=0.5)).train()
+    x = torch.randn(64, 6)
+    with torch.no_grad():
+        assert not torch.allclose(wrapped(x), wrapped(x))
+        wrapped.eval()
+        assert torch.allclose(wrapped(x), wrapped(x))
+
+
+def test_a_backward_after_another_export_uses_its_own_graph(ort: Ort) -> None:
+    net = Net()
+    reference = copy.deepcopy(net)
+    wrapped = _wrap(ort, net)
+    x = torch.randn(3, 6)
+    early = wrapped(x)
+    wrapped(x, flip=True)
+    early.sum().backward()
+    reference(x).sum().backward()
+    for a, b in zip(reference.parameters(), net.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_check_disturbs_nothing(ort: Ort) -> None:
+    """Buffers, random numbers, .grad and ORT's dropout are as an unchecked call leaves them."""
+    from ortlab import compat
+
+    outcomes = []
+    for check in (True, False):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        wrapped = ort.wrap(net, EngineSettings(self_check=check))
+        net[0].weight.grad = torch.ones(8, 6)
+        compat.ortmodule().set_seed(5)
+        x = torch.randn(16, 6)
+        outputs = [wrapped(x).detach() for _ in range(2)]
+        state = torch.get_rng_state()
+        outcomes.append((outputs, state, net[0].weight.grad.clone(), net[1].running_mean.clone()))
+        assert net[1].num_batches_tracked == 2
+    (first, second), state, grad, mean = outcomes[0]
+    (other_first, other_second), other_state, other_grad, other_mean = outcomes[1]
+    assert torch.equal(state, other_state)
+    assert torch.equal(grad, other_grad)
+    assert torch.allclose(mean, other_mean)
+    assert torch.allclose(first, other_first)
+    assert torch.allclose(second, other_second)
+
+
+class Wrong(torch.autograd.Function):
+    """A function whose backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 5
+
+
+class Branch(nn.Linear):
+    """Takes another way where the inputs' sum is negative."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if x.sum() > 0 else y - 1
+
+
+class OwnBackward(nn.Linear):
+    """Calls a function with its own backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Wrong.apply(super().forward(x))
+
+
+class Noise(nn.Linear):
+    """Adds noise of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.randn(4)
+
+
+class Spectrum(nn.Linear):
+    """Uses an operator that ONNX has no rule for in this exporter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.special.bessel_j0(super().forward(x))
+
+
+def test_a_branch_that_was_baked_in_is_found_at_a_new_shape(ort: Ort) -> None:
+    wrapped = _wrap(ort, Branch(6, 4))
+    wrapped(torch.ones(3, 6))
+    with pytest.raises(SelfCheckFailed, match=r"1 of 1 outputs differ.*engine='eager'"):
+        wrapped(-torch.ones(4, 6))
+
+
+def test_a_function_with_its_own_backward_is_refused_by_name(ort: Ort) -> None:
+    wrapped = _wrap(ort, OwnBackward(6, 4))
+    with pytest.raises(ExportFailed, match="Wrong"):
+        wrapped(torch.ones(3, 6))
+
+
+def test_an_operator_without_a_rule_is_named_with_its_line(ort: Ort) -> None:
+    wrapped = _wrap(ort, Spectrum(6, 4))
+    with pytest.raises(ExportFailed) as caught:
+        wrapped(torch.ones(3, 6))
+    text = str(caught.value)
+    assert "bessel_j0" in text
+    assert "test_ortmodule.py" in text
+    assert "\x1b[" not in text
+    assert len(text.splitlines()) <= 2
+
+
+def test_fallback_is_off_unless_asked_for_and_then_told(ort: Ort) -> None:
+    model = Spectrum(6, 4)
+    wrapped = _wrap(ort, model, fallback=True)
+    x = torch.ones(3, 6)
+    assert torch.equal(wrapped(x), model(x))
+    report = ort.report(wrapped)
+    assert report.engine_used == "eager"
+    assert "bessel_j0" in (report.fallback_reason or "")
+
+
+def test_random_numbers_besides_dropout_are_said_to_be_unchecked(ort: Ort) -> None:
+    wrapped = _wrap(ort, Noise(6, 4))
+    wrapped(torch.ones(3, 6))
+    assert any("random numbers" in note for note in ort.report(wrapped).notes)
+
+
+def test_backward_hooks_are_refused(ort: Ort) -> None:
+    net = Net()
+    net.first.register_full_backward_hook(lambda _module, _inputs, _outputs: None)
+    with pytest.raises(ExportFailed, match="first has a backward hook"):
+        _wrap(ort, net)(torch.ones(3, 6))
+
+
+def test_shapes_are_checked_three_times_and_then_by_bucket(ort: Ort) -> None:
+    wrapped = _wrap(ort, Net())
+    for rows in (2, 3, 5):
+        wrapped(torch.randn(rows, 6))
+    assert _checks(ort.report(wrapped)) == 3
+    for rows in (9, 10, 11, 12, 13):
+        wrapped(torch.randn(rows, 6))
+    assert _checks(ort.report(wrapped)) == 4, "9 to 16 are one bucket"
+    for rows in (9, 2, 5):
+        wrapped(torch.randn(rows, 6))
+    assert _checks(ort.report(wrapped)) == 4, "a shape that is known is not checked again"
+    for power in range(5, 25):
+        wrapped(torch.randn(3, 2 ** (power // 2), 6) if power % 2 else torch.randn(power * 32, 6))
+    assert _checks(ort.report(wrapped)) <= 16 + 1, "at most sixteen, and each new export's first"
+
+
+def test_without_the_check_nothing_is_compared(ort: Ort) -> None:
+    wrapped = _wrap(ort, Net(), self_check=False)
+    wrapped(torch.randn(3, 6))
+    report = ort.report(wrapped)
+    assert report.check_s == 0.0
+    assert report.export_s > 0.0
+    assert _checks(report) == 0
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_the_users_own_error_stays_theirs(ort: Ort, check: bool) -> None:
+    wrapped = _wrap(ort, Net(), self_check=check)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        wrapped(torch.randn(3, 7))
+    assert wrapped(torch.randn(3, 6)).shape == (3, 4)
+
+
+def test_what_cannot_be_wrapped(ort: Ort) -> None:
+    for model, message in (
+        (nn.ReLU(), "nothing to train"),
+        (nn.Linear(2, 2).requires_grad_(False), "nothing to train"),
+        (nn.Linear(2, 2, device="meta"), "meta device"),
+        (_wrap(ort, Net()), "already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ort.wrap(model, EngineSettings())
+
+
+def test_a_wrapped_model_is_copied_and_pickled_as_one(ort: Ort) -> None:
+    net = Net()
+    wrapped = _wrap(ort, net)
+    x = torch.randn(3, 6)
+    wrapped(x)
+    for twin in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        assert type(twin) is type(wrapped)
+        assert torch.allclose(twin(x), wrapped(x))
+        assert ort.unwrap(twin) is not net
+
+
+def test_a_wrapped_model_behaves_as_the_model(ort: Ort) -> None:
+    net = Net()
+    wrapped = _wrap(ort, net)
+    assert list(wrapped.state_dict()) == list(net.state_dict())
+    assert [id(p) for p in wrapped.parameters()] == [id(p) for p in net.parameters()]
+    assert wrapped.scale == 1.0
+    wrapped.scale = 2.0
+    assert net.scale == 2.0
+    assert ort.unwrap(wrapped) is net
+
+
+def test_long_work_is_told(ort: Ort) -> None:
+    heard: list[str] = []
+    token = progress.set(heard.append)
+    try:
+        _wrap(ort, Net())(torch.randn(3, 6))
+    finally:
+        progress.reset(token)
+    assert any("exporting" in line for line in heard)
+    assert any("checking" in line for line in heard)
+
+
+def test_a_seed_repeats_the_dropout_of_a_run(ort: Ort) -> None:
+    from ortlab.settings import FinetuneSettings
+
+    losses = []
+    torch.manual_seed(0)
+    start = Net(p=0.5).state_dict()
+    x, y = torch.randn(8, 6), torch.arange(8) % 4
+    for seed in (3, 3, 4):
+        net = Net(p=0.5)
+        net.load_state_dict(start)
+        settings = FinetuneSettings(engine="ort", seed=seed, device="cpu")
+        stepper = ort.prepare(net, functional.cross_entropy, settings)
+        losses.append([float(stepper.step([(x, y)], lr=1e-2).loss) for _ in range(4)])
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]

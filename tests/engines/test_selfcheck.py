@@ -1,0 +1,151 @@
+"""The comparison finds what differs, says how much, and leaves no trace."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ortlab.engines.selfcheck import NoDropout, Observed, SelfCheckFailed, compare, observe
+
+
+def _observed(**changes: Any) -> Observed:
+    torch.manual_seed(2)
+    values: dict[str, Any] = {
+        "outputs": {"output": torch.randn(4, 3)},
+        "gradients": {"weight": torch.randn(3, 3), "bias": torch.randn(3)},
+        "buffers": {"mean": torch.randn(3)},
+        "drew": False,
+    }
+    return Observed(**{**values, **changes})
+
+
+def test_equal_is_equal() -> None:
+    verdict = compare(_observed(), _observed(), low_precision=False)
+    assert (verdict.outputs, verdict.gradients) == (1, 2)
+    assert verdict.output_error == verdict.gradient_error == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "factor", "passes"),
+    [
+        ("outputs", "output", 1 + 5e-5, True),
+        ("outputs", "output", 1 + 5e-4, False),
+        ("buffers", "mean", 1 + 5e-4, False),
+        ("gradients", "bias", 1 + 5e-4, True),
+        ("gradients", "bias", 1 + 5e-3, False),
+        ("gradients", "bias", float("nan"), False),
+    ],
+)
+def test_tolerances(kind: str, name: str, factor: float, passes: bool) -> None:
+    values = dict(getattr(_observed(), kind))
+    values[name] = values[name] * factor
+    other = _observed(**{kind: values})
+    if passes:
+        assert compare(_observed(), other, low_precision=False)
+    else:
+        with pytest.raises(SelfCheckFailed, match=name):
+            compare(_observed(), other, low_precision=False)
+
+
+def test_another_shape_or_type_is_a_difference() -> None:
+    for value in (torch.zeros(4, 4), torch.zeros(4, 3, dtype=torch.float16)):
+        reference = _observed(outputs={"output": torch.zeros(4, 3)})
+        with pytest.raises(SelfCheckFailed, match="output"):
+            compare(reference, _observed(outputs={"output": value}), low_precision=True)
+
+
+def test_rounding_in_a_gradient_that_is_zero_is_no_difference() -> None:
+    noise = {"weight": torch.ones(3, 3), "bias": torch.full((3,), 1e-8)}
+    other = {"weight": torch.ones(3, 3), "bias": torch.full((3,), -1e-8)}
+    compare(_observed(gradients=noise), _observed(gradients=other), low_precision=False)
+    other = {"weight": torch.ones(3, 3), "bias": torch.full((3,), 1e-3)}
+    with pytest.raises(SelfCheckFailed, match="bias"):
+        compare(_observed(gradients=noise), _observed(gradients=other), low_precision=False)
+
+
+def _attention(x: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
+def _positional_attention(x: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(x, x, x, None, 0.5)
+
+
+class _SelfAttention(nn.MultiheadAttention):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x, x, x)
+
+
+DROPOUTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dropout": lambda x: functional.dropout(x, 0.5),
+    "torch.dropout": lambda x: torch.dropout(x, 0.5, True),
+    "alpha": lambda x: functional.alpha_dropout(x, 0.5, training=True),
+    "channels": lambda x: functional.dropout1d(x, 0.5),
+    "attention": _attention,
+    "positional attention": _positional_attention,
+    "module": nn.Dropout(0.5),
+    "lstm": nn.LSTM(8, 8, num_layers=2, dropout=0.5),
+    "gru": nn.GRU(8, 8, num_layers=2, dropout=0.5),
+    "multihead": _SelfAttention(8, 2, dropout=0.5),
+    "encoder": nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_no_dropout_is_left(name: str) -> None:
+    call = functools.partial(DROPOUTS[name], torch.randn(5, 4, 8))
+
+    def twice() -> list[torch.Tensor]:
+        return [
+            value if isinstance(value, torch.Tensor) else value[0] for value in (call(), call())
+        ]
+
+    noisy, other = twice()
+    assert not torch.equal(noisy, other)
+    with NoDropout():
+        quiet, same = twice()
+    assert torch.equal(quiet, same)
+
+
+class Counts(nn.Module):
+    """Changes a buffer and draws a random number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, *, noisy: bool) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = self.layer(x)
+        return result + torch.randn(3) if noisy else result
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+def test_observing_leaves_no_trace(noisy: bool) -> None:
+    model = Counts()
+    state = torch.get_rng_state()
+    call = functools.partial(model, torch.ones(2, 3), noisy=noisy)
+    seen = observe(call, model, inputs=[], gradients=True)
+    assert seen.drew is noisy
+    assert seen.buffers["calls"] == 1
+    assert set(seen.gradients) == {"layer.weight", "layer.bias"}
+    assert model.calls == 0
+    assert model.layer.weight.grad is None
+    assert torch.equal(state, torch.get_rng_state())
+    again = observe(call, model, inputs=[], gradients=True)
+    assert torch.equal(seen.gradients["layer.weight"], again.gradients["layer.weight"])
+
+
+def test_gradients_of_inputs_are_compared_too() -> None:
+    model = Counts()
+    x = torch.ones(2, 3, requires_grad=True)
+    seen = observe(functools.partial(model, x, noisy=False), model, inputs=[x], gradients=True)
+    assert "input 0" in seen.gradients
+    assert x.grad is None
