@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import ortlab
 from ortlab.telemetry import COLUMNS, Event, Rows
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ _PACKAGES = (
     "transformers",
     "safetensors",
     "numpy",
-    "ortlab",
 )
 
 
@@ -69,10 +69,10 @@ def environment() -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     found: dict[str, Any] = {
+        "ortlab": ortlab.__version__,
         "python": platform.python_version(),
         "packages": versions,
         "system": platform.system(),
-        "release": platform.release(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
     }

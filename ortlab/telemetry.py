@@ -77,15 +77,15 @@ _PEAKS = [INDEX[column.name] for column in COLUMNS if column.merge == "max"]
 class Sample:
     """The numbers of one step, in the order of `COLUMNS`; NaN is unknown.
 
-    ``loss`` and ``grad_norm`` may be 0-d tensors, on a device too: the recorder resolves them off
-    the training thread.
+    ``loss``, ``lr`` and ``grad_norm`` may be 0-d tensors, on a device too: the recorder fetches
+    them off the training thread.
     """
 
     step: float
     time_s: float = NAN
     epoch: float = NAN
     loss: float | torch.Tensor = NAN
-    lr: float = NAN
+    lr: float | torch.Tensor = NAN
     grad_norm: float | torch.Tensor = NAN
     samples: float = NAN
     tokens: float = NAN
@@ -279,19 +279,21 @@ class Recorder:
         self.not_finite_step: int | None = None
         """The first step whose loss, or gradient norm on a device, was NaN or infinite."""
         self._closing = threading.Event()
-        self._closed = False
-        self._thread = threading.Thread(target=self._drain, name="ortlab-recorder", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def add(self, sample: Sample) -> None:
         """Takes the numbers of a step."""
         self._queue.append(sample)
+        if self._thread is None:
+            self._start()
         if len(self._queue) > self.PENDING:
             self._absorb()
 
     def event(self, event: Event) -> None:
         """Takes an event."""
         self._queue.append(event)
+        if self._thread is None:
+            self._start()
 
     @property
     def count(self) -> int:
@@ -344,7 +346,17 @@ class Recorder:
     def close(self) -> None:
         """Writes what is left, closes the sinks and ends the writer thread. Twice is fine."""
         self._closing.set()
+        self._start()
+        assert self._thread is not None
         self._thread.join()
+
+    def _start(self) -> None:
+        """Starts the writer thread, which a recorder that is never used does not need."""
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._drain, name="ortlab-recorder", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _drain(self) -> None:
         periods = 0
@@ -420,7 +432,7 @@ def _rows(samples: Sequence[Sample]) -> Rows:
     if not values:
         return rows
     columns = list(zip(*values, strict=True))
-    for name in ("loss", "grad_norm"):
+    for name in ("loss", "lr", "grad_norm"):
         columns[INDEX[name]] = tuple(numbers(columns[INDEX[name]]))
     rows[:] = np.array(columns, dtype=np.float64).T
     return rows
@@ -467,10 +479,7 @@ class Meter:
         self._now = now
         self._peak = now.rss_bytes
         self._taken = False
-        self.highest_bytes = now.rss_bytes
-        """The highest resident size since the meter began."""
-        self.highest_cuda_bytes = now.cuda_peak_bytes
-        """CUDA's peak of allocated bytes as torch counts it; NaN without CUDA."""
+        self._highest = now.rss_bytes
 
     def take(self) -> Memory:
         """The latest reading, its peak that of all readings since the last `take`."""
@@ -478,14 +487,19 @@ class Meter:
             self._taken = True
             return replace(self._now, peak_bytes=self._peak)
 
+    def highest_peak_bytes(self) -> float:
+        """The highest peak since the meter began: of the resident size, or what CUDA allocated."""
+        with self._lock:
+            on_cuda = not math.isnan(self._now.cuda_peak_bytes)
+            return self._now.cuda_peak_bytes if on_cuda else self._highest
+
     def tick(self, now: Memory) -> None:
         """Takes a reading of the sampler."""
         with self._lock:
             self._now = now
             self._peak = now.peak_bytes if self._taken else max(self._peak, now.peak_bytes)
             self._taken = False
-            self.highest_bytes = max(self.highest_bytes, now.peak_bytes)
-            self.highest_cuda_bytes = now.cuda_peak_bytes
+            self._highest = max(self._highest, now.peak_bytes)
 
 
 class DeviceSampler:
@@ -495,7 +509,7 @@ class DeviceSampler:
     writing 5 to /proc/self/clear_refs restarts (proc(5)); ``resource``'s ru_maxrss is restarted
     with it. Elsewhere psutil's resident size stands for the peak too, so peaks between readings
     are missed. CUDA, where torch has initialized it: the caching allocator's statistics, whose peak
-    is torch's own (never reset here), and the device's figure through NVML.
+    is restarted when the first of them begins to measure, and the device's figure through NVML.
     """
 
     PERIOD_S = 0.25
@@ -510,7 +524,11 @@ class DeviceSampler:
     def start(self) -> Meter:
         """A meter that is kept up to date until it is given to `end`."""
         with self._lock:
-            meter = Meter(self._restart())
+            # Who measures already keeps the peak of the interval that ends here.
+            self._tick()
+            if not self._meters:
+                _restart_cuda_peak()
+            meter = Meter(self._read())
             self._meters.append(meter)
             if self._thread is None:
                 self._stop = threading.Event()
@@ -543,11 +561,6 @@ class DeviceSampler:
         while not stop.wait(self.PERIOD_S):
             with self._lock:
                 self._tick()
-
-    def _restart(self) -> Memory:
-        """A reading that begins an interval: whoever measures already keeps the old one's peak."""
-        self._tick()
-        return self._read()
 
     def _tick(self) -> None:
         now = self._read()
@@ -589,6 +602,13 @@ class DeviceSampler:
 
 SAMPLER = DeviceSampler()
 """The one sampler of this process; it has no thread until somebody measures."""
+
+
+def _restart_cuda_peak() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.reset_peak_memory_stats()
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096

@@ -1,0 +1,480 @@
+"""Runs: a model in training in a thread of its own, and the folder that is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextvars
+import dataclasses
+import datetime
+import math
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ortlab import loop
+from ortlab.engines.base import Report, Stepper, progress
+from ortlab.history import FORM, RunFolder, environment
+from ortlab.loop import Control, Evaluation
+from ortlab.settings import FinetuneSettings
+from ortlab.telemetry import INDEX, NAN, SAMPLER, Event, Meter, Recorder, State, Status, Watched
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_POLL_S = 0.05
+_LAST_WAIT_S = 30.0  # an export cannot be stopped; Python must end nonetheless
+_OVER: tuple[State, ...] = ("stopped", "finished", "failed")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What a run gave. Numbers that are not known are NaN.
+
+    ``before`` and ``after`` are the first and the last evaluation, None without evaluation data.
+    Rates count the time of the steps alone; ``wall_s`` is everything, pauses included. The peak is
+    that of the resident size, or on CUDA of torch's allocated bytes.
+    """
+
+    state: State
+    steps: int
+    wall_s: float
+    final_loss: float = NAN
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    samples_per_s: float = NAN
+    tokens_per_s: float = NAN
+    peak_bytes: float = NAN
+    export_s: float = 0.0
+    check_s: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [f"{self.state} after {self.steps} steps in {self.wall_s:.1f} s"]
+        if not math.isnan(self.final_loss):
+            parts.append(f"loss {self.final_loss:.4g}")
+        if self.before is not None and self.after is not None:
+            parts.append(f"held out before: {self.before}; after: {self.after}")
+        if not math.isnan(self.samples_per_s):
+            parts.append(f"{self.samples_per_s:.4g} samples/s")
+        if not math.isnan(self.peak_bytes):
+            parts.append(f"peak {self.peak_bytes / 1024**2:.0f} MiB")
+        return "; ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Name to value, as run.json holds it."""
+        return dataclasses.asdict(self)
+
+
+class Run:
+    """A model in training, in the background.
+
+    `prepare` makes the stepper, inside the run's thread, since exporting takes time. Wait with
+    ``await run`` in a notebook or `result` in a script; both raise what the run raised. When it is
+    over, however it ended, the model has the last good weights and the folder is complete. The run
+    itself then holds neither model nor data.
+
+    ValueError, before anything is written, for data that cannot be used (see `loop.batches`).
+    """
+
+    interactive = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prepare: Callable[[], Stepper],
+        train: Any,
+        *,
+        settings: FinetuneSettings,
+        evaluation: Any = None,
+        name: str | None = None,
+        show: Callable[[Watched], None] | None = None,
+        root: Path | None = None,
+    ) -> None:
+        batches = loop.batches(train, settings)
+        held_out = None
+        if evaluation is not None:
+            held_out = loop.batches(evaluation, settings, evaluation=True)
+        self._total = loop.total_steps(batches.length, settings)
+        loop.check_schedule(self._total, settings)
+        self.settings = settings
+        self._work: _Work | None = _Work(model, prepare, batches, held_out)
+        self._model = weakref.ref(model)
+        self._kind = type(model).__name__
+        self._show = show
+        self._control = Control()
+        self._state: State = "starting"
+        self._report: Report | None = None
+        self._doing = "preparing"
+        self._step = 0
+        self._interrupts = 0
+        self._meter: Meter | None = None
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._result: RunResult | None = None
+        self.error: BaseException | None = None
+        """What the run raised."""
+        self._folder = RunFolder.create(name, root=root)
+        self._created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._folder.write_json("settings", settings.as_dict())
+        self._folder.write_json("environment", environment())
+        self._parameters = sum(p.numel() for p in model.parameters())
+        self._write_about(None)
+        self.recorder = Recorder(sinks=[self._folder.metrics()])
+        """The numbers of the run."""
+
+    @property
+    def name(self) -> str:
+        """The run's name, unique among the runs that are kept: that of its folder."""
+        return self._folder.name
+
+    @property
+    def title(self) -> str:
+        """What stands above the charts."""
+        return f"{self.name}: {self._kind} on {self.engine_used}"
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is kept; `ortlab.history` describes the form."""
+        return self._folder.path
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model in training; None when nobody else holds it any more."""
+        return self._model()
+
+    @property
+    def state(self) -> State:
+        """Where the run is."""
+        if self._state in _OVER:
+            return self._state
+        if self._control.stopping:
+            return "stopping"
+        return "paused" if self._control.waiting else self._state
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._step
+
+    @property
+    def engine_asked(self) -> str:
+        """The engine that the settings name."""
+        return self.settings.engine
+
+    @property
+    def engine_used(self) -> str:
+        """The engine that executes the model; another than was asked for after a fallback."""
+        return self._report.engine_used if self._report else self.engine_asked
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why another engine is used; None without a fallback."""
+        return self._report.fallback_reason if self._report else None
+
+    @property
+    def report(self) -> Report | None:
+        """What the engine has said so far; None while it is being prepared."""
+        return self._report
+
+    def __repr__(self) -> str:
+        total = "" if self._total is None else f"/{self._total}"
+        return f"<Run {self.name}: {self.state}, step {self._step}{total}, {self.engine_used}>"
+
+    def start(self) -> Run:
+        """Starts the training thread, shows the run, and returns at once."""
+        if self._thread is not None:
+            raise RuntimeError(f"{self.name} was started already; finetune again makes a new run")
+        context = contextvars.copy_context()  # what the thread prints stays with its own cell
+        self._control.began = time.perf_counter()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._drive,), name=f"ortlab-{self.name}", daemon=True
+        )
+        atexit.register(self._end_with_python)
+        self._thread.start()
+        if self._show is not None:
+            self._show(self)
+        return self
+
+    def pause(self) -> None:
+        """Pauses before the next step; not waited for."""
+        self._control.pause()
+
+    def resume(self) -> None:
+        """Goes on after a pause."""
+        self._control.resume()
+
+    def stop(self) -> None:
+        """Ends the run after the step in flight, from a pause too; not waited for."""
+        self._control.stop()
+
+    def over(self) -> bool:
+        """Whether the run has ended and its folder is complete."""
+        return self._over.is_set()
+
+    def wait_over(self, timeout: float | None = None) -> bool:
+        """Blocks until the run is over, at most `timeout` seconds; returns `over`."""
+        return self._over.wait(timeout)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """`wait_over`, that raises what the run raised."""
+        ended = self._over.wait(timeout)
+        if self.error is not None:
+            raise self.error
+        return ended
+
+    def result(self, timeout: float | None = None) -> RunResult:
+        """Blocks until the run is over, at most `timeout` seconds; raises what the run raised.
+
+        The first interrupt (Ctrl-C) leaves the run going and says so, the second stops it and
+        raises KeyboardInterrupt when it has ended.
+        """
+        self._check_started()
+        while True:
+            try:
+                if not self._over.wait(timeout):
+                    raise TimeoutError(f"{self.name} is {self.state} after {timeout:g} s")
+                return self._outcome()
+            except KeyboardInterrupt:
+                if self.over():
+                    raise
+                self._interrupted("interrupt again to stop it")
+                if self._control.stopping:
+                    self._over.wait()
+                    raise
+
+    def __await__(self) -> Generator[Any, None, RunResult]:
+        """Waits with the buttons alive; raises what the run raised.
+
+        The first interrupt ends the wait, leaves the run going and says so; interrupting another
+        wait stops the run.
+        """
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> RunResult:
+        self._check_started()
+        try:
+            while not self._over.is_set():
+                await asyncio.sleep(_POLL_S)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            self._interrupted("await it again to wait; interrupt that wait, or run.stop(), to stop")
+            raise
+        return self._outcome()
+
+    def _check_started(self) -> None:
+        if self._thread is None:
+            raise RuntimeError(f"{self.name} was not started: run.start() first")
+
+    def _interrupted(self, hint: str) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            print(f"{self.name} goes on, {self.state} at step {self._step}: {hint}", flush=True)
+            return
+        self.stop()
+        print(f"{self.name} stops after the step in flight", flush=True)
+
+    def _outcome(self) -> RunResult:
+        if self.error is not None:
+            raise self.error
+        assert self._result is not None
+        return self._result
+
+    def status(self) -> Status:
+        """See `telemetry.Watched.status`."""
+        last = self.recorder.last
+        return Status(
+            state=self.state,
+            step=self._step,
+            total_steps=self._total,
+            elapsed_s=self._result.wall_s if self._result else self._control.elapsed_s(),
+            left_s=self._left_s(),
+            badges=self._badges(),
+            lines=self._lines(last.loss if last else NAN),
+            error=None if self.error is None else str(self.error) or type(self.error).__name__,
+        )
+
+    def _left_s(self) -> float | None:
+        if self._total is None or self.over() or self._step == 0:
+            return None
+        recent, _ = self.recorder.since(max(self.recorder.count - 64, 0))
+        step_s = float(recent[:, INDEX["step_ms"]].mean()) / 1e3
+        return (self._total - self._step) * step_s
+
+    def _badges(self) -> tuple[str, ...]:
+        if self.fallback_reason is None:
+            return ()
+        return (f"fallback to {self.engine_used}: {self.fallback_reason}",)
+
+    def _lines(self, loss: Any) -> tuple[str, ...]:
+        lines = []
+        if self._state == "starting":
+            lines.append(self._doing)
+        if self._step:
+            lines.append(f"loss {loss:.4g}")
+        evaluations = self._evaluations()
+        if evaluations:
+            before, after = evaluations[0], evaluations[-1]
+            first = f" (before training: {before})" if after.step else ""
+            lines.append(f"held out at step {after.step}: {after}{first}")
+        if self._report is not None and self._report.export_s:
+            lines.append(f"export to ORT {self._report.export_s:.1f} s")
+        if self._report is not None and self._report.check_s:
+            lines.append(f"self-check against eager {self._report.check_s:.1f} s")
+        return tuple(lines)
+
+    def _evaluations(self) -> list[Evaluation]:
+        return [
+            Evaluation(event.step, event.values["loss"], event.values["accuracy"])
+            for event in self.recorder.events("eval")
+        ]
+
+    def _drive(self) -> None:
+        """The training thread. However one part ends, the next ones come."""
+        for part in (self._train, self._keep_weights, self._conclude):
+            try:
+                part()
+            # SystemExit in the user's code, a disk that is full: whatever is raised is the run's
+            # outcome, kept here and raised where the run is awaited.
+            except BaseException as error:  # noqa: BLE001
+                self._fail(error)
+        if self.error is not None:
+            _forget_locals(self.error)
+        self._work = None
+        self._state = self._ended()
+        atexit.unregister(self._end_with_python)
+        self._over.set()
+
+    def _fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+        else:
+            self.error.add_note(f"and the run's folder is not complete: {error}")
+
+    def _ended(self) -> State:
+        if self.error is not None:
+            return "failed"
+        return "stopped" if self._control.stopping else "finished"
+
+    def _train(self) -> None:
+        work = self._work
+        assert work is not None
+        self._meter = SAMPLER.start()
+        progress.set(self._tell)
+        self._event("state", "starting")
+        work.stepper = stepper = work.prepare()
+        self._state = "running"
+        self._event("state", "running")
+        for _ in loop.steps(
+            stepper,
+            work.train,
+            self.settings,
+            control=self._control,
+            recorder=self.recorder,
+            evaluation=work.evaluation,
+            meter=self._meter,
+        ):
+            self._step += 1
+            self._hear(stepper.report())
+        self._hear(stepper.report())
+
+    def _tell(self, line: str) -> None:
+        self._doing = line
+        self._event("note", line)
+
+    def _hear(self, report: Report) -> None:
+        """Makes events of what the engine says for the first time."""
+        known = self._report
+        self._report = report
+        if known is not None and known == report:
+            return
+        for note in report.notes[len(known.notes) if known else 0 :]:
+            self._event("note", note)
+        if report.fallback_reason and not (known and known.fallback_reason):
+            self._event("warning", f"fallback to {report.engine_used}: {report.fallback_reason}")
+
+    def _event(self, kind: str, text: str) -> None:
+        self.recorder.event(Event(kind, self._step, self._control.elapsed_s(), text))
+
+    def _keep_weights(self) -> None:
+        stepper = self._work.stepper if self._work else None
+        if stepper is None:
+            return
+        state = stepper.state_dict()["model"]
+        self._hear(stepper.report())
+        stepper.close()
+        self._folder.write_checkpoint("final", state, step=self._step)
+
+    def _conclude(self) -> None:
+        """Completes the folder."""
+        if self._meter is not None:
+            SAMPLER.end(self._meter)
+        if self.error is not None:
+            self._event("error", f"{type(self.error).__name__}: {self.error}")
+        self._event("state", self._ended())
+        self._result = self._summary()
+        self.recorder.close()
+        self._write_about(self._result)
+
+    def _summary(self) -> RunResult:
+        recorder, evaluations = self.recorder, self._evaluations()
+        last = recorder.last
+        step_s = recorder.total("step_ms") / 1e3 or NAN
+        report = self._report
+        return RunResult(
+            state=self._ended(),
+            steps=self._step,
+            wall_s=self._control.elapsed_s(),
+            final_loss=float(last.loss) if last else NAN,
+            before=evaluations[0] if evaluations else None,
+            after=evaluations[-1] if evaluations else None,
+            samples_per_s=recorder.total("samples") / step_s,
+            tokens_per_s=recorder.total("tokens") / step_s or NAN,
+            peak_bytes=self._meter.highest_peak_bytes() if self._meter else NAN,
+            export_s=report.export_s if report else 0.0,
+            check_s=report.check_s if report else 0.0,
+        )
+
+    def _write_about(self, result: RunResult | None) -> None:
+        about: dict[str, Any] = {
+            "form": FORM,
+            "name": self.name,
+            "model": self._kind,
+            "parameters": self._parameters,
+            "created": self._created,
+            "state": "running" if result is None else result.state,
+        }
+        if result is not None:
+            about["steps"] = result.steps
+            about["engine_used"] = self.engine_used
+            about["fallback_reason"] = self.fallback_reason
+            about["error"] = None if self.error is None else f"{self.error}"
+            about["result"] = result.as_dict()
+        self._folder.write_json("run", about)
+
+    def _end_with_python(self) -> None:
+        """Python is ending: the run's thread must not be cut off in the middle of a write."""
+        self.stop()
+        self._over.wait(_LAST_WAIT_S)
+
+
+@dataclasses.dataclass
+class _Work:
+    """What a run needs while it trains, and lets go of at the end."""
+
+    model: nn.Module
+    prepare: Callable[[], Stepper]
+    train: loop.Batches
+    evaluation: loop.Batches | None
+    stepper: Stepper | None = None
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Clears the frames of a traceback, which would keep model and data alive; lines stay."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
