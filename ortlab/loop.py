@@ -22,8 +22,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ortlab.engines.base import Batch, NotFinite, Stepper, StepResult
+from ortlab.memory import Memory, Meter
 from ortlab.settings import FinetuneSettings
-from ortlab.telemetry import NAN, Event, Memory, Meter, Recorder, Sample
+from ortlab.telemetry import NAN, Event, Recorder, Sample
 
 
 class Control:

@@ -20,8 +20,9 @@ from ortlab import loop
 from ortlab.engines.base import Report, Stepper, progress
 from ortlab.history import FORM, RunFolder, environment
 from ortlab.loop import Control, Evaluation
+from ortlab.memory import SAMPLER, Meter
 from ortlab.settings import FinetuneSettings
-from ortlab.telemetry import INDEX, NAN, SAMPLER, Event, Meter, Recorder, State, Status, Watched
+from ortlab.telemetry import INDEX, NAN, Event, Recorder, State, Status, Watched
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,4 +1,4 @@
-"""What a run tells: samples and events, the recorder that keeps them, the memory sampler.
+"""What a run tells: samples and events, and the recorder that keeps them.
 
 The training thread only appends to a queue. Whoever reads (a view, or the recorder's writer
 thread) moves the queue into a bounded, thinned series; the writer thread alone talks to the sinks,
@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -454,179 +453,3 @@ def numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
 def _on_device(value: object) -> bool:
     device = getattr(value, "device", None)
     return device is not None and device.type != "cpu"
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Memory of this process and its device, in bytes; NaN is unknown.
-
-    ``peak_bytes`` is the highest resident size since the meter's last reading.
-    """
-
-    rss_bytes: float = NAN
-    peak_bytes: float = NAN
-    cuda_allocated_bytes: float = NAN
-    cuda_reserved_bytes: float = NAN
-    cuda_peak_bytes: float = NAN
-    device_used_bytes: float = NAN
-
-
-class Meter:
-    """One run's view of the `DeviceSampler`: the peak since this run looked last."""
-
-    def __init__(self, now: Memory) -> None:
-        self._lock = threading.Lock()
-        self._now = now
-        self._peak = now.rss_bytes
-        self._taken = False
-        self._highest = now.rss_bytes
-
-    def take(self) -> Memory:
-        """The latest reading, its peak that of all readings since the last `take`."""
-        with self._lock:
-            self._taken = True
-            return replace(self._now, peak_bytes=self._peak)
-
-    def highest_peak_bytes(self) -> float:
-        """The highest peak since the meter began: of the resident size, or what CUDA allocated."""
-        with self._lock:
-            on_cuda = not math.isnan(self._now.cuda_peak_bytes)
-            return self._now.cuda_peak_bytes if on_cuda else self._highest
-
-    def tick(self, now: Memory) -> None:
-        """Takes a reading of the sampler."""
-        with self._lock:
-            self._now = now
-            self._peak = now.peak_bytes if self._taken else max(self._peak, now.peak_bytes)
-            self._taken = False
-            self._highest = max(self._highest, now.peak_bytes)
-
-
-class DeviceSampler:
-    """Reads this process's memory a few times a second, while somebody measures.
-
-    Linux: resident size from /proc/self/statm; the true peak of each interval is VmHWM, which
-    writing 5 to /proc/self/clear_refs restarts (proc(5)); ``resource``'s ru_maxrss is restarted
-    with it. Elsewhere psutil's resident size stands for the peak too, so peaks between readings
-    are missed. CUDA, where torch has initialized it: the caching allocator's statistics, whose peak
-    is restarted when the first of them begins to measure, and the device's figure through NVML.
-    """
-
-    PERIOD_S = 0.25
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._meters: list[Meter] = []
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._nvml: Any = None
-
-    def start(self) -> Meter:
-        """A meter that is kept up to date until it is given to `end`."""
-        with self._lock:
-            # Who measures already keeps the peak of the interval that ends here.
-            self._tick()
-            if not self._meters:
-                _restart_cuda_peak()
-            meter = Meter(self._read())
-            self._meters.append(meter)
-            if self._thread is None:
-                self._stop = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._sample, args=(self._stop,), name="ortlab-memory", daemon=True
-                )
-                self._thread.start()
-            return meter
-
-    def end(self, meter: Meter) -> None:
-        """Takes a last reading; the thread ends with the last meter. Twice is fine."""
-        thread = None
-        with self._lock:
-            if meter not in self._meters:
-                return
-            self._tick()
-            self._meters.remove(meter)
-            if not self._meters:
-                thread, self._thread = self._thread, None
-                self._stop.set()
-        if thread is not None:
-            thread.join()
-
-    @property
-    def running(self) -> bool:
-        """Whether the thread is alive."""
-        return self._thread is not None
-
-    def _sample(self, stop: threading.Event) -> None:
-        while not stop.wait(self.PERIOD_S):
-            with self._lock:
-                self._tick()
-
-    def _tick(self) -> None:
-        now = self._read()
-        for meter in self._meters:
-            meter.tick(now)
-
-    def _read(self) -> Memory:
-        rss, peak = _host_memory()
-        return Memory(rss, peak, *self._cuda_memory())
-
-    def _cuda_memory(self) -> tuple[float, float, float, float]:
-        import torch
-
-        # Asking the allocator would otherwise create a context of some hundred megabytes.
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return NAN, NAN, NAN, NAN
-        stats = torch.cuda.memory_stats()
-        return (
-            stats.get("allocated_bytes.all.current", 0),
-            stats.get("reserved_bytes.all.current", 0),
-            stats.get("allocated_bytes.all.peak", 0),
-            self._device_used(),
-        )
-
-    def _device_used(self) -> float:
-        import pynvml
-        import torch
-
-        try:
-            if self._nvml is None:
-                pynvml.nvmlInit()
-                # NVML numbers all devices, torch the visible ones: only the UUID means the same.
-                uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
-                self._nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            return float(pynvml.nvmlDeviceGetMemoryInfo(self._nvml).used)
-        except pynvml.NVMLError:
-            return NAN  # a MIG slice, or a container without the driver's library
-
-
-SAMPLER = DeviceSampler()
-"""The one sampler of this process; it has no thread until somebody measures."""
-
-
-def _restart_cuda_peak() -> None:
-    import torch
-
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.reset_peak_memory_stats()
-
-
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-
-
-def _host_memory() -> tuple[float, float]:
-    """Resident size, and its peak since the last call where Linux tells."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            rss = int(file.read().split()[1]) * _PAGE
-        with open("/proc/self/status", "rb") as file:
-            status = file.read()
-        with open("/proc/self/clear_refs", "wb") as file:
-            file.write(b"5")
-    except OSError:
-        import psutil
-
-        rss = psutil.Process().memory_info().rss
-        return rss, rss
-    start = status.index(b"VmHWM:") + 6
-    return rss, int(status[start : status.index(b"kB", start)]) * 1024

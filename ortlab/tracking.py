@@ -17,8 +17,9 @@ from torch.optim.optimizer import (
 )
 
 from ortlab.engines.batch import count
+from ortlab.memory import SAMPLER, Meter
 from ortlab.settings import unknown_name
-from ortlab.telemetry import INDEX, NAN, SAMPLER, Event, Meter, Recorder, Sample, State, Status
+from ortlab.telemetry import INDEX, NAN, Event, Recorder, Sample, State, Status
 
 B = TypeVar("B")
 
