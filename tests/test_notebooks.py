@@ -69,7 +69,7 @@ def test_finetune_bert_beats_the_majority() -> None:
 def written(folder: Path, *sources: str) -> Path:
     """A notebook of these cells."""
     path = folder / "written.ipynb"
-    cells = [{"cell_type": "code", "id": f"c{i}", "source": text, "metadata": {}, "outputs": [],
+    cells: list[object] = [{"cell_type": "code", "id": f"c{i}", "source": text, "metadata": {}, "outputs": [],
               "execution_count": None} for i, text in enumerate(sources)]  # fmt: skip
     path.write_text(
         json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})

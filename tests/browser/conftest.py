@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -61,6 +62,17 @@ def notebook(
         return Notebook(page, lab, name)
 
     return opened
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, Any]:
+    """Keeps what the page showed when a test failed."""
+    report = yield
+    page = getattr(item, "funcargs", {}).get("page")
+    if report.failed and report.when == "call" and page is not None:
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SCREENSHOTS / f"failed-{item.name}.png")
+    return report
 
 
 @pytest.fixture

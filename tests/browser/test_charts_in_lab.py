@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,9 +28,16 @@ while not run.over():
     await asyncio.sleep(0.05)
 print("state:", run.status().state)
 """
-STEP_S = 0.02
+STEP_S = 0.2
 REACTION_S = 1.0 + STEP_S  # what a click may take: a second and the step in flight
-CANVAS = ".ortlab-run canvas"
+LONG = f"steps=3000, step_s={STEP_S}, title='line fit'"
+
+
+def shown(page: Page) -> Locator:
+    """The view, once its four charts are drawn."""
+    run = page.locator(".ortlab-run").first
+    expect(run.locator("canvas")).to_have_count(4, timeout=20_000)
+    return run
 
 
 def step_of(run: Locator) -> int:
@@ -38,19 +46,164 @@ def step_of(run: Locator) -> int:
     return int(words[words.index("step") + 1].replace(",", ""))
 
 
-def points(run: Locator) -> int:
-    """The rows that the first chart of the page has."""
-    return int(run.locator(".ortlab-chart").first.get_attribute("data-points") or 0)
+def wait_for_step(page: Page, step: int) -> None:
+    """Waits until the page shows this step or a later one."""
+    page.wait_for_function(
+        """step => parseInt(document.querySelector('.ortlab-numbers').textContent
+            .match(/step ([\\d,]+)/)[1].replaceAll(',', '')) >= step""",
+        arg=step,
+    )
 
 
 def test_points_grow_while_the_cell_waits(notebook: Opens, page: Page, screenshot: Takes) -> None:
-    book = notebook([START.format(options="steps=400, title='line fit'"), WAIT])
+    book = notebook([START.format(options="steps=3000, title='line fit'"), WAIT])
     book.start()
-    run = page.locator(".ortlab-run")
-    expect(run.locator(CANVAS.split()[1])).to_have_count(4, timeout=20_000)
+    run = shown(page)
     expect(run.locator(".ortlab-state")).to_have_text("running")
-    first = points(run)
-    page.wait_for_function(
-        "n => Number(document.querySelector('.ortlab-chart').dataset.points) > n + 20", arg=first
-    )
+    grown = "n => Number(document.querySelector('.ortlab-chart').dataset.points) > n + 10"
+    for _ in range(3):
+        points = int(run.locator(".ortlab-chart").first.get_attribute("data-points") or 0)
+        page.wait_for_function(grown, arg=points)
+    assert page.locator(".ortlab-value", has_text="tokens").count() == 0  # its label says it
     screenshot("live-light")
+
+
+def test_a_click_pauses_and_another_goes_on(notebook: Opens, page: Page, screenshot: Takes) -> None:
+    book = notebook([START.format(options=LONG), WAIT])
+    book.start()
+    run = shown(page)
+    wait_for_step(page, 3)
+    clicked = time.monotonic()
+    run.get_by_role("button", name="Pause").click()
+    expect(run.locator(".ortlab-state")).to_have_text("paused")
+    took = time.monotonic() - clicked
+    print(f"click to paused: {took:.2f} s")
+    assert took <= REACTION_S
+    step = step_of(run)
+    screenshot("paused")
+    page.wait_for_timeout(3 * 1000 * STEP_S)  # the time of three steps passes without a step
+    assert step_of(run) == step
+    run.get_by_role("button", name="Resume").click()
+    wait_for_step(page, step + 2)
+
+
+def test_a_click_stops_and_the_picture_is_saved(
+    notebook: Opens, page: Page, screenshot: Takes
+) -> None:
+    book = notebook([START.format(options=LONG), WAIT])
+    book.start()
+    run = shown(page)
+    wait_for_step(page, 3)
+    clicked = time.monotonic()
+    run.get_by_role("button", name="Stop").click()
+    page.wait_for_function(
+        "() => window.panel.content.widgets[1].model.outputs.length > 0", polling=20
+    )
+    took = time.monotonic() - clicked
+    print(f"click to stopped: {took:.2f} s")
+    assert took <= REACTION_S
+    assert book.outputs()[1][0]["text"] == "state: stopped\n"
+    expect(page.locator(".jp-OutputArea img")).to_be_visible()
+    screenshot("stopped-light")
+    data = book.save().cells[0].outputs[0].data
+    assert sorted(data) == ["image/png", "text/plain"]
+    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+    assert "stopped" in data["text/plain"]
+
+
+def test_buttons_work_from_the_keyboard(notebook: Opens, page: Page) -> None:
+    book = notebook([START.format(options=LONG), WAIT])
+    book.start()
+    run = shown(page)
+    wait_for_step(page, 2)
+    run.get_by_role("button", name="Pause").focus()
+    page.keyboard.press("Space")
+    expect(run.locator(".ortlab-state")).to_have_text("paused")
+    page.keyboard.press("Enter")
+    expect(run.locator(".ortlab-state")).to_have_text("running")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    expect(page.locator(".jp-OutputArea img")).to_be_visible()
+
+
+def test_dark_theme(notebook: Opens, page: Page, screenshot: Takes) -> None:
+    options = "steps=3000, title='line fit', badges=('fallback: torch',)"
+    book = notebook([START.format(options=options)])
+    book.start()
+    run = shown(page)
+    light = axis_colour(run)
+    book.theme("JupyterLab Dark")
+    page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+    run.get_by_role("button", name="Pause").click()
+    expect(run.locator(".ortlab-state")).to_have_text("paused")
+    assert max(light) < 150 < min(axis_colour(run)), "the axes' words follow the theme"
+    screenshot("live-dark")
+    run.get_by_role("button", name="Stop").click()
+    expect(page.locator(".jp-OutputArea img")).to_be_visible()
+    screenshot("stopped-dark")
+
+
+def axis_colour(run: Locator) -> tuple[int, int, int]:
+    """The most opaque colour in the lower left corner of a chart, where tick labels are."""
+    red, green, blue = run.locator("canvas").nth(2).evaluate(
+        """canvas => {
+            const { width, height } = canvas, ratio = devicePixelRatio;
+            const strip = canvas.getContext('2d').getImageData(0, 0, 40 * ratio, height).data;
+            let best = [0, 0, 0, 0];
+            for (let i = 0; i < strip.length; i += 4)
+                if (strip[i + 3] > best[3]) best = [...strip.slice(i, i + 4)];
+            return best.slice(0, 3);
+        }"""
+    )
+    return red, green, blue
+
+
+def test_a_late_view_gets_the_whole(notebook: Opens, page: Page) -> None:
+    book = notebook([START.format(options="steps=3000"), WAIT])
+    book.start()
+    shown(page)
+    wait_for_step(page, 150)
+    page.reload()  # a page that has seen nothing, the kernel goes on
+    run = shown(page)
+    wait_for_step(page, 160)
+    assert int(run.locator(".ortlab-chart").first.get_attribute("data-points") or 0) >= 150
+
+
+def test_charts_of_a_finished_run_come_back(notebook: Opens, page: Page) -> None:
+    book = notebook([START.format(options="steps=60"), WAIT])
+    book.run()
+    assert page.locator(".ortlab-run").count() == 0
+    book.run_next("charts.view(run)")
+    run = shown(page)
+    expect(run.locator(".ortlab-state")).to_have_text("finished")
+    expect(run.get_by_role("button")).to_have_count(0)
+    assert run.locator(".ortlab-chart").first.get_attribute("data-points") == "60"
+
+
+def test_a_failure_is_shown_as_it_is(notebook: Opens, page: Page, screenshot: Takes) -> None:
+    book = notebook([START.format(options="steps=600, fail_at=40, title='<i>x</i>'"), WAIT])
+    book.run()
+    book.run_next("charts.view(run)")
+    run = shown(page)
+    error = run.get_by_role("alert")
+    expect(error).to_have_text("ValueError: <b>step 40</b>: the loss is not a number")
+    expect(run.locator(".ortlab-title")).to_have_text("<i>x</i>")
+    assert run.locator("b, i").count() == 0
+    screenshot("failed")
+
+
+def test_nothing_is_cut_off_on_a_narrow_page(
+    notebook: Opens, page: Page, screenshot: Takes
+) -> None:
+    page.set_viewport_size({"width": 700, "height": 1100})
+    options = "steps=3000, interactive=False, badges=('fallback: torch', 'self-check off')"
+    book = notebook([START.format(options=options)])
+    book.start()
+    run = shown(page)
+    wait_for_step(page, 40)
+    expect(run.get_by_text("stop: the notebook’s ■ button")).to_be_visible()
+    assert run.evaluate(
+        """run => [...run.querySelectorAll('*')].filter(e => e.scrollWidth > e.clientWidth + 1
+            && e.clientWidth > 0 && !e.closest('.uplot')).map(e => e.className)"""
+    ) == []
+    screenshot("narrow")
