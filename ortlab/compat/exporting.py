@@ -34,7 +34,7 @@ class FunctionRefused(RuntimeError):
 
 
 def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.onnx.export as ORTModule means it: the TorchScript exporter, without its warnings.
+    """torch.onnx.export as ORTModule means it: the TorchScript exporter.
 
     Every submodule stays in the mode that it is in: ORTModule's own choice would train a frozen
     BatchNorm or Dropout along, and could not differentiate a model in evaluation mode.
@@ -42,22 +42,21 @@ def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(export)  # ORTModule looks at the signature
-    def export_quietly(*args: Any, **kwargs: Any) -> Any:
+    def export_module(*args: Any, **kwargs: Any) -> Any:
         from torch.onnx import TrainingMode
 
         from ortlab.compat import failures
 
         kwargs["dynamo"] = False
         kwargs["training"] = TrainingMode.PRESERVE
-        with warnings.catch_warnings(), _functions_refused():
-            warnings.simplefilter("ignore")
+        with _functions_refused():
             try:
                 return export(*args, **kwargs)
             except Exception as error:
                 failures.attach(error)
                 raise
 
-    return export_quietly
+    return export_module
 
 
 @contextlib.contextmanager
@@ -84,7 +83,7 @@ def _functions_refused() -> Iterator[None]:
 def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
     """GraphTransitionManager._export_model that leaves buffers and random numbers as they were.
 
-    The tracer runs forward in training mode: without this, BatchNorm counts it as a step. ORT puts
+    And without the warnings of the exporter and of what it imports. The tracer runs forward in training mode: without this, BatchNorm counts it as a step. ORT puts
     the random states back itself, but not after a failure.
     """
 
@@ -93,7 +92,8 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
         import torch
         from onnxruntime.training.ortmodule import _utils
 
-        with EXPORT:
+        with EXPORT, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             states = _utils.get_random_states()
             before = [(b, b.detach().clone()) for b in flattened_module.buffers()]
             try:

@@ -353,7 +353,7 @@ def _batch_norm(
     eps: Value,
     cudnn: Value,
 ) -> Value:
-    if not _globals.GLOBALS.export_training:
+    if not _globals.GLOBALS.export_training and not _missing(weight):
         return symbolic_opset14.batch_norm(
             g, x, weight, bias, mean, variance, training, momentum, eps, cudnn
         )
@@ -390,11 +390,7 @@ def _diff(
 
 
 def _cumsum_gradient() -> Gradient:
-    return [
-        _aten_node("flip", ["GO(0)", "I(1)"], ["Flipped"]),
-        _aten_node("cumsum", ["Flipped", "I(1)", ""], ["Summed"]),
-        _aten_node("flip", ["Summed", "I(1)"], ["GI(0)"]),
-    ]
+    return [("CumSum", ["GO(0)", "I(1)"], ["GI(0)"], {"reverse": {"value": 1, "dtype": "int"}})]
 
 
 @_rule(
@@ -406,9 +402,7 @@ def _cumsum(g: Graph, x: Value, dim: Value, dtype: Value) -> Value:
     result = _dtype(x) if _missing(dtype) else JitScalarType(_literal(dtype, "i")).dtype()
     if result.is_floating_point:
         x = g.op("Cast", x, to_i=JitScalarType.from_dtype(result).onnx_type())
-        # A list of one, so that the gradient can hand it to flip, which takes a list.
-        inputs = (x, _constant(g, [_literal(dim, "i")]), dtype)
-        return _ranked_like_output(g, _aten(g, "cumsum", *inputs))
+        return _ranked_like_output(g, _aten(g, "cumsum", x, dim, dtype))
     return g.op("CumSum", g.op("Cast", x, to_i=JitScalarType.INT64.onnx_type()), dim)
 
 

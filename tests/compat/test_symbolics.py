@@ -1,0 +1,225 @@
+"""Each export rule against eager torch: outputs and every gradient, at two batch shapes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ortlab.compat import Ort
+
+Batch = tuple[Tensor, ...]
+
+
+class Calling(nn.Module):
+    """A function of its inputs, with a parameter before and after it, so that gradients flow."""
+
+    def __init__(self, function: Callable[..., Tensor], *, before: bool = True) -> None:
+        super().__init__()
+        self.function = function
+        self.inner = function if isinstance(function, nn.Module) else None
+        self.before = nn.Parameter(torch.tensor(1.1)) if before else None
+        self.after = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        if self.before is not None:
+            x = x * self.before
+        return self.function(x, *rest) * self.after
+
+
+def compare(ort: Ort, model: nn.Module, *batches: Tensor | Batch, rtol: float = 1e-4) -> None:
+    """Raises where ORTModule's output, a gradient or a buffer differs from eager torch's."""
+    twin = copy.deepcopy(model)
+    wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+    for batch in batches:
+        inputs = batch if isinstance(batch, tuple) else (batch,)
+        ours, theirs = wrapped(*inputs), twin(*inputs)
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-5)
+        cotangent = torch.randn_like(theirs)
+        ours.backward(cotangent)
+        theirs.backward(cotangent)
+    for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if other.requires_grad and other.grad is not None:
+            scale = max(1.0, float(other.grad.abs().max()))
+            assert parameter.grad is not None, name
+            error = float((parameter.grad - other.grad).abs().max())
+            assert error <= 1e-3 * scale, f"{name}: {error}"
+    for (name, buffer), other in zip(model.named_buffers(), twin.buffers(), strict=True):
+        if name.endswith("num_batches_tracked"):
+            continue  # counted in Python, by the engine
+        torch.testing.assert_close(buffer, other, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def heads(*counts: int, batch: int = 2, length: int = 5) -> Batch:
+    return tuple(torch.randn(batch, count, length, 8) for count in counts)
+
+
+def attend(**options: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def attend_masked(kind: str) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.arange(k.shape[-2])[None, :] <= torch.arange(q.shape[-2])[:, None]
+        if kind == "float":
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=q[..., :1] * mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("function", "counts"),
+    [
+        (attend(), (2, 2, 2)),
+        (attend(is_causal=True), (2, 2, 2)),
+        (attend(enable_gqa=True), (4, 2, 2)),
+        (attend_masked("bool"), (2, 2, 2)),
+        (attend_masked("float"), (2, 2, 2)),
+        (attend(dropout_p=1e-9), (2, 2, 2)),
+    ],
+    ids=["plain", "causal", "grouped-queries", "bool-mask", "float-mask", "dropout"],
+)
+def test_attention(ort: Ort, function: Callable[..., Tensor], counts: tuple[int, ...]) -> None:
+    for before in (True, False):  # without, the heads' size is not known at export
+        batches = heads(*counts), heads(*counts, batch=3, length=7)
+        compare(ort, Calling(function, before=before), *batches)
+
+
+def test_attention_drops_at_its_rate(ort: Ort) -> None:
+    model = Calling(attend(dropout_p=0.25))
+    wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+    query = torch.zeros(1, 1, 64, 256)
+    value = torch.eye(256).expand(1, 1, 256, 256)  # the output is the weights themselves
+    weights = wrapped(query, query.new_zeros(1, 1, 256, 256), value)
+    dropped = float((weights == 0).float().mean())
+    assert abs(dropped - 0.25) < 0.02
+    assert float(weights.detach().sum(-1).mean()) == pytest.approx(0.9, rel=0.02)  # scaled up, and `after`
+
+
+GROUPED = {
+    "bias": nn.Conv2d(4, 8, 3, groups=2),
+    "no bias": nn.Conv2d(4, 8, 3, groups=4, bias=False),
+    "padded, strided": nn.Conv2d(4, 8, 3, groups=2, stride=2, padding=1),
+    "same": nn.Conv2d(4, 8, (3, 4), groups=2, padding="same", dilation=2),
+    "valid": nn.Conv2d(4, 8, 3, groups=2, padding="valid", bias=False),
+    "transposed": nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1),
+    "transposed, grouped, no bias": nn.ConvTranspose2d(4, 6, 3, groups=2, bias=False),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_convolution(ort: Ort, name: str) -> None:
+    for before in (True, False):
+        model = Calling(copy.deepcopy(GROUPED[name]), before=before)
+        compare(ort, model, torch.randn(2, 4, 9, 8), torch.randn(3, 4, 8, 11))
+
+
+@pytest.mark.parametrize("one_dimensional", [nn.Conv1d, nn.ConvTranspose1d])
+def test_convolution_in_one_dimension(ort: Ort, one_dimensional: type[nn.Conv1d]) -> None:
+    model = Calling(one_dimensional(4, 4, 3, groups=2))
+    compare(ort, model, torch.randn(2, 4, 9), torch.randn(3, 4, 6))
+
+
+def test_no_grouped_convolution_reaches_orts_own_gradient(ort: Ort) -> None:
+    for name, layer in GROUPED.items():
+        wrapped = ort.ORTModule(
+            Calling(copy.deepcopy(layer)), ort.DebugOptions(log_level=ort.LogLevel.ERROR)
+        )
+        wrapped(torch.randn(2, 4, 9, 8))
+        manager = wrapped._torch_module._execution_manager(True)
+        operators = {node.op_type for node in manager._onnx_models.optimized_model.graph.node}
+        assert not operators & {"Conv", "ConvGrad", "ConvTranspose"}, name
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4)], ids=type)
+def test_frozen_parameters(ort: Ort, layer: nn.Module) -> None:
+    for before, weight, bias in itertools.product((True, False), repeat=3):
+        model = Calling(copy.deepcopy(layer), before=before)
+        model.inner.weight.requires_grad = weight  # type: ignore[union-attr]
+        model.inner.bias.requires_grad = bias  # type: ignore[union-attr]
+        compare(ort, model, torch.randn(2, 4, 5, 5))
+
+
+@pytest.mark.parametrize(("affine", "bias"), list(itertools.product((True, False), repeat=2)))
+def test_layer_norm(ort: Ort, affine: bool, bias: bool) -> None:
+    layer = nn.LayerNorm(6, elementwise_affine=affine, bias=bias)
+    compare(ort, Calling(layer), torch.randn(4, 6), torch.randn(3, 6))
+
+
+@pytest.mark.parametrize(("affine", "tracking"), list(itertools.product((True, False), repeat=2)))
+def test_batch_norm(ort: Ort, affine: bool, tracking: bool) -> None:
+    for before in (True, False):
+        layer = nn.BatchNorm1d(6, affine=affine, track_running_stats=tracking)
+        compare(ort, Calling(layer, before=before), torch.randn(8, 6), torch.randn(5, 6))
+
+
+def test_batch_norm_left_in_evaluation_mode(ort: Ort) -> None:
+    model = Calling(nn.BatchNorm1d(6).eval())
+    compare(ort, model, torch.randn(8, 6), torch.randn(5, 6))
+    assert not model.inner.training  # type: ignore[union-attr]
+
+
+def test_batch_norm_in_evaluation(ort: Ort) -> None:
+    model = Calling(nn.BatchNorm2d(6, affine=False)).eval()
+    wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+    x = torch.randn(2, 6, 4, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(x), model(x))
+
+
+def test_a_small_convolutional_net(ort: Ort) -> None:
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
+    more = nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.BatchNorm2d(8), nn.Flatten()
+    compare(ort, nn.Sequential(*layers, *more), torch.randn(4, 3, 9, 9), torch.randn(5, 3, 9, 9))
+
+
+class Where(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x * self.scale, self.weight)
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (1, 1), ()], ids=str)
+def test_where_broadcasts(ort: Ort, shape: tuple[int, ...]) -> None:
+    compare(ort, Where(shape), torch.randn(1, 6), torch.randn(4, 6))
+
+
+REST: dict[str, Callable[[Tensor], Tensor]] = {
+    "where, a number": lambda x: torch.where(x > 0, x, 0.5),
+    "masked_fill": lambda x: x.masked_fill(x > 0, -1.0),
+    "cumsum of bools": lambda x: (x > 0).cumsum(-1) * x,
+    "cumsum of ints": lambda x: (x > 0).int().cumsum(0) * x,
+    "cumsum to float": lambda x: (x > 0).cumsum(1, dtype=torch.float32) * x,
+    "cumsum": lambda x: x.cumsum(-1),
+    "diff": lambda x: x.diff(dim=1),
+    "second diff": lambda x: x.diff(n=2, dim=-1, prepend=x[:, :1]),
+    "unflatten": lambda x: x.unflatten(-1, (2, 3)).sum(1),
+    "unflatten the first": lambda x: x.unflatten(0, (2, -1)).sum(0),
+}
+
+
+@pytest.mark.parametrize("name", REST)
+def test_rule(ort: Ort, name: str) -> None:
+    compare(ort, Calling(REST[name]), torch.randn(4, 6), torch.randn(2, 6))
+
+
+def test_transformer_encoder(ort: Ort) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    compare(ort, model, torch.randn(2, 5, 16), torch.randn(3, 7, 16))
