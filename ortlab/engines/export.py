@@ -73,30 +73,18 @@ class Export:
     def without_dropout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Export:
         """The same exported graph with all dropout ratios zero; itself when it has no dropout."""
         source = self.manager._graph_transition_manager
-        exported = source._exported_model_info
+        processed = source._post_export_processed_model_info
         edited = onnx.ModelProto()
-        edited.CopyFrom(exported.exported_model)
+        edited.CopyFrom(processed._post_export_processed_model)
         if not _zero_dropout(edited.graph):
             return self
         twin = Export(self._ort_module, self._module, gradient=self.gradient)
-        manager = twin.manager
-        target = manager._graph_transition_manager
-        target._exported_model_info = copy.copy(exported)
-        target._exported_model_info.exported_model = edited
+        target = twin.manager._graph_transition_manager
+        target._exported_model_info = source._exported_model_info
         target._model_info_for_export = source._model_info_for_export
-        options = manager._runtime_options
-        target._post_export_processed_model_info = target._post_export_process(
-            flatten_module=target._flatten_module,
-            export_mode=target._export_mode,
-            exported_model_info=target._exported_model_info,
-            model_info_for_export=target._model_info_for_export,
-            enable_custom_autograd_function=options.enable_custom_autograd_function,
-            enable_zero_stage3_support=options.enable_zero_stage3_support,
-            run_symbolic_shape_infer=options.run_symbolic_shape_infer,
-            stage3_param_handle=target,
-            enable_mem_efficient_grad_management=False,
-            logger=target._logger,
-        )
+        target._post_export_processed_model_info = copy.copy(processed)
+        target._post_export_processed_model_info._post_export_processed_model = edited
+        target._post_export_processed_model_info._buffer_for_ort_runs = None
         twin._build(args, kwargs, export=False)
         return twin
 

@@ -239,7 +239,7 @@ class Execution:
         key, shapes = self._kind(args, kwargs)
         served = self._served.get(key)
         if served is None or shapes not in served.shapes:
-            return self._first(key, shapes, args, kwargs)
+            return self._first(served, shapes, args, kwargs)
         return served.run(args, kwargs)
 
     def _kind(
@@ -258,18 +258,17 @@ class Execution:
 
     def _first(
         self,
-        key: Hashable,
+        served: _Served | None,
         shapes: tuple[torch.Size, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """A call with a new export, or with shapes that its export has not met."""
         try:
-            served = self._served.get(key)
             if self._due(served, shapes):
-                served = self._check(key, served, args, kwargs)
+                served = self._check(served, args, kwargs)
             elif served is None:
-                served = self._make(key, args, kwargs)
+                served = self._make(args, kwargs)
         except (ExportFailed, SelfCheckFailed) as error:
             if not self.settings.fallback:
                 raise
@@ -281,10 +280,11 @@ class Execution:
         served.shapes.add(shapes)
         return served.run(args, kwargs)
 
-    def _make(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Served:
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Served:
         _refuse_backward_hooks(self.module)
+        change, self._guard.change = self._guard.change, ""
         if self._served:
-            self._note(f"exported again: {self._guard.change or 'another kind of input'}")
+            self._note(f"exported again: {change or 'another kind of input'}")
         trainable = any(p.requires_grad for p in self.module.parameters())
         gradient = trainable and (torch.is_grad_enabled() or self.module.training)
         tell("exporting the model to ORT")
@@ -297,10 +297,9 @@ class Execution:
                 self._let_eager_fail(args, kwargs)
             raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from error
         self._export_s += time.perf_counter() - started
-        # Exporting runs forward, which may have set attributes of its own.
-        self._guard.key()
         served = _Served(export, _batch_counters(self.module))
-        self._served[key] = served
+        # Forward ran by now, and may have set attributes: what fits the export is what it left.
+        self._served[self._kind(args, kwargs)[0]] = served
         while len(self._served) > _EXPORTS:
             del self._served[next(iter(self._served))]
         return served
@@ -318,18 +317,15 @@ class Execution:
         """
         if not self.settings.self_check:
             return False
-        if served is not None and served.checked:
-            self._shapes_met += 1
-            bucket = tuple(tuple(_power_of_two(size) for size in shape) for shape in shapes)
-            early = self._shapes_met < _FIRST_SHAPES
-            if self._checks >= _MOST_CHECKS or (bucket in self._buckets and not early):
-                return False
-            self._buckets.add(bucket)
-        return True
+        self._shapes_met += 1
+        bucket = tuple(tuple(_power_of_two(size) for size in shape) for shape in shapes)
+        known = bucket in self._buckets and self._shapes_met > _FIRST_SHAPES
+        self._buckets.add(bucket)
+        is_new_export = served is None or not served.checked
+        return is_new_export or (self._checks < _MOST_CHECKS and not known)
 
     def _check(
         self,
-        key: Hashable,
         served: _Served | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -346,7 +342,7 @@ class Execution:
                 gradients=gradients,
             )
         if served is None:
-            served = self._make(key, args, kwargs)
+            served = self._make(args, kwargs)
         tell("checking ORT against eager torch")
         if reference.drew:
             self._note("not checked: forward draws random numbers besides dropout")
