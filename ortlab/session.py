@@ -6,7 +6,7 @@ Nothing in it trains, draws or knows IPython.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ortlab import wrapping
 from ortlab.settings import LOSSES, EngineSettings, FinetuneSettings, unknown_name
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ortlab.runs import Run
     from ortlab.telemetry import Watched
     from ortlab.tracking import Tracker
+
+B = TypeVar("B")
+"""A batch, whatever a loader gives."""
 
 
 class Session:
@@ -92,7 +95,7 @@ class Session:
         run.start()
         return run
 
-    def track(self, loader: Iterable[Any], *, name: str | None = None) -> Tracker:
+    def track(self, loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
         """See `track` below."""
         from ortlab.tracking import Tracker
 
@@ -223,7 +226,7 @@ def finetune(
     return session.finetune(model, train, eval_data=eval_data, loss=loss, **settings)
 
 
-def track(loader: Iterable[Any], *, name: str | None = None) -> Tracker:
+def track(loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
     """Iterates over `loader` and shows the user's own training loop, live.
 
     The loss is what ``t.log(loss=...)`` is given, or the scalar that ``backward`` is called on.

@@ -29,7 +29,8 @@ def mark(lines: list[str]) -> list[str]:
     match = _FIRST_LINE.match(lines[0].rstrip()) if lines else None
     if match is None:
         return lines
-    return [repr(_MARK + (match[1] or "")) + "\n", *cell_magic(lines[1:])]
+    body = cell_magic(lines[1:])  # type: ignore[no-untyped-call]
+    return [repr(_MARK + (match[1] or "")) + "\n", *body]
 
 
 # IPython then asks the unchanged lines whether the cell is complete: cell magics end by a blank
@@ -53,25 +54,28 @@ class Calls(ast.NodeTransformer):
             return node
         self._number += 1
         first, *body = node.body
-        begin = self._call("begin", self._number, line, bool(body), at=first)
+        begin, _ = self._call("begin", self._number, line, bool(body), at=first)
         # Without a body, or where help was asked for, `begin` says all there is to say.
         if not body or asks_for_help(line):
             node.body = [begin]
             return node
-        finish = self._call("finish", self._number, bound_names(node), at=body[-1])
-        if isinstance(body[-1], ast.Expr):
-            finish.value.args.append(body.pop().value)
+        last = body[-1]
+        finish, call = self._call("finish", self._number, bound_names(node), at=last)
+        if isinstance(last, ast.Expr):
+            body.pop()
+            call.args.append(last.value)
         node.body = [begin, *body, finish]
         return node
 
-    def _call(self, name: str, *values: Any, at: ast.stmt) -> ast.Expr:
+    def _call(self, name: str, *values: Any, at: ast.stmt) -> tuple[ast.Expr, ast.Call]:
         """``get_ipython().magics_manager.registry[...].name(*values)``, at the place of `at`."""
         source = f"get_ipython().magics_manager.registry[{self._magics!r}].{name}{values!r}"
-        call = ast.parse(source, mode="exec").body[0]
-        assert isinstance(call, ast.Expr)
-        for part in ast.walk(call):
+        call = ast.parse(source, mode="eval").body
+        assert isinstance(call, ast.Call)
+        statement = ast.Expr(call)
+        for part in ast.walk(statement):
             ast.copy_location(part, at)
-        return call
+        return statement, call
 
 
 def _marked(tree: ast.Module) -> str | None:

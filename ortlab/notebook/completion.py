@@ -68,7 +68,7 @@ def _is_loss(value: object) -> bool:
 def matcher(names: Names) -> Callable[[CompletionContext], SimpleMatcherResult]:
     """A matcher for ``Completer.custom_matchers``; in other lines it offers nothing."""
 
-    @context_matcher()
+    @context_matcher()  # type: ignore[untyped-decorator]
     def ort_matcher(context: CompletionContext) -> SimpleMatcherResult:
         found = offers(context.text_until_cursor, names)
         return {
@@ -76,7 +76,8 @@ def matcher(names: Names) -> Callable[[CompletionContext], SimpleMatcherResult]:
             "suppress": bool(found),
         }
 
-    return ort_matcher
+    complete: Callable[[CompletionContext], SimpleMatcherResult] = ort_matcher
+    return complete
 
 
 def offers(text: str, names: Names) -> list[str]:

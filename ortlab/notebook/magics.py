@@ -183,7 +183,7 @@ class OrtMagics(Magics):
         return _doctor_table()
 
     def _run_alive(self, given: Given) -> Run:
-        """The run that was named, by its own name or the user's, or the last; it must not be over."""
+        """The run that was named, by its own name or the user's; ValueError when it is over."""
         name = given.words["run"]
         value = None if name is None else self._ip.user_ns.get(name)
         run = next((run for run in session.runs if run is value), None) or session.run(name)
@@ -255,15 +255,17 @@ def _raised_by_ortlab(error: BaseException) -> bool:
 def _doctor_table() -> Table[Finding]:
     from ortlab.compat import doctor
 
-    signs = {True: "ok", False: "missing", None: "-"}
+    findings = doctor.checks()
+    signs = {True: "ok", False: "MISSING", None: "-"}
     return Table(
-        doctor.checks(),
+        findings,
         (
             Column("check", lambda finding: finding.name),
             Column("", lambda finding: signs[finding.ok]),
             Column("found", lambda finding: finding.found),
-            Column("what to do", lambda finding: finding.fix or ""),
+            Column("what to do", lambda finding: finding.fix),
         ),
+        notes=[f"ORTModule {'can' if doctor.can_run(findings) else 'cannot'} run here"],
     )
 
 

@@ -1,0 +1,59 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ortlab
+from ortlab import compat
+
+COMMAND = Path(sys.executable).with_name("ortlab")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ortlab.cli", *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"ortlab {ortlab.__version__}\n"
+
+
+@pytest.mark.skipif(not COMMAND.exists(), reason=f"ortlab is not installed: no {COMMAND}")
+def test_the_installed_command() -> None:
+    listed = subprocess.run([COMMAND, "--help"], check=True, capture_output=True, text=True)
+    assert "doctor" in listed.stdout
+
+
+@pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
+def test_doctor_where_ortmodule_can_run() -> None:
+    answer = run("doctor", "--build")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    for check in ("Python", "torch", "onnxruntime-training", "C++ compiler", "jupyterlab"):
+        assert check in answer.stdout
+    assert "MISSING" not in "".join(answer.stdout.splitlines()[:6])
+
+
+def test_doctor_where_it_cannot(tmp_path: Path) -> None:
+    """A machine without a compiler that has built nothing yet."""
+    answer = run("doctor", PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
+    assert answer.returncode == 1
+    assert "MISSING C++ compiler" in answer.stdout
+    assert "apt-get install" in answer.stdout
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("doctr",), ("doctor", "--bild")])
+def test_what_it_does_not_know(arguments: tuple[str, ...]) -> None:
+    answer = run(*arguments)
+    assert answer.returncode == 2
+    assert "usage: ortlab" in answer.stderr

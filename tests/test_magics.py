@@ -1,0 +1,510 @@
+"""The magics, typed as a user types them, in IPython's own shell."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from IPython.core.completer import provisionalcompleter
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from traitlets.config import Config
+
+import ortlab
+from ortlab import compat
+from ortlab.session import session
+
+PRELUDE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.head = nn.Linear(8, 2)
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+def batches(count=4, size=4):
+    return [(torch.randn(size, 4), torch.randint(2, (size,))) for _ in range(count)]
+"""
+
+
+class Typist:
+    """Types cells into a shell and reads what they gave."""
+
+    def __init__(self, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+        self.shell = shell
+        self.capsys = capsys
+
+    def __call__(self, cell: str) -> str:
+        """Runs a cell that must succeed; returns what it printed and showed."""
+        result, out, err = self.run(cell)
+        assert result.success, out + err
+        return out
+
+    def run(self, cell: str) -> tuple[ExecutionResult, str, str]:
+        self.capsys.readouterr()
+        result = self.shell.run_cell(cell, store_history=True)
+        return result, *self.capsys.readouterr()
+
+    def refused(self, cell: str) -> str:
+        """Runs a cell that must fail with one or two lines and no traceback; returns them."""
+        result, out, err = self.run(cell)
+        assert not result.success
+        assert "Traceback" not in out + err
+        assert err.startswith("UsageError: ")
+        assert len(err.splitlines()) <= 2
+        return err.removeprefix("UsageError: ").rstrip()
+
+    def raised(self, cell: str) -> str:
+        """Runs a cell that must fail with a traceback; returns it."""
+        result, out, err = self.run(cell)
+        assert not result.success
+        assert "Traceback" in out, err
+        return out
+
+    def __getitem__(self, name: str) -> Any:
+        return self.shell.user_ns[name]
+
+    def completions(self, text: str) -> list[str]:
+        """What Tab offers behind `text`, in the terminal's way and in the notebook's alike."""
+        _, short = self.shell.complete("", text, len(text))
+        with provisionalcompleter():
+            long = [c.text for c in self.shell.Completer.completions(text, len(text))]
+        assert sorted(short) == sorted(long)
+        return short
+
+
+@pytest.fixture
+def ip(capsys: pytest.CaptureFixture[str]) -> Iterator[Typist]:
+    """A shell of its own with the extension loaded, and the session emptied afterwards."""
+    InteractiveShell.clear_instance()
+    config = Config(HistoryManager={"enabled": False})
+    shell = InteractiveShell.instance(config=config, colors="nocolor")
+    typist = Typist(shell, capsys)
+    typist("%load_ext ortlab")
+    typist(PRELUDE)
+    yield typist
+    for run in session.runs:
+        run.stop()
+        assert run.wait_over(60)
+    session.runs.clear()
+    for entry in session.wrapped.entries:
+        assert entry.wrapper is not None
+        ortlab.unwrap(entry.wrapper)
+    ortlab.unload_ipython_extension(shell)
+    InteractiveShell.clear_instance()
+
+
+needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
+
+
+@needs_ort
+def test_a_cell_s_model_is_wrapped_in_ort_and_listed(ip: Typist) -> None:
+    out = ip("%%ort\nmodel = Net()\ncriterion = nn.CrossEntropyLoss()")
+    assert out == "model runs on engine 'ort'\n"
+    ip("x, y = batches()[0]\ncriterion(model(x), y).backward()")
+    out = ip("%ort")
+    row = out.splitlines()[3].split()
+    assert row[:6] == ["model", "ort", "ort", "cpu", "float32", "58"]
+    assert float(row[6]) > 0
+    assert row[7:] == ["s", "-"]
+    assert out.splitlines()[4] == (
+        "left as it is: criterion has no parameter that requires a gradient"
+    )
+    ip("%ort unwrap model")
+    assert type(ip["model"]) is ip["Net"]
+    assert "no model is wrapped" in ip("%ort")
+
+
+def test_names_after_the_magic_choose(ip: Typist) -> None:
+    ip("%%ort net other --engine compile\nnet, other, third = Net(), Net(), Net()")
+    assert type(ip["third"]) is ip["Net"]
+    assert type(ip["net"]) is type(ip["other"]) is not ip["Net"]
+
+
+def test_the_line_form_wraps_what_is_there(ip: Typist) -> None:
+    ip("net = Net(); alias = net")
+    assert ip("%ort wrap net alias --engine compile") == "net, alias runs on engine 'compile'\n"
+    assert ip["net"] is ip["alias"]
+    assert "is already wrapped" in ip.refused("%ort wrap net")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "model = model",
+        "for model in [model]: pass",
+        "(model := model)",
+        "def make():\n    global model\n    model = Net()\nmake()",
+        "exec('model = Net()')",
+        "%time model = Net()",
+        "%%time\nmodel = Net()",
+        "from math import *\nclass model(Net): pass\nmodel = model()",
+        "import asyncio\nawait asyncio.sleep(0)\nmodel = Net()",
+        "async with asyncio.Lock() as _: model = Net()",
+        "from __future__ import annotations\nmodel: Net = Net()",
+    ],
+)
+def test_however_a_cell_binds_its_model(ip: Typist, body: str) -> None:
+    ip("import asyncio\nmodel = Net()\nuntouched = Net()")
+    assert "model runs on engine 'compile'" in ip(f"%%ort --engine compile\n{body}")
+    assert session.wrapped.entry(ip["model"]) is not None
+    assert type(ip["untouched"]) is ip["Net"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def f():\n    model = Net()\nf()",
+        "[model for model in [Net()]]",
+        "class K:\n    model = Net()",
+        "model.inner = nn.Linear(4, 8)",
+        "del model",
+        "lambda model=Net(): model",
+    ],
+)
+def test_what_a_cell_does_not_bind(ip: Typist, body: str) -> None:
+    ip("model = Net()")
+    assert "wrapped nothing" in ip(f"%%ort --engine compile\n{body}")
+    assert not session.wrapped.entries
+
+
+def test_a_cell_shows_and_remembers_what_a_plain_cell_would(ip: Typist) -> None:
+    ip(
+        "shown = []\nget_ipython().display_formatter.formatters['text/plain'].for_type("
+        "complex, lambda value, p, cycle: (shown.append(value), p.text('complex'))[0]);"
+    )
+    number = ip.shell.execution_count
+    assert f"Out[{number}]: complex" in ip("%%ort --engine eager\nmodel = Net()\n1j")
+    assert ip["shown"] == [1j]
+    assert ip["_"] == 1j == ip["Out"][number]
+    assert ip[f"_i{number}"] == "%%ort --engine eager\nmodel = Net()\n1j"
+    assert "Out" not in ip("%%ort --engine eager\nmodel = Net()\n2j;")
+    assert ip["_"] == 1j
+    assert "Out" not in ip("%%ort --engine eager\nmodel = Net()")
+    assert ip["_"] == 1j
+    ip("%config InteractiveShell.ast_node_interactivity = 'all'")
+    try:
+        assert ip("%%ort --engine eager\n3j\nmodel = Net()\n4j").count("complex") == 2
+    finally:
+        ip.shell.ast_node_interactivity = "last_expr"
+
+
+def test_a_cell_that_raises_keeps_its_traceback_and_wraps_nothing(ip: Typist) -> None:
+    out = ip.raised("%%ort --engine compile\nmodel = Net()\n\n1 / 0\nother = Net()")
+    assert "ZeroDivisionError" in out
+    assert "line 4" in out
+    assert "ortlab" not in out
+    assert type(ip["model"]) is ip["Net"]
+    assert "other" not in ip.shell.user_ns
+    assert "SyntaxError" in ip.run("%%ort\nmodel = = 3")[1]
+    assert "no model is wrapped" in ip("%ort")
+    ip("%%ort --engine compile\nmodel = Net()")
+    assert len(session.wrapped.entries) == 1
+
+
+def test_a_magic_that_is_called_by_a_program(ip: Typist) -> None:
+    ip(
+        "value = get_ipython().run_cell_magic('ort', '--engine compile',"
+        " 'from __future__ import annotations\\nmodel = Net()\\n42')"
+    )
+    assert ip["value"] == 42
+    assert len(session.wrapped.entries) == 1
+    out = ip.raised("get_ipython().run_cell_magic('ort', '', 'model = Net()\\n1 / 0')")
+    assert "ZeroDivisionError" in out
+
+
+def test_within_other_cell_magics(ip: Typist) -> None:
+    ip("%%time\n%%ort --engine compile\nmodel = Net()")
+    ip("%%capture said\n%%ort --engine compile\nother = Net()")
+    assert "other runs on engine 'compile'" in ip["said"].stdout
+    assert [entry.names for entry in session.wrapped.entries] == [("model",), ("other",)]
+
+
+def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
+    ip("kind, name = 'compile', 'model'\n")
+    ip("%%ort $name --engine {kind}\nmodel, other = Net(), Net()")
+    assert [entry.names for entry in session.wrapped.entries] == [("model",)]
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        (
+            "%%ort --engin ort\nbound = Net()",
+            "has no option --engin: choose from --engine, --self-",
+        ),
+        (
+            "%%ort --engine orc\nbound = Net()",
+            "choose from eager, compile, ort; did you mean 'ort'?",
+        ),
+        ("%%ort --self-check maybe\nbound = Net()", "--self-check takes on or off, not 'maybe'"),
+        ("%%ort 'net\nbound = Net()", '%ort wrap: No closing quotation in "\'net"'),
+        ("%%ort", "%%ort is the first line of a cell that makes a model"),
+        ("%%ort\n\n", "%%ort is the first line of a cell that makes a model"),
+        ("%ort finetun net data", "did you mean 'finetune'?"),
+        ("%ort net", "%ort has no command 'net'; to wrap it: %ort wrap net"),
+        ("%ort wrap", "%ort wrap: name a model"),
+        ("%ort wrap nett", "no model is called 'nett': choose from net, loss; did you mean 'net'?"),
+        ("%ort wrap Net", "Net is the class Net; make an instance of it"),
+        ("%ort wrap data", "data is a list, not a torch.nn.Module"),
+        ("%ort wrap loss", "cannot wrap loss: it has no parameter that requires a gradient"),
+        ("%ort unwrap net", "net is not wrapped"),
+        ("%ort unwrap", "the following arguments are required: NAME"),
+        ("%ort finetune net", "the following arguments are required: TRAIN"),
+        (
+            "%ort finetune net dat",
+            "nothing is called 'dat': choose from data, empty; did you mean 'data'?",
+        ),
+        ("%ort finetune net data --eval-data dat", "did you mean 'data'?"),
+        ("%ort finetune net data more", "does not know what to do with 'more'"),
+        ("%ort finetune net data --epoch 3", "did you mean '--epochs'?"),
+        ("%ort finetune net data --epochs some", "--epochs takes a whole number, not 'some'"),
+        ("%ort finetune net data --epochs 0", "epochs=0 must be at least 1"),
+        ("%ort finetune net data --lr -1", "lr=-1.0 must be above 0"),
+        ("%ort finetune net data --loss mes", "did you mean 'mse'?"),
+        ("%ort finetune data net", "data is a list, not a torch.nn.Module"),
+        ("%ort finetune net empty --engine eager", "no"),
+        ("%ort stop", "there is no run yet"),
+    ],
+)
+def test_bad_input_gets_one_line_and_changes_nothing(ip: Typist, cell: str, message: str) -> None:
+    ip("net = Net(); data = batches(); empty = []; loss = nn.MSELoss()")
+    before = dict(ip.shell.user_ns)
+    assert message in ip.refused(cell)
+    assert "bound" not in ip.shell.user_ns
+    assert all(ip.shell.user_ns[name] is before[name] for name in ("net", "data", "loss"))
+    assert not session.wrapped.entries
+    assert not session.runs
+
+
+def test_an_engine_that_is_missing_is_said_before_the_body_runs(
+    ip: Typist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # torch.compile needs a C++ compiler
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "needs a C++ compiler" in ip.refused("%%ort --engine compile\nmodel = Net()")
+    assert "model" not in ip.shell.user_ns
+
+
+def test_help_for_everything(ip: Typist) -> None:
+    for cell in ("%ort?", "%%ort?", "%ort --help"):
+        page = ip(cell)
+        for command in ("wrap", "unwrap", "finetune", "runs", "pause", "resume", "stop", "doctor"):
+            assert f"%ort {command}" in page
+    page = ip("%ort finetune --help")
+    assert "--batch-size N" in page
+    assert "samples in a micro-batch; default 16 samples" in page
+    assert "<adamw|sgd>" in page
+    assert "--engine" in ip("%%ort --help\nmodel = Net()")
+    assert "model" not in ip.shell.user_ns
+    assert "--engine" in ip("%%ort --help")
+
+
+def test_finetune_returns_at_once_and_is_awaited(ip: Typist) -> None:
+    ip("net = Net(); data = batches()\nbefore = net.head.weight.detach().clone()")
+    out = ip(
+        "run = %ort finetune net data --eval-data data --loss cross_entropy --engine eager --lr 0.1"
+    )
+    assert "Out[" not in out
+    assert ortlab.last_run is ip["run"]
+    ip("result = await run")
+    assert ip["result"].state == "finished"
+    assert ip["result"].steps == 4
+    assert ip["result"].after.loss < ip["result"].before.loss
+    assert not ip["torch"].equal(ip["before"], ip["net"].head.weight)
+    assert type(ip["net"]) is ip["Net"]
+    lines = ip("%ort runs").splitlines()
+    assert lines[-1].split()[1:5] == ["finished", "4/4", "eager", "eager"]
+    assert f"{ip['run'].name} is over (finished) after 4 steps" in ip.refused("%ort stop")
+
+
+def test_an_unassigned_run_is_shown_once_and_kept(ip: Typist) -> None:
+    shown: list[Any] = []
+    session.viewers.append(shown.append)
+    ip("net = Net(); data = batches()")
+    try:
+        ip("%ort finetune net data --loss cross_entropy --engine eager")
+    finally:
+        session.viewers.remove(shown.append)
+    assert shown == [ortlab.last_run]
+    assert "Out[5]: 4" in ip("import ortlab\n(await ortlab.last_run).steps")
+
+
+def test_a_wrapped_model_trains_on_its_own_engine(ip: Typist) -> None:
+    ip("%%ort --engine compile\nnet = Net()")
+    ip("data = batches()\nrun = %ort finetune net data --loss cross_entropy --engine eager")
+    ip("result = await run")
+    assert (ip["run"].engine_asked, ip["result"].state) == ("eager", "finished")
+    ip("other = Net()\n%ort wrap other --engine eager")
+    ip("run = %ort finetune other data --loss cross_entropy")
+    assert ip["run"].engine_asked == "eager"
+    assert ip["run"].wait_over(60)
+
+
+@needs_ort
+def test_finetune_in_ort_from_a_wrapped_and_from_a_raw_model(ip: Typist) -> None:
+    ip("%%ort\nwrapped = Net()")
+    ip("raw = Net(); data = batches()\nbefore = raw.head.weight.detach().clone()")
+    for name in ("wrapped", "raw"):
+        ip(f"run = %ort finetune {name} data --loss cross_entropy --lr 0.1\nresult = await run")
+        assert (ip["run"].engine_asked, ip["run"].engine_used) == ("ort", "ort")
+        assert ip["result"].steps == 4
+    assert type(ip["raw"]) is ip["Net"]
+    assert not ip["torch"].equal(ip["before"], ip["raw"].head.weight)
+
+
+def test_the_user_s_own_loss(ip: Typist) -> None:
+    ip("def mine(output, target):\n    return (output - 1).square().mean()")
+    ip("net = Net(); data = batches()")
+    ip("run = %ort finetune net data --loss mine --engine eager\nresult = await run")
+    assert ip["run"].settings.loss == "mine"
+
+
+SLOW = """
+import threading
+gate = threading.Event()
+class Slow:
+    def __len__(self): return 1000
+    def __iter__(self):
+        for batch in batches(1000):
+            gate.wait(60)
+            yield batch
+slow = Slow()
+net = Net()
+"""
+
+
+def test_a_model_is_trained_by_one_run_at_a_time_and_runs_are_stopped(ip: Typist) -> None:
+    ip(SLOW)
+    ip("run = %ort finetune net slow --loss cross_entropy --engine eager")
+    name = ip["run"].name
+    again = "%ort finetune {} slow --loss cross_entropy --engine eager"
+    assert f"{name} is training this model" in ip.refused(again.format("net"))
+    ip("bigger = nn.Sequential(net, nn.Linear(2, 2))")
+    assert f"{name} is training this model" in ip.refused(again.format("bigger"))
+    assert f"no run is called 'run-x': choose from {name}" in ip.refused("%ort pause run-x")
+    ip(f"%ort pause {name}\ngate.set()")
+    assert ip("%ort resume run") == f"{name} goes on\n"
+    assert ip("%ort stop") == f"{name} stops after the step in flight and keeps its weights\n"
+    assert ip["run"].wait_over(60)
+    assert ip["run"].state == "stopped"
+    ip("run = %ort finetune net slow --loss cross_entropy --engine eager --max-steps 2\nawait run")
+
+
+def test_the_user_s_own_errors_keep_their_traceback(ip: Typist) -> None:
+    ip(
+        "class Broken:\n    def __len__(self): raise ValueError('mine')\n"
+        "    def __iter__(self): return iter(())\nbroken = Broken(); net = Net()"
+    )
+    out = ip.raised("%ort finetune net broken --engine eager --loss mse")
+    assert "ValueError: mine" in out
+    ip("data = [(torch.zeros(2, 3), torch.zeros(2))] * 2")
+    ip("run = %ort finetune net data --engine eager --loss mse")
+    assert "Traceback" in ip.raised("await run")
+
+
+def test_tab_completes_commands_options_choices_and_names(ip: Typist) -> None:
+    ip("model = Net(); model_b = Net(); module_loss = nn.MSELoss(); text = 'model'")
+    ip(
+        "train_data = batches(); train_text = 'x'; valid_data = batches()\n"
+        "def my_loss(output, target): ..."
+    )
+    assert ip.completions("%ort f") == ["finetune"]
+    assert set(ip.completions("%ort ")) >= {"wrap", "unwrap", "finetune", "doctor"}
+    assert ip.completions("%ort finetune mod") == ["model", "model_b", "module_loss"]
+    assert ip.completions("run = %ort finetune model train") == ["train_data"]
+    assert ip.completions("%ort finetune model train_data --eval-data va") == ["valid_data"]
+    assert ip.completions("%ort finetune --ba") == ["--batch-size"]
+    assert ip.completions("%ort finetune model train_data --optimizer ") == ["adamw", "sgd"]
+    assert ip.completions("%ort finetune model train_data --loss m") == [
+        "module_loss",
+        "mse",
+        "my_loss",
+    ]
+    assert ip.completions("%ort finetune --epochs 3 model train") == ["train_data"]
+    assert "--epochs" not in ip.completions("%ort finetune --epochs 3 --e")
+    assert ip.completions("%%ort --engine co") == ["compile"]
+    assert ip.completions("%%ort --self-check o") == ["off", "on"]
+    assert ip.completions("%%ort model model") == ["model_b"]
+    ip("%ort wrap model_b --engine compile")
+    assert ip.completions("%ort unwrap ") == ["model_b"]
+    assert ip.completions("%ort nonsense mod") == ip.completions("%other mod")
+    assert "finetune" not in ip.completions("x = 'ort f")
+
+
+def test_loading_twice_and_unloading_leave_no_trace(ip: Typist) -> None:
+    shell = ip.shell
+    assert len(session.viewers) == 1
+
+    def traces() -> dict[str, Any]:
+        return {
+            "line": dict(shell.magics_manager.magics["line"]),
+            "cell": dict(shell.magics_manager.magics["cell"]),
+            "registry": dict(shell.magics_manager.registry),
+            "transformers": [*shell.input_transformers_cleanup, *shell.ast_transformers],
+            "matchers": list(shell.Completer.custom_matchers),
+            "events": {name: list(hooks) for name, hooks in shell.events.callbacks.items()},
+            "viewers": list(session.viewers),
+        }
+
+    loaded = traces()
+    ortlab.load_ipython_extension(shell)
+    assert traces() == loaded
+    ip("%reload_ext ortlab")
+    assert {name: len(value) for name, value in traces().items()} == {
+        name: len(value) for name, value in loaded.items()
+    }
+    ip("%%ort --engine compile\nmodel = Net()")
+    ip("%unload_ext ortlab")
+    text = str(traces())
+    assert "ortlab" not in text
+    assert "not found" in ip.run("%ort")[2]
+    assert session.wrapped.namespace is None
+    assert session.wrapped.entry(ip["model"]) is not None
+    ortlab.unload_ipython_extension(shell)
+    ip("%load_ext ortlab")
+    assert "model" in ip("%ort")
+
+
+def test_a_model_that_the_user_deletes_is_collected(ip: Typist) -> None:
+    ip("%%ort --engine compile\nmodel = Net()")
+    ip("%ort")
+    ip("data = batches()\nrun = %ort finetune model data --engine eager --loss cross_entropy")
+    ip("result = await run")
+    alive = weakref.ref(ortlab.unwrap(ip["model"]))
+    ip("del model")
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_terminal_asks_for_more_lines(ip: Typist) -> None:
+    complete = ip.shell.input_transformer_manager.check_complete
+    assert complete("%%ort --engine compile\n")[0] == "incomplete"
+    assert complete("%%ort\nmodel = Net()\n")[0] == "incomplete"
+    assert complete("%%ort\nmodel = Net()\n\n")[0] == "complete"
+
+
+def test_doctor_lists_every_check(ip: Typist) -> None:
+    out = ip("%ort doctor")
+    for name in ("Python", "torch", "onnx"):
+        assert name in out
+
+
+def test_the_magics_import_no_torch(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\nfrom IPython.core.interactiveshell import InteractiveShell as S\n"
+        "ip = S.instance()\nassert ip.run_cell('%load_ext ortlab').success\n"
+        "assert ip.run_cell('%ort').success\nassert ip.run_cell('%ort?').success\n"
+        "assert 'torch' not in sys.modules and 'onnxruntime' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
