@@ -26,7 +26,7 @@ from ortlab.notebook import plaintext
 from ortlab.telemetry import COLUMNS, INDEX, merged
 
 if TYPE_CHECKING:
-    from ortlab.telemetry import Event, Rows, Status, Watched
+    from ortlab.telemetry import Rows, Status, Watched
 
 STATIC = Path(__file__).parent / "static"
 WIRE = [COLUMNS[INDEX["step"]], *(column for column in COLUMNS if column.chart)]
@@ -81,7 +81,11 @@ class Feed:
         progress: tuple[object, ...] = (status.state, status.step)
         if status.state != "paused":  # there time goes by and nothing happens: no message
             progress += (_second(status.elapsed_s), _second(status.left_s))
-        if not len(rows) and progress == self._progress and _info(status) == self._info:
+        if (
+            not len(rows)
+            and progress == self._progress
+            and _info(self._watched.title, status) == self._info
+        ):
             return None
         self._progress = progress
         return self._update(rows, status, self._limit, whole=False)
@@ -100,7 +104,7 @@ class Feed:
         }
         if whole:
             content["a"] = 1
-        info = _info(status)
+        info = _info(self._watched.title, status)
         if whole or info != self._info:
             self._info = content["i"] = info
         evaluations = [
@@ -110,7 +114,7 @@ class Feed:
         ]
         if evaluations:
             self._evaluated_s = evaluations[-1].time_s
-            content["e"] = [_evaluation(event) for event in evaluations]
+            content["e"] = [[event.step, _json(event.values["loss"])] for event in evaluations]
         if not len(rows):
             return Update(content)
         thin = merged(rows, math.ceil(len(rows) / limit))[:, _WIRE_AT].astype(np.float32)
@@ -124,18 +128,19 @@ def _second(time_s: float | None) -> int | None:
     return None if time_s is None else int(time_s)
 
 
-def _info(status: Status) -> dict[str, Any]:
+def _info(title: str, status: Status) -> dict[str, Any]:
+    """What changes seldom. A title names the engine that is used, so it may change too."""
     return {
+        "title": title,
         "badges": list(status.badges),
         "lines": list(status.lines),
         "error": status.error,
     }
 
 
-def _evaluation(event: Event) -> list[float | None]:
-    """Step, loss, accuracy; JSON has no NaN."""
-    values = (event.values.get(name, math.nan) for name in ("loss", "accuracy"))
-    return [event.step, *(float(f"{v:.5g}") if math.isfinite(v) else None for v in values)]
+def _json(value: float) -> float | None:
+    """Five digits; JSON has no NaN."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 class Pump:
@@ -205,7 +210,6 @@ class RunView(anywidget.AnyWidget):
 
     _esm = traitlets.Unicode().tag(sync=True)
     _css = traitlets.Unicode().tag(sync=True)
-    title = traitlets.Unicode().tag(sync=True)
     columns: traitlets.List[Any] = traitlets.List().tag(sync=True)
     interactive = traitlets.Bool().tag(sync=True)
 
@@ -216,7 +220,6 @@ class RunView(anywidget.AnyWidget):
         super().__init__(
             _esm=_bundled("runview.js"),
             _css=_bundled("runview.css"),
-            title=watched.title,
             columns=[asdict(column) for column in WIRE],
             interactive=watched.interactive,
         )
@@ -267,7 +270,9 @@ def show(watched: Watched) -> None:
     """
     shell = get_ipython()
     in_notebook = getattr(shell, "kernel", None) is not None
-    pump = _display(watched) if in_notebook else _print(watched)
+    if watched.over():
+        return _publish_picture(watched) if in_notebook else print(text(watched), flush=True)
+    pump = _follow(watched) if in_notebook else _print(watched)
     if shell is not None:
         _settle(shell, watched, pump)
 
@@ -289,28 +294,32 @@ def text(watched: Watched) -> str:
     return plaintext.text(watched)
 
 
-def _display(watched: Watched) -> Pump:
+def _follow(watched: Watched) -> Pump:
     display_id = uuid.uuid4().hex
-
-    def replace() -> None:
-        image = picture(watched)
-        folder = getattr(watched, "folder", None)
-        if folder is not None:
-            Path(getattr(folder, "path", folder), "charts.png").write_bytes(image)
-        publish_display_data(  # type: ignore[no-untyped-call]
-            {"image/png": image, "text/plain": text(watched)},
-            {"image/png": {"width": PICTURE_WIDTH}},
-            transient={"display_id": display_id},
-            update=True,
-        )
-
-    live = RunView(watched, finish=replace)
+    live = RunView(watched, finish=lambda: _publish_picture(watched, replacing=display_id))
     data, metadata = live._repr_mimebundle_() or ({}, {})
     data["text/plain"] = plaintext.headline(watched.title, watched.status())
-    publish_display_data(  # type: ignore[no-untyped-call]
-        data, metadata, transient={"display_id": display_id}
-    )
+    _publish(data, metadata, display_id)
     return live.pump
+
+
+def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
+    """Displays the picture; in the place of the display `replacing`, where one is given."""
+    image = picture(watched)
+    folder = getattr(watched, "folder", None)
+    if folder is not None:
+        Path(folder, "charts.png").write_bytes(image)
+    data = {"image/png": image, "text/plain": text(watched)}
+    metadata = {"image/png": {"width": PICTURE_WIDTH}}
+    _publish(data, metadata, replacing or uuid.uuid4().hex, update=replacing is not None)
+
+
+def _publish(
+    data: dict[str, Any], metadata: dict[str, Any], display_id: str, *, update: bool = False
+) -> None:
+    publish_display_data(  # type: ignore[no-untyped-call]
+        data, metadata, transient={"display_id": display_id}, update=update
+    )
 
 
 def _print(watched: Watched) -> Pump:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 SIZE_IN = (10.0, 5.6)
 DPI = 192
-TEXT = "#767676"  # 4.5:1 on white, 4.2:1 on JupyterLab's dark #111111
+TEXT = "#7a7a7a"  # 4.3:1 on white, 4.4:1 on JupyterLab's dark #111111
 GRID = "#80808040"
 COLOURS = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4", "#c9a227", "#d1495b")
-FONT = 8.5
-LINE = 130  # characters that fit
+FONT = 9.5
+LINE = 125  # characters that fit
 ERROR_LINES = 3
 
 
@@ -42,7 +42,7 @@ def png(watched: Watched) -> bytes:
     FigureCanvasAgg(figure)
     heading = _heading(watched, status, rows)
     # Rows for the heading, two rows of charts and the bar of a step's time.
-    grid = figure.add_gridspec(4, 2, height_ratios=(0.11 * len(heading), 1, 1, 0.08))
+    grid = figure.add_gridspec(4, 2, height_ratios=(0.115 * len(heading), 1, 1, 0.08))
     _write(figure.add_subplot(grid[0, :]), heading)
     for index, name in enumerate(plaintext.TITLES):
         _draw(figure.add_subplot(grid[1 + index // 2, index % 2]), name, rows, watched.recorder)
@@ -78,7 +78,7 @@ def _heading(watched: Watched, status: Status, rows: Rows) -> list[tuple[str, st
         (plaintext.headline(watched.title, plain), TEXT, "bold"),
         (badges, COLOURS[1], "bold"),
         (summary(rows), TEXT, "normal"),
-        *((line, TEXT, "normal") for line in plaintext.evaluations(watched.recorder)),
+        *((line, TEXT, "normal") for line in status.lines),
         *((line, COLOURS[5], "normal") for line in (status.error or "").splitlines()[:ERROR_LINES]),
     ]
     return [(text[:LINE], colour, weight) for text, colour, weight in lines if text]
@@ -93,7 +93,7 @@ def _write(axes: Axes, lines: list[tuple[str, str, str]]) -> None:
             text,
             color=colour,
             weight=weight,
-            fontsize=FONT + 1,
+            fontsize=FONT + 0.5,
             verticalalignment="center",
             transform=axes.transAxes,
             parse_math=False,  # names and errors are the user's: a $ is a $
@@ -113,7 +113,7 @@ def _style(axes: Axes) -> None:
 
 def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
     """One chart. A second unit gets an axis of its own on the right."""
-    axes.set_title(plaintext.TITLES[name], color=TEXT, fontsize=FONT + 1, loc="left")
+    axes.set_title(plaintext.TITLES[name], color=TEXT, fontsize=FONT + 0.5, loc="left")
     axes.grid(color=GRID, linewidth=0.6)
     steps = rows[:, INDEX["step"]]
     columns = plaintext.known_columns(name, rows)
@@ -146,7 +146,7 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
     if not lines:
         axes.text(0.5, 0.5, "no values", color=TEXT, ha="center", transform=axes.transAxes)
     elif len(lines) > 1:
-        axes.legend(handles=lines, fontsize=FONT - 1, labelcolor=TEXT, frameon=False)
+        axes.legend(handles=lines, fontsize=FONT - 0.5, labelcolor=TEXT, frameon=False)
 
 
 def _unit(columns: list[Column], rows: Rows) -> str:
@@ -196,13 +196,13 @@ def _split(axes: Axes, rows: Rows) -> None:
         left += value
     axes.set_xlim(0, left)
     axes.set_title(
-        f"Step time {plaintext.milliseconds(left)}", color=TEXT, fontsize=FONT + 1, loc="left"
+        f"Step time {plaintext.milliseconds(left)}", color=TEXT, fontsize=FONT + 0.5, loc="left"
     )
     axes.legend(
         loc="lower right",
         bbox_to_anchor=(1.0, 1.0),
         ncols=len(parts),
-        fontsize=FONT - 1,
+        fontsize=FONT - 0.5,
         labelcolor=TEXT,
         frameon=False,
         borderaxespad=0.0,

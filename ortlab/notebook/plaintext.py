@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ortlab.telemetry import COLUMNS, INDEX, Column
 
 if TYPE_CHECKING:
-    from ortlab.telemetry import Recorder, Rows, Status, Watched
+    from ortlab.telemetry import Rows, Status, Watched
 
 GIB = 1024**3
 MIB = 1024**2
@@ -43,7 +43,6 @@ def text(watched: Watched) -> str:
         else:
             said = f"{number(values[0])} → {number(values[-1])}"
         lines.append(f"{column.label:<20} {bars(values):<{WIDTH}} {said}")
-    lines += evaluations(watched.recorder)
     if parts := split(rows):
         whole = milliseconds(sum(parts.values()))
         said = ", ".join(f"{label} {milliseconds(value)}" for label, value in parts.items())
@@ -79,19 +78,6 @@ def progress(watched: Watched) -> str:
         if not math.isnan(value):
             parts.append(with_unit(value, COLUMNS[INDEX[name]]))
     return " · ".join(parts)
-
-
-def evaluations(recorder: Recorder) -> list[str]:
-    """The evaluation before and after, as a line; none where nothing was evaluated."""
-    events = recorder.events("eval")
-    if not events:
-        return []
-    parts = []
-    for name, form in (("loss", number), ("accuracy", percent)):
-        values = [event.values[name] for event in events if name in event.values]
-        if values:
-            parts.append(f"{name} {form(values[0])} → {form(values[-1])}")
-    return [f"evaluation: {', '.join(parts)}"] if parts else []
 
 
 def known_columns(chart: str, rows: Rows) -> list[Column]:
@@ -143,11 +129,6 @@ def exponent(value: float) -> str:
     """0.00005 is 5e-5."""
     mantissa, _, power = f"{value:.2e}".partition("e")
     return f"{float(mantissa):g}e{int(power)}" if value else "0"
-
-
-def percent(share: float) -> str:
-    """0.805 is 80.5 %."""
-    return f"{100 * share:.1f} %"
 
 
 def memory(size_bytes: float) -> str:

@@ -53,15 +53,19 @@ def page(chromium: Browser) -> Iterator[Page]:
 @pytest.fixture
 def notebook(
     lab: Lab, page: Page, request: pytest.FixtureRequest
-) -> Callable[[Sequence[str]], Notebook]:
-    """Writes a notebook of these cells and opens it."""
+) -> Iterator[Callable[[Sequence[str]], Notebook]]:
+    """Writes a notebook of these cells and opens it; its kernel ends with the test."""
+    books: list[Notebook] = []
 
     def opened(cells: Sequence[str]) -> Notebook:
         name = f"{request.node.name}.ipynb"
         write_notebook(lab.root / name, cells)
-        return Notebook(page, lab, name)
+        books.append(Notebook(page, lab, name))
+        return books[-1]
 
-    return opened
+    yield opened
+    for book in books:
+        book.close()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -40,14 +40,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
 }
-OPEN = """path => {
+OPENED = """path => {
     const app = window.jupyterapp;
     if (!app) return false;
     const panel = [...app.shell.widgets('main')].find(w => w.context?.path === path);
     if (!panel || !panel.context.isReady || !panel.isVisible) return false;
     window.panel = panel;
-    return panel.sessionContext.session?.kernel?.status === 'idle';
+    return panel.sessionContext.session?.kernel?.connectionStatus === 'connected';
 }"""
+IDLE = "() => window.panel.sessionContext.session.kernel.status === 'idle'"
 OUTPUTS = """() => window.panel.content.widgets
     .filter(cell => cell.model.type === 'code').map(cell => cell.model.outputs.toJSON())"""
 
@@ -110,7 +111,7 @@ class Lab:
         return f"{self._url}/lab/workspaces/{secrets.token_hex(4)}/tree/{path}?token={self._token}"
 
     def _open_log(self) -> IO[bytes]:
-        return open(self._folder / "lab.log", "wb")  # noqa: SIM115 - closed with the server
+        return open(self._folder / "lab.log", "wb")
 
     def _environment(self) -> dict[str, str]:
         folders = {
@@ -149,9 +150,11 @@ class Notebook:
 
     def __init__(self, page: Page, lab: Lab, path: str) -> None:
         self.page = page
+        self._path = path
         self._file = lab.root / path
         page.goto(lab.address(path))
-        page.wait_for_function(OPEN, arg=path, timeout=60_000)
+        page.wait_for_function(OPENED, arg=path, timeout=60_000)
+        page.wait_for_function(IDLE)
 
     def start(self) -> None:
         """Runs all cells; does not wait for them."""
@@ -160,8 +163,27 @@ class Notebook:
     def run(self) -> None:
         """Runs all cells and waits for them; AssertionError shows what one raised."""
         self._command("notebook:run-all-cells")
+        self.check()
+
+    def check(self) -> None:
+        """AssertionError shows what a cell has raised so far."""
         raised = [o for cell in self.outputs() for o in cell if o["output_type"] == "error"]
         assert not raised, "\n".join(f"{o['ename']}: {o['evalue']}" for o in raised)
+
+    def view(self) -> Locator:
+        """The charts on the page, once all four are drawn; AssertionError when a cell raised."""
+        self.page.wait_for_function(
+            """() => document.querySelectorAll('.ortlab-run canvas').length === 4
+                || document.querySelector('[data-mime-type="application/vnd.jupyter.stderr"]')"""
+        )
+        self.check()
+        return self.page.locator(".ortlab-run")
+
+    def reload(self) -> None:
+        """The page forgets everything and opens the saved notebook again; the kernel goes on."""
+        self.save()
+        self.page.reload()
+        self.page.wait_for_function(OPENED, arg=self._path, timeout=60_000)
 
     def run_next(self, code: str) -> None:
         """Appends a cell with this code and runs it; does not wait for it."""
@@ -194,6 +216,11 @@ class Notebook:
     def theme(self, name: str) -> None:
         """Switches JupyterLab's theme as its menu does."""
         self._command("apputils:change-theme", {"theme": name})
+
+    def close(self) -> None:
+        """Ends the kernel; in the light, whatever the theme was."""
+        self.theme("JupyterLab Light")
+        self.page.evaluate("() => window.panel.sessionContext.shutdown()")
 
     def _command(self, name: str, options: Any = None, *, wait: bool = True) -> None:
         # Commands act on the panel in front, so this one is put there in the same tick.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ortlab.telemetry import SAMPLER, Event, Recorder, Sample, State, Status
+from ortlab.memory import SAMPLER, Memory
+from ortlab.telemetry import Event, Recorder, Sample, State, Status
 
 
 class Practice:
@@ -72,7 +73,7 @@ class Practice:
         left = None
         if self._steps and self._step and not self.over():
             left = elapsed / self._step * (self._steps - self._step)
-        lines = ("self-check passed in 0.4 s: outputs and gradients agree with eager torch",)
+        lines = tuple(event.text for event in self.recorder.events("eval"))[-1:]
         return Status(
             self._state, self._step, self._steps, elapsed, left, self._badges, lines, self._error
         )
@@ -97,7 +98,9 @@ class Practice:
                 bias -= lr * 2 * float(error.mean())
                 self._stop.wait(self._step_s)  # what a real step would take
                 self._step += 1
-                self._record(float((error**2).mean()), lr, time.perf_counter() - began, meter.take())
+                self._record(
+                    float((error**2).mean()), lr, time.perf_counter() - began, meter.take()
+                )
                 if self._step == self._fail_at:
                     raise ValueError(f"<b>step {self._step}</b>: the loss is not a number")
             self._state = "stopped" if self._stop.is_set() else "finished"
@@ -109,7 +112,7 @@ class Practice:
             self.recorder.close()
             self._over.set()
 
-    def _record(self, loss: float, lr: float, took_s: float, memory: object) -> None:
+    def _record(self, loss: float, lr: float, took_s: float, memory: Memory) -> None:
         time_s = time.monotonic() - self._began
         self.recorder.add(
             Sample(
@@ -125,10 +128,12 @@ class Practice:
                 forward_ms=320 * took_s,
                 backward_ms=510 * took_s,
                 optimizer_ms=100 * took_s,
-                rss_bytes=memory.rss_bytes,  # type: ignore[attr-defined]
-                peak_bytes=memory.peak_bytes,  # type: ignore[attr-defined]
+                rss_bytes=memory.rss_bytes,
+                peak_bytes=memory.peak_bytes,
             )
         )
         if self._step % 50 == 1:
             values = {"loss": loss * 1.1, "accuracy": 1 - 0.5**self._step}
-            self.recorder.event(Event("eval", self._step, time_s, "", values))
+            self.recorder.event(
+                Event("eval", self._step, time_s, f"held out at step {self._step}", values)
+            )

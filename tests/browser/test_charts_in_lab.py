@@ -33,13 +33,6 @@ REACTION_S = 1.0 + STEP_S  # what a click may take: a second and the step in fli
 LONG = f"steps=3000, step_s={STEP_S}, title='line fit'"
 
 
-def shown(page: Page) -> Locator:
-    """The view, once its four charts are drawn."""
-    run = page.locator(".ortlab-run").first
-    expect(run.locator("canvas")).to_have_count(4, timeout=20_000)
-    return run
-
-
 def step_of(run: Locator) -> int:
     """The step that the page shows."""
     words = run.locator(".ortlab-numbers").inner_text().split()
@@ -58,12 +51,11 @@ def wait_for_step(page: Page, step: int) -> None:
 def test_points_grow_while_the_cell_waits(notebook: Opens, page: Page, screenshot: Takes) -> None:
     book = notebook([START.format(options="steps=3000, title='line fit'"), WAIT])
     book.start()
-    run = shown(page)
+    run = book.view()
     expect(run.locator(".ortlab-state")).to_have_text("running")
     grown = "n => Number(document.querySelector('.ortlab-chart').dataset.points) > n + 10"
     for _ in range(3):
-        points = int(run.locator(".ortlab-chart").first.get_attribute("data-points") or 0)
-        page.wait_for_function(grown, arg=points)
+        page.wait_for_function(grown, arg=points(run))
     assert page.locator(".ortlab-value", has_text="tokens").count() == 0  # its label says it
     screenshot("live-light")
 
@@ -71,7 +63,7 @@ def test_points_grow_while_the_cell_waits(notebook: Opens, page: Page, screensho
 def test_a_click_pauses_and_another_goes_on(notebook: Opens, page: Page, screenshot: Takes) -> None:
     book = notebook([START.format(options=LONG), WAIT])
     book.start()
-    run = shown(page)
+    run = book.view()
     wait_for_step(page, 3)
     clicked = time.monotonic()
     run.get_by_role("button", name="Pause").click()
@@ -92,7 +84,7 @@ def test_a_click_stops_and_the_picture_is_saved(
 ) -> None:
     book = notebook([START.format(options=LONG), WAIT])
     book.start()
-    run = shown(page)
+    run = book.view()
     wait_for_step(page, 3)
     clicked = time.monotonic()
     run.get_by_role("button", name="Stop").click()
@@ -114,7 +106,7 @@ def test_a_click_stops_and_the_picture_is_saved(
 def test_buttons_work_from_the_keyboard(notebook: Opens, page: Page) -> None:
     book = notebook([START.format(options=LONG), WAIT])
     book.start()
-    run = shown(page)
+    run = book.view()
     wait_for_step(page, 2)
     run.get_by_role("button", name="Pause").focus()
     page.keyboard.press("Space")
@@ -130,7 +122,7 @@ def test_dark_theme(notebook: Opens, page: Page, screenshot: Takes) -> None:
     options = "steps=3000, title='line fit', badges=('fallback: torch',)"
     book = notebook([START.format(options=options)])
     book.start()
-    run = shown(page)
+    run = book.view()
     light = axis_colour(run)
     book.theme("JupyterLab Dark")
     page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
@@ -145,8 +137,11 @@ def test_dark_theme(notebook: Opens, page: Page, screenshot: Takes) -> None:
 
 def axis_colour(run: Locator) -> tuple[int, int, int]:
     """The most opaque colour in the lower left corner of a chart, where tick labels are."""
-    red, green, blue = run.locator("canvas").nth(2).evaluate(
-        """canvas => {
+    red, green, blue = (
+        run.locator("canvas")
+        .nth(2)
+        .evaluate(
+            """canvas => {
             const { width, height } = canvas, ratio = devicePixelRatio;
             const strip = canvas.getContext('2d').getImageData(0, 0, 40 * ratio, height).data;
             let best = [0, 0, 0, 0];
@@ -154,19 +149,31 @@ def axis_colour(run: Locator) -> tuple[int, int, int]:
                 if (strip[i + 3] > best[3]) best = [...strip.slice(i, i + 4)];
             return best.slice(0, 3);
         }"""
+        )
     )
     return red, green, blue
 
 
+def points(run: Locator) -> int:
+    """The rows that a view has."""
+    return int(run.locator(".ortlab-chart").first.get_attribute("data-points") or 0)
+
+
 def test_a_late_view_gets_the_whole(notebook: Opens, page: Page) -> None:
-    book = notebook([START.format(options="steps=3000"), WAIT])
+    book = notebook([START.format(options="steps=3000")])
     book.start()
-    shown(page)
+    book.view()
     wait_for_step(page, 150)
-    page.reload()  # a page that has seen nothing, the kernel goes on
-    run = shown(page)
-    wait_for_step(page, 160)
-    assert int(run.locator(".ortlab-chart").first.get_attribute("data-points") or 0) >= 150
+    book.run_next("charts.show(run)")
+    late = page.locator(".ortlab-run").nth(1)
+    expect(late.locator("canvas")).to_have_count(4)
+    assert points(late) >= 150
+    # A page that has seen nothing, while the kernel goes on.
+    book.reload()
+    expect(page.locator(".ortlab-run canvas")).to_have_count(8, timeout=20_000)
+    for run in page.locator(".ortlab-run").all():
+        assert points(run) >= 150
+        assert step_of(run) >= 150
 
 
 def test_charts_of_a_finished_run_come_back(notebook: Opens, page: Page) -> None:
@@ -174,7 +181,7 @@ def test_charts_of_a_finished_run_come_back(notebook: Opens, page: Page) -> None
     book.run()
     assert page.locator(".ortlab-run").count() == 0
     book.run_next("charts.view(run)")
-    run = shown(page)
+    run = book.view()
     expect(run.locator(".ortlab-state")).to_have_text("finished")
     expect(run.get_by_role("button")).to_have_count(0)
     assert run.locator(".ortlab-chart").first.get_attribute("data-points") == "60"
@@ -184,7 +191,7 @@ def test_a_failure_is_shown_as_it_is(notebook: Opens, page: Page, screenshot: Ta
     book = notebook([START.format(options="steps=600, fail_at=40, title='<i>x</i>'"), WAIT])
     book.run()
     book.run_next("charts.view(run)")
-    run = shown(page)
+    run = book.view()
     error = run.get_by_role("alert")
     expect(error).to_have_text("ValueError: <b>step 40</b>: the loss is not a number")
     expect(run.locator(".ortlab-title")).to_have_text("<i>x</i>")
@@ -199,11 +206,14 @@ def test_nothing_is_cut_off_on_a_narrow_page(
     options = "steps=3000, interactive=False, badges=('fallback: torch', 'self-check off')"
     book = notebook([START.format(options=options)])
     book.start()
-    run = shown(page)
+    run = book.view()
     wait_for_step(page, 40)
-    expect(run.get_by_text("stop: the notebook’s ■ button")).to_be_visible()
-    assert run.evaluate(
-        """run => [...run.querySelectorAll('*')].filter(e => e.scrollWidth > e.clientWidth + 1
+    expect(run.get_by_text("■ button")).to_be_visible()
+    assert (
+        run.evaluate(
+            """run => [...run.querySelectorAll('*')].filter(e => e.scrollWidth > e.clientWidth + 1
             && e.clientWidth > 0 && !e.closest('.uplot')).map(e => e.className)"""
-    ) == []
+        )
+        == []
+    )
     screenshot("narrow")

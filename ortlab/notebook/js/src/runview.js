@@ -3,8 +3,8 @@
 // The kernel sends one custom message an update. Its JSON part:
 //   p  [message number, state, step, total steps or null, seconds so far, seconds left or null]
 //   m  which columns the buffer's rows have, as bits; absent when there are no new rows
-//   e  [[step, loss, accuracy], ...] new evaluation results
-//   i  {badges, lines, error}, when they changed
+//   e  [[step, loss], ...] new evaluation results
+//   i  {title, badges, lines, error}, when one of them changed
 //   a  1: the rows and evaluations are the whole series, not an addition
 // and its buffer: float32, row by row. "hello" asks for the whole.
 import "uplot/dist/uPlot.min.css";
@@ -14,7 +14,6 @@ import { duration, milliseconds, number } from "./format.js";
 import { Series } from "./series.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
-const ACCURACY = 2; // where an evaluation row has it
 const SPLIT = [
   ["data_ms", "data"],
   ["forward_ms", "forward"],
@@ -28,7 +27,7 @@ class Store extends EventTarget {
     super();
     this.model = model;
     this.series = new Series(model.get("columns"));
-    this.info = { badges: [], lines: [], error: null };
+    this.info = { title: "", badges: [], lines: [], error: null };
     this.progress = null;
     this.asked = null; // what a click asked for, until the kernel's state says so
     this.whole = false;
@@ -80,7 +79,6 @@ class View {
   constructor(store, model, el) {
     this.store = store;
     this.interactive = model.get("interactive");
-    this.title = model.get("title");
     this.#build();
     el.append(this.root);
     this.request = () => (this.frame ??= requestAnimationFrame(() => this.#draw()));
@@ -98,25 +96,23 @@ class View {
   #build() {
     // JupyterLab must not take Enter and Space away from the buttons.
     this.root = make("section", "ortlab-run", {
-      "aria-label": `Run ${this.title}`,
       "data-lm-suppress-shortcuts": "true",
     });
     const head = make("div", "ortlab-head");
-    const title = make("span", "ortlab-title");
-    title.textContent = this.title;
+    this.title = make("span", "ortlab-title");
     this.state = make("span", "ortlab-state", { role: "status" });
     this.badges = make("span", "ortlab-badges");
     this.buttons = make("span", "ortlab-buttons");
-    head.append(title, this.state, this.badges, this.buttons);
+    head.append(this.title, this.state, this.badges, this.buttons);
     this.pause = make("button", "ortlab-button ortlab-pause", { type: "button" });
     this.stop = make("button", "ortlab-button ortlab-stop", { type: "button" });
     this.stop.textContent = "Stop";
     this.stop.title = "End the run after the step in flight; the weights so far are kept";
-    this.pause.addEventListener("click", () => {
+    onClick(this.pause, () => {
       const paused = this.store.progress?.state === "paused";
       this.store.ask(paused ? "resume" : "pause", paused ? "resuming…" : "pausing…");
     });
-    this.stop.addEventListener("click", () => this.store.ask("stop", "stopping…"));
+    onClick(this.stop, () => this.store.ask("stop", "stopping…"));
     if (this.interactive) this.buttons.append(this.pause, this.stop);
     else {
       this.buttons.className += " ortlab-hint";
@@ -154,8 +150,9 @@ class View {
     this.pause.textContent = state === "paused" ? "Resume" : "Pause";
     this.pause.title = state === "paused" ? "Go on training" : "Wait after the step in flight";
     this.buttons.hidden = over;
-    this.stop.disabled = state === "stopping" || asked?.shown === "stopping…";
-    this.pause.disabled = this.stop.disabled || state === "starting" || asked != null;
+    const stopping = state === "stopping" || asked?.shown === "stopping…";
+    this.stop.ariaDisabled = String(stopping);
+    this.pause.ariaDisabled = String(stopping || state === "starting" || asked != null);
     const percent = total ? Math.min(100, Math.round((100 * step) / total)) : null;
     this.bar.classList.toggle("ortlab-unknown", percent == null && !over);
     this.done.style.width = percent == null ? "100%" : `${(100 * step) / total}%`;
@@ -164,14 +161,14 @@ class View {
     const parts = [total ? `step ${number(step)} of ${number(total)} · ${percent} %` : `step ${number(step)}`];
     parts.push(over ? `took ${duration(elapsed)}` : `${duration(elapsed)} so far`);
     if (left != null && !over) parts.push(`${duration(left)} left`);
-    const accuracy = this.store.series.evaluations.at(-1)?.[ACCURACY];
-    if (accuracy != null) parts.push(`held-out accuracy ${(100 * accuracy).toFixed(1)} %`);
     setText(this.numbers, parts.join(" · "));
   }
 
   #drawInfo(info) {
     if (info === this.drawnInfo) return;
     this.drawnInfo = info;
+    this.title.textContent = info.title; // textContent always: these words come from the user
+    this.root.setAttribute("aria-label", `Run ${info.title}`);
     this.badges.replaceChildren(...info.badges.map((text) => {
       const badge = make("span", "ortlab-badge");
       if (text.startsWith("fallback")) badge.classList.add("ortlab-warn");
@@ -224,6 +221,11 @@ class View {
     this.charts.forEach((chart) => chart.destroy());
     this.root.remove();
   }
+}
+
+/** Not the attribute `disabled`: a button that is disabled loses the keyboard's focus. */
+function onClick(button, action) {
+  button.addEventListener("click", () => button.ariaDisabled !== "true" && action());
 }
 
 /** Writes only what changed, so that a screen reader hears a state once. */

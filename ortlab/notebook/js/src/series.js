@@ -18,7 +18,7 @@ export class Series {
 
   clear() {
     this.data = this.columns.map(() => []);
-    this.evaluations = []; // [step, loss, accuracy]
+    this.evaluations = []; // [step, loss]
   }
 
   get length() {
