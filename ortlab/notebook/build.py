@@ -88,9 +88,10 @@ def npm(command: list[str], arguments: list[str], folder: Path, abort: Any) -> N
         text=True,
     )
     if ended.returncode != 0:
-        said = [line for line in (ended.stderr + ended.stdout).splitlines() if "rror" in line]
+        marked = (line for line in ended.stderr.splitlines() if line.startswith("npm error"))
+        said = " ".join(line.removeprefix("npm error").strip() for line in marked)
         abort(
-            f"cannot build the charts: `npm {' '.join(arguments)}` in {SOURCES} failed: "
-            f"{said[0].strip() if said else f'exit status {ended.returncode}'}; check that the npm "
-            "registry can be reached, then install again"
+            f"cannot build the charts: `npm {arguments[0]}` in {SOURCES} failed: "
+            f"{said[:300] or f'exit status {ended.returncode}'}; "
+            "check that the npm registry can be reached, then install again"
         )
