@@ -227,6 +227,12 @@ def test_within_other_cell_magics(ip: Typist) -> None:
     assert [entry.names for entry in session.wrapped.entries] == [("model",), ("other",)]
 
 
+def test_comments_and_blank_lines_around_a_magic(ip: Typist) -> None:
+    ip("\n  %%ort net --engine compile  # the bigger one\n  net, other = Net(), Net()")
+    assert [entry.names for entry in session.wrapped.entries] == [("net",)]
+    assert "net" in ip("%ort      # table: name, engine asked for / used")
+
+
 def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
     ip("kind, name = 'compile', 'model'\n")
     ip("%%ort $name --engine {kind}\nmodel, other = Net(), Net()")
@@ -245,7 +251,7 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
             "choose from eager, compile, ort; did you mean 'ort'?",
         ),
         ("%%ort --self-check maybe\nbound = Net()", "--self-check takes on or off, not 'maybe'"),
-        ("%%ort 'net\nbound = Net()", '%ort wrap: No closing quotation in "\'net"'),
+        ("%%ort 'net\nbound = Net()", '%ort: No closing quotation in "\'net"'),
         ("%%ort", "%%ort is the first line of a cell that makes a model"),
         ("%%ort\n\n", "%%ort is the first line of a cell that makes a model"),
         ("%ort finetun net data", "did you mean 'finetune'?"),

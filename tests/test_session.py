@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -336,3 +337,80 @@ assert ortlab.last_run is None and ortlab.models and not heavy & set(sys.modules
 assert took < 0.3, took
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def data() -> Iterator[list[Any]]:
+    """Batches for `Net`; the runs that were started on them are ended afterwards."""
+    yield [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]
+    for run in ortlab.list_runs():
+        run.stop()
+        assert run.wait_over(60)
+
+
+def test_finetune_trains_the_user_s_model_in_place(settings: EngineSettings, data: Any) -> None:
+    for wrapped in (False, True):
+        model = Net()
+        before = model.head.weight.detach().clone()
+        given = ortlab.wrap(model, engine=settings.engine) if wrapped else model
+        options = {} if wrapped else {"engine": settings.engine}
+        run = ortlab.finetune(given, data, loss="cross_entropy", lr=0.1, **options)
+        assert ortlab.last_run is run
+        result = run.result(timeout=120)
+        assert (result.state, result.steps) == ("finished", 4)
+        assert run.engine_asked == run.engine_used == settings.engine
+        assert not torch.equal(before, model.head.weight)
+        assert ortlab.list_runs()[-1] is run
+        assert run.name in repr(ortlab.list_runs())
+    assert (run.folder / "checkpoints").is_dir()
+
+
+def test_the_engine_that_is_given_goes_before_the_wrapper_s(data: Any) -> None:
+    wrapper = ortlab.wrap(Net(), engine="compile", fallback=True)
+    run = ortlab.finetune(wrapper, data, loss="cross_entropy", engine="eager")
+    assert run.result(timeout=120).state == "finished"
+    assert (run.engine_asked, run.engine_used) == ("eager", "eager")
+    assert run.settings.fallback
+
+
+def test_a_loss_of_the_user_s_own(data: Any) -> None:
+    def far(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target) + 100
+
+    run = ortlab.finetune(Net(), data, loss=far, engine="eager")
+    assert run.result(timeout=60).final_loss > 99
+    assert run.settings.loss == "far"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (lambda net, data: (data, net), {}, "the first argument is a list, not a torch.nn.Module"),
+        (lambda net, data: (Net, data), {}, "the first argument is the class Net; make an inst"),
+        (lambda net, data: (nn.MSELoss(), data), {}, "cannot fine-tune this MSELoss: it has no"),
+        (lambda net, data: (net, data), {"loss": 3}, "loss is a int; give loss(output, target) or"),
+        (lambda net, data: (net, data), {"loss": "mes"}, "did you mean 'mse'?"),
+        (lambda net, data: (net, data), {"epoch": 3}, "did you mean 'epochs'?"),
+        (lambda net, data: (net, data), {"lr": 0.0}, "lr=0.0 must be above 0"),
+        (lambda net, data: (net, []), {}, "empty"),
+    ],
+)
+def test_what_finetune_refuses(
+    arguments: Any, options: dict[str, Any], message: str, data: Any
+) -> None:
+    runs = list(ortlab.list_runs())
+    net = Net()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ortlab.finetune(*arguments(net, data), **{"engine": "eager", **options})
+    assert list(ortlab.list_runs()) == runs
+
+
+def test_track_yields_the_batches_and_shows_itself(data: Any) -> None:
+    shown: list[object] = []
+    session = Session()
+    session.viewers.append(shown.append)
+    tracker = session.track(data, name="mine")
+    assert list(tracker) == data
+    assert shown == [tracker]
+    assert tracker.title == "mine"
+    assert list(ortlab.track(data)) == data

@@ -103,16 +103,12 @@ class Command:
         """How it is typed."""
         return _plain(self.parser.format_usage())
 
-    def read(self, line: str) -> Given | None:
-        """What `line` says; None when it asked for help, which is printed.
+    def read(self, words: list[str]) -> Given | None:
+        """What `words` say; None when they ask for help, which is printed.
 
         UsageError, offering the nearest, for what the command does not know.
         """
-        try:
-            words = shlex.split(line)
-        except ValueError as error:
-            raise UsageError(f"%ort {self.name}: {error} in {line!r}") from None
-        if asks_for_help(line):
+        if any(word in HELP for word in words):
             print(self.help)
             return None
         known, unknown = self.parser.parse_known_args(words)
@@ -227,6 +223,14 @@ COMMANDS = {
         Command("doctor", "Check what this machine has, what it lacks and how to mend it."),
     )
 }
+
+
+def split(line: str) -> list[str]:
+    """The words of a magic's line, quotes honoured and a comment left out."""
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError as error:
+        raise UsageError(f"%ort: {error} in {line!r}") from None
 
 
 def asks_for_help(line: str) -> bool:

@@ -15,7 +15,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from ortlab.notebook import cells, completion
-from ortlab.notebook.commands import COMMANDS, WRAP, Given, command_called, overview
+from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
 from ortlab.session import session
 from ortlab.settings import EngineSettings, unknown_name
 from ortlab.tables import Column, Table
@@ -55,10 +55,11 @@ class OrtMagics(Magics):
     def ort(self, line: str, cell: str | None = None) -> object:
         if cell is not None:
             return self._run_cell(line, cell)
-        name, _, rest = line.strip().partition(" ")
-        if not name:
+        words = split(line)
+        if not words:
             return session.wrapped.table()
-        if name in ("--help", "-h"):
+        name, *rest = words
+        if name in HELP:
             print(overview())
             return None
         self._check_command(name)
@@ -74,7 +75,7 @@ class OrtMagics(Magics):
     def begin(self, number: int, line: str, has_body: bool) -> None:
         """Called before the body of a ``%%ort`` cell; see `cells`."""
         line = self._ip.var_expand(line, depth=1)  # type: ignore[no-untyped-call]
-        given = WRAP.read(line)
+        given = WRAP.read(split(line))
         if given is None:
             return
         if not has_body:
@@ -338,7 +339,7 @@ def _has_front_end(shell: InteractiveShell) -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-_extensions: weakref.WeakKeyDictionary[InteractiveShell, Extension] = weakref.WeakKeyDictionary()
+_extensions: dict[InteractiveShell, Extension] = {}
 
 
 def load(shell: InteractiveShell) -> None:

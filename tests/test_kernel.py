@@ -1,0 +1,163 @@
+"""The magics in a real kernel: what a front end gets to see of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.manager import start_new_kernel
+
+PRELUDE = """
+%load_ext ortlab
+import asyncio, ortlab, torch
+from torch import nn
+data = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]
+"""
+
+
+@dataclass
+class Cell:
+    """A cell's reply and its outputs, in order: message type and content."""
+
+    reply: dict[str, Any]
+    outputs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The data of every display and of the value."""
+        kinds = ("display_data", "execute_result")
+        return [content["data"] for kind, content in self.outputs if kind in kinds]
+
+    @property
+    def text(self) -> str:
+        return "".join(content["text"] for kind, content in self.outputs if kind == "stream")
+
+
+class Kernel:
+    def __init__(self, client: BlockingKernelClient) -> None:
+        self.client = client
+
+    def run(self, code: str) -> Cell:
+        outputs: list[tuple[str, dict[str, Any]]] = []
+        reply = self.client.execute_interactive(
+            code,
+            timeout=120,
+            store_history=True,
+            output_hook=lambda message: outputs.append((message["msg_type"], message["content"])),
+        )
+        return Cell(reply["content"], outputs)
+
+    def __call__(self, code: str) -> Cell:
+        cell = self.run(code)
+        assert cell.reply["status"] == "ok", cell
+        return cell
+
+    def complete(self, code: str) -> list[str]:
+        answer = self.client.complete(code, len(code), reply=True, timeout=60)
+        content: dict[str, Any] = answer["content"]
+        assert content["cursor_end"] == len(code)
+        matches: list[str] = content["matches"]
+        return [code[: content["cursor_start"]] + match for match in matches]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Kernel]:
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        yield Kernel(client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(process: Kernel) -> Kernel:
+    """One kernel for all tests, with the extension loaded and the names that they use."""
+    process(PRELUDE)
+    return process
+
+
+def test_a_cell_that_awaits_is_wrapped_at_its_end(kernel: Kernel) -> None:
+    cell = kernel(
+        "%%ort --engine compile\nawait asyncio.sleep(0.01)\nmodel = nn.Linear(4, 2)\n"
+        "await asyncio.sleep(0.01, 'value')"
+    )
+    assert cell.text == "model runs on engine 'compile'\n"
+    assert [data["text/plain"] for data in cell.shown] == ["'value'"]
+
+
+def test_an_error_in_one_line_fails_the_cell(kernel: Kernel) -> None:
+    """So that running all cells stops there."""
+    cell = kernel.run("%%ort --engine orc\nmodel = nn.Linear(4, 2)")
+    assert cell.reply["status"] == "error"
+    assert cell.reply["ename"] == "UsageError"
+    assert [kind for kind, _ in cell.outputs if kind == "error"] == []
+    assert "did you mean 'ort'?" in cell.text
+
+
+def test_a_cell_that_raises_shows_its_traceback_once(kernel: Kernel) -> None:
+    cell = kernel.run("%%ort --engine compile\nmodel = nn.Linear(4, 2)\n1 / 0")
+    assert cell.reply["status"] == "error"
+    assert [content["ename"] for kind, content in cell.outputs if kind == "error"] == [
+        "ZeroDivisionError"
+    ]
+
+
+def test_the_table_is_rich(kernel: Kernel) -> None:
+    kernel("%%ort --engine eager\nmodel = nn.Linear(4, 2)\ncriterion = nn.MSELoss()")
+    (data,) = kernel("%ort").shown
+    assert "<td>model</td>" in data["text/html"]
+    assert "var(--jp-" in data["text/html"]
+    assert "left as it is: criterion" in data["text/html"]
+    assert "left as it is: criterion" in data["text/plain"]
+    (data,) = kernel("%ort doctor").shown
+    assert "onnxruntime-training" in data["text/html"]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "%ort finetune net data --loss cross_entropy --engine eager",
+        "ortlab.finetune(net, data, loss='cross_entropy', engine='eager')",
+        "run = %ort finetune net data --loss cross_entropy --engine eager\nrun",
+        "run = %ort finetune net data --loss cross_entropy --engine eager",
+    ],
+)
+def test_a_run_is_shown_once_by_its_cell_and_again_when_asked_for(
+    kernel: Kernel, start: str
+) -> None:
+    kernel("net = nn.Linear(4, 2)")
+    (first,) = kernel(start).shown
+    assert first.keys() & {"application/vnd.jupyter.widget-view+json", "image/png"}
+    kernel("await ortlab.last_run")
+    (again,) = kernel("ortlab.last_run").shown
+    assert "image/png" in again
+
+
+def test_tab(kernel: Kernel) -> None:
+    kernel("net = nn.Linear(4, 2); train_data = data")
+    assert kernel.complete("%ort fine") == ["%ort finetune"]
+    assert kernel.complete("%ort finetune net train_") == ["%ort finetune net train_data"]
+    assert kernel.complete("%%ort --engine e") == ["%%ort --engine eager"]
+    assert kernel.complete("x = 1\nrun = %ort finetune ne") == ["x = 1\nrun = %ort finetune net"]
+
+
+def test_a_reset_kernel_still_knows_the_magics(kernel: Kernel) -> None:
+    kernel("%reset -f")
+    kernel("from torch import nn")
+    assert "model runs on" in kernel("%%ort --engine compile\nmodel = nn.Linear(4, 2)").text
+    assert "<td>model</td>" in kernel("%ort").shown[0]["text/html"]
+
+
+def test_unloading_gives_back_how_runs_are_shown(kernel: Kernel) -> None:
+    kernel(
+        "net = nn.Linear(4, 2)\nrun = %ort finetune net data --loss cross_entropy --engine eager"
+    )
+    kernel("%unload_ext ortlab")
+    cell = kernel("run")
+    assert [list(data) for data in cell.shown] == [["text/plain"]]
+    assert "Run run-" in cell.shown[0]["text/plain"]
+    assert "not found" in kernel.run("%ort").text
