@@ -30,8 +30,8 @@ class OrtUnavailable(RuntimeError):
 class Ort:
     """What engines need of ONNX Runtime's training package, patched and ready.
 
-    The classes and enumerations are ORT's own. ``set_seed`` restarts the generator of ORT's dropout,
-    which torch's seeds do not reach.
+    The classes and enumerations are ORT's own. ``set_seed`` restarts the generator of ORT's
+    dropout, which torch's seeds do not reach.
     """
 
     ORTModule: Any
@@ -48,7 +48,7 @@ _lock = threading.Lock()
 
 
 def unavailable() -> str | None:
-    """Why ORTModule cannot run here and what to do; None when it can. Imports and builds nothing."""
+    """Why ORTModule cannot run here and what to do; None when it can. Cheap: imports nothing."""
     from ortlab.compat import doctor
 
     finding = doctor.obstacle()

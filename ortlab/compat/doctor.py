@@ -317,7 +317,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _cuda,
     _cuda_provider,
     lambda: _package("jupyterlab", "the notebooks' home", (4, 2)),
-    lambda: _package("ipykernel", "7.3 is the first whose buttons work while a run is awaited", (7, 3)),
+    lambda: _package("ipykernel", "buttons that work while a run is awaited", (7, 3)),
     lambda: _package("ipywidgets", "the live charts and buttons", (8, 1)),
     lambda: _package("anywidget", "the live charts and buttons", (0, 9)),
     _bundle,

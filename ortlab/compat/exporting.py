@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ortlab.compat.failures import Node
 
 EXPORT = threading.RLock()
 """Held during an export."""
@@ -51,12 +55,59 @@ def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
         kwargs["training"] = TrainingMode.PRESERVE
         with _functions_refused():
             try:
-                return export(*args, **kwargs)
+                result = export(*args, **kwargs)
             except Exception as error:
                 failures.attach(error)
                 raise
+        model, inputs, _file = args
+        _verbose.again = lambda: _nodes(export, model, inputs, kwargs)
+        return result
 
     return export_module
+
+
+class _Verbose:
+    """How to make the last export again, with the stack of every node: for a failure only."""
+
+    again: Callable[[], list[Node]] | None = None
+
+
+_verbose = _Verbose()
+
+
+def _nodes(export: Callable[..., Any], model: Any, inputs: Any, options: Any) -> list[Node]:
+    import onnx
+
+    from ortlab.compat.failures import Node
+
+    file = io.BytesIO()
+    with streams_suppressed(), _undisturbed(model):
+        export(model, inputs, file, **{**options, "verbose": True})
+    graph = onnx.load_model_from_string(file.getvalue()).graph
+    return [Node(node.name, node.op_type, node.doc_string) for node in graph.node]
+
+
+def located(build: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that makes ORT's graph or session of an export, whose failures name the line.
+
+    ORT names a node or an operator only. Where in the model that is, a second export tells.
+    """
+
+    @functools.wraps(build)
+    def build_or_locate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from ortlab.compat import failures
+
+        again, _verbose.again = _verbose.again, None  # it holds the model and a batch
+        try:
+            result = build(self, *args, **kwargs)
+        except Exception as error:
+            failures.attach_nodes(error, again() if again is not None else ())
+            raise
+        if build.__name__ == "_build_graph":  # the session is still to come
+            _verbose.again = again
+        return result
+
+    return build_or_locate
 
 
 @contextlib.contextmanager
@@ -73,38 +124,46 @@ def _functions_refused() -> Iterator[None]:
             raise FunctionRefused(name)
         return original.__get__(None, cls)(*args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    function: Any = Function
+    function.apply = classmethod(apply)
     try:
         yield
     finally:
-        Function.apply = original
+        function.apply = original
 
 
 def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
     """GraphTransitionManager._export_model that leaves buffers and random numbers as they were.
 
-    And without the warnings of the exporter and of what it imports. The tracer runs forward in training mode: without this, BatchNorm counts it as a step. ORT puts
-    the random states back itself, but not after a failure.
+    The tracer runs forward in training mode: without this, BatchNorm counts it as a step. ORT puts
+    the random states back itself, but not after a failure. What the exporter and its imports warn
+    of is no news to the user.
     """
 
     @functools.wraps(export_model)
     def export_and_restore(*, flattened_module: Any, **kwargs: Any) -> Any:
-        import torch
-        from onnxruntime.training.ortmodule import _utils
-
-        with EXPORT, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            states = _utils.get_random_states()
-            before = [(b, b.detach().clone()) for b in flattened_module.buffers()]
-            try:
-                return export_model(flattened_module=flattened_module, **kwargs)
-            finally:
-                with torch.no_grad():
-                    for buffer, value in before:
-                        buffer.copy_(value)
-                _utils.set_random_states(states)
+        with _undisturbed(flattened_module):
+            return export_model(flattened_module=flattened_module, **kwargs)
 
     return export_and_restore
+
+
+@contextlib.contextmanager
+def _undisturbed(module: Any) -> Iterator[None]:
+    import torch
+    from onnxruntime.training.ortmodule import _utils
+
+    with EXPORT, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        states = _utils.get_random_states()
+        before = [(b, b.detach().clone()) for b in module.buffers()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)
+            _utils.set_random_states(states)
 
 
 def wrap_untouched(init: Callable[..., None]) -> Callable[..., None]:
@@ -114,7 +173,7 @@ def wrap_untouched(init: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(init)
-    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    def wrap(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         modes = [(part, part.training) for part in module.modules()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -122,11 +181,11 @@ def wrap_untouched(init: Callable[..., None]) -> Callable[..., None]:
         for part, training in modes:
             part.training = training
 
-    return __init__
+    return wrap
 
 
 @contextlib.contextmanager
-def streams_suppressed(enable: bool = True, on_exit: object = None) -> Iterator[None]:
+def streams_suppressed(enable: bool = True, **_log: object) -> Iterator[None]:
     """What C++ code writes to the process's standard streams is dropped.
 
     ORT's own form asks sys.stdout for its descriptor, which in a notebook is another one than

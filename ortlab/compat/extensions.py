@@ -125,8 +125,8 @@ def built() -> bool:
 def build(on_progress: Progress | None = None) -> list[Path]:
     """Builds what is missing in the cache and returns where the libraries lie.
 
-    Safe while other processes do the same. Raises OrtUnavailable when it cannot be done; torch's GPU
-    allocator is an extra and skipped where the CUDA headers are missing.
+    Safe while other processes do the same. Raises OrtUnavailable when it cannot be done; torch's
+    GPU allocator is an extra and skipped where the CUDA headers are missing.
     """
     paths = [_build(ATEN, on_progress)]
     if GPU_ALLOCATOR in wanted():
@@ -136,7 +136,7 @@ def build(on_progress: Progress | None = None) -> list[Path]:
 
 
 def load(on_progress: Progress | None = None) -> dict[str, dict[str, int]]:
-    """Builds what is missing, loads it, and returns the addresses: extension -> function -> address.
+    """Builds what is missing, loads it, returns addresses: extension -> function -> address.
 
     Imports torch, whose libraries the extensions use.
     """
@@ -167,6 +167,7 @@ def _build(extension: Extension, on_progress: Progress | None) -> Path:
     tell = on_progress or (lambda _line: None)
     path = extension.path()
     if path.exists():
+        _refuse_shared(path.parent)
         return path
     command = compiler()
     if command is None:
@@ -184,8 +185,18 @@ def _build(extension: Extension, on_progress: Progress | None) -> Path:
 
 
 def _prepare(folder: Path) -> None:
-    """Makes the cache folder, readable by its owner only: what lies there is loaded as code."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Makes the cache folder, its owner's alone."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OrtUnavailable(
+            f"no folder for ORT's torch extension: {error}", "Set XDG_CACHE_HOME to one of yours"
+        ) from error
+    _refuse_shared(folder)
+
+
+def _refuse_shared(folder: Path) -> None:
+    """What lies in `folder` is loaded as code: nobody else may have put it there."""
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise OrtUnavailable(

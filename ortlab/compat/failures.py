@@ -6,7 +6,7 @@ import linecache
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,26 +15,46 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Failure:
-    """What stopped an export or the graph made from it.
+    """What stopped an export, or the graph made from it.
 
-    ``operator`` is torch's or ONNX's name ("aten::fft_rfft", "Gather"), None when no operator is
-    to blame. ``source`` is the user's line, "file:line: code", None when it is not known.
+    ``operator`` is torch's or ONNX's name ("aten::fft_rfft", "CumSum") or that of an
+    autograd.Function, None when none is to blame. ``source`` is the user's line, "file:line: code",
+    ``module`` the submodule, "encoder.layer.0"; None where they are not known.
     """
 
     operator: str | None
     source: str | None
+    module: str | None
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.reason} (at {self.source})" if self.source else self.reason
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.reason}{where}" + (f" ({self.source})" if self.source else "")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of an exported graph, with the stack of its making: the exporter's verbose form."""
+
+    name: str
+    operator: str
+    stack: str
 
 
 _ATTRIBUTE = "_ortlab_failure"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_OURS = Path(__file__).resolve().parents[1]
+_EXPORTING = Path(__file__).with_name("exporting.py")
 _LIBRARIES = tuple(
     Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")
 )
+_ENTRY = "/onnxruntime/training/ortmodule/_io.py"
+"""Where ORT calls the model's forward; what lies outside of it is not the model."""
+_TEXTS = (
+    (r"Could not find an implementation for (\w+)\(\d+\)", "ORT has no kernel for {}"),
+    (r"gradient builder has not been registered: (\w+)", "ORT has no gradient for {}"),
+)
+"""What ORT's C++ code says of an operator, and what it means."""
+_NODE_NAME = re.compile(r"(?:name '|Name:'|Node \()(/[^')]+)")
 
 
 def explain(error: BaseException) -> Failure:
@@ -44,12 +64,21 @@ def explain(error: BaseException) -> Failure:
         attached = getattr(link, _ATTRIBUTE, None)
         if isinstance(attached, Failure):
             return attached
-    return _from_text(chain[-1])
+    frames = _frames(chain[-1])
+    inside = [i for i, (file, _) in enumerate(frames) if file.endswith(_ENTRY)]
+    if inside:  # the model's forward raised before it was exported: ORT runs it once to see
+        return Failure(None, _line(frames[inside[-1] :]), None, _reason(chain[-1], None))
+    return _from_text(chain[-1], ())
 
 
 def attach(error: BaseException) -> None:
     """Keeps on `error` what only its traceback's frames know: the node that the exporter was at."""
     setattr(error, _ATTRIBUTE, _from_traceback(error))
+
+
+def attach_nodes(error: BaseException, nodes: Sequence[Node]) -> None:
+    """Keeps on `error`, which ORT raised over a graph, where the nodes of that graph come from."""
+    setattr(error, _ATTRIBUTE, _from_text(error, nodes))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -63,15 +92,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _from_traceback(error: BaseException) -> Failure:
+    from ortlab.compat.exporting import FunctionRefused
+
     node = _node(error.__traceback__)
     if node is not None:
         operator = str(node.kind())
-        return Failure(operator, _user_line(node.sourceRange()), _reason(error, operator))
-    from ortlab.compat.exporting import FunctionRefused
+        scope = "/".join(part.rpartition("::")[2] for part in node.scopeName().split("/"))
+        reason = _reason(error, operator)
+        return Failure(operator, _line_of_stack(node.sourceRange()), _module(scope), reason)
+    function = error.name if isinstance(error, FunctionRefused) else None
+    return Failure(function, _line(_frames(error)), None, _reason(error, function))
 
-    operator_name = error.name if isinstance(error, FunctionRefused) else None
-    frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
-    return Failure(operator_name, _source(frames), _reason(error, operator_name))
+
+def _frames(error: BaseException) -> list[tuple[str, int]]:
+    """File and line of each frame of the traceback, outermost first."""
+    return [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
 
 
 def _node(trace: TracebackType | None) -> Any:
@@ -84,67 +119,84 @@ def _node(trace: TracebackType | None) -> Any:
     return found
 
 
-def _user_line(source_range: str) -> str | None:
-    """The innermost line of the user's in a TorchScript source range: "file(12): forward" lines."""
-    found = re.findall(r"^(.+)\((\d+)\): ", source_range, re.MULTILINE)
-    frames = [(file, int(line)) for file, line in found]
-    return _source(frames[::-1])  # the range lists the innermost first
+def _from_text(error: BaseException, nodes: Sequence[Node]) -> Failure:
+    """What ORT's C++ code has to say: it names operators and nodes in its text only."""
+    text = _COLOUR.sub("", str(error))
+    operator, reason = None, _first_line(text) or type(error).__name__
+    for pattern, meaning in _TEXTS:
+        found = re.search(pattern, text)
+        if found:
+            operator = found.group(1)
+            reason = meaning.format(operator)
+    name = _NODE_NAME.search(text)
+    at = next((node for node in nodes if name and node.name == name.group(1)), None)
+    if at is None and operator is not None:
+        at = next((node for node in nodes if node.operator == operator), None)
+    if at is not None:
+        return Failure(at.operator, _line_of_stack(at.stack), _module(_parent(at.name)), reason)
+    return Failure(operator, None, _module(_parent(name.group(1))) if name else None, reason)
 
 
-def _source(frames: list[tuple[str, int]]) -> str | None:
+def _parent(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _module(scope: str) -> str | None:
+    """"encoder.layer.0" of the exporter's "/_original_module/encoder/layer.0"."""
+    path: list[str] = []
+    for name in filter(None, scope.split("/")):
+        if path and name.startswith(path[-1] + "."):
+            path.pop()  # an item of a Sequential carries the name of the Sequential
+        path.append(name)
+    return ".".join(path).removeprefix("_original_module").strip(".") or None
+
+
+def _line_of_stack(stack: str) -> str | None:
+    """The user's line in a TorchScript source range: lines of "file(12): function"."""
+    inside = stack.partition(_ENTRY + "(")[0]
+    found = re.findall(r"^(?:## )?(.+)\((\d+)\): ", inside, re.MULTILINE)
+    return _line([(file, int(line)) for file, line in reversed(found)])  # the innermost comes first
+
+
+def _line(frames: Sequence[tuple[str, int]]) -> str | None:
     """The last of `frames`, outermost first, that is code of the user's: "file:line: code".
 
-    Where all is library code (a model of transformers), the last frame outside torch and ORT.
+    Where all is library code (a model of transformers), the last frame outside of torch and ORT.
     """
     inside = [f for f in frames if not _belongs_to(f[0], "torch", "onnxruntime")]
-    users = [f for f in inside if not _is_library(f[0])]
-    chosen = users or inside
+    chosen = [f for f in inside if not _is_library(f[0])] or inside
     if not chosen:
         return None
     file, line = chosen[-1]
     code = linecache.getline(file, line).strip()
-    return f"{file}:{line}: {code}" if code else f"{file}:{line}"
+    cell = "ipykernel_" in file  # a file that is nowhere but in the kernel's line cache
+    place = f"cell line {line}" if cell else f"{file}:{line}"
+    return f"{place}: {code}" if code else place
 
 
 def _belongs_to(file: str, *packages: str) -> bool:
     path = Path(file)
-    return _OURS in path.parents or any(
+    return path == _EXPORTING or any(
         root / package in path.parents for root in _LIBRARIES for package in packages
     )
 
 
 def _is_library(file: str) -> bool:
-    path = Path(file)
-    return file.startswith("<frozen") or any(root in path.parents for root in _LIBRARIES)
+    return file.startswith("<frozen") or any(root in Path(file).parents for root in _LIBRARIES)
 
 
 def _reason(error: BaseException, operator: str | None) -> str:
-    name = type(error).__name__
-    if name == "UnsupportedOperatorError":
+    if type(error).__name__ == "UnsupportedOperatorError":
         return f"torch's ONNX exporter has no rule for {operator}"
-    first = _first_line(str(error))
-    return first or name
-
-
-def _from_text(error: BaseException) -> Failure:
-    """What ORT's C++ code has to say: it names nodes and operators in its text only."""
-    text = _COLOUR.sub("", str(error))
-    kernel = re.search(r"Could not find an implementation for (\w+)\((\d+)\)", text)
-    if kernel:
-        operator = kernel.group(1)
-        return Failure(operator, None, f"ORT has no kernel for {operator} here")
-    gradient = re.search(r"The gradient builder has not been registered: (\w+)", text)
-    if gradient:
-        operator = gradient.group(1)
-        return Failure(operator, None, f"ORT has no gradient for {operator}")
-    node = re.search(r"Op \((\w+)\)", text) or re.search(r"Non-zero status code .* (\w+) node", text)
-    return Failure(node.group(1) if node else None, None, _first_line(text) or type(error).__name__)
+    return _first_line(str(error)) or type(error).__name__
 
 
 def _first_line(text: str) -> str:
-    """The first line that is no banner, cut to a readable length."""
+    """The first line that says something, without C++ signatures, cut to a readable length."""
     lines = (line.strip() for line in _COLOUR.sub("", text).splitlines())
     said = next((line for line in lines if line and not set(line) <= set("*=- ")), "")
-    said = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", said)
-    said = re.sub(r"^\S*/onnxruntime/\S+:\d+ \S.*?\) ", "", said)
+    said = re.sub(r"^/onnxruntime_src/.*?(?=\[ONNXRuntimeError\])", "", said)
+    said = re.sub(r"^/onnxruntime_src/\S+ .*\) (?:const )?", "", said)
+    said = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", said)
+    said = said.partition("  [Caused by the value ")[0]
     return said if len(said) <= 300 else said[:297] + "..."

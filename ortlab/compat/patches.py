@@ -1,17 +1,14 @@
 """What makes onnxruntime-training 1.19.2 import and run on today's torch: one row per symptom.
 
-Nothing here happens on import. `apply` runs once, when ORTModule is first asked for: the rows before
-the import, the import itself, the rows after it. A row changes modules of ORT, or adds names that
-torch has dropped; what torch or the user's own code sees otherwise stays as it was.
+Nothing here happens on import. `apply` runs once, when ORTModule is first asked for: the rows
+before the import, the import itself, the rows after it. A row changes modules of ORT, or adds names
+that torch has dropped; what torch and the user's own code see stays as it was.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib
-import io
 import logging
-import pickle
 import sys
 import types
 import warnings
@@ -19,11 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ortlab.compat import exporting, probes
+from ortlab.compat.probes import PACKAGE
+
 Addresses = Mapping[str, Mapping[str, int]]
 """What `extensions.load` gives: extension -> function -> address."""
 
-_PACKAGE = "onnxruntime.training.ortmodule"
-_EXTENSIONS = f"{_PACKAGE}.torch_cpp_extensions"
+_EXTENSIONS = f"{PACKAGE}.torch_cpp_extensions"
 _EXPORTER = "torch.onnx._internal.torchscript_exporter"
 MAX_IR, MAX_OPSET = 10, 21  # the newest that ORT 1.19.2 reads
 
@@ -64,7 +63,7 @@ def apply(addresses: Addresses, *, leave_out: str | None = None) -> None:
         for row in rows:
             if row.before_import:
                 row.apply(addresses)
-        importlib.import_module(_PACKAGE)
+        importlib.import_module(PACKAGE)
         for row in rows:
             if not row.before_import:
                 row.apply(addresses)
@@ -99,7 +98,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 class _View:
-    """A module seen with some of its names changed; `onnx` and `torch` themselves stay as they are."""
+    """A module seen with some of its names changed; the module itself stays as it is."""
 
     _ortlab = True
 
@@ -138,13 +137,6 @@ def _restore_exporter_names(_addresses: Addresses) -> None:
                     setattr(present, name, value)
 
 
-def _exporter_names_resolve() -> bool:
-    from torch.onnx import _globals, symbolic_opset9  # noqa: F401
-    from torch.onnx._internal import jit_utils, registration  # noqa: F401
-
-    return hasattr(symbolic_opset9, "_convolution")
-
-
 def _stand_in_for_extensions(addresses: Addresses) -> None:
     """ORT looks its extensions up as submodules of a package inside site-packages."""
     for extension, functions in addresses.items():
@@ -161,35 +153,19 @@ def _constant(value: int) -> Callable[[], int]:
     return lambda: value
 
 
-def _extensions_found() -> bool:
-    return f"{_EXTENSIONS}.aten_op_executor" in sys.modules
-
-
 def _interop_off(_addresses: Addresses) -> None:
     from onnxruntime.capi import _pybind_state
 
     _replace(_pybind_state, "is_torch_interop_default_on", lambda _original: lambda: False)
 
 
-def _interop_is_off() -> bool:
-    from onnxruntime.training.ortmodule._custom_autograd_function import (
-        custom_autograd_function_enabler,
-    )
-
-    return not custom_autograd_function_enabler.state
-
-
 # ---- after it is imported -----------------------------------------------------------------------
 
 
 def _extensions_present(addresses: Addresses) -> None:
-    package = importlib.import_module(_PACKAGE)
+    package = importlib.import_module(PACKAGE)
     if "aten_op_executor" in addresses:
         package._FALLBACK_INIT_EXCEPTION = None  # type: ignore[attr-defined]
-
-
-def _no_init_exception() -> bool:
-    return importlib.import_module(_PACKAGE)._FALLBACK_INIT_EXCEPTION is None
 
 
 def _give_torch_back(_addresses: Addresses) -> None:
@@ -199,28 +175,16 @@ def _give_torch_back(_addresses: Addresses) -> None:
     torch.manual_seed = torch.random.manual_seed
     torch.cuda.manual_seed = torch.cuda.random.manual_seed
     checkpoint = torch.utils.checkpoint.checkpoint
-    if checkpoint.__module__ == _PACKAGE:
-        original = importlib.import_module(_PACKAGE).original_torch_checkpoint
+    if checkpoint.__module__ == PACKAGE:
+        original = importlib.import_module(PACKAGE).original_torch_checkpoint
         torch.utils.checkpoint.checkpoint = original
-
-
-def _torch_is_its_own() -> bool:
-    import torch
-    import torch.utils.checkpoint
-
-    functions = (torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint)
-    return all(not function.__module__.startswith("onnxruntime") for function in functions)
 
 
 def _no_fallback(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _fallback
 
-    package: Any = importlib.import_module(_PACKAGE)
+    package: Any = importlib.import_module(PACKAGE)
     package.ORTMODULE_FALLBACK_POLICY = _fallback._FallbackPolicy.FALLBACK_DISABLE
-
-
-def _fallback_is_off() -> bool:
-    return bool(importlib.import_module(_PACKAGE).ORTMODULE_FALLBACK_POLICY.is_disabled())
 
 
 def _no_nvtx(_addresses: Addresses) -> None:
@@ -228,17 +192,6 @@ def _no_nvtx(_addresses: Addresses) -> None:
 
     for name in ("torch_nvtx_range_push", "torch_nvtx_range_pop"):
         _replace(torch_profile_utils, name, lambda _original: lambda *_message: None)
-
-
-def _nvtx_is_quiet() -> bool:
-    from onnxruntime.training.utils import torch_profile_utils
-
-    try:
-        torch_profile_utils.torch_nvtx_range_push("probe")
-        torch_profile_utils.torch_nvtx_range_pop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _device_names(_addresses: Addresses) -> None:
@@ -255,16 +208,6 @@ def _device_names(_addresses: Addresses) -> None:
     _replace(_utils, "get_device_str", make)
 
 
-def _cpu_has_a_name() -> bool:
-    import torch
-    from onnxruntime.training.ortmodule import _utils
-
-    try:
-        return {_utils.get_device_str(d) for d in ("cpu", torch.device("cpu"))} == {"cpu:0"}
-    except (RuntimeError, AssertionError):  # "Torch not compiled with CUDA enabled"
-        return False
-
-
 def _allocator_fields(addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
 
@@ -279,21 +222,6 @@ def _allocator_fields(addresses: Addresses) -> None:
         return _get_torch_gpu_allocator_function_addresses
 
     _replace(GraphExecutionManager, "_get_torch_gpu_allocator_function_addresses", make)
-
-
-def _copies_and_pickles() -> bool:
-    import torch
-
-    package = importlib.import_module(_PACKAGE)
-    quiet = package.DebugOptions(log_level=package.LogLevel.ERROR)
-    module = package.ORTModule(torch.nn.Linear(2, 2), quiet)
-    try:
-        twin = copy.deepcopy(module)
-        again = pickle.loads(pickle.dumps(module))
-    except KeyError:  # '_torch_alloc'
-        return False
-    x = torch.ones(1, 2)
-    return torch.equal(twin(x), module(x)) and torch.equal(again(x), module(x))
 
 
 def _check_buffers(_addresses: Addresses) -> None:
@@ -318,43 +246,15 @@ def _replace_static(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, staticmethod(changed))
 
 
-def _buffers_survive_the_checks() -> bool:
-    import torch
-
-    package = importlib.import_module(_PACKAGE)
-    options = importlib.import_module(f"{_PACKAGE}.options")
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    module = package.ORTModule(model, package.DebugOptions(log_level=package.LogLevel.ERROR))
-    manager = module._torch_module._execution_manager(True)
-    manager._runtime_options.skip_check = options._SkipCheck.SKIP_CHECK_DISABLED
-    try:
-        for _ in range(2):
-            module(torch.ones(3, 2))
-    except AssertionError:  # "... not exist parameter_names"
-        return False
-    return True
-
-
 def _quiet(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
 
-    _replace(GraphExecutionManager, "_log_feature_stats", lambda _original: lambda self: None)
+    _replace(GraphExecutionManager, "_log_feature_stats", lambda _original: lambda _self: None)
     # What is left goes to those who ask: logging.getLogger("orttraining").addHandler(...).
     logger = logging.getLogger("orttraining")
     logger.propagate = False
     if not logger.handlers:
         logger.addHandler(logging.NullHandler())
-
-
-def _is_quiet() -> bool:
-    heard = io.StringIO()
-    handler = logging.StreamHandler(heard)
-    logging.getLogger().addHandler(handler)
-    try:
-        logging.getLogger("orttraining").warning("banner")
-    finally:
-        logging.getLogger().removeHandler(handler)
-    return heard.getvalue() == ""
 
 
 def _cap_onnx(_addresses: Addresses) -> None:
@@ -366,24 +266,15 @@ def _cap_onnx(_addresses: Addresses) -> None:
         return _View(onnx, IR_VERSION=min(MAX_IR, onnx.IR_VERSION), defs=defs)
 
     def make(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        def init(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             # Already a copy. What IR 11 to 14 added, no opset up to 21 can express.
             model.ir_version = min(MAX_IR, model.ir_version)
             original(self, model, *args, **kwargs)
 
-        return __init__
+        return init
 
     _replace(model_accessor, "onnx", view)
     _replace(model_accessor.ModelAccessor, "__init__", make)
-
-
-def _onnx_is_capped() -> bool:
-    from onnxruntime.training import onnxblock
-
-    with onnxblock.empty_base() as base:
-        model = base.model
-    opset = {entry.domain: entry.version for entry in model.opset_import}[""]
-    return model.ir_version <= MAX_IR and opset <= MAX_OPSET
 
 
 # ---- the export ----------------------------------------------------------------------------------
@@ -392,85 +283,24 @@ def _onnx_is_capped() -> bool:
 def _route_export(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _graph_transition_manager
 
-    from ortlab.compat.exporting import legacy_export
 
     def view(torch: Any) -> _View:
-        onnx = _View(torch.onnx, export=legacy_export(torch.onnx.export))
+        onnx = _View(torch.onnx, export=exporting.legacy_export(torch.onnx.export))
         return _View(torch, onnx=onnx)
 
     _replace(_graph_transition_manager, "torch", view)
 
 
-def _export_is_routed() -> bool:
-    """ORTModule exports, warns of nothing and refuses an autograd.Function."""
-    import torch
-
-    from ortlab.compat.failures import explain
-
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            return gradient * 2
-
-    class Model(torch.nn.Linear):
-        def forward(self, x: Any) -> Any:
-            return Twice.apply(super().forward(x))
-
-    package = importlib.import_module(_PACKAGE)
-    module = package.ORTModule(Model(2, 2), package.DebugOptions(log_level=package.LogLevel.ERROR))
-    try:
-        module(torch.ones(1, 2))
-    except Exception as error:  # noqa: BLE001 - what it is, is what the probe looks at
-        return (explain(error).operator or "").endswith("Twice")
-    return False
-
-
 def _leave_modes(_addresses: Addresses) -> None:
-    from ortlab.compat.exporting import wrap_untouched
 
-    _replace(importlib.import_module(_PACKAGE).ORTModule, "__init__", wrap_untouched)
-
-
-def _frozen_layers_stay_frozen() -> bool:
-    import torch
-
-    package = importlib.import_module(_PACKAGE)
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout().eval())
-    module = package.ORTModule(model, package.DebugOptions(log_level=package.LogLevel.ERROR))
-    x = torch.ones(8, 2)
-    return torch.allclose(module(x), model(x)) and not model[1].training
+    _replace(importlib.import_module(PACKAGE).ORTModule, "__init__", exporting.wrap_untouched)
 
 
 def _restore_after_export(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
-    from ortlab.compat.exporting import repeatable
 
-    _replace_static(GraphTransitionManager, "_export_model", repeatable)
-
-
-def _export_changes_nothing() -> bool:
-    import torch
-
-    class Model(torch.nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(2, 2)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Any) -> Any:
-            self.calls.add_(1)
-            return super().forward(x) + self.calls
-
-    package = importlib.import_module(_PACKAGE)
-    model = Model()
-    module = package.ORTModule(model, package.DebugOptions(log_level=package.LogLevel.ERROR))
-    state = torch.get_rng_state()
-    module(torch.ones(3, 2))
-    return int(model.calls) == 0 and torch.equal(state, torch.get_rng_state())
+    _replace_static(GraphTransitionManager, "_export_model", exporting.repeatable)
 
 
 def _register_rules(_addresses: Addresses) -> None:
@@ -482,35 +312,20 @@ def _register_rules(_addresses: Addresses) -> None:
     symbolics.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
 
 
-def _rules_are_registered() -> bool:
-    from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
+def _locate_failures(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._inference_manager import InferenceManager
+    from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
-    from ortlab.compat import symbolics
-
-    registered = CustomOpSymbolicRegistry._SYMBOLICS
-    return all(registered.get(f"::{rule.operator}") is rule.export for rule in symbolics.RULES)
+    for manager in (TrainingManager, InferenceManager):
+        for name in ("_build_graph", "_create_execution_agent"):
+            _replace(manager, name, exporting.located)
 
 
 def _suppress_streams(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _logger
 
-    from ortlab.compat.exporting import streams_suppressed
 
-    _replace(_logger, "_suppress_os_stream_output", lambda _original: streams_suppressed)
-
-
-def _streams_need_no_descriptor() -> bool:
-    from onnxruntime.training.ortmodule import _logger
-
-    stdout, sys.stdout = sys.stdout, io.StringIO()
-    try:
-        with _logger._suppress_os_stream_output():
-            pass
-    except (OSError, TypeError):  # fileno
-        return False
-    finally:
-        sys.stdout = stdout
-    return True
+    _replace(_logger, "_suppress_os_stream_output", lambda _original: exporting.streams_suppressed)
 
 
 def _no_label_hooks(_addresses: Addresses) -> None:
@@ -520,26 +335,6 @@ def _no_label_hooks(_addresses: Addresses) -> None:
         return lambda *_args, **_kwargs: []
 
     _replace_static(GraphTransitionManager, "_add_check_label_sparsity_hook", make)
-
-
-def _padded_labels_export() -> bool:
-    import torch
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.loss = torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss()
-
-        def forward(self, x: Any, labels: Any) -> Any:
-            return self.loss(self.layer(x), labels)
-
-    package = importlib.import_module(_PACKAGE)
-    module = package.ORTModule(Model(), package.DebugOptions(log_level=package.LogLevel.ERROR))
-    try:
-        module(torch.ones(2, 2), torch.tensor([0, -100])).backward()
-    except Exception:  # noqa: BLE001 - any way to fail is the symptom
-        return False
-    return True
 
 
 _ORT = (
@@ -555,10 +350,10 @@ def _on_cpu(versions: Versions) -> bool:
 ROWS = (
     Patch(
         target="torch.onnx._internal",
-        symptom="ImportError: the TorchScript exporter's modules moved and their old names are gone",
+        symptom="ImportError: the exporter's modules moved and their old names are gone",
         link=f"{_TORCH}/_internal/torchscript_exporter",
         apply=_restore_exporter_names,
-        probe=_exporter_names_resolve,
+        probe=probes.exporter_names_resolve,
         applies_to=lambda versions: versions.torch >= (2, 9),
         before_import=True,
     ),
@@ -567,7 +362,7 @@ ROWS = (
         symptom="ImportError: ORT looks for its extensions inside site-packages",
         link=f"{_ORT}ortmodule/torch_cpp_extensions/__init__.py",
         apply=_stand_in_for_extensions,
-        probe=_extensions_found,
+        probe=probes.extensions_found,
         before_import=True,
     ),
     Patch(
@@ -575,114 +370,121 @@ ROWS = (
         symptom="the import asks for the interop extension, which does not compile on this torch",
         link=f"{_ORT}ortmodule/_custom_autograd_function.py",
         apply=_interop_off,
-        probe=_interop_is_off,
+        probe=probes.interop_is_off,
         before_import=True,
     ),
     Patch(
-        target=f"{_PACKAGE}._FALLBACK_INIT_EXCEPTION",
+        target=f"{PACKAGE}._FALLBACK_INIT_EXCEPTION",
         symptom="ORTModule refuses to start: no extension in its own folder",
         link=f"{_ORT}ortmodule/__init__.py",
         apply=_extensions_present,
-        probe=_no_init_exception,
+        probe=probes.no_init_exception,
     ),
     Patch(
         target="torch.manual_seed",
         symptom="importing ORTModule replaces torch's seeds and checkpoint for the whole process",
         link=f"{_ORT}ortmodule/__init__.py",
         apply=_give_torch_back,
-        probe=_torch_is_its_own,
+        probe=probes.torch_is_its_own,
     ),
     Patch(
-        target=f"{_PACKAGE}.ORTMODULE_FALLBACK_POLICY",
+        target=f"{PACKAGE}.ORTMODULE_FALLBACK_POLICY",
         symptom="plain torch runs in ORT's place after one log line",
         link=f"{_ORT}ortmodule/_fallback.py",
         apply=_no_fallback,
-        probe=_fallback_is_off,
+        probe=probes.fallback_is_off,
     ),
     Patch(
         target="onnxruntime.training.utils.torch_profile_utils",
         symptom="RuntimeError: NVTX functions not installed, on every forward",
         link=f"{_ORT}utils/torch_profile_utils.py",
         apply=_no_nvtx,
-        probe=_nvtx_is_quiet,
+        probe=probes.nvtx_is_quiet,
         applies_to=_on_cpu,
     ),
     Patch(
-        target=f"{_PACKAGE}._utils.get_device_str",
+        target=f"{PACKAGE}._utils.get_device_str",
         symptom="AssertionError: Torch not compiled with CUDA enabled, for the device 'cpu'",
         link=f"{_ORT}ortmodule/_utils.py",
         apply=_device_names,
-        probe=_cpu_has_a_name,
+        probe=probes.cpu_has_a_name,
     ),
     Patch(
         target="GraphExecutionManager._get_torch_gpu_allocator_function_addresses",
         symptom="KeyError: '_torch_alloc' when a wrapped model is copied or pickled",
         link=f"{_ORT}ortmodule/_graph_execution_manager.py",
         apply=_allocator_fields,
-        probe=_copies_and_pickles,
+        probe=probes.copies_and_pickles,
     ),
     Patch(
         target="GraphTransitionManager._reprocess_check",
         symptom="AssertionError on the second forward of a model with a buffer, with checks on",
         link=f"{_ORT}ortmodule/_graph_transition_manager.py",
         apply=_check_buffers,
-        probe=_buffers_survive_the_checks,
+        probe=probes.buffers_survive_the_checks,
     ),
     Patch(
         target="GraphTransitionManager._add_check_label_sparsity_hook",
         symptom="a loss over padded labels becomes an autograd.Function, which needs interop",
         link=f"{_ORT}ortmodule/_graph_transition_manager.py",
         apply=_no_label_hooks,
-        probe=_padded_labels_export,
+        probe=probes.padded_labels_export,
     ),
     Patch(
         target="_graph_transition_manager.torch.onnx.export",
         symptom="the dynamo exporter is the default; an autograd.Function's backward is lost",
         link=f"{_ORT}ortmodule/_graph_transition_manager.py",
         apply=_route_export,
-        probe=_export_is_routed,
+        probe=probes.export_is_routed,
     ),
     Patch(
         target="ORTModule.__init__",
         symptom="wrapping puts a layer that was left in evaluation mode back into training mode",
         link=f"{_ORT}ortmodule/ortmodule.py",
         apply=_leave_modes,
-        probe=_frozen_layers_stay_frozen,
+        probe=probes.frozen_layers_stay_frozen,
     ),
     Patch(
         target="GraphTransitionManager._export_model",
         symptom="the traced forward counts as a step in BatchNorm's statistics",
         link=f"{_ORT}ortmodule/_graph_transition_manager.py",
         apply=_restore_after_export,
-        probe=_export_changes_nothing,
+        probe=probes.export_changes_nothing,
     ),
     Patch(
-        target=f"{_PACKAGE}._custom_op_symbolic_registry",
-        symptom="operators without a rule, a kernel or a right gradient: one rule each in symbolics",
+        target=f"{PACKAGE}._custom_op_symbolic_registry",
+        symptom="operators without a rule, a kernel or a right gradient: see symbolics",
         link=f"{_ORT}ortmodule/_custom_op_symbolic_registry.py",
         apply=_register_rules,
-        probe=_rules_are_registered,
+        probe=probes.rules_are_registered,
     ),
     Patch(
-        target=f"{_PACKAGE}._logger._suppress_os_stream_output",
+        target="TrainingManager._build_graph",
+        symptom="a missing kernel or gradient is reported without the line of the model",
+        link=f"{_ORT}ortmodule/_training_manager.py",
+        apply=_locate_failures,
+        probe=probes.failures_are_located,
+    ),
+    Patch(
+        target=f"{PACKAGE}._logger._suppress_os_stream_output",
         symptom="UnsupportedOperation: fileno, and the exporter's C++ warnings in the cell",
         link=f"{_ORT}ortmodule/_logger.py",
         apply=_suppress_streams,
-        probe=_streams_need_no_descriptor,
+        probe=probes.streams_need_no_descriptor,
     ),
     Patch(
         target="logging.getLogger('orttraining')",
         symptom="a banner with colour codes on standard error",
         link=f"{_ORT}ortmodule/_graph_execution_manager.py",
         apply=_quiet,
-        probe=_is_quiet,
+        probe=probes.is_quiet,
     ),
     Patch(
         target="onnxruntime.training.onnxblock.model_accessor",
         symptom="the training API refuses its own artifacts: the newest onnx writes IR 14",
         link=f"{_ORT}onnxblock/model_accessor.py",
         apply=_cap_onnx,
-        probe=_onnx_is_capped,
+        probe=probes.onnx_is_capped,
         applies_to=lambda versions: versions.onnx > (1, 17),
     ),
 )

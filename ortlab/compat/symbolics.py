@@ -32,7 +32,7 @@ _ATEN = "org.pytorch.aten"
 
 @dataclass(frozen=True)
 class Rule:
-    """How one torch operator is exported. ``gradient`` is (ATen name, overload) -> gradient nodes."""
+    """How one torch operator is exported; ``gradient`` is (ATen name, overload, its nodes)."""
 
     operator: str
     symptom: str
@@ -74,7 +74,7 @@ def _constant(g: Graph, value: Any, dtype: torch.dtype = torch.long) -> Value:
     return g.op("Constant", value_t=torch.tensor(value, dtype=dtype))
 
 
-def _literal(value: Value, kind: str) -> Any:
+def _literal(value: Value, kind: Any) -> Any:
     """The constant that `value` is ('i', 'f', 'is' as the exporter calls them)."""
     return symbolic_helper._maybe_get_const(value, kind)
 
@@ -99,7 +99,7 @@ def _rank(value: Value) -> int:
 
 
 def _ranked_like_output(g: Graph, value: Value) -> Value:
-    """Gives `value` the traced output's type and rank, but no sizes: those are the sample's only."""
+    """Gives `value` the traced output's type and rank, but no sizes: those are the sample's."""
     traced = next(iter(g.original_node.outputs())).type()
     value.setType(traced.with_sizes([None] * len(traced.sizes())))
     return value
@@ -211,7 +211,7 @@ def _traced_sizes(value: Value) -> list[int] | None:
 
 
 def _repeat_heads(g: Graph, x: Value, query: Value) -> Value:
-    """[batch, heads, length, size] with as many heads as `query` has, each one repeated in place."""
+    """[batch, heads, length, size] with as many heads as `query`, each one repeated in place."""
     shape, second = g.op("Shape", x), _constant(g, [1])
     batch, heads = (g.op("Gather", shape, _constant(g, [i]), axis_i=0) for i in (0, 1))
     rest = g.op("Gather", shape, _constant(g, [2, 3]), axis_i=0)
@@ -289,7 +289,8 @@ def _convolution_mode(
         for i in range(spatial):
             total = steps[i % len(steps)] * (_size(g, 1, 2 + i) - 1)
             before[i], after[i] = total // 2, total - total // 2
-    x = g.op("Pad", _with_gradient(g, x, weight), _constant(g, [0, 0, *before, 0, 0, *after]), mode_s="constant")
+    pads = _constant(g, [0, 0, *before, 0, 0, *after])
+    x = g.op("Pad", _with_gradient(g, x, weight), pads, mode_s="constant")
     if _missing(bias):
         bias = _zero_bias(g, weight, 0)
     nothing = _constant(g, [0] * spatial)
@@ -365,7 +366,8 @@ def _batch_norm(
         weight = g.op("Add", bias, _constant(g, 1.0, _dtype(x)))
     else:
         x = _with_gradient(g, x, weight)
-    numbers = (g.op("Cast", value, to_i=JitScalarType.FLOAT.onnx_type()) for value in (momentum, eps))
+    float32 = JitScalarType.FLOAT.onnx_type()
+    numbers = (g.op("Cast", number, to_i=float32) for number in (momentum, eps))
     # Torch's kernel updates the running statistics in place, in the module's own buffers.
     inputs = (x, weight, bias, mean, variance, training, *numbers)
     return _ranked_like_output(g, _aten(g, "native_batch_norm", *inputs, outputs=3)[0])
@@ -423,7 +425,7 @@ def _where(g: Graph, condition: Value, x: Value = None, y: Value = None, *rest: 
 
 
 def _never_broadcast(value: Value, sizes: list[int] | None, output: list[int] | None) -> bool:
-    """Whether `value` has the output's shape for every batch; a 1 may be the sample's batch size."""
+    """Whether `value` has the output's shape in every batch; a 1 may be the sample's batch size."""
     if value.node().kind() in ("onnx::Constant", "prim::Constant"):
         return True  # has no gradient
     return sizes is not None and sizes == output and 1 not in sizes

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ortlab.compat import Ort
@@ -105,7 +105,7 @@ def test_attention_drops_at_its_rate(ort: Ort) -> None:
     weights = wrapped(query, query.new_zeros(1, 1, 256, 256), value)
     dropped = float((weights == 0).float().mean())
     assert abs(dropped - 0.25) < 0.02
-    assert float(weights.detach().sum(-1).mean()) == pytest.approx(0.9, rel=0.02)  # scaled up, and `after`
+    assert float(weights.detach().sum(-1).mean()) == pytest.approx(0.9, rel=0.02)
 
 
 GROUPED = {

@@ -1,0 +1,232 @@
+"""How each row of `patches` is proved: a probe is true once the row's symptom is gone.
+
+Each shows the symptom with the installed versions where its row is left out, and tests do that.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import logging
+import pickle
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+PACKAGE = "onnxruntime.training.ortmodule"
+
+
+def _ort(name: str = "") -> Any:
+    """A module of ORT's, which has no types."""
+    return importlib.import_module(f"{PACKAGE}.{name}" if name else PACKAGE)
+
+
+def _wrapped(model: nn.Module) -> Any:
+    package = _ort()
+    return package.ORTModule(model, package.DebugOptions(log_level=package.LogLevel.ERROR))
+
+
+def exporter_names_resolve() -> bool:
+    try:
+        importlib.import_module("torch.onnx._globals")
+        importlib.import_module("torch.onnx._internal.jit_utils")
+    except ImportError:
+        return False
+    return hasattr(importlib.import_module("torch.onnx.symbolic_opset9"), "_convolution")
+
+
+def extensions_found() -> bool:
+    return f"{PACKAGE}.torch_cpp_extensions.aten_op_executor" in sys.modules
+
+
+def interop_is_off() -> bool:
+    return not _ort("_custom_autograd_function").custom_autograd_function_enabler.state
+
+
+def no_init_exception() -> bool:
+    return _ort()._FALLBACK_INIT_EXCEPTION is None
+
+
+def torch_is_its_own() -> bool:
+    functions = (torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint)
+    return all(not function.__module__.startswith("onnxruntime") for function in functions)
+
+
+def fallback_is_off() -> bool:
+    return bool(_ort().ORTMODULE_FALLBACK_POLICY.is_disabled())
+
+
+def nvtx_is_quiet() -> bool:
+    from onnxruntime.training.utils import torch_profile_utils
+
+    try:
+        torch_profile_utils.torch_nvtx_range_push("probe")
+        torch_profile_utils.torch_nvtx_range_pop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def cpu_has_a_name() -> bool:
+    name = _ort("_utils").get_device_str
+    try:
+        return {name("cpu"), name(torch.device("cpu"))} == {"cpu:0"}
+    except (RuntimeError, AssertionError):
+        return False
+
+
+def copies_and_pickles() -> bool:
+    module = _wrapped(nn.Linear(2, 2))
+    try:
+        twins = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    except KeyError:
+        return False
+    x = torch.ones(1, 2)
+    return all(torch.equal(twin(x), module(x)) for twin in twins)
+
+
+def buffers_survive_the_checks() -> bool:
+    module = _wrapped(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    options = module._torch_module._execution_manager(True)._runtime_options
+    options.skip_check = _ort("options")._SkipCheck.SKIP_CHECK_DISABLED
+    try:
+        for _ in range(2):
+            module(torch.ones(3, 2))
+    except AssertionError:
+        return False
+    return True
+
+
+class _Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(2, 2), nn.CrossEntropyLoss()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = self.loss(self.layer(x), labels)
+        return found
+
+
+def padded_labels_export() -> bool:
+    try:
+        _wrapped(_Loss())(torch.ones(2, 2), torch.tensor([0, -100])).backward()
+    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+        return False
+    return True
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class _Custom(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        doubled: Tensor = _Twice.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return doubled
+
+
+def export_is_routed() -> bool:
+    from ortlab.compat.failures import explain
+
+    try:
+        _wrapped(_Custom(2, 2))(torch.ones(1, 2))
+    except Exception as error:  # noqa: BLE001 - what it says is what this looks at
+        return (explain(error).operator or "").endswith("_Twice")
+    return False
+
+
+def frozen_layers_stay_frozen() -> bool:
+    frozen = nn.Dropout().eval()
+    model = nn.Sequential(nn.Linear(2, 2), frozen)
+    x = torch.ones(8, 2)
+    return torch.allclose(_wrapped(model)(x), model(x)) and not frozen.training
+
+
+class _Stateful(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        if x.shape[0] > 2:  # the tracer warns of it
+            x = x * 2
+        return super().forward(x) + self.calls
+
+
+def export_changes_nothing() -> bool:
+    model = _Stateful()
+    state = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        _wrapped(model)(torch.ones(3, 2))
+    same = int(model.calls) == 0 and torch.equal(state, torch.get_rng_state())
+    return same and not heard
+
+
+def rules_are_registered() -> bool:
+    from ortlab.compat import symbolics
+
+    registered = _ort("_custom_op_symbolic_registry").CustomOpSymbolicRegistry._SYMBOLICS
+    return all(registered.get(f"::{rule.operator}") is rule.export for rule in symbolics.RULES)
+
+
+class _Determinant(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.det(super().forward(x))
+        return found
+
+
+def failures_are_located() -> bool:
+    from ortlab.compat.failures import explain
+
+    try:
+        _wrapped(_Determinant(2, 2))(torch.ones(2, 2))
+    except Exception as error:  # noqa: BLE001 - what it says is what this looks at
+        failure = explain(error)
+        return failure.operator == "Det" and "linalg.det" in (failure.source or "")
+    return False
+
+
+def streams_need_no_descriptor() -> bool:
+    stdout, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        with _ort("_logger")._suppress_os_stream_output():
+            pass
+    except (OSError, TypeError):
+        return False
+    finally:
+        sys.stdout = stdout
+    return True
+
+
+def is_quiet() -> bool:
+    heard = io.StringIO()
+    handler = logging.StreamHandler(heard)
+    logging.getLogger().addHandler(handler)
+    try:
+        logging.getLogger("orttraining").warning("banner")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    return heard.getvalue() == ""
+
+
+def onnx_is_capped() -> bool:
+    from onnxruntime.training import onnxblock
+
+    with onnxblock.empty_base() as base:
+        model = base.model
+    opset = {entry.domain: entry.version for entry in model.opset_import}[""]
+    return bool(model.ir_version <= 10 and opset <= 21)

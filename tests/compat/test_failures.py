@@ -1,0 +1,171 @@
+"""What a user reads when ORTModule cannot take a model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ortlab import compat
+from ortlab.compat.failures import Failure
+
+
+class Fft(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), Spectrum())
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        return found
+
+
+class Spectrum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(x).abs()
+
+
+class Determinant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.det(self.layer(x))
+
+
+class Straight(torch.autograd.Function):
+    """Rounds, and lets the gradient through: with ONNX's own gradient it would be lost."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient
+
+    @staticmethod
+    def symbolic(g: object, x: object) -> object:
+        return g.op("Round", x)  # type: ignore[attr-defined]
+
+
+class Rounding(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        rounded: Tensor = Straight.apply(super().forward(x))
+        return rounded
+
+
+class Checkpointed(nn.Linear):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__(6, 6)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return found
+
+
+class Raising(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(f"no batches of {len(x)}")
+
+
+def failure(ort: compat.Ort, model: nn.Module) -> Failure:
+    wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - ORT raises all kinds
+        wrapped(torch.randn(6, 6))
+    return compat.explain(caught.value)
+
+
+def line_of(function: Callable[..., object], code: str) -> str:
+    lines, first = inspect.getsourcelines(function)
+    (at,) = (number for number, line in enumerate(lines, first) if code in line)
+    return f"{Path(__file__)}:{at}: {lines[at - first].strip()}"
+
+
+def test_an_operator_without_a_rule(ort: compat.Ort) -> None:
+    assert failure(ort, Fft()) == Failure(
+        operator="aten::fft_rfft",
+        source=line_of(Spectrum.forward, "rfft"),
+        module="inner.1",
+        reason="torch's ONNX exporter has no rule for aten::fft_rfft",
+    )
+
+
+def test_an_operator_without_a_gradient(ort: compat.Ort) -> None:
+    found = failure(ort, Determinant())
+    assert found.operator == "Det"
+    assert found.source == line_of(Determinant.forward, "det(")
+    assert found.reason == "ORT has no gradient for Det"
+
+
+def test_an_autograd_function_is_refused_by_name(ort: compat.Ort) -> None:
+    found = failure(ort, Rounding(6, 6))
+    assert found.operator == f"{__name__}.Straight"
+    assert found.source == line_of(Rounding.forward, "apply")
+    assert "backward of its own" in found.reason
+
+
+def test_functions_are_refused_in_an_export_only(ort: compat.Ort) -> None:
+    failure(ort, Rounding(6, 6))
+    x = torch.randn(3, requires_grad=True)
+    Straight.apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3))
+
+
+def test_checkpointing(ort: compat.Ort) -> None:
+    assert "CheckpointFunction" in (failure(ort, Checkpointed(reentrant=True)).operator or "")
+    fine = Checkpointed(reentrant=False)
+    wrapped = ort.ORTModule(fine, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+    x = torch.randn(6, 6)
+    torch.testing.assert_close(wrapped(x), nn.functional.linear(x, fine.weight, fine.bias))
+
+
+def test_what_the_model_itself_raises(ort: compat.Ort) -> None:
+    found = failure(ort, Raising(6, 6))
+    assert found.reason == "no batches of 6"
+    assert found.source == line_of(Raising.forward, "raise")
+
+
+def test_a_model_of_a_library_is_located_in_the_library(ort: compat.Ort) -> None:
+    from transformers import BertConfig, BertModel
+
+    class Strange(BertModel):
+        """BERT, with an operator that no rule knows in the one place that is a library's own."""
+
+    config = BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        vocab_size=10, attn_implementation="eager",
+    )  # fmt: skip
+    model = Strange(config)
+    model.pooler.activation = nn.Softplus()
+    wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        wrapped(torch.ones(1, 4, dtype=torch.long))
+    found = compat.explain(caught.value)
+    assert found.operator == "Softplus"
+    assert found.module == "pooler.activation"
+    assert "modeling_bert.py" in (found.source or "")
+
+
+@pytest.mark.parametrize("model", [Fft(), Determinant(), Rounding(6, 6), Raising(6, 6)], ids=type)
+def test_one_plain_line(ort: compat.Ort, model: nn.Module, capfd: pytest.CaptureFixture) -> None:
+    text = str(failure(ort, model))
+    assert "\n" not in text
+    assert len(text) < 400
+    for noise in ("\x1b", "****", "onnxruntime_src", "Traceback", "%"):
+        assert noise not in text
+    said = capfd.readouterr()
+    assert said.out + said.err == ""
+
+
+def test_an_unknown_exception_is_told_by_its_first_line() -> None:
+    banner = "\x1b[91m****\n\x1b[0mit broke\n" + "x" * 2000
+    assert str(compat.explain(RuntimeError(banner))) == "it broke"
+    assert str(compat.explain(KeyError())) == "KeyError"
