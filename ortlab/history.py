@@ -12,6 +12,7 @@ A root (`runs_root`) holds one folder a run, named after it; folders have mode 0
                       an object {"event", "step", "time_s", "text", "values"}: see `telemetry.Event`
     checkpoints/      NAME.safetensors with NAME.json {"form", "file", "sha256", "step", "aliases"};
                       ``final`` are the last good weights of a run that is over
+    charts.png        the charts, where a view showed them
 
 A crash can tear the last line of metrics.jsonl and nothing else: readers skip lines that are not
 whole, and who appends later begins on a line of its own and writes the columns again. Other files

@@ -285,7 +285,6 @@ class Run:
 
     def status(self) -> Status:
         """See `telemetry.Watched.status`."""
-        last = self.recorder.last
         return Status(
             state=self.state,
             step=self._step,
@@ -293,7 +292,7 @@ class Run:
             elapsed_s=self._result.wall_s if self._result else self._control.elapsed_s(),
             left_s=self._left_s(),
             badges=self._badges(),
-            lines=self._lines(last.loss if last else NAN),
+            lines=self._lines(),
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
         )
 
@@ -309,12 +308,10 @@ class Run:
             return ()
         return (f"fallback to {self.engine_used}: {self.fallback_reason}",)
 
-    def _lines(self, loss: Any) -> tuple[str, ...]:
+    def _lines(self) -> tuple[str, ...]:
         lines = []
         if self._state == "starting":
             lines.append(self._doing)
-        if self._step:
-            lines.append(f"loss {loss:.4g}")
         evaluations = self._evaluations()
         if evaluations:
             before, after = evaluations[0], evaluations[-1]

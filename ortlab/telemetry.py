@@ -126,7 +126,10 @@ State = Literal["starting", "running", "paused", "stopping", "stopped", "finishe
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run is. ``badges`` are what the user must see (a fallback), ``lines`` are details."""
+    """Where a run is. ``badges`` are what the user must see (a fallback), ``lines`` are details.
+
+    Neither changes with every step: views send them only when they change.
+    """
 
     state: State
     step: int
@@ -362,7 +365,7 @@ class Recorder:
         while not self._closing.wait(self.PERIOD_S):
             self._absorb()
             periods += 1
-            if periods % self.WRITE_EVERY == 0:
+            if periods % self.WRITE_EVERY == 0 or self._backlog > self.PENDING:
                 self._write()
         self._absorb()
         self._write()

@@ -118,7 +118,6 @@ class Tracker(Generic[B]):
 
     def status(self) -> Status:
         """See `telemetry.Watched.status`."""
-        last = self.recorder.last
         now = self._ended or time.perf_counter()
         total = self._length if self._length is None else self._length * max(self._passes, 1)
         left_s = None
@@ -131,7 +130,6 @@ class Tracker(Generic[B]):
             total_steps=total,
             elapsed_s=now - self._began if self._began else 0.0,
             left_s=left_s,
-            lines=() if last is None or last.loss != last.loss else (f"loss {last.loss:.4g}",),
             error=self._error,
         )
 
