@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import weakref
@@ -21,6 +22,9 @@ Namespace = MutableMapping[str, Any]
 
 _HISTORY = re.compile(r"_{1,3}|_\d+|_ih|_oh|_dh|_i{1,3}|_i\d+")
 """The names under which IPython keeps what cells gave; a wrapper's own names are not among them."""
+
+_LOSS = re.compile(r"(?<!With)(?<!And)Loss$")
+"""The name of a loss, not of a model that gives its own loss."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +174,13 @@ class Wrapped:
                 namespace[name] = wrapper
                 self._left.pop(name, None)
         self._left |= {one.name: one for one in left}
+        # The models of the cell's last run, should it run again; memory that is not left to chance.
+        self._forget_unreachable()
         return CellReport(tuple(entry for entry, _ in wrapped), tuple(left))
 
     def table(self) -> Table[ModelRow]:
         """The wrapped models, and below them what was left as it is and why."""
+        self._forget_unreachable()
         return Table(
             [row for entry in self.entries if (row := self._row(entry)) is not None],
             _COLUMNS,
@@ -188,7 +195,7 @@ class Wrapped:
         report = entry.engine.report(wrapper)
         parameters = list(original.parameters())
         return ModelRow(
-            name=", ".join(self._names_of(wrapper) or entry.names) or type(original).__name__,
+            name=", ".join(self._names_of(wrapper)) or f"a {type(original).__name__}",
             engine_asked=entry.settings.engine,
             engine_used=report.engine_used,
             device=", ".join(sorted({str(p.device) for p in parameters})),
@@ -197,6 +204,13 @@ class Wrapped:
             export_s=report.export_s,
             fallback_reason=report.fallback_reason,
         )
+
+    def _forget_unreachable(self) -> None:
+        """Wrappers hold themselves in cycles: one that has lost its names may be gone in truth."""
+        if not all(
+            entry.wrapper is None or self._names_of(entry.wrapper) for entry in self.entries
+        ):
+            gc.collect()
 
     def _names_of(self, model: nn.Module) -> list[str]:
         if self.namespace is None:
@@ -372,7 +386,7 @@ def _role(model: nn.Module) -> str | None:
     from torch.nn.modules.loss import _Loss
 
     kind = type(model)
-    if isinstance(model, _Loss) or kind.__name__.endswith("Loss"):
+    if isinstance(model, _Loss) or _LOSS.search(kind.__name__):
         return f"is a loss ({kind.__name__})"
     if any(base.__module__.partition(".")[0] == "torchmetrics" for base in kind.__mro__):
         return f"is a metric ({kind.__name__})"

@@ -107,9 +107,10 @@ def test_two_names_share_one_wrapper_and_both_come_back(session: Session) -> Non
     assert names is not None
     assert names["model"] is names["alias"] is not model
     names["later"] = names["model"]
+    shown = names["_12"] = names["model"]  # where IPython keeps a cell's value
     assert session.wrapped.table()[0].name == "model, alias, later"
-    names["_12"] = names["model"]
     session.wrapped.unwrap(names["later"])
+    assert names["_12"] is shown
     assert names["model"] is names["alias"] is names["later"] is model
 
 
@@ -239,6 +240,29 @@ def test_a_cell_that_runs_again_finds_its_wrapper(session: Session) -> None:
     assert names["model"] is not first
 
 
+def test_a_cell_that_runs_again_gives_the_old_model_back(
+    session: Session, settings: EngineSettings
+) -> None:
+    bind(session, model=Net(), settings=settings)
+    names = session.wrapped.namespace
+    assert names is not None
+    names["model"](torch.randn(2, 4))
+    old = weakref.ref(next(names["model"].parameters()))
+    bind(session, model=Net(), settings=settings)
+    assert old() is None
+    names["kept"] = [names.pop("model")]
+    assert [row.name for row in session.wrapped.table()] == ["a Net"]
+    del names["kept"]
+    assert len(session.wrapped.table()) == 0
+
+
+def test_a_model_with_a_loss_in_its_name_is_a_model(session: Session) -> None:
+    class NetWithLoss(Net):
+        pass
+
+    assert bind(session, model=NetWithLoss()).wrapped
+
+
 def test_a_model_on_eager_may_be_given_another_engine_by_its_cell(session: Session) -> None:
     net = Net()
     bind(session, model=net, settings=EngineSettings(engine="eager"))
@@ -309,7 +333,7 @@ def test_the_table_is_escaped_and_reads_as_text_and_as_html(session: Session) ->
 def test_the_python_twins_of_wrap_and_unwrap() -> None:
     model = Net()
     wrapper = ortlab.wrap(model, engine="compile")
-    assert [row.name for row in ortlab.models()] == ["Net"]
+    assert [row.name for row in ortlab.models()] == ["a Net"]
     assert ortlab.unwrap(wrapper) is model
     with pytest.raises(ValueError, match="did you mean 'engine'"):
         ortlab.wrap(model, engin="ort")
