@@ -37,6 +37,8 @@ UPDATE_BYTES = 192
 """Of new rows in an update; with Jupyter's own headers a message stays below 1 KB."""
 WHOLE_ROWS = 2000
 """Of a whole series: two for every pixel of a chart."""
+UNHEARD = 128
+"""Updates until the whole is sent again to a browser that was never heard."""
 PRINT_EVERY_S = 5.0
 """Between two lines of progress in a terminal."""
 SETTLE_S = 20.0
@@ -117,7 +119,8 @@ class Feed:
             content["e"] = [[event.step, _json(event.values["loss"])] for event in evaluations]
         if not len(rows):
             return Update(content)
-        thin = merged(rows, math.ceil(len(rows) / limit))[:, _WIRE_AT].astype(np.float32)
+        thin = plaintext.with_rates(merged(rows, math.ceil(len(rows) / limit)))
+        thin = thin[:, _WIRE_AT].astype(np.float32)
         present = ~np.isnan(thin).all(axis=0)
         self._limit = max(1, UPDATE_BYTES // (4 * int(present.sum())))
         content["m"] = sum(1 << int(bit) for bit in np.flatnonzero(present))
@@ -216,7 +219,9 @@ class RunView(anywidget.AnyWidget):
     def __init__(self, watched: Watched, *, finish: Callable[[], None] = lambda: None) -> None:
         self._watched = watched
         self._feed = Feed(watched)
-        self._asked = threading.Event()  # a browser asked for the whole series
+        self._asked = threading.Event()  # a browser asks for the whole series
+        self._heard = False  # a browser has ever asked
+        self._updates = 0
         super().__init__(
             _esm=_bundled("runview.js"),
             _css=_bundled("runview.css"),
@@ -238,19 +243,34 @@ class RunView(anywidget.AnyWidget):
             "pause": self._watched.pause,
             "resume": self._watched.resume,
             "stop": self._watched.stop,
-            "hello": self._asked.set,
+            "hello": self._greeted,
         }
         actions[content["do"]]()
         self.pump.wake()
         if self.pump.join(0):  # over: nobody else is sending
             self._send_fresh()
 
+    def _greeted(self) -> None:
+        self._heard = True
+        self._asked.set()
+
     def _send_fresh(self) -> None:
-        if self._asked.is_set():
+        self._updates += 1
+        if self._asked.is_set() or self._unheard():
             self._asked.clear()
             self._send_whole()
         elif (update := self._feed.fresh()) is not None:
             self.send(update.content, [update.rows] if update.rows else None)
+
+    def _unheard(self) -> bool:
+        """Whether it is time to send the whole unasked.
+
+        While a cell runs that does not await, the kernel hears no browser, which may load these
+        charts at any time: after 1, 2, 4, ... updates, and then every half minute or so.
+        """
+        return not self._heard and (
+            self._updates % UNHEARD == 0 or self._updates & (self._updates - 1) == 0
+        )
 
     def _send_whole(self) -> None:
         update = self._feed.whole()

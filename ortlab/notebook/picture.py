@@ -37,6 +37,7 @@ def png(watched: Watched) -> bytes:
     """The four charts, the split of a step's time and the final numbers."""
     status = watched.status()
     rows = watched.recorder.rows()
+    rows = plaintext.with_rates(rows, plaintext.smoothing(len(rows)))
     figure = Figure(figsize=SIZE_IN, dpi=DPI, layout="constrained")
     figure.patch.set_alpha(0)
     FigureCanvasAgg(figure)
@@ -52,21 +53,16 @@ def png(watched: Watched) -> bytes:
     return out.getvalue()
 
 
-def summary(rows: Rows) -> str:
+def summary(recorder: Recorder, rows: Rows) -> str:
     """The final numbers in one line: loss, speed, peak memory."""
     parts = []
-    for name, form, unit in (
-        ("loss", lambda values: values[-1], ""),
-        ("samples_per_s", np.median, " samples/s"),
-        ("tokens_per_s", np.median, " tokens/s"),
-    ):
-        values = plaintext.known(rows, name)
-        if len(values):
-            shown = plaintext.number(float(form(values)), digits=3)
-            parts.append(f"{'loss ' if name == 'loss' else ''}{shown}{unit}")
+    if len(losses := plaintext.known(rows, "loss")):
+        parts.append(f"loss {plaintext.number(losses[-1], digits=3)}")
+    for column in plaintext.known_columns("throughput", rows):
+        rate = plaintext.overall(recorder, column.name)
+        parts.append(f"{plaintext.number(rate, digits=3)} {column.unit}")
     for name, label in (("cuda_peak_bytes", "CUDA peak"), ("peak_bytes", "peak memory")):
-        values = plaintext.known(rows, name)
-        if len(values):
+        if len(values := plaintext.known(rows, name)):
             parts.append(f"{label} {plaintext.memory(float(values.max()))}")
     return " · ".join(parts)
 
@@ -77,7 +73,7 @@ def _heading(watched: Watched, status: Status, rows: Rows) -> list[tuple[str, st
     lines = [
         (plaintext.headline(watched.title, plain), TEXT, "bold"),
         (badges, COLOURS[1], "bold"),
-        (summary(rows), TEXT, "normal"),
+        (summary(watched.recorder, rows), TEXT, "normal"),
         *((line, TEXT, "normal") for line in status.lines),
         *((line, COLOURS[5], "normal") for line in (status.error or "").splitlines()[:ERROR_LINES]),
     ]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ortlab.telemetry import COLUMNS, INDEX, Column
 
 if TYPE_CHECKING:
-    from ortlab.telemetry import Rows, Status, Watched
+    from ortlab.telemetry import Recorder, Rows, Status, Watched
 
 GIB = 1024**3
 MIB = 1024**2
@@ -32,14 +32,14 @@ Values = npt.NDArray[np.float64]
 def text(watched: Watched) -> str:
     """The run as plain text: a headline, then a line of bars for every number that it has."""
     status = watched.status()
-    rows = watched.recorder.rows()
+    rows = with_rates(watched.recorder.rows())
     lines = [headline(watched.title, status), *status.lines]
     for column in (column for chart in TITLES for column in known_columns(chart, rows)):
         values = known(rows, column.name)
         if column.chart == "memory":
             said = f"highest {memory(float(values.max()))}"
         elif column.chart == "throughput":
-            said = f"median {number(float(np.median(values)), digits=3)}"
+            said = f"{number(overall(watched.recorder, column.name), digits=3)} over all"
         else:
             said = f"{number(values[0])} → {number(values[-1])}"
         lines.append(f"{column.label:<20} {bars(values):<{WIDTH}} {said}")
@@ -89,6 +89,36 @@ def known(rows: Rows, name: str) -> Values:
     """The values of a column that are known, in order."""
     values = rows[:, INDEX[name]]
     return values[np.isfinite(values)]
+
+
+def with_rates(rows: Rows, window: int = 1) -> Rows:
+    """`rows` with each rate as the samples of the last `window` rows over the time of their steps.
+
+    A mean of rates, which is what rows of several merged steps have, counts quick steps too much.
+    """
+    out = rows.copy()
+    time_ms = _summed(rows[:, INDEX["step_ms"]], window)
+    for rate, amount in (("samples_per_s", "samples"), ("tokens_per_s", "tokens")):
+        known_rate = np.isfinite(rows[:, INDEX[rate]]) & (time_ms > 0)
+        summed = _summed(rows[:, INDEX[amount]], window)
+        out[known_rate, INDEX[rate]] = 1e3 * summed[known_rate] / time_ms[known_rate]
+    return out
+
+
+def overall(recorder: Recorder, rate: str) -> float:
+    """The rate of a whole run: all samples (or tokens) over the time of all steps."""
+    return 1e3 * recorder.total(rate.removesuffix("_per_s")) / recorder.total("step_ms")
+
+
+def _summed(values: Values, window: int) -> Values:
+    total: Values = np.cumsum(np.nan_to_num(values))
+    total[window:] = total[window:] - total[:-window]
+    return total
+
+
+def smoothing(count: int) -> int:
+    """How many of `count` rows a rate is taken over, so that a chart of it can be read."""
+    return max(1, count // 50)
 
 
 def split(rows: Rows) -> dict[str, float]:

@@ -56,7 +56,7 @@ still = Still()
 still.advance({step} - PER_UPDATE * {updates} // 2)
 view = charts.RunView(still)
 view.pump.close()    # this loop sends in its place, at the same pace for every measurement
-view._send_whole()
+view._receive(view, {{"do": "hello"}}, [])    # as a browser does
 """
 
 LOOP = """

@@ -60,6 +60,17 @@ def test_points_grow_while_the_cell_waits(notebook: Opens, page: Page, screensho
     screenshot("live-light")
 
 
+def test_points_grow_while_a_cell_hears_nothing(notebook: Opens, page: Page) -> None:
+    # A loop of the user's own blocks the kernel: it learns of no browser until the cell ends.
+    book = notebook([START.format(options="steps=600, interactive=False") + "run.wait_over()"])
+    book.start()
+    run = book.view()
+    for step in (50, 150, 250):
+        wait_for_step(page, step)
+        assert points(run) > 20
+        expect(run.locator(".ortlab-state")).to_have_text("running")
+
+
 def test_a_click_pauses_and_another_goes_on(notebook: Opens, page: Page, screenshot: Takes) -> None:
     book = notebook([START.format(options=LONG), WAIT])
     book.start()

@@ -53,7 +53,9 @@ export class Chart {
 
   #data(columns) {
     const steps = this.series.data[0];
-    const plain = columns.filter((c) => c !== EVALUATION).map((c) => this.series.values(c.name));
+    const plain = columns
+      .filter((c) => c !== EVALUATION)
+      .map(({ name }) => (this.kind === "throughput" ? this.series.smoothed(name) : this.series.values(name)));
     if (!columns.includes(EVALUATION)) return [steps, ...plain];
     const points = this.series.evaluations;
     return uPlot.join([[steps, ...plain], [points.map((p) => p[0]), points.map((p) => p[1])]]);

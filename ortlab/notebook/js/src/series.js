@@ -59,6 +59,25 @@ export class Series {
     return this.data[this.index(name)];
   }
 
+  /** A rate over several rows, weighted by their time, so that a chart of it can be read. */
+  smoothed(name) {
+    const rates = this.values(name);
+    const times = this.values("step_ms");
+    const window = Math.max(1, Math.floor(this.length / 50));
+    let amount = 0;
+    let time = 0;
+    return rates.map((rate, row) => {
+      amount += (rate ?? 0) * (times[row] ?? 0);
+      time += rate == null ? 0 : times[row] ?? 0;
+      const gone = row - window;
+      if (gone >= 0 && rates[gone] != null) {
+        amount -= rates[gone] * (times[gone] ?? 0);
+        time -= times[gone] ?? 0;
+      }
+      return rate == null || time <= 0 ? rate : amount / time;
+    });
+  }
+
   /** Whether a column ever had a value. */
   has(name) {
     return this.values(name).some((value) => value != null);
