@@ -1,0 +1,227 @@
+"""The form of a run's folder: what a crash, a full disk or a curious reader finds."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ortlab.history import MetricsFile, RunFolder, environment, read_metrics, runs_root
+from ortlab.telemetry import COLUMNS, INDEX, NAN, Event, Rows
+
+
+def rows(first: int, count: int) -> Rows:
+    made = np.full((count, len(COLUMNS)), NAN)
+    made[:, INDEX["step"]] = np.arange(first, first + count)
+    made[:, INDEX["loss"]] = np.random.default_rng(first).random(count).astype(np.float32)
+    made[:, INDEX["rss_bytes"]] = 5_123_456_789_013
+    return made
+
+
+def test_metrics_come_back_as_they_were(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    event = Event("eval", 3, 0.5, 'a "text"\nof two lines', {"loss": 0.25, "accuracy": NAN})
+    sink = MetricsFile(file)
+    sink.write(rows(1, 3), [event])
+    sink.write(rows(4, 2), [])
+    sink.close()
+    read = read_metrics(file)
+    written = np.concatenate([rows(1, 3), rows(4, 2)])
+    single = np.float32  # in which losses are measured
+    assert np.array_equal(read.rows.astype(single), written.astype(single), equal_nan=True)
+    assert read.rows[0, INDEX["rss_bytes"]] == 5_123_456_789_013
+    assert (read.events[0].kind, read.events[0].text) == (event.kind, event.text)
+    assert read.events[0].values["loss"] == 0.25
+    assert math.isnan(read.events[0].values["accuracy"])
+    assert read.torn == 0
+
+
+def test_every_line_is_json(tmp_path: Path) -> None:
+    """Numbers that JSON lacks are null, in steps and in events."""
+    made = rows(1, 3)
+    made[:, INDEX["loss"]] = [math.nan, math.inf, -math.inf]
+    sink = MetricsFile(tmp_path / "metrics.jsonl")
+    sink.write(made, [Event("eval", 1, 0.1, "nan and inf", {"loss": math.inf})])
+    sink.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    head, *steps, event = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert head["columns"] == [column.name for column in COLUMNS]
+    assert [step[INDEX["loss"]] for step in steps] == [None, None, None]
+    assert event["values"] == {"loss": None}
+    assert event["text"] == "nan and inf"
+
+
+@pytest.mark.parametrize("cut", [1, 7, 40])
+def test_a_torn_last_line_costs_that_line_only(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "metrics.jsonl"
+    sink = MetricsFile(file)
+    sink.write(rows(1, 5), [])
+    sink.close()
+    file.write_bytes(file.read_bytes()[:-cut])
+    whole = 5 if cut == 1 else 4  # without its line feed alone the line is whole
+    assert read_metrics(file).rows[:, 0].tolist() == list(range(1, whole + 1))
+    assert read_metrics(file).torn == 5 - whole
+    again = MetricsFile(file)
+    again.write(rows(6, 2), [])
+    again.close()
+    assert read_metrics(file).rows[:, 0].tolist() == [*range(1, whole + 1), 6, 7]
+
+
+def test_columns_are_found_by_name(tmp_path: Path) -> None:
+    """What another version wrote: other columns, another order."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(
+        '{"form": 1, "columns": ["loss", "moons", "step"]}\n[0.5, 3, 1]\n[0.25, 4, 2]\n'
+    )
+    read = read_metrics(file)
+    assert read.rows[:, [INDEX["step"], INDEX["loss"]]].tolist() == [[1, 0.5], [2, 0.25]]
+    assert np.isnan(read.rows[:, INDEX["lr"]]).all()
+
+
+def test_what_was_flushed_survives_the_death_of_python(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from ortlab.history import MetricsFile
+from ortlab.telemetry import COLUMNS, Recorder, Sample
+recorder = Recorder(sinks=[MetricsFile(Path(sys.argv[1]))])
+for step in range(1, 101):
+    recorder.add(Sample(step, loss=0.5))
+while Path(sys.argv[1]).read_bytes().count(b"\\n") < 101:
+    pass
+os._exit(9)
+"""
+    file = tmp_path / "metrics.jsonl"
+    ended = subprocess.run([sys.executable, "-c", script, str(file)], timeout=60, check=False)
+    assert ended.returncode == 9
+    assert len(read_metrics(file).rows) == 100
+
+
+def test_folders_are_numbered_and_private(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "runs"
+    made = [RunFolder.create(root=root) for _ in range(3)]
+    assert [folder.name for folder in made] == ["run-1", "run-2", "run-3"]
+    (root / "run-2" / "checkpoints").rmdir()
+    (root / "run-2").rmdir()
+    assert RunFolder.create(root=root).name == "run-4"
+    made[0].write_json("settings", {"lr": 0.1})
+    made[0].metrics().close()
+    made[0].write_checkpoint("final", {"weight": torch.zeros(2)}, step=1)
+    for path in [made[0].path, *made[0].path.rglob("*")]:
+        expected = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+
+
+def test_names_are_kept_apart(tmp_path: Path) -> None:
+    names = [RunFolder.create("bert", root=tmp_path).name for _ in range(3)]
+    assert names == ["bert", "bert-2", "bert-3"]
+    for bad in ("../up", "", "a b", ".hidden"):
+        with pytest.raises(ValueError, match="make a run's name"):
+            RunFolder.create(bad, root=tmp_path)
+
+
+def test_folders_made_at_once_are_different(tmp_path: Path) -> None:
+    names: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: names.append(RunFolder.create(root=tmp_path).name))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(names)) == 8
+
+
+def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match="ORTLAB_HOME names another folder"):
+        RunFolder.create(root=tmp_path / "file" / "runs")
+
+
+def test_where_runs_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
+    assert runs_root() == tmp_path / "runs"
+    monkeypatch.delenv("ORTLAB_HOME")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert runs_root() == tmp_path / "data" / "ortlab" / "runs"
+    monkeypatch.delenv("XDG_DATA_HOME")
+    assert runs_root() == Path.home() / ".local" / "share" / "ortlab" / "runs"
+
+
+class Tied(nn.Module):
+    """Weights that are shared, transposed, a view of others, in half precision, and empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.transposed = nn.Parameter(torch.randn(2, 3).t())
+        self.register_buffer("both", torch.arange(6.0))
+        self.register_buffer("part", self.both[:3])
+        self.register_buffer("short", torch.randn(3).to(torch.bfloat16))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("hollow", torch.zeros(0))
+
+
+def test_a_checkpoint_gives_the_weights_back(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    folder = RunFolder.create(root=tmp_path)
+    folder.write_checkpoint("final", model.state_dict() | {"extra": "no tensor"}, step=12)
+    about = folder.read_json("checkpoints/final")
+    assert about["step"] == 12
+    assert about["aliases"] == {"head.weight": "embedding.weight"}
+    other.load_state_dict(folder.read_checkpoint())
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+        assert other.state_dict()[name].dtype == value.dtype
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder.create(root=tmp_path)
+    path = folder.write_checkpoint("final", {"weight": torch.zeros(100)}, step=1)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RuntimeError, match="is damaged"):
+        folder.read_checkpoint()
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    folder = RunFolder.create(root=tmp_path)
+    folder.write_json("settings", {"lr": 0.1})
+    with pytest.raises(TypeError):
+        folder.write_json("settings", {"lr": object()})
+    folder.write_checkpoint("final", {"weight": torch.zeros(2)}, step=1)
+    meta = torch.zeros(2, device="meta")  # has no data to write
+    with pytest.raises(NotImplementedError):
+        folder.write_checkpoint("final", {"weight": meta}, step=2)
+    assert folder.read_json("settings") == {"lr": 0.1}
+    assert folder.read_checkpoint()["weight"].tolist() == [0, 0]
+    names = {path.name for path in folder.path.rglob("*")}
+    assert names == {"settings.json", "checkpoints", "final.json", "final.safetensors"}
+
+
+def test_the_environment_names_versions_and_nobody() -> None:
+    found = environment()
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    text = json.dumps(found)
+    assert platform.node() not in text
+    assert str(Path.home()) not in text
