@@ -139,13 +139,19 @@ class RunFolder:
         """Keeps the tensors of a state dict as checkpoints/`name`; returns the file's path.
 
         Tensors that share memory (tied weights) are written once. Entries that are no tensors are
-        left out.
+        left out. RuntimeError when the disk does not take it.
         """
+        import safetensors
         import safetensors.torch
 
         tensors, aliases = _distinct(state)
         path = self.path / "checkpoints" / f"{name}.safetensors"
-        _write_beside(path, lambda beside: safetensors.torch.save_file(tensors, beside))
+        try:
+            _write_beside(path, lambda beside: safetensors.torch.save_file(tensors, beside))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise RuntimeError(
+                f"the weights cannot be kept in {path}: {error}; the model still has them"
+            ) from error
         about = {
             "form": FORM,
             "file": path.name,

@@ -1,0 +1,546 @@
+"""Runs: threads, buttons, waiting and interrupts, and what is left of a run however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from ortlab.engines.base import NotFinite, Report, Stepper, tell
+from ortlab.engines.torch_native import Eager, TorchStepper
+from ortlab.history import RunFolder
+from ortlab.memory import SAMPLER
+from ortlab.runs import Run
+from ortlab.settings import FinetuneSettings
+from ortlab.telemetry import INDEX, Watched
+
+
+@pytest.fixture(autouse=True)
+def _tidy() -> Iterator[None]:
+    """One thread computes; and no thread of a run is left when a test ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ortlab-")]
+    assert not left
+    assert not SAMPLER.running
+
+
+def examples(count: int = 64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+class Gated(nn.Module):
+    """A model whose steps wait for a test that wants them to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.gate: threading.Event | None = None
+        self.reached = threading.Event()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.gate is not None and self.training:
+            self.reached.set()
+            assert self.gate.wait(60)
+        scores: torch.Tensor = self.inner(inputs)
+        return scores
+
+
+def made(
+    tmp_path: Path,
+    model: nn.Module | None = None,
+    *,
+    train: Any = None,
+    prepare: Callable[[], Stepper] | None = None,
+    evaluation: Any = None,
+    show: Callable[[Watched], None] | None = None,
+    name: str | None = None,
+    **values: Any,
+) -> Run:
+    settings = FinetuneSettings(**{"engine": "eager", "device": "cpu", "lr": 0.05, **values})
+    model = model if model is not None else Gated()
+
+    def eager() -> Stepper:
+        return Eager().prepare(model, functional.cross_entropy, settings)
+
+    return Run(
+        model,
+        prepare or eager,
+        examples() if train is None else train,
+        settings=settings,
+        evaluation=evaluation,
+        show=show,
+        name=name,
+        root=tmp_path,
+    )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def folder_is_complete(run: Run, state: str, model: nn.Module) -> None:
+    folder = RunFolder(run.folder)
+    assert folder.read_json("run")["state"] == state
+    assert FinetuneSettings.of(folder.read_json("settings")) == run.settings
+    assert "torch" in folder.read_json("environment")["packages"]
+    read = folder.read_metrics()
+    assert read.torn == 0
+    assert read.rows[:, INDEX["step"]].tolist() == list(range(1, run.step + 1))
+    assert [event.text for event in read.events if event.kind == "state"][-1] == state
+    kept = folder.read_checkpoint("final")
+    for weight, value in model.state_dict().items():
+        assert torch.equal(kept[weight], value)
+
+
+def test_a_run_that_finishes(tmp_path: Path) -> None:
+    shown: list[Watched] = []
+    model = Gated()
+    run = made(tmp_path, model, epochs=20, evaluation=examples(), show=shown.append)
+    assert run.start() is run
+    assert shown == [run]
+    result = run.result()
+    assert (run.state, result.state, result.steps) == ("finished", "finished", 80)
+    assert result.before is not None
+    assert result.after is not None
+    assert result.after.accuracy > 0.9 > result.before.accuracy
+    assert result.after.loss < result.before.loss
+    assert result.final_loss == run.recorder.rows()[-1, INDEX["loss"]]
+    assert 0 < 80 * 16 / result.samples_per_s <= result.wall_s
+    assert math.isnan(result.tokens_per_s)
+    assert result.peak_bytes > 50 * 1024**2
+    folder_is_complete(run, "finished", model)
+    about = json.loads((run.folder / "run.json").read_text())
+    assert about["result"]["after"]["accuracy"] == result.after.accuracy
+    assert "accuracy" in str(result)
+    assert repr(run) == f"<Run {run.name}: finished, step 80/80, eager>"
+
+
+def test_starting_returns_at_once(tmp_path: Path) -> None:
+    """The export, however long, is made in the run's thread; what it says is shown."""
+    release = threading.Event()
+    model = Gated()
+    settings = FinetuneSettings(engine="eager", device="cpu")
+
+    def slowly() -> Stepper:
+        tell("exporting to ORT")
+        assert release.wait(60)
+        return Eager().prepare(model, functional.cross_entropy, settings)
+
+    run = made(tmp_path, model, prepare=slowly)
+    run.start()
+    until(lambda: run.status().lines == ("exporting to ORT",))
+    assert run.state == "starting"
+    assert run.status().step == 0
+    names = {thread.name for thread in threading.enumerate()}
+    assert f"ortlab-{run.name}" in names
+    release.set()
+    run.result()
+    assert [event.text for event in run.recorder.events("note")] == ["exporting to ORT"]
+
+
+def test_a_run_is_started_once(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    with pytest.raises(RuntimeError, match=r"was not started: run.start\(\) first"):
+        run.result()
+    run.start().result()
+    with pytest.raises(RuntimeError, match="was started already"):
+        run.start()
+
+
+def test_pause_resume_and_stop(tmp_path: Path) -> None:
+    model = Gated()
+    run = made(tmp_path, model, epochs=10_000).start()
+    until(lambda: run.step > 3)
+    run.pause()
+    until(lambda: run.state == "paused")
+    step = run.step
+    assert run.status().left_s is not None
+    run.pause()
+    assert not run.wait_over(0.2)
+    assert run.step == step
+    run.resume()
+    until(lambda: run.step > step)
+    run.pause()
+    until(lambda: run.state == "paused")
+    run.stop()
+    run.stop()
+    assert run.result().state == "stopped"
+    run.stop()
+    run.resume()
+    folder_is_complete(run, "stopped", model)
+
+
+def test_stop_waits_for_the_step_in_flight_only(tmp_path: Path) -> None:
+    model = Gated()
+    model.gate = threading.Event()
+    run = made(tmp_path, model, evaluation=examples()).start()
+    assert model.reached.wait(60)
+    run.stop()
+    assert run.state == "stopping"
+    assert not run.over()
+    model.gate.set()
+    result = run.result()
+    assert (result.steps, result.state) == (1, "stopped")
+    assert result.after == result.before
+    folder_is_complete(run, "stopped", model)
+
+
+def test_stop_before_the_first_step(tmp_path: Path) -> None:
+    model = Gated()
+    run = made(tmp_path, model, evaluation=examples())
+    run.stop()
+    result = run.start().result()
+    assert (result.steps, result.state, result.before) == (0, "stopped", None)
+    folder_is_complete(run, "stopped", model)
+
+
+# --- waiting
+
+
+def test_await_gives_the_result_and_keeps_the_loop_alive(tmp_path: Path) -> None:
+    run = made(tmp_path, epochs=10_000)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while ticks < 5:
+            await asyncio.sleep(0.01)
+            ticks += 1
+        run.stop()  # as a button's handler would
+
+    async def main() -> Any:
+        run.start()
+        other = asyncio.create_task(tick())
+        result = await run
+        await other
+        return result
+
+    assert asyncio.run(main()).state == "stopped"
+    assert ticks == 5
+
+
+def test_a_paused_run_is_no_deadlock(tmp_path: Path) -> None:
+    async def main() -> str:
+        run = made(tmp_path, epochs=10_000)
+        run.pause()
+        run.start()
+        waiting = asyncio.ensure_future(run)
+        while run.state != "paused":
+            await asyncio.sleep(0.01)
+        run.resume()
+        while run.step < 3:
+            await asyncio.sleep(0.01)
+        run.stop()
+        return (await waiting).state
+
+    assert asyncio.run(main()) == "stopped"
+
+
+def test_interrupting_await(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ipykernel does on an interrupt is to cancel the cell's task."""
+    run = made(tmp_path, epochs=10_000).start()
+
+    async def interrupted() -> None:
+        waiting = asyncio.ensure_future(run)
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(interrupted())
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert said.startswith(f"{run.name} goes on, running at step ")
+    assert "run.stop()" in said
+    step = run.step
+    until(lambda: run.step > step)
+    asyncio.run(interrupted())
+    assert "stops after the step in flight" in capsys.readouterr().out
+    assert run.result().state == "stopped"
+
+
+def test_interrupting_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path, epochs=10_000).start()
+    steps: list[int] = []
+
+    def interrupt() -> None:
+        until(lambda: run.step > 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: run._interrupts == 1)
+        steps.append(run.step)
+        until(lambda: run.step > steps[0] + 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run.result()
+    thread.join()
+    assert run.state == "stopped"
+    first, second = capsys.readouterr().out.splitlines()
+    assert "goes on, running at step" in first
+    assert "interrupt again to stop it" in first
+    assert "stops after the step in flight" in second
+
+
+def test_result_with_a_timeout(tmp_path: Path) -> None:
+    run = made(tmp_path, epochs=10_000).start()
+    with pytest.raises(TimeoutError, match=r"is \w+ after 0.05 s"):
+        run.result(timeout=0.05)
+    assert not run.wait(timeout=0.01)
+    run.stop()
+    assert run.wait()
+
+
+# --- what goes wrong
+
+
+class Spoiled(Gated):
+    """Its loss is NaN from a step on."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return super().forward(inputs) * (math.nan if self.calls == self.at else 1.0)
+
+
+def test_a_loss_that_is_nan(tmp_path: Path) -> None:
+    model = Spoiled(at=3)
+    run = made(tmp_path, model).start()
+    with pytest.raises(NotFinite, match=r"at step 3; the run ends with the weights of step 2"):
+        run.result()
+    with pytest.raises(NotFinite):
+        asyncio.run(run._awaited())
+    assert run.state == "failed"
+    assert "step 3" in (run.status().error or "")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    kept = RunFolder(run.folder)
+    assert "not finite at step 3" in kept.read_json("run")["error"]
+    assert torch.equal(kept.read_checkpoint()["inner.0.weight"], model.inner[0].weight)
+    assert [event.kind for event in kept.read_metrics().events][-2:] == ["error", "state"]
+
+
+def test_a_loss_that_is_no_scalar(tmp_path: Path) -> None:
+    model, settings = Gated(), FinetuneSettings(engine="eager", device="cpu")
+
+    def unreduced(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(scores, target, reduction="none")
+
+    run = made(tmp_path, model, prepare=lambda: Eager().prepare(model, unreduced, settings))
+    with pytest.raises(ValueError, match=r"the loss is float32\[16\], not a scalar"):
+        run.start().result()
+    folder_is_complete(run, "failed", model)
+
+
+def test_a_batch_that_does_not_fit_forward(tmp_path: Path) -> None:
+    batch = {"input_ids": torch.zeros(2, 4), "labels": torch.zeros(2, dtype=torch.int64)}
+    run = made(tmp_path, train=[batch])
+    with pytest.raises(ValueError, match=r"input_ids: float32\[2, 4\]") as raised:
+        run.start().result()
+    assert "does not fit forward" in str(raised.value)
+    assert str(raised.value).count("\n") <= 1
+    assert isinstance(raised.value.__cause__, TypeError)
+
+
+def test_a_stepper_that_cannot_be_made(tmp_path: Path) -> None:
+    def fails() -> Stepper:
+        raise RuntimeError("no compiler")
+
+    run = made(tmp_path, prepare=fails).start()
+    with pytest.raises(RuntimeError, match="no compiler"):
+        run.result()
+    assert run.state == "failed"
+    assert RunFolder(run.folder).read_json("run")["state"] == "failed"
+    assert list((run.folder / "checkpoints").iterdir()) == []
+
+
+def test_system_exit_in_the_users_code_is_the_runs_outcome(tmp_path: Path) -> None:
+    def fails() -> Stepper:
+        sys.exit(3)
+
+    with pytest.raises(SystemExit):
+        made(tmp_path, prepare=fails).start().result()
+
+
+def test_bad_data_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the data is empty"):
+        made(tmp_path, train=[])
+    with pytest.raises(ValueError, match="the data is empty"):
+        made(tmp_path, evaluation=[])
+    with pytest.raises(ValueError, match="must be below the run's 4 steps"):
+        made(tmp_path, warmup_steps=4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_vanishes(tmp_path: Path) -> None:
+    """The weights are in the model all the same, and the run says what it could not keep."""
+    model = Gated()
+    model.gate = threading.Event()
+    run = made(tmp_path, model).start()
+    assert model.reached.wait(60)
+    (run.folder / "checkpoints").rmdir()
+    before = model.inner[0].weight.detach().clone()
+    model.gate.set()
+    with pytest.raises(RuntimeError, match="the weights cannot be kept .* the model still has"):
+        run.result()
+    assert run.state == "failed"
+    assert run.step == 4
+    assert not torch.equal(model.inner[0].weight, before)
+
+
+# --- engines
+
+
+class Falling(TorchStepper):
+    """An engine that falls back at its second step."""
+
+    calls = 0
+
+    def step(self, batches_: Any, *, lr: float) -> Any:
+        self.calls += 1
+        return super().step(batches_, lr=lr)
+
+    def report(self) -> Report:
+        if self.calls < 2:
+            return Report("ort", export_s=1.5, check_s=0.25, notes=("checked 1 shape",))
+        notes = ("checked 1 shape", "checked 2 shapes")
+        return Report("eager", "no kernel for Foo", export_s=1.5, check_s=0.25, notes=notes)
+
+
+def test_a_fallback_is_a_badge_and_an_event(tmp_path: Path) -> None:
+    model = Gated()
+    settings = FinetuneSettings(engine="ort", device="cpu")
+
+    def prepare() -> Stepper:
+        return Falling(
+            model,
+            functional.cross_entropy,
+            settings,
+            owner=model,
+            device=torch.device("cpu"),
+            report=lambda: Report("ort"),
+        )
+
+    run = made(tmp_path, model, prepare=prepare, engine="ort").start()
+    result = run.result()
+    assert (run.engine_asked, run.engine_used) == ("ort", "eager")
+    assert run.fallback_reason == "no kernel for Foo"
+    status = run.status()
+    assert status.badges == ("fallback to eager: no kernel for Foo",)
+    assert "self-check against eager 0.2 s" in status.lines
+    assert (result.export_s, result.check_s) == (1.5, 0.25)
+    notes = [event.text for event in run.recorder.events("note")]
+    assert notes == ["checked 1 shape", "checked 2 shapes"]
+    (warning,) = run.recorder.events("warning")
+    assert (warning.step, warning.text) == (2, "fallback to eager: no kernel for Foo")
+    assert RunFolder(run.folder).read_json("run")["engine_used"] == "eager"
+
+
+# --- leaving no trace
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_model_and_data_can_be_collected_when_it_is_over(tmp_path: Path, fails: bool) -> None:
+    model: Any = Spoiled(at=2) if fails else Gated()
+    data: Any = DataLoader(examples(), batch_size=16)
+    gone = weakref.ref(model), weakref.ref(data)
+    run = made(tmp_path, model, train=data).start()
+    assert run.model is model
+    with contextlib.suppress(NotFinite):
+        run.result()
+    del model, data
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    assert run.model is None
+    assert run.recorder.count == (2 if fails else 4)
+
+
+def test_two_runs_at_once(tmp_path: Path) -> None:
+    first = made(tmp_path, epochs=10_000).start()
+    second = made(tmp_path, epochs=10_000).start()
+    until(lambda: first.step > 3 and second.step > 3)
+    assert {first.name, second.name} == {"run-1", "run-2"}
+    first.stop()
+    first.result()
+    step = second.step
+    until(lambda: second.step > step)
+    second.stop()
+    second.result()
+
+
+def test_the_thread_prints_in_the_context_that_started_it(tmp_path: Path) -> None:
+    cell: contextvars.ContextVar[str] = contextvars.ContextVar("cell", default="")
+    seen: list[str] = []
+    model = Gated()
+    settings = FinetuneSettings(engine="eager", device="cpu")
+
+    def prepare() -> Stepper:
+        seen.append(cell.get())
+        return Eager().prepare(model, functional.cross_entropy, settings)
+
+    cell.set("first")
+    run = made(tmp_path, model, prepare=prepare).start()
+    cell.set("second")
+    run.result()
+    assert seen == ["first"]
+
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+from ortlab.engines.torch_native import Eager
+from ortlab.runs import Run
+from ortlab.settings import FinetuneSettings
+torch.set_num_threads(1)
+settings = FinetuneSettings(engine="eager", device="cpu", epochs=10_000_000)
+model = torch.nn.Linear(4, 3)
+data = [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))]
+run = Run(model, lambda: Eager().prepare(model, torch.nn.functional.cross_entropy, settings),
+          data, settings=settings, root=Path(sys.argv[1])).start()
+while run.step < 3:
+    pass
+"""
+
+
+def test_python_that_ends_stops_the_run_in_order(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        timeout=120,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    folder = RunFolder(tmp_path / "run-1")
+    assert folder.read_json("run")["state"] == "stopped"
+    assert len(folder.read_metrics().rows) == folder.read_json("checkpoints/final")["step"] >= 3
