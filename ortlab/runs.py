@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortlab import loop
 from ortlab.engines.base import Report, Stepper, progress
+from ortlab.errors import shorten
 from ortlab.history import FORM, RunFolder, environment
 from ortlab.loop import Control, Evaluation
 from ortlab.memory import SAMPLER, Meter
@@ -348,6 +349,7 @@ class Run:
     def _fail(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
+            shorten(error)
         else:
             self.error.add_note(f"and the run's folder is not complete: {error}")
 

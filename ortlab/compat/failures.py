@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 import sysconfig
 import traceback
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from ortlab.errors import place
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _parent(name: str) -> str:
 
 
 def _module(scope: str) -> str | None:
-    """"encoder.layer.0" of the exporter's "/_original_module/encoder/layer.0"."""
+    """ "encoder.layer.0" of the exporter's "/_original_module/encoder/layer.0"."""
     path: list[str] = []
     for name in filter(None, scope.split("/")):
         if path and name.startswith(path[-1] + "."):
@@ -167,11 +168,7 @@ def _line(frames: Sequence[tuple[str, int]]) -> str | None:
     chosen = [f for f in inside if not _is_library(f[0])] or inside
     if not chosen:
         return None
-    file, line = chosen[-1]
-    code = linecache.getline(file, line).strip()
-    cell = "ipykernel_" in file  # a file that is nowhere but in the kernel's line cache
-    place = f"cell line {line}" if cell else f"{file}:{line}"
-    return f"{place}: {code}" if code else place
+    return place(*chosen[-1])
 
 
 def _belongs_to(file: str, *packages: str) -> bool:

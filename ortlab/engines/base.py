@@ -7,6 +7,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ortlab.errors import Concise
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -30,11 +32,11 @@ def tell(line: str) -> None:
         listener(line)
 
 
-class EngineUnavailable(RuntimeError):
+class EngineUnavailable(Concise, RuntimeError):
     """An engine that cannot run on this machine; the message says why and what to do."""
 
 
-class NotFinite(RuntimeError):
+class NotFinite(Concise, RuntimeError):
     """A loss that is NaN or infinite; the optimizer did not use it."""
 
 

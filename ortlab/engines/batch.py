@@ -92,7 +92,7 @@ def forward(module: nn.Module, batch: Batch, loss: LossFunction | None) -> Forwa
     is not a scalar.
     """
     inputs, target = _split(batch, with_target=loss is not None)
-    output = _call(module, inputs)
+    output = _call(module, inputs, has_loss=loss is not None)
     scores = _scores(output)
     if loss is None:
         value = _own_loss(output, batch)
@@ -143,7 +143,7 @@ def _split(batch: Batch, *, with_target: bool) -> tuple[Batch, Any]:
     raise ValueError(f"a loss function needs (inputs, target); the batch is {describe(batch)}")
 
 
-def _call(module: nn.Module, inputs: Batch) -> Any:
+def _call(module: nn.Module, inputs: Batch, *, has_loss: bool) -> Any:
     arguments = list(inputs) if isinstance(inputs, tuple | list) else []
     named = dict(inputs) if isinstance(inputs, Mapping) else {}
     if isinstance(inputs, torch.Tensor):
@@ -152,10 +152,13 @@ def _call(module: nn.Module, inputs: Batch) -> Any:
         return module(*arguments, **named)
     except Exception as error:
         mismatch = _mismatch(module, arguments, named)
+        described = describe(inputs).removeprefix("(").removesuffix(")")
         if isinstance(error, TypeError) and mismatch:
-            message = f"the batch ({describe(inputs)}) does not fit forward: {mismatch}"
+            message = f"the batch ({described}) does not fit forward: {mismatch}"
+            if not has_loss and arguments and _mismatch(module, arguments[:-1], named) is None:
+                message += f"; if its last item is the target, name a loss: --loss {LOSSES[0]}"
             raise ValueError(message) from error
-        error.add_note(f"the batch was ({describe(inputs)})")
+        error.add_note(f"the batch was ({described})")
         raise
 
 

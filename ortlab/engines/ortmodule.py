@@ -30,6 +30,7 @@ from ortlab.engines.selfcheck import (
     undisturbed,
 )
 from ortlab.engines.torch_native import TorchStepper, training_device
+from ortlab.errors import Concise
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 _EXPORTS = 6
@@ -40,7 +41,7 @@ _MOST_NOTES = 50
 _ATOMS = (bool, int, float, str, type(None))
 
 
-class ExportFailed(RuntimeError):
+class ExportFailed(Concise, RuntimeError):
     """ORT cannot export or build the model; the message names the operator and the line."""
 
 
@@ -292,10 +293,11 @@ class Execution:
         try:
             export = Export(self._ort_module, self.module, gradient=gradient)
             export.build(args, kwargs)
-        except Exception as error:  # ORT raises all kinds; what it means is said in one line
+        # ORT raises all kinds of exceptions; what they mean is said in one line.
+        except Exception as error:  # noqa: BLE001
             if not self.settings.self_check:
                 self._let_eager_fail(args, kwargs)
-            raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from error
+            raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from None
         self._export_s += time.perf_counter() - started
         served = _Served(export, _batch_counters(self.module))
         # Forward ran by now, and may have set attributes: what fits the export is what it left.
@@ -370,8 +372,8 @@ class Execution:
                 inputs=inputs,
                 gradients=gradients,
             )
-        except Exception as error:  # as above: ORT raises all kinds
-            raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from error
+        except Exception as error:  # noqa: BLE001 - as above
+            raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from None
         low_precision = _autocast() is not None or any(
             p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters()
         )

@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ortlab.errors import Concise
+
 OUTPUT_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 5e-2
@@ -30,7 +32,7 @@ SMALLEST = 1e-3
 _SEED = 20210301
 
 
-class SelfCheckFailed(RuntimeError):
+class SelfCheckFailed(Concise, RuntimeError):
     """The engine's outputs or gradients are not eager torch's; the message says which."""
 
 

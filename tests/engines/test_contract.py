@@ -310,6 +310,7 @@ def test_state_comes_back(each: Engine) -> None:
     ("batch", "loss", "message"),
     [
         ({"x": torch.zeros(2, 6), "typo": 1}, None, "does not fit forward"),
+        ((torch.zeros(2, 6), torch.zeros(2)), None, "name a loss"),
         ((torch.zeros(2, 6),), functional.cross_entropy, r"\(inputs, target\)"),
         (torch.zeros(2, 6), None, "returns no loss"),
         ((torch.zeros(2, 6), torch.tensor([0, 1])), lambda a, _: a, "not a scalar"),
