@@ -11,6 +11,7 @@ import math
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ PRINT_EVERY_S = 5.0
 """Between two lines of progress in a terminal."""
 SETTLE_S = 20.0
 """That a cell waits for the picture of a run that ended in it."""
+KEPT = 8
+"""Views of runs that are over."""
 PICTURE_WIDTH = 960
 """Of the static picture on a page, in pixels of the page."""
 
@@ -234,7 +237,8 @@ class RunView(anywidget.AnyWidget):
 
     def close(self) -> None:
         """Closes the charts in every browser; the run goes on."""
-        self.pump.close()
+        if hasattr(self, "pump"):  # ipywidgets closes what its constructor has not finished, too
+            self.pump.close()
         super().close()
 
     def _receive(self, _: RunView, content: dict[str, Any], __: list[bytes]) -> None:
@@ -316,11 +320,22 @@ def text(watched: Watched) -> str:
 
 def _follow(watched: Watched) -> Pump:
     display_id = uuid.uuid4().hex
-    live = RunView(watched, finish=lambda: _publish_picture(watched, replacing=display_id))
+
+    def finish() -> None:
+        _publish_picture(watched, replacing=display_id)
+        _ended.append(live)
+        if len(_ended) > KEPT:
+            _ended.popleft().close()
+
+    live = RunView(watched, finish=finish)
     data, metadata = live._repr_mimebundle_() or ({}, {})
     data["text/plain"] = plaintext.headline(watched.title, watched.status())
     _publish(data, metadata, display_id)
     return live.pump
+
+
+_ended: deque[RunView] = deque()
+"""Views whose run is over: a page that was loaded again meanwhile still shows them."""
 
 
 def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
@@ -331,7 +346,12 @@ def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
         Path(folder, "charts.png").write_bytes(image)
     data = {"image/png": image, "text/plain": text(watched)}
     metadata = {"image/png": {"width": PICTURE_WIDTH}}
-    _publish(data, metadata, replacing or uuid.uuid4().hex, update=replacing is not None)
+    if replacing is None:
+        _publish(data, metadata, uuid.uuid4().hex)
+    else:
+        # In the name of the cell that is running now, not of the one that was when this thread
+        # began: nbclient takes no other output. Where it goes, only the display's id says.
+        contextvars.Context().run(_publish, data, metadata, replacing, update=True)
 
 
 def _publish(

@@ -125,7 +125,7 @@ class Lab:
         for name in folders.values():
             (self._folder / name).mkdir(exist_ok=True)
         own = {variable: str(self._folder / name) for variable, name in folders.items()}
-        source = str(Path(__file__).parents[2])  # for `tests.browser.practice` in the kernel
+        source = str(Path(__file__).parents[2])  # for `tests.practice` in the kernel
         return {**os.environ, **own, "JUPYTER_PREFER_ENV_PATH": "1", "PYTHONPATH": source}
 
     def _request(self, path: str, *, method: str = "GET") -> None:

@@ -17,7 +17,7 @@ Opens = Callable[[Sequence[str]], Notebook]
 Takes = Callable[[str], None]
 
 START = """
-from tests.browser.practice import Practice
+from tests.practice import Practice
 from ortlab.notebook import charts
 run = Practice({options}).start()
 charts.show(run)
@@ -112,6 +112,44 @@ def test_a_click_stops_and_the_picture_is_saved(
     assert sorted(data) == ["image/png", "text/plain"]
     assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
     assert "stopped" in data["text/plain"]
+
+
+FINETUNE = [
+    "%load_ext ortlab\nimport ortlab, torch\ntorch.manual_seed(0)",
+    "from torch import nn\nmodel = nn.Sequential(nn.Linear(64, 500), nn.ReLU(), nn.Linear(500, 10))\n"
+    "train, valid = ortlab.data.digits()",
+    "run = %ort finetune model train --eval-data valid --loss cross_entropy --engine eager "
+    "--epochs 10000 --eval-every 200",
+    "result = await run\nprint(result.state, run.step == result.steps)",
+]
+
+
+def test_a_real_run_is_paused_and_stopped_while_it_is_awaited(
+    notebook: Opens, page: Page, screenshot: Takes
+) -> None:
+    book = notebook(FINETUNE)
+    book.start()
+    run = book.view()
+    wait_for_step(page, 300)
+    clicked = time.monotonic()
+    run.get_by_role("button", name="Pause").click()
+    expect(run.locator(".ortlab-state")).to_have_text("paused")
+    paused_s = time.monotonic() - clicked
+    screenshot("finetune-paused")
+    run.get_by_role("button", name="Resume").click()
+    expect(run.locator(".ortlab-state")).to_have_text("running")
+    clicked = time.monotonic()
+    run.get_by_role("button", name="Stop").click()
+    expect(run.locator(".ortlab-state")).to_have_text("stopped")
+    stopped_s = time.monotonic() - clicked
+    print(f"click to paused: {paused_s:.2f} s, click to stopped: {stopped_s:.2f} s")
+    assert max(paused_s, stopped_s) <= 1.1  # a step takes milliseconds, an evaluation some more
+    expect(page.locator(".jp-OutputArea img")).to_be_visible(timeout=20_000)
+    page.wait_for_function("() => window.panel.content.widgets[3].model.outputs.length > 0")
+    screenshot("finetune-stopped")
+    saved = book.save()
+    assert saved.cells[3].outputs[0].text == "stopped True\n"
+    assert sorted(saved.cells[2].outputs[0].data) == ["image/png", "text/plain"]
 
 
 def test_buttons_work_from_the_keyboard(notebook: Opens, page: Page) -> None:

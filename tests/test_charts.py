@@ -1,0 +1,386 @@
+"""The charts without a browser: messages, pump, text, picture, and what a saved notebook has."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from nbclient import NotebookClient
+
+from ortlab.notebook import build, charts, plaintext
+from ortlab.notebook.charts import WIRE, Feed, Pump, Update
+from ortlab.telemetry import COLUMNS, INDEX, Event, Recorder, Rows, Sample, Status
+from tests.browser.bench_update import LIMIT_BYTES, LIMIT_MS, measure
+from tests.practice import Practice
+
+
+class Still:
+    """A run that moves only when a test says so."""
+
+    interactive = True
+
+    def __init__(self, title: str = "still") -> None:
+        self.title = title
+        self.recorder = Recorder()
+        self.now = Status("running", 0, 1000, 0.0, None)
+
+    def status(self) -> Status:
+        return self.now
+
+    def over(self) -> bool:
+        return self.now.state == "finished"
+
+    def wait_over(self, timeout: float | None = None) -> bool:
+        return self.over()
+
+    def pause(self) -> None: ...
+
+    resume = stop = pause
+
+    def advance(self, steps: int) -> None:
+        first = self.now.step + 1
+        for step in range(first, first + steps):
+            self.recorder.add(
+                Sample(
+                    step=step, loss=1 / step, lr=1e-4, samples=8, step_ms=4.0, samples_per_s=2000
+                )
+            )
+        self.now = Status("running", first + steps - 1, 1000, 0.004 * first, 3.0)
+
+
+def rows(update: Update) -> list[dict[str, float]]:
+    """The rows of a message as the browser reads them."""
+    names = [c.name for bit, c in enumerate(WIRE) if update.content.get("m", 0) >> bit & 1]
+    numbers = np.frombuffer(update.rows, "<f4").reshape(-1, len(names) or 1)
+    return [dict(zip(names, row.tolist(), strict=True)) for row in numbers]
+
+
+def fresh(feed: Feed) -> Update:
+    update = feed.fresh()
+    assert update is not None
+    json.dumps(update.content, allow_nan=False)
+    return update
+
+
+def test_a_message_has_the_new_points_only() -> None:
+    run = Still()
+    feed = Feed(run)
+    run.advance(2)
+    assert [row["step"] for row in rows(fresh(feed))] == [1, 2]
+    run.advance(1)
+    (row,) = rows(fresh(feed))
+    assert set(row) == {"step", "loss", "lr", "step_ms", "samples_per_s"}
+    assert row["loss"] == pytest.approx(1 / 3)
+    assert row["samples_per_s"] == pytest.approx(2000)
+
+
+@pytest.mark.parametrize("before", [100, 100_000])
+def test_many_steps_are_merged_into_a_small_message(before: int) -> None:
+    run = Still()
+    feed = Feed(run)
+    run.advance(before)
+    fresh(feed)
+    run.advance(700)
+    update = fresh(feed)
+    assert len(update.rows) <= charts.UPDATE_BYTES
+    assert rows(update)[-1]["step"] == before + 700
+    first, last = before + 1, before + 700
+    merged = [row["loss"] for row in rows(update)]
+    assert 1 / last < merged[-1] < merged[0] < 1 / first
+
+
+def test_the_whole_has_every_step_merged_and_starts_anew() -> None:
+    run = Still()
+    feed = Feed(run)
+    run.advance(30_000)
+    fresh(feed)
+    whole = feed.whole()
+    assert whole.content["a"] == 1
+    assert len(rows(whole)) <= charts.WHOLE_ROWS
+    steps = [row["step"] for row in rows(whole)]
+    assert steps == sorted(steps)
+    assert steps[-1] == 30_000
+    assert feed.fresh() is None, "what the whole had is not sent again"
+
+
+def test_nothing_new_is_no_message() -> None:
+    run = Still()
+    feed = Feed(run)
+    run.advance(1)
+    first, second = fresh(feed), feed.fresh()
+    assert "i" in first.content
+    assert second is None
+    run.advance(1)
+    assert "i" not in fresh(feed).content, "badges and lines go out when they change"
+    run.now = Status("paused", 2, 1000, 5.0, 3.0, badges=("fallback: torch",))
+    assert fresh(feed).content["i"]["badges"] == ["fallback: torch"]
+    run.now = Status("paused", 2, 1000, 95.0, 3.0, badges=("fallback: torch",))
+    assert feed.fresh() is None, "while a run is paused, time alone is no news"
+
+
+def test_an_evaluation_is_sent_once_and_nan_is_no_number() -> None:
+    run = Still()
+    feed = Feed(run)
+    run.recorder.event(Event("eval", 0, 0.1, values={"loss": 2.5, "accuracy": 0.1}))
+    assert fresh(feed).content["e"] == [[0, 2.5]]
+    run.advance(1)
+    run.recorder.event(Event("eval", 1, 0.2, values={"loss": float("nan"), "accuracy": 0.2}))
+    assert fresh(feed).content["e"] == [[1, None]]
+    assert feed.whole().content["e"] == [[0, 2.5], [1, None]]
+
+
+def test_pump_sends_the_last_and_finishes_in_its_own_thread() -> None:
+    run = Practice(steps=20, step_s=0.01).start()
+    drawn: list[int] = []
+    threads: list[str] = []
+    pump = Pump(
+        run,
+        lambda: drawn.append(run.status().step),
+        lambda: threads.append(threading.current_thread().name),
+    )
+    assert pump.join(10)
+    assert drawn[-1] == 20
+    assert threads == ["ortlab-view"]
+
+
+def test_pump_can_be_closed_while_the_run_goes_on() -> None:
+    run = Practice(steps=None).start()
+    finished: list[bool] = []
+    pump = Pump(run, lambda: None, lambda: finished.append(True))
+    pump.close()
+    pump.close()
+    assert pump.join(0)
+    assert not finished
+    assert not run.over()
+    run.stop()
+    assert run.wait_over(5)
+
+
+def test_pump_slows_down_where_drawing_is_dear() -> None:
+    run = Still()
+    began: list[float] = []
+
+    def draw() -> None:
+        began.append(time.monotonic())
+        while time.thread_time() < until[0]:
+            pass
+
+    until = [0.0]
+    pump = Pump(
+        run, lambda: (until.__setitem__(0, time.thread_time() + 0.02), draw()), lambda: None
+    )  # type: ignore[func-returns-value]
+    deadline = time.monotonic() + 10
+    while len(began) < 4 and time.monotonic() < deadline:
+        pump.join(0.05)
+    pump.close()
+    assert began[3] - began[2] > 1.5 * Pump.PERIOD_S, "20 ms an update is more than its share"
+
+
+def test_rates_of_merged_rows_are_samples_over_time() -> None:
+    recorder = Recorder()
+    for step, step_ms in enumerate((1.0, 1.0, 98.0), 1):
+        recorder.add(Sample(step=step, samples=10, step_ms=step_ms, samples_per_s=1e4 / step_ms))
+    rate = INDEX["samples_per_s"]
+    assert plaintext.with_rates(recorder.rows())[:, rate] == pytest.approx([1e4, 1e4, 1e4 / 98])
+    assert plaintext.with_rates(recorder.rows(), 3)[-1, rate] == pytest.approx(300)
+    assert plaintext.overall(recorder, "samples_per_s") == pytest.approx(300)
+    recorder.close()
+
+
+def test_text_says_the_numbers() -> None:
+    run = Practice(steps=60, step_s=0.001, title="line fit", badges=("fallback: torch",)).start()
+    assert run.wait_over(20)
+    lines = charts.text(run).splitlines()
+    assert lines[0].startswith("line fit · finished · step 60 of 60 (100%)")
+    assert lines[0].endswith("[fallback: torch]")
+    labels = ["training loss", "samples/s", "tokens/s", "resident size", "peak resident size"]
+    labels += ["learning rate", "step time"]
+    for label in labels:
+        assert any(line.startswith(label) for line in lines), label
+    (loss,) = (line for line in lines if line.startswith("training loss"))
+    first, last = known(run.recorder.rows(), "loss")[[0, -1]]
+    assert loss.endswith(f"{plaintext.number(first)} → {plaintext.number(last)}")
+
+
+def known(rows: Rows, name: str) -> Any:
+    return plaintext.known(rows, name)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0"), (0.04, "0.04"), (5e-5, "5e-5"), (1.5e-4, "1.5e-4"), (787.94, "787.9"),
+     (50423, "50,423"), (1800, "1,800"), (-2.5, "-2.5"), (float("nan"), "nan")],
+)  # fmt: skip
+def test_numbers_read_well(value: float, shown: str) -> None:
+    assert plaintext.number(value) == shown
+
+
+def pixels(png: bytes) -> Any:
+    from matplotlib.image import imread
+
+    return imread(io.BytesIO(png), format="png")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 80])
+def test_picture_of_any_length(steps: int) -> None:
+    run = Still(r"a title with $ \frac{ and <b>")
+    run.advance(steps)
+    run.now = Status("failed", steps, None, 1.0, None, ("fallback: torch",), ("a line",), "no $\nx")
+    image = pixels(charts.picture(run))
+    height, width, channels = image.shape
+    assert (width, height, channels) == (1920, 1075, 4)
+    assert image[:, :, 3].min() == 0, "the page's own colour is behind it"
+    words = image[image[:, :, 3] > 0.9][:, :3]
+    assert words.mean() == pytest.approx(0.48, abs=0.2), "grey reads on light and dark"
+    run.recorder.close()
+
+
+def test_picture_leaves_matplotlib_as_it_was() -> None:
+    code = (
+        "import sys, matplotlib as m; before = dict(m.rcParams)\n"
+        "from ortlab.notebook import charts; from tests.practice import Practice\n"
+        "run = Practice(steps=3, step_s=0).start(); run.wait_over(); charts.picture(run)\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "assert dict(m.rcParams) == before"
+    )
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_terminal_gets_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    InteractiveShell.clear_instance()
+    shell = InteractiveShell.instance()
+    shell.user_ns.update(charts=charts, run=Practice(steps=40, title="line fit").start())
+    try:
+        shell.run_cell("charts.show(run); run.wait_over(20)")
+        shown = capfd.readouterr().out.splitlines()
+        assert not shell.events.callbacks["post_run_cell"], "the hook is gone with the run"
+    finally:
+        InteractiveShell.clear_instance()
+    assert shown[0].startswith("line fit · ")
+    assert any(line.startswith("line fit · finished · step 40 of 40") for line in shown)
+    assert any(line.startswith("training loss") for line in shown)
+
+
+def execute(tmp_path: Path, *cells: str) -> nbformat.NotebookNode:
+    """The notebook as it is saved by who executes it without a browser."""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    source = str(Path(__file__).parents[1])
+    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
+    client = NotebookClient(
+        book, timeout=120, store_widget_state=False, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute(env={**os.environ, "PYTHONPATH": path})
+    return book
+
+
+START = (
+    "from pathlib import Path; from ortlab.notebook import charts; from tests.practice import "
+    "Practice; run = Practice(steps=60, folder=Path('.')).start(); charts.show(run)"
+)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "import asyncio\nwhile not run.over(): await asyncio.sleep(0.01)",
+        "run.wait_over(); print('over')",
+    ],
+    ids=["awaiting", "blocking"],
+)
+def test_a_saved_notebook_has_the_picture(tmp_path: Path, wait: str) -> None:
+    book = execute(tmp_path, START, wait)
+    (output,) = book.cells[0].outputs
+    assert sorted(output.data) == ["image/png", "text/plain"], "no widget, which a file cannot show"
+    assert "practice · finished · step 60 of 60" in output.data["text/plain"]
+    assert (tmp_path / "charts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_run_is_shown_as_its_picture(tmp_path: Path) -> None:
+    book = execute(tmp_path, START + "; run.wait_over()", "charts.show(run)")
+    assert sorted(book.cells[1].outputs[0].data) == ["image/png", "text/plain"]
+
+
+@pytest.mark.parametrize(("step", "updates", "per_update"), [(100, 60, 3), (100_000, 60, 12)])
+def test_an_update_costs_little(step: int, updates: int, per_update: int) -> None:
+    cost = measure(step, updates, per_update, cuda=True)
+    print(cost)
+    assert cost["bytes_max"] <= LIMIT_BYTES
+    assert cost["kernel_ms"] <= LIMIT_MS
+
+
+def test_every_chart_column_crosses_the_wire() -> None:
+    assert WIRE[0].name == "step"
+    assert {c.name for c in WIRE[1:]} == {c.name for c in COLUMNS if c.chart}
+    assert len(WIRE) < 53, "the mask of columns is one number of JavaScript"
+
+
+def test_a_package_without_its_javascript_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts, "STATIC", tmp_path)
+    with pytest.raises(RuntimeError, match=r"runview.js was not built; run `pip install -e \.`"):
+        charts.view(Still())
+
+
+def sources(root: Path) -> Path:
+    folder = root / build.SOURCES
+    (folder / "src").mkdir(parents=True)
+    (folder / "package.json").write_text("{}")
+    (folder / "src" / "runview.js").write_text("")
+    return folder
+
+
+def test_a_bundle_is_fresh_until_a_source_changes(tmp_path: Path) -> None:
+    folder = sources(tmp_path)
+    assert not build.fresh(tmp_path)
+    (tmp_path / build.BUNDLE).mkdir()
+    for name in build.MADE:
+        (tmp_path / build.BUNDLE / name).write_text("")
+    assert build.fresh(tmp_path)
+    later = time.time() + 10
+    os.utime(folder / "src" / "runview.js", (later, later))
+    assert not build.fresh(tmp_path)
+
+
+def test_a_failing_npm_is_one_line(tmp_path: Path) -> None:
+    npm = tmp_path / "npm"
+    npm.write_text(
+        "#!/bin/sh\necho 'npm error code E404' >&2\necho 'npm error no uplot' >&2\nexit 1\n"
+    )
+    npm.chmod(0o755)
+    said: list[str] = []
+    build.npm([str(npm)], ["ci"], sources(tmp_path), said.append)
+    assert said == [
+        "cannot build the charts: `npm ci` in ortlab/notebook/js failed: code E404 no uplot; "
+        "check that the npm registry can be reached, then install again"
+    ]
+
+
+def test_an_old_node_is_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, version in (("npm", ""), ("node", "v12.22.9")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {version}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert build.system_npm() is None
+    (tmp_path / "node").write_text("#!/bin/sh\necho v18.0.0\n")
+    assert build.system_npm() == [str(tmp_path / "npm")]
+
+
+def test_the_lock_names_no_machine() -> None:
+    lock = json.loads((Path(build.__file__).parent / "js" / "package-lock.json").read_text())
+    packages = [entry for name, entry in lock["packages"].items() if name]
+    assert all("integrity" in entry and "resolved" not in entry for entry in packages)
