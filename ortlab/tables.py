@@ -12,11 +12,10 @@ R = TypeVar("R")
 _STYLE = """
 <style>
 .ortlab-table table {border-collapse: collapse; color: var(--jp-content-font-color1, inherit)}
-.ortlab-table th, .ortlab-table td {padding: 2px 12px 2px 0; text-align: left; vertical-align: top}
+.ortlab-table th, .ortlab-table td {padding: 2px 12px 2px 0; vertical-align: top}
 .ortlab-table th {border-bottom: 1px solid var(--jp-border-color1, currentColor)}
-.ortlab-table .number {text-align: right; font-variant-numeric: tabular-nums}
+.ortlab-table td {font-variant-numeric: tabular-nums}
 .ortlab-table p {margin: 4px 0; color: var(--jp-content-font-color2, inherit)}
-.ortlab-table caption {text-align: left; font-weight: 600}
 </style>
 """
 
@@ -94,7 +93,9 @@ class Table(Sequence[R]):
     def _html_row(self, tag: str, cells: Sequence[str]) -> str:
         return "<tr>{}</tr>".format(
             "".join(
-                f"<{tag}{' class=number' if column.number else ''}>{html.escape(cell)}</{tag}>"
+                # In place, since JupyterLab's own rule for tables goes before a style sheet's.
+                f'<{tag} style="text-align: {"right" if column.number else "left"}">'
+                f"{html.escape(cell)}</{tag}>"
                 for cell, column in zip(cells, self._columns, strict=True)
             )
         )

@@ -109,7 +109,7 @@ def test_a_cell_that_raises_shows_its_traceback_once(kernel: Kernel) -> None:
 def test_the_table_is_rich(kernel: Kernel) -> None:
     kernel("%%ort --engine eager\nmodel = nn.Linear(4, 2)\ncriterion = nn.MSELoss()")
     (data,) = kernel("%ort").shown
-    assert "<td>model</td>" in data["text/html"]
+    assert ">model</td>" in data["text/html"]
     assert "var(--jp-" in data["text/html"]
     assert "left as it is: criterion" in data["text/html"]
     assert "left as it is: criterion" in data["text/plain"]
@@ -149,7 +149,7 @@ def test_a_reset_kernel_still_knows_the_magics(kernel: Kernel) -> None:
     kernel("%reset -f")
     kernel("from torch import nn")
     assert "model runs on" in kernel("%%ort --engine compile\nmodel = nn.Linear(4, 2)").text
-    assert "<td>model</td>" in kernel("%ort").shown[0]["text/html"]
+    assert ">model</td>" in kernel("%ort").shown[0]["text/html"]
 
 
 def test_unloading_gives_back_how_runs_are_shown(kernel: Kernel) -> None:

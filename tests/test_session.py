@@ -256,6 +256,14 @@ def test_a_cell_that_runs_again_gives_the_old_model_back(
     assert len(session.wrapped.table()) == 0
 
 
+def test_what_was_left_and_is_wrapped_by_name_is_left_no_more(session: Session) -> None:
+    bind(session, margin=MarginLoss())
+    assert reasons(session) == {"margin": "is a loss (MarginLoss)"}
+    session.wrapped.namespace = None  # as in a script, where nothing tells what names hold
+    session.bind_cell({"margin": MarginLoss()}, ["margin"], ["margin"], WRAPPING)
+    assert reasons(session) == {}
+
+
 def test_a_model_with_a_loss_in_its_name_is_a_model(session: Session) -> None:
     class NetWithLoss(Net):
         pass
@@ -273,9 +281,10 @@ def test_a_model_on_eager_may_be_given_another_engine_by_its_cell(session: Sessi
 def test_a_deleted_model_is_collectable_and_leaves_the_table(
     session: Session, settings: EngineSettings
 ) -> None:
-    bind(session, model=Net(), parts=[Net()], settings=settings)
+    bind(session, model=Net(), parts=[Net()], frozen=Net().requires_grad_(False), settings=settings)
     names = session.wrapped.namespace
     assert names is not None
+    left = weakref.ref(names["frozen"])
     names["model"](torch.randn(2, 4))
     alive = weakref.ref(session.wrapped.unwrap(names["model"]))
     bind(session, model=names["model"], settings=settings)
@@ -285,6 +294,7 @@ def test_a_deleted_model_is_collectable_and_leaves_the_table(
     gc.collect()
     assert alive() is None
     assert in_list() is None
+    assert left() is None
     assert len(session.wrapped.table()) == 0
 
 
@@ -324,7 +334,7 @@ def test_the_table_is_escaped_and_reads_as_text_and_as_html(session: Session) ->
     )
     assert re.split(" {2,}", row) == ["model", *["compile"] * 2, "cpu", "float32", "58", "-", "-"]
     assert note.startswith("left as it is: a<b> has no parameter")
-    assert "<td>compile</td>" in page
+    assert ">compile</td>" in page
     assert "a&lt;b&gt;" in page
     assert "<b>" not in page
     assert repr(Session().wrapped.table()) == "no model is wrapped"
