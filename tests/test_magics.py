@@ -228,7 +228,7 @@ def test_within_other_cell_magics(ip: Typist) -> None:
 
 
 def test_comments_and_blank_lines_around_a_magic(ip: Typist) -> None:
-    ip("\n  %%ort net --engine compile  # the bigger one\n  net, other = Net(), Net()")
+    ip("\n  %%ort net --engine compile  # see --help\n  net, other = Net(), Net()")
     assert [entry.names for entry in session.wrapped.entries] == [("net",)]
     assert "net" in ip("%ort      # table: name, engine asked for / used")
 

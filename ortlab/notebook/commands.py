@@ -234,8 +234,11 @@ def split(line: str) -> list[str]:
 
 
 def asks_for_help(line: str) -> bool:
-    """Whether one of the words of `line` is ``--help``."""
-    return any(word in HELP for word in line.split())
+    """Whether a word of `line` is ``--help``; a line that cannot be split asks for nothing."""
+    try:
+        return any(word in HELP for word in split(line))
+    except UsageError:
+        return False
 
 
 def command_called(name: str) -> Command:
