@@ -168,23 +168,23 @@ def test_pump_can_be_closed_while_the_run_goes_on() -> None:
 
 
 def test_pump_slows_down_where_drawing_is_dear() -> None:
-    run = Still()
     began: list[float] = []
 
     def draw() -> None:
         began.append(time.monotonic())
-        while time.thread_time() < until[0]:
+        until = time.thread_time() + 4 * Pump.PERIOD_S * Pump.SHARE
+        while time.thread_time() < until:
             pass
 
-    until = [0.0]
-    pump = Pump(
-        run, lambda: (until.__setitem__(0, time.thread_time() + 0.02), draw()), lambda: None
-    )  # type: ignore[func-returns-value]
-    deadline = time.monotonic() + 10
-    while len(began) < 4 and time.monotonic() < deadline:
+    run = Practice(steps=None).start()
+    pump = Pump(run, draw, lambda: None)
+    deadline = time.monotonic() + 20
+    while len(began) < 6 and time.monotonic() < deadline:
         pump.join(0.05)
     pump.close()
-    assert began[3] - began[2] > 1.5 * Pump.PERIOD_S, "20 ms an update is more than its share"
+    run.stop()
+    gaps = np.diff(began)
+    assert gaps[-1] > 1.5 * Pump.PERIOD_S > gaps[0], "one dear update does not slow it yet"
 
 
 def test_rates_of_merged_rows_are_samples_over_time() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+import statistics
 import threading
 import time
 import uuid
@@ -168,8 +169,7 @@ class Pump:
         self._finish = finish
         self._wake = threading.Event()
         self._closed = threading.Event()
-        self.cost_s = 0.0
-        """Processor time of one update, a running mean."""
+        self._costs_s = deque([0.0] * 5, maxlen=5)  # the median: a first update loads modules
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,
             args=(self._work,),
@@ -199,11 +199,12 @@ class Pump:
             over = self._watched.over()  # before drawing: what came last is drawn too
             began = time.thread_time()
             self._draw()
-            self.cost_s += (time.thread_time() - began - self.cost_s) / 8
+            self._costs_s.append(time.thread_time() - began)
             if over:
                 self._finish()
                 return
-            self._wake.wait(min(self.SLOWEST_S, max(self.PERIOD_S, self.cost_s / self.SHARE)))
+            cost_s = statistics.median(self._costs_s)
+            self._wake.wait(min(self.SLOWEST_S, max(self.PERIOD_S, cost_s / self.SHARE)))
             self._wake.clear()
 
 

@@ -198,6 +198,8 @@ def _split(axes: Axes, rows: Rows) -> None:
         loc="lower right",
         bbox_to_anchor=(1.0, 1.0),
         ncols=len(parts),
+        handlelength=1.0,
+        columnspacing=1.2,
         fontsize=FONT - 0.5,
         labelcolor=TEXT,
         frameon=False,

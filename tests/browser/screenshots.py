@@ -1,7 +1,7 @@
 """Pictures of the tutorials in JupyterLab: ``python -m tests.browser.screenshots [THEME]``.
 
-Runs every notebook in a headless Chromium and writes build/screenshots/NAME-live.png, taken while
-its last run trains, and NAME-done.png, the whole notebook. Exits 1 when a cell raised.
+Runs every notebook in a headless Chromium and writes build/screenshots/NAME-live.png, NAME-charts.png
+(taken while a run trains) and NAME-done.png, the whole notebook. Exits 1 when a cell raised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TUTORIALS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 ALL_RAN = """() => window.panel.content.widgets
     .every(cell => cell.model.type !== 'code' || cell.model.executionState !== 'running')
     && window.panel.sessionContext.session.kernel.status === 'idle'"""
-LIVE = """() => Number(document.querySelector('.ortlab-chart')?.dataset.points) > 15
+LIVE = """() => Number(document.querySelector('.ortlab-chart')?.dataset.points) > 30
     && document.querySelectorAll('.ortlab-run canvas').length === 4"""
 WHOLE_HEIGHT = """() => {
     const cells = [...document.querySelectorAll('.jp-NotebookPanel .jp-Cell')];
@@ -41,6 +41,7 @@ def take(browser: Browser, lab: Lab, tutorial: Path) -> None:
     page.wait_for_function(LIVE, timeout=300_000)
     page.locator(".ortlab-run").first.scroll_into_view_if_needed()
     page.screenshot(path=SCREENSHOTS / f"{tutorial.stem}-live.png")
+    page.locator(".ortlab-run").first.screenshot(path=SCREENSHOTS / f"{tutorial.stem}-charts.png")
     page.wait_for_function(ALL_RAN, timeout=600_000)
     page.set_viewport_size({"width": 1280, "height": page.evaluate(WHOLE_HEIGHT)})
     page.locator(".jp-NotebookPanel .jp-Cell").first.scroll_into_view_if_needed()

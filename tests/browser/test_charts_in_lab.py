@@ -115,8 +115,8 @@ def test_a_click_stops_and_the_picture_is_saved(
 
 
 FINETUNE = [
-    "%load_ext ortlab\nimport ortlab, torch\ntorch.manual_seed(0)",
-    "from torch import nn\nmodel = nn.Sequential(nn.Linear(64, 500), nn.ReLU(), nn.Linear(500, 10))\n"
+    "%load_ext ortlab\nimport ortlab\nfrom torch import nn",
+    "model = nn.Sequential(nn.Linear(64, 500), nn.ReLU(), nn.Linear(500, 10))\n"
     "train, valid = ortlab.data.digits()",
     "run = %ort finetune model train --eval-data valid --loss cross_entropy --engine eager "
     "--epochs 10000 --eval-every 200",

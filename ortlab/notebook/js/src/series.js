@@ -59,22 +59,27 @@ export class Series {
     return this.data[this.index(name)];
   }
 
-  /** A rate over several rows, weighted by their time, so that a chart of it can be read. */
+  /** A rate over a fiftieth of all steps, weighted by time, so that a chart of it can be read. */
   smoothed(name) {
     const rates = this.values(name);
     const times = this.values("step_ms");
-    const window = Math.max(1, Math.floor(this.length / 50));
-    let amount = 0;
-    let time = 0;
+    const steps = this.data[0];
+    const window = (steps.at(-1) - steps[0]) / 50;
+    // A row stands for the steps since the one before it.
+    const time = rates.map((rate, row) =>
+      rate == null ? 0 : (times[row] ?? 0) * Math.max(1, steps[row] - (steps[row - 1] ?? steps[row] - 1)));
+    let first = 0;
+    let amountSum = 0;
+    let timeSum = 0;
     return rates.map((rate, row) => {
-      amount += (rate ?? 0) * (times[row] ?? 0);
-      time += rate == null ? 0 : times[row] ?? 0;
-      const gone = row - window;
-      if (gone >= 0 && rates[gone] != null) {
-        amount -= rates[gone] * (times[gone] ?? 0);
-        time -= times[gone] ?? 0;
+      amountSum += (rate ?? 0) * time[row];
+      timeSum += time[row];
+      while (first < row && steps[row] - steps[first] > window) {
+        amountSum -= (rates[first] ?? 0) * time[first];
+        timeSum -= time[first];
+        first += 1;
       }
-      return rate == null || time <= 0 ? rate : amount / time;
+      return rate == null || timeSum <= 0 ? rate : amountSum / timeSum;
     });
   }
 
