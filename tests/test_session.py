@@ -396,6 +396,8 @@ def test_finetune_trains_the_user_s_model_in_place(settings: EngineSettings, dat
         assert not torch.equal(before, model.head.weight)
         assert ortlab.list_runs()[-1] is run
         assert run.name in repr(ortlab.list_runs())
+        if wrapped and settings.engine == "ort":  # the run went on with the wrapper's own graphs
+            assert ortlab.models()[-1].export_s > 0
     assert (run.folder / "checkpoints").is_dir()
 
 
