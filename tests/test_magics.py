@@ -380,7 +380,7 @@ class Slow:
     def __len__(self): return 1000
     def __iter__(self):
         for batch in batches(1000):
-            gate.wait(60)
+            gate.wait(5)
             yield batch
 slow = Slow()
 net = Net()
