@@ -74,7 +74,8 @@ class Feed:
     def whole(self) -> Update:
         """Everything so far; a browser that was told this needs nothing from before."""
         recorder = self._watched.recorder
-        # The cursor is read first: what comes in between is sent twice rather than never.
+        # The cursor is read first: what comes in between is sent twice rather than never, and the
+        # browser drops steps that it has.
         _, self._cursor = recorder.since(recorder.count)
         rows = recorder.rows()
         self._evaluated_s = -math.inf
@@ -225,6 +226,8 @@ class RunView(anywidget.AnyWidget):
         self._feed = Feed(watched)
         self._asked = threading.Event()  # a browser asks for the whole series
         self._heard = False  # a browser has ever asked
+        self._ended = threading.Event()  # the run is over and the pump has sent its last
+        self._sending = threading.Lock()
         self._updates = 0
         super().__init__(
             _esm=_bundled("runview.js"),
@@ -252,7 +255,7 @@ class RunView(anywidget.AnyWidget):
         }
         actions[content["do"]]()
         self.pump.wake()
-        if self.pump.join(0):  # over: nobody else is sending
+        if self._ended.is_set():  # the pump sends no more
             self._send_fresh()
 
     def _greeted(self) -> None:
@@ -260,12 +263,12 @@ class RunView(anywidget.AnyWidget):
         self._asked.set()
 
     def _send_fresh(self) -> None:
-        self._updates += 1
-        if self._asked.is_set() or self._unheard():
-            self._asked.clear()
-            self._send_whole()
-        elif (update := self._feed.fresh()) is not None:
-            self.send(update.content, [update.rows] if update.rows else None)
+        with self._sending:
+            self._updates += 1
+            if self._asked.is_set() or self._unheard():
+                self._send_whole()
+            elif (update := self._feed.fresh()) is not None:
+                self.send(update.content, [update.rows] if update.rows else None)
 
     def _unheard(self) -> bool:
         """Whether it is time to send the whole unasked.
@@ -278,11 +281,14 @@ class RunView(anywidget.AnyWidget):
         )
 
     def _send_whole(self) -> None:
+        self._asked.clear()
         update = self._feed.whole()
         self.send(update.content, [update.rows])
 
     def _finish(self) -> None:
-        self._send_whole()  # the final state twice: front ends may lose a message
+        self._ended.set()
+        with self._sending:
+            self._send_whole()  # the final state twice: front ends may lose a message
         self._then()
 
 
@@ -324,9 +330,9 @@ def _follow(watched: Watched) -> Pump:
 
     def finish() -> None:
         _publish_picture(watched, replacing=display_id)
-        _ended.append(live)
-        if len(_ended) > KEPT:
-            _ended.popleft().close()
+        _kept.append(live)
+        if len(_kept) > KEPT:
+            _kept.popleft().close()
 
     live = RunView(watched, finish=finish)
     data, metadata = live._repr_mimebundle_() or ({}, {})
@@ -335,7 +341,7 @@ def _follow(watched: Watched) -> Pump:
     return live.pump
 
 
-_ended: deque[RunView] = deque()
+_kept: deque[RunView] = deque()
 """Views whose run is over: a page that was loaded again meanwhile still shows them."""
 
 

@@ -1,7 +1,8 @@
 """Pictures of the tutorials in JupyterLab: ``python -m tests.browser.screenshots [THEME]``.
 
-Runs every notebook in a headless Chromium and writes build/screenshots/NAME-live.png, NAME-charts.png
-(taken while a run trains) and NAME-done.png, the whole notebook. Exits 1 when a cell raised.
+Runs every notebook in a headless Chromium and writes into build/screenshots NAME-live.png and
+NAME-charts.png, taken while a run trains, and NAME-done.png, the whole notebook. Exits 1 when a
+cell raised.
 """
 
 from __future__ import annotations

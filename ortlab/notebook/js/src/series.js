@@ -33,6 +33,7 @@ export class Series {
     new Uint8Array(numbers.buffer).set(new Uint8Array(view.buffer, view.byteOffset, view.byteLength));
     for (let row = 0; row < numbers.length; row += width) {
       let at = row;
+      if (numbers[row] <= this.data[0].at(-1)) continue; // known already: the step is always there
       this.data.forEach((column, i) => {
         const value = present[i] ? numbers[at++] : NaN;
         column.push(Number.isFinite(value) ? value : null);

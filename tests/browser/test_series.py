@@ -1,0 +1,92 @@
+"""What the browser keeps of a run: ortlab/notebook/js/src/series.js in a Chromium, without a Lab."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser
+
+import ortlab
+
+pytestmark = pytest.mark.browser
+
+SOURCE = Path(ortlab.__file__).parent / "notebook" / "js" / "src" / "series.js"
+COLUMNS = [
+    {"name": "step", "merge": "last"},
+    {"name": "loss", "merge": "mean"},
+    {"name": "peak_bytes", "merge": "max"},
+    {"name": "step_ms", "merge": "mean"},
+    {"name": "samples_per_s", "merge": "mean"},
+]
+NAMES = [column["name"] for column in COLUMNS]
+FEED = """async ([source, columns, messages]) => {
+    const { Series } = await import(`data:text/javascript;base64,${source}`);
+    const series = new Series(columns);
+    for (const [mask, numbers] of messages)
+        series.append(new DataView(new Float32Array(numbers).buffer), mask);
+    return { data: series.data, speed: series.smoothed('samples_per_s'),
+        has: series.has('peak_bytes'), recent: series.recent('loss', 2) };
+}"""
+
+Feeds = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def feed(chromium: Browser) -> Feeds:
+    """What a series has after messages of a mask and rows."""
+
+    def fed(*messages: tuple[int, Sequence[Sequence[float]]]) -> dict[str, Any]:
+        source = base64.b64encode(SOURCE.read_bytes()).decode()
+        sent = [[mask, np.ravel(rows).tolist()] for mask, rows in messages]
+        page = chromium.new_page()
+        try:
+            found: dict[str, Any] = page.evaluate(FEED, [source, COLUMNS, sent])
+        finally:
+            page.close()
+        return {**found, "data": dict(zip(NAMES, found["data"], strict=True))}
+
+    return fed
+
+
+def test_a_mask_says_which_columns_a_row_has(feed: Feeds) -> None:
+    found = feed((0b00011, [[1, 0.5], [2, 0.25]]), (0b00101, [[3, 7]]))
+    assert found["data"]["step"] == [1, 2, 3]
+    assert found["data"]["loss"] == [0.5, 0.25, None]
+    assert found["data"]["peak_bytes"] == [None, None, 7]
+    assert found["has"]
+    assert found["recent"] == 0.25
+
+
+def test_what_is_not_a_number_is_a_gap(feed: Feeds) -> None:
+    found = feed((0b00111, [[1, float("nan"), 3], [2, float("inf"), 4]]))
+    assert found["data"]["loss"] == [None, None]
+
+
+def test_steps_that_are_known_are_not_taken_twice(feed: Feeds) -> None:
+    found = feed((0b00011, [[1, 0.5], [2, 0.25]]), (0b00011, [[2, 9], [3, 0.125]]))
+    assert found["data"]["step"] == [1, 2, 3]
+    assert found["data"]["loss"] == [0.5, 0.25, 0.125]
+
+
+def test_a_long_run_is_thinned(feed: Feeds) -> None:
+    steps = np.arange(1, 2402)
+    found = feed((0b00111, np.stack([steps, steps, steps], axis=1).tolist()))
+    data = found["data"]
+    assert len(data["step"]) == 1201
+    assert (data["step"][0], data["loss"][0], data["peak_bytes"][0]) == (2, 1.5, 2)
+    assert data["step"][-2:] == [2400, 2401]
+
+
+def test_speed_is_smoothed_by_time_over_a_fiftieth_of_the_steps(feed: Feeds) -> None:
+    # Ten samples in every step; one of them takes a hundred times as long.
+    times = [1.0] * 150
+    times[75] = 100.0
+    found = feed((0b11001, [[i + 1, ms, 1e4 / ms] for i, ms in enumerate(times)]))
+    assert found["speed"][:75] == pytest.approx([1e4] * 75)
+    assert found["speed"][75] == pytest.approx(1e3 * 3 * 10 / 102, rel=1e-3)
+    assert found["speed"][-1] == pytest.approx(1e4, rel=1e-3)
