@@ -256,7 +256,27 @@ def _distinct(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[s
 
 _HEAD = {"form": FORM, "columns": [column.name for column in COLUMNS]}
 # Nine digits give a float32 back; counts and bytes are whole.
-_LINE = "[" + ",".join("%.15g" if c.unit == "B" else "%.9g" for c in COLUMNS) + "]\n"
+_FORMATS = ["%.15g" if column.unit == "B" else "%.9g" for column in COLUMNS]
+
+
+def _lines(rows: Rows) -> str:
+    """A line for every step. NaN and infinity, which JSON lacks, become null.
+
+    The writer's thread shares the interpreter with the training, so this is made to be cheap:
+    json.dumps takes 9 microseconds a step, formats 3.5, and 2.8 where the columns that do not
+    change in these rows, unknown ones among them, are formatted once.
+    """
+    if not len(rows):
+        return ""
+    moves = ~((rows == rows[0]) | np.isnan(rows) & np.isnan(rows[0])).all(axis=0)
+    line = "[{}]\n".format(
+        ",".join(
+            form if moving else form % value
+            for form, moving, value in zip(_FORMATS, moves, rows[0].tolist(), strict=True)
+        )
+    )
+    text = "".join([line % tuple(row) for row in rows[:, moves].tolist()])
+    return text.replace("nan", "null").replace("-inf", "null").replace("inf", "null")
 
 
 class MetricsFile:
@@ -274,10 +294,6 @@ class MetricsFile:
 
     def write(self, rows: Rows, events: Sequence[Event]) -> None:
         """See `telemetry.Sink.write`: handed to the system, so a crash of Python loses nothing."""
-        # Formatting by hand takes 4 microseconds a step, json.dumps 9: this thread shares the
-        # interpreter with the training.
-        text = "".join([_LINE % tuple(row) for row in rows.tolist()])
-        text = text.replace("nan", "null").replace("-inf", "null").replace("inf", "null")
         lines = [
             json.dumps(
                 {
@@ -290,7 +306,7 @@ class MetricsFile:
             )
             for event in events
         ]
-        self._file.write((text + "".join(f"{line}\n" for line in lines)).encode())
+        self._file.write((_lines(rows) + "".join(f"{line}\n" for line in lines)).encode())
         self._file.flush()
 
     def close(self) -> None:
