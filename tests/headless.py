@@ -88,6 +88,14 @@ class Executed:
     def failed(self) -> bool:
         return self.error is not None or any(run["state"] != "finished" for run in self.runs)
 
+    def printed(self) -> str:
+        """All that a reader of the static page sees as text."""
+        return "\n".join(
+            output.get("text", "") or output.get("data", {}).get("text/plain", "")
+            for cell in self.notebook.cells
+            for output in cell.get("outputs", ())
+        )
+
     def pictures(self) -> list[bytes]:
         """The PNGs among the outputs."""
         return [
@@ -135,7 +143,7 @@ def row(run: dict[str, object]) -> str:
         return format(value * scale, form) if isinstance(value, (int, float)) else "-"
 
     return (
-        f"  {run['title']!s:<32} {run['state']!s:<9} {run['steps']!s:>6} "
+        f"  {run['title']!s:<44} {run['state']!s:<9} {run['steps']!s:>6} "
         f"{number('loss', '10.4f')} {number('accuracy', '9.3f')} "
         f"{number('samples_per_s', '10,.0f')} {number('peak_bytes', '10,.0f', 2**-20)}"
     )
@@ -159,13 +167,16 @@ def main(folder: Path) -> int:
             (folder / f"{path.stem}-{number}.png").write_bytes(picture)
         print(f"{path.name}: {'FAILED' if executed.failed else 'done'} in {executed.seconds:.0f} s")
         print(
-            f"  {'run':<32} {'state':<9} {'steps':>6} {'loss':>10} {'accuracy':>9} "
+            f"  {'run':<44} {'state':<9} {'steps':>6} {'loss':>10} {'accuracy':>9} "
             f"{'samples/s':>10} {'peak MiB':>10}"
         )
         for run in executed.runs:
             print(row(run))
             if run["error"]:
                 print(f"    {run['error']}")
+        for line in executed.printed().splitlines():
+            if line.startswith("accuracy"):  # of the user's own loops, which no run measures
+                print(f"  {line}")
         if executed.error:
             print(executed.error)
     print(f"written to {folder}/", flush=True)
