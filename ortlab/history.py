@@ -205,7 +205,7 @@ def _write_private(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
+def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a file beside `path`, which then takes its place at once and for good."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

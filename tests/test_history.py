@@ -16,7 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from ortlab.history import MetricsFile, RunFolder, environment, read_metrics, runs_root
+from ortlab.history import (
+    MetricsFile,
+    RunFolder,
+    _write_beside,
+    environment,
+    read_metrics,
+    runs_root,
+)
 from ortlab.telemetry import COLUMNS, INDEX, NAN, Event, Rows
 
 
@@ -124,6 +131,11 @@ def test_folders_are_numbered_and_private(tmp_path: Path) -> None:
     for path in [made[0].path, *made[0].path.rglob("*")]:
         expected = 0o700 if path.is_dir() else 0o600
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
+
+
+def test_a_file_is_private_whoever_writes_it(tmp_path: Path) -> None:
+    _write_beside(tmp_path / "file", lambda beside: beside.write_text("as the umask has it"))
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
 
 
 def test_names_are_kept_apart(tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_where_the_time_goes() -> None:
             yield torch.ones(2, 4)
 
     model = nn.Linear(4, 1)
+    torch.optim.SGD(model.parameters(), lr=0.1)  # from now on torch tells of the base's step too
     optimizer = SlowSGD(model.parameters(), lr=0.1)
     tracker = Tracker(slow_data())
     for inputs in tracker:
