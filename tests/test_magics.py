@@ -167,6 +167,7 @@ def test_however_a_cell_binds_its_model(ip: Typist, body: str) -> None:
         "model.inner = nn.Linear(4, 8)",
         "del model",
         "lambda model=Net(): model",
+        "_ = Net()",
     ],
 )
 def test_what_a_cell_does_not_bind(ip: Typist, body: str) -> None:
