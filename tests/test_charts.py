@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -104,7 +105,6 @@ def test_the_whole_has_every_step_merged_and_starts_anew() -> None:
     run = Still()
     feed = Feed(run)
     run.advance(30_000)
-    fresh(feed)
     whole = feed.whole()
     assert whole.content["a"] == 1
     assert len(rows(whole)) <= charts.WHOLE_ROWS
@@ -234,7 +234,7 @@ def pixels(png: bytes) -> Any:
 
 @pytest.mark.parametrize("steps", [0, 1, 80])
 def test_picture_of_any_length(steps: int) -> None:
-    run = Still(r"a title with $ \frac{ and <b>")
+    run = Still(r"a title with $\frac{$ and <b>")
     run.advance(steps)
     run.now = Status("failed", steps, None, 1.0, None, ("fallback: torch",), ("a line",), "no $\nx")
     image = pixels(charts.picture(run))
@@ -331,9 +331,13 @@ def test_every_chart_column_crosses_the_wire() -> None:
 def test_a_package_without_its_javascript_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     monkeypatch.setattr(charts, "STATIC", tmp_path)
     with pytest.raises(RuntimeError, match=r"runview.js was not built; run `pip install -e \.`"):
         charts.view(Still())
+    gc.collect()
+    assert not unraisable, "what was made of the widget is closed in peace"
 
 
 def sources(root: Path) -> Path:

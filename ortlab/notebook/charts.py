@@ -85,20 +85,14 @@ class Feed:
         """What came since the last call; None when nothing did."""
         rows, self._cursor = self._watched.recorder.since(self._cursor, limit=self._limit)
         status = self._watched.status()
-        progress: tuple[object, ...] = (status.state, status.step)
-        if status.state != "paused":  # there time goes by and nothing happens: no message
-            progress += (_second(status.elapsed_s), _second(status.left_s))
-        if (
-            not len(rows)
-            and progress == self._progress
-            and _info(self._watched.title, status) == self._info
-        ):
+        same = _progress(status) == self._progress
+        if same and not len(rows) and _info(self._watched.title, status) == self._info:
             return None
-        self._progress = progress
         return self._update(rows, status, self._limit, whole=False)
 
     def _update(self, rows: Rows, status: Status, limit: int, *, whole: bool) -> Update:
         self._number += 1
+        self._progress = _progress(status)
         content: dict[str, Any] = {
             "p": [
                 self._number,
@@ -132,8 +126,12 @@ class Feed:
         return Update(content, thin[:, present].tobytes())
 
 
-def _second(time_s: float | None) -> int | None:
-    return None if time_s is None else int(time_s)
+def _progress(status: Status) -> tuple[object, ...]:
+    """What makes a message; while a run is paused time goes by and that is no news."""
+    if status.state == "paused":
+        return status.state, status.step
+    left_s = None if status.left_s is None else int(status.left_s)
+    return status.state, status.step, int(status.elapsed_s), left_s
 
 
 def _info(title: str, status: Status) -> dict[str, Any]:

@@ -39,7 +39,6 @@ def png(watched: Watched) -> bytes:
     rows = watched.recorder.rows()
     rows = plaintext.with_rates(rows, plaintext.smoothing(len(rows)))
     figure = Figure(figsize=SIZE_IN, dpi=DPI, layout="constrained")
-    figure.patch.set_alpha(0)
     FigureCanvasAgg(figure)
     heading = _heading(watched, status, rows)
     # Rows for the heading, two rows of charts and the bar of a step's time.
@@ -97,7 +96,6 @@ def _write(axes: Axes, lines: list[tuple[str, str, str]]) -> None:
 
 
 def _style(axes: Axes) -> None:
-    axes.patch.set_alpha(0)
     axes.tick_params(colors=TEXT, labelsize=FONT, length=3)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))

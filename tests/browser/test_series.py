@@ -1,4 +1,4 @@
-"""What the browser keeps of a run: ortlab/notebook/js/src/series.js in a Chromium, without a Lab."""
+"""What the browser keeps of a run: ortlab/notebook/js/src/series.js in a Chromium, no Lab."""
 
 from __future__ import annotations
 
