@@ -57,6 +57,7 @@ still.advance({step} - PER_UPDATE * {updates} // 2)
 view = charts.RunView(still)
 view.pump.close()    # this loop sends in its place, at the same pace for every measurement
 view._receive(view, {{"do": "hello"}}, [])    # as a browser does
+view._send_fresh()    # the whole
 """
 
 LOOP = """
