@@ -311,7 +311,7 @@ class Run:
 
     def _lines(self) -> tuple[str, ...]:
         lines = []
-        if self._state == "starting":
+        if self._step == 0 and not self.over():
             lines.append(self._doing)
         evaluations = self._evaluations()
         if evaluations:
@@ -319,9 +319,9 @@ class Run:
             first = f" (before training: {before})" if after.step else ""
             lines.append(f"held out at step {after.step}: {after}{first}")
         if self._report is not None and self._report.export_s:
-            lines.append(f"export to ORT {self._report.export_s:.1f} s")
+            lines.append(f"export to ORT {self._report.export_s:.2g} s")
         if self._report is not None and self._report.check_s:
-            lines.append(f"self-check against eager {self._report.check_s:.1f} s")
+            lines.append(f"self-check against eager {self._report.check_s:.2g} s")
         return tuple(lines)
 
     def _evaluations(self) -> list[Evaluation]:
@@ -366,6 +366,7 @@ class Run:
         self._event("state", "starting")
         work.stepper = stepper = work.prepare()
         self._state = "running"
+        self._doing = "evaluating before the first step" if work.evaluation else "first step"
         self._event("state", "running")
         for _ in loop.steps(
             stepper,

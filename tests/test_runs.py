@@ -204,6 +204,7 @@ def test_stop_waits_for_the_step_in_flight_only(tmp_path: Path) -> None:
     assert model.reached.wait(60)
     run.stop()
     assert run.state == "stopping"
+    assert run.status().lines[0] == "evaluating before the first step"
     assert not run.over()
     model.gate.set()
     result = run.result()
@@ -457,7 +458,7 @@ def test_a_fallback_is_a_badge_and_an_event(tmp_path: Path) -> None:
     assert run.fallback_reason == "no kernel for Foo"
     status = run.status()
     assert status.badges == ("fallback to eager: no kernel for Foo",)
-    assert "self-check against eager 0.2 s" in status.lines
+    assert "self-check against eager 0.25 s" in status.lines
     assert (result.export_s, result.check_s) == (1.5, 0.25)
     notes = [event.text for event in run.recorder.events("note")]
     assert notes == ["checked 1 shape", "checked 2 shapes"]
