@@ -168,7 +168,7 @@ def _line(frames: Sequence[tuple[str, int]]) -> str | None:
     chosen = [f for f in inside if not _is_library(f[0])] or inside
     if not chosen:
         return None
-    return place(*chosen[-1])
+    return _short(place(*chosen[-1]), 200)
 
 
 def _belongs_to(file: str, *packages: str) -> bool:
@@ -196,4 +196,8 @@ def _first_line(text: str) -> str:
     said = re.sub(r"^/onnxruntime_src/\S+ .*\) (?:const )?", "", said)
     said = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", said)
     said = said.partition("  [Caused by the value ")[0]
-    return said if len(said) <= 300 else said[:297] + "..."
+    return _short(said, 300)
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -44,9 +44,7 @@ def library() -> Path:
 
 
 @pytest.fixture
-def compiler(
-    library: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def compiler(library: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A slow compiler in CXX; the file that counts its runs."""
     counter, program = tmp_path / "runs", tmp_path / "slow-c++"
     text = COMPILER.format(python=sys.executable, counter=str(counter), library=str(library))

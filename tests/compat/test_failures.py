@@ -144,12 +144,12 @@ def test_a_model_of_a_library_is_located_in_the_library(ort: compat.Ort) -> None
         vocab_size=10, attn_implementation="eager",
     )  # fmt: skip
     model = Strange(config)
-    model.pooler.activation = nn.Softplus()
+    model.pooler.activation = nn.RReLU()
     wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
     with pytest.raises(Exception) as caught:  # noqa: PT011
         wrapped(torch.ones(1, 4, dtype=torch.long))
     found = compat.explain(caught.value)
-    assert found.operator == "Softplus"
+    assert found.operator == "PRelu"
     assert found.module == "pooler.activation"
     assert "modeling_bert.py" in (found.source or "")
 

@@ -209,6 +209,22 @@ REST: dict[str, Callable[[Tensor], Tensor]] = {
     "cumsum": lambda x: x.cumsum(-1),
     "diff": lambda x: x.diff(dim=1),
     "second diff": lambda x: x.diff(n=2, dim=-1, prepend=x[:, :1]),
+    "sum of quotients": lambda x: x / 1.5 + x.exp() / 2.5 + x.sin(),
+    "sum of two quotients": lambda x: x / 1.5 + x.exp() / 2.5,
+    "a half": lambda x: x.split(3, -1)[1],
+    "parts of it": lambda x: torch.cat(x.split([1, 2, 3], 1)[::2], 1),
+    "all parts": lambda x: torch.cat([part.exp() for part in x.split([1, 2, 3], 1)], 1),
+    "a chunk": lambda x: x.chunk(3, -1)[1],
+    "a row": lambda x: x.unbind(1)[2],
+    "all rows": lambda x: torch.stack([row.sin() for row in x.unbind(-1)]),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "norm": lambda x: x.norm(dim=-1),
+    "norm of all": lambda x: torch.linalg.vector_norm(x) + x.norm(),
+    "vector norm": lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True),
+    "flip": lambda x: x.flip(-1, 0) * x,
+    "l1 loss": lambda x: F.l1_loss(x, x.exp()),
+    "smooth l1 loss": lambda x: F.smooth_l1_loss(x, x.exp(), beta=0.7, reduction="sum"),
+    "huber loss": lambda x: F.huber_loss(x, x.exp(), delta=0.7, reduction="none"),
     "unflatten": lambda x: x.unflatten(-1, (2, 3)).sum(1),
     "unflatten the first": lambda x: x.unflatten(0, (2, -1)).sum(0),
 }
@@ -223,3 +239,118 @@ def test_transformer_encoder(ort: Ort) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     compare(ort, model, torch.randn(2, 5, 16), torch.randn(3, 7, 16))
+
+
+ACTIVATIONS = {
+    "celu": nn.CELU(0.7), "elu": nn.ELU(0.7), "gelu": nn.GELU(), "gelu, tanh": nn.GELU("tanh"),
+    "glu": nn.GLU(), "hardsigmoid": nn.Hardsigmoid(), "hardswish": nn.Hardswish(),
+    "hardtanh": nn.Hardtanh(), "leaky relu": nn.LeakyReLU(), "log sigmoid": nn.LogSigmoid(),
+    "mish": nn.Mish(), "prelu": nn.PReLU(), "prelu by channel": nn.PReLU(4), "relu": nn.ReLU(),
+    "relu6": nn.ReLU6(), "rms norm": nn.RMSNorm(6), "rms norm of two": nn.RMSNorm((4, 6), eps=0.1),
+    "selu": nn.SELU(), "silu": nn.SiLU(), "softplus": nn.Softplus(), "softplus 2": nn.Softplus(2.0),
+    "softsign": nn.Softsign(), "tanhshrink": nn.Tanhshrink(), "threshold": nn.Threshold(0.1, 0.2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation(ort: Ort, name: str) -> None:
+    compare(ort, Calling(ACTIVATIONS[name]), torch.randn(3, 4, 6), torch.randn(2, 4, 6))
+
+
+@pytest.mark.parametrize("name", ["celu", "elu", "mish", "prelu", "selu", "softplus"])
+def test_activation_where_it_bends(ort: Ort, name: str) -> None:
+    x = torch.tensor([[-200.0, -1.0, 0.0, 0.0, 1.0, 200.0]])
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model = Calling(ACTIVATIONS[name])
+    wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+    wrapped(ours).sum().backward()
+    model(theirs).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = self.layer(x)
+        states = state if isinstance(state, tuple) else (state,)
+        return torch.cat([y.flatten(), *(each.flatten() for each in states)])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("dropout", [0.0, 1e-9])
+def test_recurrence(ort: Ort, kind: type[nn.RNNBase], dropout: float) -> None:
+    for both_ways, batch_first in ((True, False), (False, True)):
+        layer = kind(6, 5, 3, dropout=dropout, bidirectional=both_ways, batch_first=batch_first)
+        compare(ort, Recurrent(layer), torch.randn(4, 4, 6), torch.randn(2, 3, 6))
+
+
+def test_recurrence_drops_between_layers(ort: Ort) -> None:
+    layer = nn.LSTM(6, 5, 2, dropout=0.5)
+    wrapped = ort.ORTModule(Recurrent(layer), ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+    x = torch.randn(4, 2, 6)
+    assert not torch.equal(wrapped(x), wrapped(x))
+
+
+@pytest.mark.parametrize("mode", ["linear", "bilinear", "trilinear"])
+def test_resizing(ort: Ort, mode: str) -> None:
+    dims = ("linear", "bilinear", "trilinear").index(mode) + 1
+    shapes = (2, 3, *[4] * dims), (1, 3, *[7] * dims)
+    options: list[dict[str, Any]] = [
+        {"scale_factor": 2.0},
+        {"scale_factor": 1.7, "align_corners": True},
+        {"size": (6, 5, 9)[:dims]},
+    ]
+    for option in options:
+        model = Calling(lambda x, option=option: F.interpolate(x, mode=mode, **option))
+        compare(ort, model, *(torch.randn(shape) for shape in shapes))
+
+
+def test_resizing_to_another_tensors_size(ort: Ort) -> None:
+    model = Calling(lambda x, y: F.interpolate(x, size=y.shape[-2:], mode="bilinear"))
+    batches = [(torch.randn(2, 3, 4, 4), torch.randn(2, 1, n, n + 1)) for n in (6, 9)]
+    compare(ort, model, *batches)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_ctc_loss(ort: Ort, reduction: str) -> None:
+    model = Calling(
+        lambda x, *rest: F.ctc_loss(
+            x.log_softmax(-1), *rest, reduction=reduction, zero_infinity=reduction == "sum"
+        )
+    )
+    batches = [
+        (
+            torch.randn(9, batch, 6),
+            torch.randint(1, 6, (batch, 4)),
+            torch.full((batch,), 9),
+            torch.full((batch,), 4),
+        )
+        for batch in (3, 5)
+    ]
+    compare(ort, model, *batches)
+
+
+def test_deberta(ort: Ort) -> None:
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    config = DebertaV2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        vocab_size=99, max_position_embeddings=64, relative_attention=True,
+        pos_att_type=["c2p", "p2c"], hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    compare(ort, Logits(DebertaV2ForSequenceClassification(config)), torch.randint(99, (2, 8)))
+
+
+class Logits(nn.Module):
+    """A model of transformers that gives its logits alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.model(ids).logits
+        return found

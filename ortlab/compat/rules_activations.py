@@ -1,0 +1,153 @@
+"""Export rules for activations, and for losses that a model computes itself.
+
+ORT has no gradient for the ONNX operators that the exporter makes of these, so they are written in
+operators that have one. Each takes the branch at its bend that torch takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ortlab.compat.symbolics import (
+    Graph,
+    Value,
+    constant,
+    dtype,
+    literal,
+    missing,
+    number,
+    rank,
+    rule,
+)
+
+_NO_GRADIENT = "no gradient"
+_NO_RULE = "no rule"
+
+
+def _like(g: Graph, x: Value, value: float) -> Value:
+    """`value` as a constant of the type of `x`."""
+    return constant(g, value, dtype(x))
+
+
+def _where_positive(g: Graph, x: Value, above: Value, below: Callable[[Value], Value]) -> Value:
+    """`above` where x > 0, else `below` of x; `below` sees 0 for the others, so it stays finite."""
+    zero = _like(g, x, 0.0)
+    positive = g.op("Greater", x, zero)
+    shape = g.op("Shape", x)
+    return g.op("Where", positive, above, below(g.op("Where", positive, _zeros(g, shape, x), x)))
+
+
+def _zeros(g: Graph, shape: Value, x: Value) -> Value:
+    value = torch.zeros(1, dtype=dtype(x))
+    return g.op("ConstantOfShape", shape, value_t=value)
+
+
+def _exponential(g: Graph, x: Value, alpha: float, scale: float, input_scale: float) -> Value:
+    def below(negative: Value) -> Value:
+        raised = g.op("Exp", g.op("Mul", negative, _like(g, x, input_scale)))
+        less = g.op("Sub", raised, _like(g, x, 1.0))
+        return g.op("Mul", less, _like(g, x, alpha * scale))
+
+    return _where_positive(g, x, g.op("Mul", x, _like(g, x, scale)), below)
+
+
+@rule("elu", _NO_GRADIENT)
+def _elu(g: Graph, x: Value, alpha: Value, scale: Value, input_scale: Value) -> Value:
+    return _exponential(g, x, number(alpha), number(scale), number(input_scale))
+
+
+@rule("selu", _NO_GRADIENT)
+def _selu(g: Graph, x: Value) -> Value:
+    return _exponential(g, x, 1.6732632423543772, 1.0507009873554805, 1.0)
+
+
+@rule("celu", _NO_GRADIENT)
+def _celu(g: Graph, x: Value, alpha: Value) -> Value:
+    return _exponential(g, x, number(alpha), 1.0, 1 / number(alpha))
+
+
+@rule("prelu", _NO_GRADIENT)
+def _prelu(g: Graph, x: Value, weight: Value) -> Value:
+    slope = g.op("Reshape", weight, constant(g, [-1] + [1] * (rank(x) - 2)))
+    return _where_positive(g, x, x, lambda negative: g.op("Mul", negative, slope))
+
+
+@rule("hardsigmoid", _NO_GRADIENT)
+def _hardsigmoid(g: Graph, x: Value) -> Value:
+    moved = g.op("Add", x, _like(g, x, 3.0))
+    return g.op("Mul", g.op("Clip", moved, _like(g, x, 0.0), _like(g, x, 6.0)), _like(g, x, 1 / 6))
+
+
+@rule("hardswish", _NO_GRADIENT)
+def _hardswish(g: Graph, x: Value) -> Value:
+    return g.op("Mul", x, _hardsigmoid(g, x))
+
+
+@rule("threshold", "not exported but at 0")
+def _threshold(g: Graph, x: Value, least: Value, value: Value) -> Value:
+    above = g.op("Greater", x, _like(g, x, number(least)))
+    shape = g.op("Shape", x)
+    other = g.op("Add", _zeros(g, shape, x), _like(g, x, number(value)))
+    return g.op("Where", above, x, other)
+
+
+@rule("softplus", _NO_GRADIENT)
+def _softplus(g: Graph, x: Value, beta: Value, _threshold: Value) -> Value:
+    scale = _like(g, x, number(beta))
+    return g.op("Div", _plain_softplus(g, g.op("Mul", x, scale)), scale)
+
+
+@rule("mish", "no gradient, for want of Softplus's")
+def _mish(g: Graph, x: Value) -> Value:
+    return g.op("Mul", x, g.op("Tanh", _plain_softplus(g, x)))
+
+
+def _plain_softplus(g: Graph, x: Value) -> Value:
+    """x/2 + |x|/2 + log(1 + exp(-|x|)): finite everywhere, and its gradient at 0 is 1/2."""
+    size = g.op("Abs", x)
+    rest = g.op("Log", g.op("Add", _like(g, x, 1.0), g.op("Exp", g.op("Neg", size))))
+    return g.op("Add", g.op("Mul", _like(g, x, 0.5), g.op("Add", x, size)), rest)
+
+
+@rule("rms_norm", _NO_RULE)
+def _rms_norm(g: Graph, x: Value, shape: Value, weight: Value, eps: Value) -> Value:
+    axes = list(range(rank(x) - len(literal(shape, "is")), rank(x)))
+    least = torch.finfo(dtype(x)).eps if missing(eps) else number(eps)
+    square = g.op("ReduceMean", g.op("Mul", x, x), axes_i=axes, keepdims_i=1)
+    scaled = g.op("Div", x, g.op("Sqrt", g.op("Add", square, _like(g, x, least))))
+    return scaled if missing(weight) else g.op("Mul", scaled, weight)
+
+
+# ---- losses --------------------------------------------------------------------------------------
+
+
+def _reduced(g: Graph, losses: Value, reduction: Value) -> Value:
+    kind = literal(reduction, "i")
+    operator = {0: None, 1: "ReduceMean", 2: "ReduceSum"}[kind]
+    return losses if operator is None else g.op(operator, losses, keepdims_i=0)
+
+
+@rule("l1_loss", _NO_RULE)
+def _l1_loss(g: Graph, x: Value, y: Value, reduction: Value) -> Value:
+    return _reduced(g, g.op("Abs", g.op("Sub", x, y)), reduction)
+
+
+@rule("smooth_l1_loss", _NO_RULE)
+def _smooth_l1_loss(g: Graph, x: Value, y: Value, reduction: Value, beta: Value) -> Value:
+    losses = _rounded(g, g.op("Sub", x, y), number(beta))
+    return _reduced(g, g.op("Div", losses, _like(g, x, number(beta))), reduction)
+
+
+@rule("huber_loss", _NO_RULE)
+def _huber_loss(g: Graph, x: Value, y: Value, reduction: Value, delta: Value) -> Value:
+    return _reduced(g, _rounded(g, g.op("Sub", x, y), number(delta)), reduction)
+
+
+def _rounded(g: Graph, difference: Value, bend: float) -> Value:
+    """d^2 / 2 up to `bend`, and bend * (|d| - bend / 2) beyond: m * (|d| - m / 2), m = min."""
+    size = g.op("Abs", difference)
+    inner = g.op("Clip", size, _like(g, difference, 0.0), _like(g, difference, bend))
+    half = g.op("Mul", inner, _like(g, difference, 0.5))
+    return g.op("Mul", inner, g.op("Sub", size, half))

@@ -1,0 +1,345 @@
+"""Export rules for layers: attention, convolution, normalisation, recurrence, resizing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.onnx import symbolic_helper
+from torch.onnx._internal.torchscript_exporter import (
+    _globals,
+    symbolic_opset9,
+    symbolic_opset14,
+)
+
+from ortlab.compat.symbolics import (
+    Gradient,
+    Graph,
+    Value,
+    all_three,
+    aten,
+    aten_node,
+    backwards,
+    cast,
+    constant,
+    dropout,
+    dtype,
+    literal,
+    missing,
+    rank,
+    ranked_like_output,
+    rule,
+    size,
+    stock,
+    traced_sizes,
+    with_gradient,
+)
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+@rule(
+    "scaled_dot_product_attention",
+    "with dropout: 'i < node_->OutputDefs().size() was false', for want of Dropout's mask output",
+)
+def _attention(
+    g: Graph,
+    query: Value,
+    key: Value,
+    value: Value,
+    mask: Value = None,
+    dropout_p: Value = None,
+    is_causal: Value = None,
+    scale: Value = None,
+    enable_gqa: Value = None,
+) -> Value:
+    if not missing(enable_gqa) and literal(enable_gqa, "i"):
+        key, value = (_repeat_heads(g, x, query) for x in (key, value))
+    last = list(range(rank(key)))
+    last[-1], last[-2] = last[-2], last[-1]
+    scaled = g.op("Mul", query, _scale(g, query, scale))
+    scores = g.op("MatMul", scaled, g.op("Transpose", key, perm_i=last))
+    if not missing(is_causal) and literal(is_causal, "i"):
+        mask = symbolic_opset14._causal_attention_mask(g, query, key)
+    if not missing(mask):
+        if dtype(mask) == torch.bool:
+            # The finite minimum, not infinity: a row that is masked out whole stays finite. Adding
+            # it, where filling would do too, keeps the gradient free of a Where.
+            kind = dtype(query)
+            zero, least = constant(g, 0.0, kind), constant(g, torch.finfo(kind).min, kind)
+            mask = g.op("Where", mask, zero, least)
+        scores = g.op("Add", scores, mask)
+    weights = g.op("Softmax", scores, axis_i=-1)
+    ratio = 0.0 if missing(dropout_p) else float(literal(dropout_p, "f"))
+    if ratio > 0:
+        weights = dropout(g, weights, ratio)
+    return g.op("MatMul", weights, value)
+
+
+def _scale(g: Graph, query: Value, scale: Value | None) -> Value:
+    """What torch multiplies the scores by: as given, else one over the root of the heads' size."""
+    if scale is not None and not missing(scale):
+        given = literal(scale, "f")
+        if isinstance(given, (int, float)):
+            return constant(g, float(given), dtype(query))
+        return cast(g, scale, dtype(query))
+    sizes = traced_sizes(next(iter(g.original_node.inputs())))
+    if sizes is not None:
+        return constant(g, 1 / math.sqrt(sizes[-1]), dtype(query))
+    # Of a model's own input no size is known.
+    return cast(g, symbolic_opset14._attention_scale(g, query), dtype(query))
+
+
+def _repeat_heads(g: Graph, x: Value, query: Value) -> Value:
+    """[batch, heads, length, size] with as many heads as `query`, each one repeated in place."""
+    shape, second = g.op("Shape", x), constant(g, [1])
+    batch, heads = (g.op("Gather", shape, constant(g, [i]), axis_i=0) for i in (0, 1))
+    rest = g.op("Gather", shape, constant(g, [2, 3]), axis_i=0)
+    wanted = g.op("Gather", g.op("Shape", query), second, axis_i=0)
+    wide = g.op("Concat", batch, heads, g.op("Div", wanted, heads), rest, axis_i=0)
+    flat = g.op("Concat", batch, wanted, rest, axis_i=0)
+    return g.op("Reshape", g.op("Expand", g.op("Unsqueeze", x, constant(g, [2])), wide), flat)
+
+
+# ---- convolution ---------------------------------------------------------------------------------
+
+
+def _convolution_gradient() -> Gradient:
+    return [
+        ("Shape", ["I(2)"], ["Bias_Sizes"]),
+        all_three(),
+        aten_node(
+            "convolution_backward",
+            ["GO(0)", "I(0)", "I(1)", "Bias_Sizes", *(f"I({i})" for i in range(3, 9)), "Mask"],
+            ["GI(0)", "GI(1)", "GI(2)"],
+        ),
+    ]
+
+
+@rule(
+    "_convolution",
+    "groups > 1: ORT's CPU gradient writes out of bounds, wrong gradients anywhere in the model; "
+    "transposed: no gradient on CPU",
+    ("convolution", "", _convolution_gradient),
+)
+def _convolution(
+    g: Graph,
+    x: Value,
+    weight: Value,
+    bias: Value,
+    stride: Value,
+    padding: Value,
+    dilation: Value,
+    transposed: Value,
+    output_padding: Value,
+    groups: Value,
+    *rest: Value,
+) -> Value:
+    if literal(groups, "i") == 1 and not literal(transposed, "i"):
+        return stock("_convolution")(
+            g, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *rest
+        )
+    x = with_gradient(g, x, weight)
+    if missing(bias):
+        bias = _zero_bias(g, weight, int(literal(groups, "i")) if literal(transposed, "i") else 0)
+    settings = (stride, padding, dilation, transposed, output_padding, groups)
+    return ranked_like_output(g, aten(g, "convolution", x, weight, bias, *settings))
+
+
+@rule(
+    "_convolution_mode",
+    "padding='same' or 'valid' with groups > 1: as for _convolution",
+)
+def _convolution_mode(
+    g: Graph,
+    x: Value,
+    weight: Value,
+    bias: Value,
+    stride: Value,
+    padding: Value,
+    dilation: Value,
+    groups: Value,
+) -> Value:
+    if literal(groups, "i") == 1:
+        return stock("_convolution_mode")(g, x, weight, bias, stride, padding, dilation, groups)
+    steps = literal(dilation, "is")
+    spatial = rank(weight) - 2
+    before, after = [0] * spatial, [0] * spatial
+    if literal(padding, "s") == "same":
+        for i in range(spatial):
+            total = steps[i % len(steps)] * (size(g, 1, 2 + i) - 1)
+            before[i], after[i] = total // 2, total - total // 2
+    pads = constant(g, [0, 0, *before, 0, 0, *after])
+    x = g.op("Pad", with_gradient(g, x, weight), pads, mode_s="constant")
+    if missing(bias):
+        bias = _zero_bias(g, weight, 0)
+    nothing = constant(g, [0] * spatial)
+    no, many = constant(g, False, torch.bool), groups
+    inputs = (x, weight, bias, stride, nothing, dilation, no, nothing, many)
+    return ranked_like_output(g, aten(g, "convolution", *inputs))
+
+
+def _zero_bias(g: Graph, weight: Value, transposed_groups: int) -> Value:
+    """A bias of zeros that depends on `weight`, since the gradient has to have three outputs."""
+    zero = constant(g, 0.0, dtype(weight))
+    if not transposed_groups:
+        axes = list(range(1, rank(weight)))
+        total = g.op("ReduceSum", weight, constant(g, axes), keepdims_i=0)
+        return g.op("Mul", total, zero)
+    axes = [0, *range(2, rank(weight))]
+    total = g.op("ReduceSum", weight, constant(g, axes), keepdims_i=0)
+    repeated = g.op("Concat", *[total] * transposed_groups, axis_i=0)
+    return g.op("Mul", repeated, zero)
+
+
+
+# ---- normalisation -------------------------------------------------------------------------------
+
+
+@rule("layer_norm", "without a bias or a weight: 'Duplicate definition of name (_grad)'")
+def _layer_norm(
+    g: Graph, x: Value, shape: Value, weight: Value, bias: Value, eps: Value, cudnn: Value
+) -> Value:
+    sizes = literal(shape, "is")
+    if missing(weight):
+        weight = g.op("Constant", value_t=torch.ones(*sizes, dtype=dtype(x)))
+    if missing(bias):
+        bias = g.op("Constant", value_t=torch.zeros(*sizes, dtype=dtype(x)))
+    return stock("layer_norm")(g, x, shape, weight, bias, eps, cudnn)
+
+
+def _batch_norm_gradient() -> Gradient:
+    inputs = ["GO(0)", "I(0)", "I(1)", "I(3)", "I(4)", "O(1)", "O(2)", "I(5)", "I(7)", "Mask"]
+    return [
+        all_three(),
+        aten_node("native_batch_norm_backward", inputs, ["GI(0)", "GI(1)", "GI(2)"]),
+    ]
+
+
+@rule(
+    "batch_norm",
+    "the running statistics are not updated, and differ from torch's",
+    ("native_batch_norm", "", _batch_norm_gradient),
+)
+def _batch_norm(
+    g: Graph,
+    x: Value,
+    weight: Value,
+    bias: Value,
+    mean: Value,
+    variance: Value,
+    training: Value,
+    momentum: Value,
+    eps: Value,
+    cudnn: Value,
+) -> Value:
+    if not _globals.GLOBALS.export_training and not missing(weight):
+        return stock("batch_norm")(
+            g, x, weight, bias, mean, variance, training, momentum, eps, cudnn
+        )
+    if missing(weight):
+        # They depend on x, since the gradient has to have three outputs.
+        axes = [axis for axis in range(rank(x)) if axis != 1]
+        total = g.op("ReduceSum", x, constant(g, axes), keepdims_i=0)
+        bias = g.op("Mul", total, constant(g, 0.0, dtype(x)))
+        weight = g.op("Add", bias, constant(g, 1.0, dtype(x)))
+    else:
+        x = with_gradient(g, x, weight)
+    numbers = (cast(g, number, torch.float32) for number in (momentum, eps))
+    # Torch's kernel updates the running statistics in place, in the module's own buffers.
+    inputs = (x, weight, bias, mean, variance, training, *numbers)
+    return ranked_like_output(g, aten(g, "native_batch_norm", *inputs, outputs=3)[0])
+
+
+# ---- recurrence ----------------------------------------------------------------------------------
+
+
+def _recurrent(operator: str, kind: str) -> None:
+    @rule(operator, "with dropout: not exported in training; in both directions: no gradient")
+    def export(g: Graph, *args: Any) -> Any:
+        if symbolic_helper._is_tensor_list(args[3]):  # of a packed sequence
+            return stock(operator)(g, *args)
+        x, hidden, weights, biased, count, ratio, training, both_ways, batch_first = args
+        layers, ways = literal(count, "i"), 2 if literal(both_ways, "i") else 1
+        drop = literal(ratio, "f") if literal(training, "i") else 0.0
+        states = symbolic_helper._unpack_list(hidden) if kind == "LSTM" else [hidden]
+        flat = symbolic_helper._unpack_list(weights)
+        each = len(flat) // (layers * ways)
+        swap = {"perm_i": [1, 0, 2]} if literal(batch_first, "i") else None
+        x = g.op("Transpose", x, **swap) if swap else x
+        last: list[list[Value]] = [[] for _ in states]
+        for layer in range(layers):
+            if layer > 0 and drop > 0:
+                x = dropout(g, x, drop)
+            found = []
+            for way in range(ways):
+                number = layer * ways + way
+                begin, end, axis = (constant(g, [n]) for n in (number, number + 1, 0))
+                first = [g.op("Slice", state, begin, end, axis) for state in states]
+                y, *after = symbolic_opset9._generic_rnn(
+                    g,
+                    kind,
+                    backwards(g, x, 0) if way else x,
+                    first if kind == "LSTM" else first[0],
+                    flat[number * each : (number + 1) * each],
+                    literal(biased, "i"),
+                    1,
+                    0.0,
+                    True,
+                    False,
+                )
+                found.append(backwards(g, y, 0) if way else y)
+                for values, value in zip(last, after, strict=True):
+                    values.append(value)
+            x = g.op("Concat", *found, axis_i=2) if ways == 2 else found[0]
+        x = g.op("Transpose", x, **swap) if swap else x
+        return (x, *(g.op("Concat", *values, axis_i=0) for values in last))
+
+
+for _operator, _kind in (("lstm", "LSTM"), ("gru", "GRU")):
+    _recurrent(_operator, _kind)
+
+
+# ---- resizing ------------------------------------------------------------------------------------
+
+
+def _linear_resize(operator: str, dims: int) -> None:
+    scales = [f"I({3 + i})" for i in range(dims)]
+
+    def gradient() -> Gradient:
+        inputs = ["GO(0)", "I(1)", "Sizes", "I(2)", *scales]
+        return [
+            ("Shape", ["I(0)"], ["Sizes"]),
+            aten_node(f"{operator}_backward", inputs, ["GI(0)"]),
+        ]
+
+    @rule(operator, "no ResizeGrad on CPU", (operator, "", gradient))
+    def export(
+        g: Graph, x: Value, output_size: Value, align_corners: Value, factors: Value
+    ) -> Value:
+        if missing(factors):
+            wanted, given = _as_tensor(g, output_size), [factors] * dims
+        else:
+            numbers = literal(factors, "fs")
+            shape = g.op("Slice", g.op("Shape", x), constant(g, [2]), constant(g, [2 + dims]))
+            scaled = g.op("Mul", cast(g, shape, torch.float64), constant(g, numbers, torch.float64))
+            wanted = cast(g, g.op("Floor", scaled), torch.int64)
+            given = [constant(g, number, torch.float32) for number in numbers]
+        return ranked_like_output(g, aten(g, operator, x, wanted, align_corners, *given))
+
+
+def _as_tensor(g: Graph, sizes: Value) -> Value:
+    """A list of sizes, some of them computed in the graph, as a tensor."""
+    if not symbolic_helper._is_packed_list(sizes):
+        return sizes
+    parts = symbolic_helper._unpack_list(sizes)
+    return g.op("Concat", *(g.op("Reshape", p, constant(g, [1])) for p in parts), axis_i=0)
+
+
+for _operator, _dims in (
+    ("upsample_linear1d", 1),
+    ("upsample_bilinear2d", 2),
+    ("upsample_trilinear3d", 3),
+):
+    _linear_resize(_operator, _dims)

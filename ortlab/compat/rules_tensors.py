@@ -1,0 +1,228 @@
+"""Export rules for functions of tensors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.onnx import symbolic_helper
+from torch.onnx._internal.torchscript_exporter._type_utils import JitScalarType
+
+from ortlab.compat.symbolics import (
+    Gradient,
+    Graph,
+    Value,
+    aten,
+    aten_node,
+    backwards,
+    cast,
+    constant,
+    dtype,
+    inputs_of,
+    literal,
+    missing,
+    rank,
+    ranked_like_output,
+    rule,
+    stock,
+    traced_sizes,
+)
+
+
+@rule("diff", "no rule")
+def _diff(
+    g: Graph, x: Value, n: Value, dim: Value, prepend: Value = None, append: Value = None
+) -> Value:
+    axis = literal(dim, "i")
+    parts = [part for part in (prepend, x, append) if not missing(part)]
+    x = parts[0] if len(parts) == 1 else g.op("Concat", *parts, axis_i=axis)
+    axes = constant(g, [axis])
+    for _ in range(literal(n, "i")):
+        later = g.op("Slice", x, constant(g, [1]), constant(g, [2**62]), axes)
+        earlier = g.op("Slice", x, constant(g, [0]), constant(g, [-1]), axes)
+        x = g.op("Sub", later, earlier)
+    return x
+
+
+def _cumsum_gradient() -> Gradient:
+    return [("CumSum", ["GO(0)", "I(1)"], ["GI(0)"], {"reverse": {"value": 1, "dtype": "int"}})]
+
+
+@rule(
+    "cumsum",
+    "of a bool: no kernel for CumSum; of floats: no gradient",
+    ("cumsum", "", _cumsum_gradient),
+)
+def _cumsum(g: Graph, x: Value, dim: Value, as_type: Value) -> Value:
+    result = dtype(x) if missing(as_type) else JitScalarType(literal(as_type, "i")).dtype()
+    if result.is_floating_point:
+        return ranked_like_output(g, aten(g, "cumsum", cast(g, x, result), dim, as_type))
+    return g.op("CumSum", cast(g, x, torch.int64), dim)
+
+
+@rule("where", "an input that is broadcast gets a gradient of the output's shape")
+def _where(g: Graph, condition: Value, x: Value = None, y: Value = None, *rest: Value) -> Value:
+    if x is None:
+        return stock("where")(g, condition, x, y, *rest)
+    if dtype(condition) != torch.bool:
+        condition = cast(g, condition, torch.bool)
+    values, traced = [x, y], list(g.original_node.inputs())[1:]
+    sizes = traced_sizes(next(iter(g.original_node.outputs())))
+    shape = None
+    for i, value in enumerate(values):
+        if not _never_broadcast(value, traced_sizes(traced[i]), sizes):
+            shape = shape or g.op("Shape", g.op("Where", condition, x, y))
+            values[i] = g.op("Expand", value, shape)
+    return g.op("Where", condition, *values)
+
+
+def _never_broadcast(value: Value, sizes: list[int] | None, output: list[int] | None) -> bool:
+    """Whether `value` has the output's shape in every batch; a 1 may be the sample's batch size."""
+    if value.node().kind() in ("onnx::Constant", "prim::Constant"):
+        return True  # has no gradient
+    return sizes is not None and sizes == output and 1 not in sizes
+
+
+_UNUSED = "a part that nothing uses: the gradients of the others land in the wrong places"
+
+
+def _all_used(g: Graph) -> bool:
+    return all(part.uses() for part in g.original_node.outputs())
+
+
+def _slice(g: Graph, x: Value, begin: Value, end: Value, axis: int) -> Value:
+    return g.op("Slice", x, begin, end, constant(g, [axis]))
+
+
+def _split(operator: str) -> None:
+    @rule(operator, _UNUSED)
+    def export(g: Graph, x: Value, how: Value, dim: Value, **outputs: Any) -> Any:
+        sizes = _sizes(how, g.original_node.outputsSize())
+        if sizes is None or _all_used(g):
+            return stock(operator)(g, x, how, dim, **outputs)
+        ends = list(itertools.accumulate(sizes, initial=0))
+        axis = literal(dim, "i") % rank(x)
+        return [
+            _slice(g, x, constant(g, [begin]), constant(g, [end]), axis)
+            for begin, end in itertools.pairwise(ends)
+        ]
+
+
+def _sizes(how: Value, count: int) -> list[int] | None:
+    """The sizes of the parts, from one size or a list of them; None where they are computed."""
+    if symbolic_helper._is_packed_list(how):
+        given = [literal(value, "i") for value in symbolic_helper._unpack_list(how)]
+    elif how.node().kind() == "onnx::Constant":
+        held = symbolic_helper._node_get(how.node(), "value")
+        given = [int(held)] * count if held.dim() == 0 else held.tolist()
+    else:
+        return None
+    return given if all(isinstance(size, int) for size in given) else None
+
+
+for _operator in ("split", "split_with_sizes"):
+    _split(_operator)
+
+
+@rule("prim::ConstantChunk", _UNUSED)
+def _chunk(g: Graph, x: Value, chunks: int, dim: int) -> Any:
+    if _all_used(g):
+        return stock("prim::ConstantChunk")(g, x, chunks, dim)
+    axis = dim % rank(x)
+    size = g.op("Gather", g.op("Shape", x), constant(g, [axis]), axis_i=0)
+    each = g.op("Div", g.op("Add", size, constant(g, [chunks - 1])), constant(g, [chunks]))
+    ends = [g.op("Mul", each, constant(g, [i])) for i in range(chunks + 1)]
+    return [_slice(g, x, begin, end, axis) for begin, end in itertools.pairwise(ends)]
+
+
+@rule("unbind", _UNUSED)
+def _unbind(g: Graph, x: Value, dim: Value, **outputs: Any) -> Any:
+    if not outputs or _all_used(g):
+        return stock("unbind")(g, x, dim, **outputs)
+    axis, count = literal(dim, "i") % rank(x), g.original_node.outputsSize()
+    return [g.op("Gather", x, constant(g, i), axis_i=axis) for i in range(count)]
+
+
+def _reduction(operator: str, at: int) -> None:
+    """Declares the rule for an operator whose arguments number `at` are dimensions and keepdim."""
+
+    @rule(operator, "without keepdim: the gradient is an invalid graph")
+    def export(g: Graph, x: Value, *arguments: Value) -> Any:
+        others, every = list(arguments), range(rank(x))
+        given = every if missing(others[at]) else literal(others[at], "is") or every
+        axes = constant(g, [axis % rank(x) for axis in given])
+        keep, others[at], others[at + 1] = others[at + 1], axes, constant(g, 1)
+        reduced = stock(operator)(g, x, *others)
+        return reduced if literal(keep, "i") else g.op("Squeeze", reduced, axes)
+
+
+_reduction("logsumexp", 0)
+_reduction("norm", 1)
+_reduction("linalg_vector_norm", 1)
+
+
+@rule("flip", "the gradient ends with 'narrowing_error'")
+def _flip(g: Graph, x: Value, dims: Value) -> Value:
+    for axis in literal(dims, "is"):
+        x = backwards(g, x, axis % rank(x))
+    return x
+
+
+@rule("unflatten", "the exporter computes the rank in the graph: no gradient")
+def _unflatten(g: Graph, x: Value, dim: Value, sizes: Value) -> Value:
+    axis = literal(dim, "i") % rank(x)
+    if symbolic_helper._is_packed_list(sizes):
+        parts = [g.op("Reshape", s, constant(g, [1])) for s in symbolic_helper._unpack_list(sizes)]
+    else:
+        parts = [constant(g, list(literal(sizes, "is")))]
+    shape, along = g.op("Shape", x), constant(g, [0])
+    if axis > 0:
+        parts.insert(0, g.op("Slice", shape, constant(g, [0]), constant(g, [axis]), along))
+    if axis + 1 < rank(x):
+        parts.append(g.op("Slice", shape, constant(g, [axis + 1]), constant(g, [rank(x)]), along))
+    return g.op("Reshape", x, g.op("Concat", *parts, axis_i=0) if len(parts) > 1 else parts[0])
+
+
+@rule(
+    "div",
+    "by a number: of a sum of such ORT makes ScaledSum, which no CPU kernel takes, and which reads "
+    "the input of a third term in place of the term",
+)
+def _div(g: Graph, x: Value, y: Value, *rounding: Value) -> Value:
+    scalar = traced_sizes(list(g.original_node.inputs())[1]) == []
+    if rounding or not scalar or not dtype(x).is_floating_point or any(inputs_of(y)):
+        return stock("div")(g, x, y, *rounding)
+    # ORT turns x * (1 / y) back into a division, but does not know Reciprocal.
+    return g.op("Mul", x, g.op("Reciprocal", cast(g, y, dtype(x))))
+
+
+def _ctc_gradient() -> Gradient:
+    inputs = ["GO(0)", "I(0)", "I(1)", "I(2)", "I(3)", "O(0)", "O(1)", "I(4)", "I(5)"]
+    return [aten_node("_ctc_loss_backward", inputs, ["GI(0)"], overload="Tensor")]
+
+
+@rule("ctc_loss", "no rule", ("_ctc_loss", "Tensor", _ctc_gradient))
+def _ctc_loss(
+    g: Graph,
+    log_probs: Value,
+    targets: Value,
+    input_lengths: Value,
+    target_lengths: Value,
+    blank: Value,
+    reduction: Value,
+    zero_infinity: Value,
+) -> Value:
+    inputs = (log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    losses, _alpha = aten(g, "_ctc_loss", *inputs, overload="Tensor", outputs=2)
+    # ORT guesses that it has the rank of the first input.
+    losses = g.op("Reshape", losses, constant(g, [-1]))
+    if literal(zero_infinity, "i"):
+        zero = constant(g, 0.0, dtype(log_probs))
+        losses = g.op("Where", g.op("IsInf", losses), zero, losses)
+    kind = literal(reduction, "i")
+    if kind == 1:  # the mean of the losses per target
+        lengths = g.op("Max", cast(g, target_lengths, torch.int64), constant(g, [1]))
+        mean = g.op("Div", losses, cast(g, lengths, dtype(log_probs)))
+        return g.op("ReduceMean", mean, keepdims_i=0)
+    return g.op("ReduceSum", losses, keepdims_i=0) if kind == 2 else losses
