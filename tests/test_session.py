@@ -18,6 +18,7 @@ import ortlab
 from ortlab.engines.base import EngineUnavailable, engine
 from ortlab.session import Session
 from ortlab.settings import ENGINES, EngineSettings
+from ortlab.tables import Column, Table
 
 # torch.compile wraps without compiling before the first call, so it is the quick engine whose
 # wrapper is another object than the model.
@@ -338,6 +339,16 @@ def test_the_table_is_escaped_and_reads_as_text_and_as_html(session: Session) ->
     assert "a&lt;b&gt;" in page
     assert "<b>" not in page
     assert repr(Session().wrapped.table()) == "no model is wrapped"
+
+
+def test_a_table_s_cells_are_escaped_and_its_records_kept() -> None:
+    table = Table(["<i>", "&"], [Column("<head>", str), Column("n", lambda text: "1", number=True)])
+    page = table._repr_html_()
+    assert "&lt;i&gt;" in page
+    assert "&lt;head&gt;" in page
+    assert "<i>" not in page
+    assert page.count("text-align: right") == 3
+    assert (len(table), list(table), table[-1], table[:1]) == (2, ["<i>", "&"], "&", ("<i>",))
 
 
 def test_the_python_twins_of_wrap_and_unwrap() -> None:
