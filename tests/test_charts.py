@@ -124,7 +124,7 @@ def test_nothing_new_is_no_message() -> None:
     run.advance(1)
     assert "i" not in fresh(feed).content, "badges and lines go out when they change"
     run.now = Status("paused", 2, 1000, 5.0, 3.0, badges=("fallback: torch",))
-    assert fresh(feed).content["i"]["badges"] == ["fallback: torch"]
+    assert fresh(feed).content["i"] == {"badges": ["fallback: torch"]}
     run.now = Status("paused", 2, 1000, 95.0, 3.0, badges=("fallback: torch",))
     assert feed.fresh() is None, "while a run is paused, time alone is no news"
 

@@ -68,7 +68,7 @@ class Feed:
         self._number = 0
         self._evaluated_s = -math.inf
         self._progress: object = None
-        self._info: object = None
+        self._info: dict[str, Any] = {}
         self._limit = 8
 
     def whole(self) -> Update:
@@ -105,9 +105,11 @@ class Feed:
         }
         if whole:
             content["a"] = 1
-        info = _info(self._watched.title, status)
-        if whole or info != self._info:
-            self._info = content["i"] = info
+        known = {} if whole else self._info
+        self._info = _info(self._watched.title, status)
+        if changed := {k: v for k, v in self._info.items() if k not in known or known[k] != v}:
+            content["i"] = changed
+            limit = limit if whole else 1  # its words take the place of rows
         evaluations = [
             event
             for event in self._watched.recorder.events("eval")

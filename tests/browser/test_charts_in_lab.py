@@ -127,6 +127,14 @@ FINETUNE = [
 def test_a_real_run_is_paused_and_stopped_while_it_is_awaited(
     notebook: Opens, page: Page, screenshot: Takes
 ) -> None:
+    updates: list[int] = []
+
+    def received(frame: str | bytes) -> None:
+        raw = frame.encode() if isinstance(frame, str) else frame
+        if b'"method": "custom"' in raw and b'"a": 1' not in raw:
+            updates.append(len(raw))
+
+    page.on("websocket", lambda socket: socket.on("framereceived", received))
     book = notebook(FINETUNE)
     book.start()
     run = book.view()
@@ -143,6 +151,9 @@ def test_a_real_run_is_paused_and_stopped_while_it_is_awaited(
     expect(run.locator(".ortlab-state")).to_have_text("stopped")
     stopped_s = time.monotonic() - clicked
     print(f"click to paused: {paused_s:.2f} s, click to stopped: {stopped_s:.2f} s")
+    print(f"{len(updates)} updates, {max(updates)} bytes at most")
+    assert len(updates) >= 3
+    assert max(updates) <= 1024
     assert max(paused_s, stopped_s) <= 1.1  # a step takes milliseconds, an evaluation some more
     expect(page.locator(".jp-OutputArea img")).to_be_visible(timeout=20_000)
     page.wait_for_function("() => window.panel.content.widgets[3].model.outputs.length > 0")

@@ -4,7 +4,7 @@
 //   p  [message number, state, step, total steps or null, seconds so far, seconds left or null]
 //   m  which columns the buffer's rows have, as bits; absent when there are no new rows
 //   e  [[step, loss], ...] new evaluation results
-//   i  {title, badges, lines, error}, when one of them changed
+//   i  those of {title, badges, lines, error} that changed
 //   a  1: the rows and evaluations are the whole series, not an addition
 // and its buffer: float32, row by row. "hello" asks for the whole.
 import "uplot/dist/uPlot.min.css";
@@ -50,7 +50,7 @@ class Store extends EventTarget {
     this.number = number;
     this.progress = { state, step, total, elapsed, left };
     if (this.asked && state !== this.asked.from) this.asked = null;
-    if (message.i) this.info = message.i;
+    if (message.i) this.info = { ...this.info, ...message.i };
     if (message.m) this.series.append(buffers[0], message.m);
     if (message.e) this.series.evaluations.push(...message.e);
     this.dispatchEvent(new Event("change"));
