@@ -77,6 +77,7 @@ def fresh(feed: Feed) -> Update:
 def test_a_message_has_the_new_points_only() -> None:
     run = Still()
     feed = Feed(run)
+    feed.whole()
     run.advance(2)
     assert [row["step"] for row in rows(fresh(feed))] == [1, 2]
     run.advance(1)
