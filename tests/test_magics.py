@@ -318,7 +318,8 @@ def test_help_for_everything(ip: Typist) -> None:
 def test_finetune_returns_at_once_and_is_awaited(ip: Typist) -> None:
     ip("net = Net(); data = batches()\nbefore = net.head.weight.detach().clone()")
     out = ip(
-        "run = %ort finetune net data --eval-data data --loss cross_entropy --engine eager --lr 0.01"
+        "run = %ort finetune net data --eval-data data --loss cross_entropy --engine eager "
+        "--lr 0.01"
     )
     assert "Out[" not in out
     assert ortlab.last_run is ip["run"]
