@@ -120,12 +120,12 @@ class TorchStepper:
             optimizer_ms=(time.perf_counter() - started) * 1e3,
         )
 
-    def _update(self, loss: torch.Tensor, lr: float) -> torch.Tensor | None:
-        bad = ~torch.isfinite(loss)
-        grad_norm = None
+    def _update(self, loss: torch.Tensor, lr: float) -> torch.Tensor:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        grad_norm = nn.utils.get_total_norm(gradients)
         if self._clip_norm is not None:
-            grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-            bad = bad | ~torch.isfinite(grad_norm)
+            nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, grad_norm)
+        bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
         self._bad = torch.maximum(self._bad, bad.to(self._bad))
         for group in self._optimizer.param_groups:
             group["lr"] = lr

@@ -287,6 +287,17 @@ def test_a_loss_that_is_not_finite_changes_no_weight(each: Engine) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_gradient_that_is_not_finite_changes_no_weight(each: Engine) -> None:
+    """The square root's loss at 0 is 0, its gradient infinite."""
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    stepper = each.prepare(model, lambda y, _: y.abs().sqrt().sum(), _settings(each.name))
+    result = stepper.step([(torch.ones(2, 3), torch.zeros(2))], lr=0.1)
+    assert result.loss == 0.0
+    assert not stepper.finite()
+    assert not model.weight.any()
+
+
 def test_state_comes_back(each: Engine) -> None:
     """Weights and optimizer state of one stepper continue in another."""
     torch.manual_seed(5)
