@@ -39,7 +39,6 @@ nightly: $(DONE)/test $(DONE)/extension lint
 
 lint: $(DONE)/test
 	$(BIN)/ruff check --quiet .
-	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy --no-error-summary
 	@echo "lint: ruff and mypy found nothing"
 
