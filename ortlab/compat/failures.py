@@ -55,7 +55,7 @@ _TEXTS = (
     (r"gradient builder has not been registered: (\w+)", "ORT has no gradient for {}"),
 )
 """What ORT's C++ code says of an operator, and what it means."""
-_NODE_NAME = re.compile(r"(?:name '|Name:'|Node \()(/[^')]+)")
+_NODE_NAME = re.compile(r"(?:name '|Name:'|Node \(|\(')(/[^')]+)")
 
 
 def explain(error: BaseException) -> Failure:

@@ -172,12 +172,16 @@ def _give_torch_back(_addresses: Addresses) -> None:
     import torch
     import torch.utils.checkpoint
 
-    torch.manual_seed = torch.random.manual_seed
-    torch.cuda.manual_seed = torch.cuda.random.manual_seed
-    checkpoint = torch.utils.checkpoint.checkpoint
-    if checkpoint.__module__ == PACKAGE:
-        original = importlib.import_module(PACKAGE).original_torch_checkpoint
-        torch.utils.checkpoint.checkpoint = original
+    for owner, name, kept_as in (
+        (torch, "manual_seed", "torch_manual_seed"),
+        (torch.cuda, "manual_seed", "torch_cuda_manual_seed"),
+        (torch.utils.checkpoint, "checkpoint", "original_torch_checkpoint"),
+    ):
+        function = getattr(owner, name)
+        # More than once where the user's own import of onnxruntime.training failed half way.
+        while function.__module__ == PACKAGE:
+            function = function.__globals__[kept_as]
+        setattr(owner, name, function)
 
 
 def _no_fallback(_addresses: Addresses) -> None:
@@ -275,6 +279,15 @@ def _cap_onnx(_addresses: Addresses) -> None:
 
     _replace(model_accessor, "onnx", view)
     _replace(model_accessor.ModelAccessor, "__init__", make)
+
+
+def _sequence_infos(_addresses: Addresses) -> None:
+    from onnxruntime.tools import symbolic_shape_infer
+
+    def view(helper: Any) -> _View:
+        return _View(helper, make_sequence_value_info=helper.make_tensor_sequence_value_info)
+
+    _replace(symbolic_shape_infer, "helper", view)
 
 
 # ---- the export ----------------------------------------------------------------------------------
@@ -485,6 +498,14 @@ ROWS = (
         link=f"{_ORT}onnxblock/model_accessor.py",
         apply=_cap_onnx,
         probe=probes.onnx_is_capped,
+        applies_to=lambda versions: versions.onnx > (1, 17),
+    ),
+    Patch(
+        target="onnxruntime.tools.symbolic_shape_infer.helper",
+        symptom="AttributeError: onnx.helper has no make_sequence_value_info any more",
+        link="https://github.com/microsoft/onnxruntime/blob/v1.19.2/onnxruntime/python/tools/symbolic_shape_infer.py",
+        apply=_sequence_infos,
+        probe=probes.sequences_have_shapes,
         applies_to=lambda versions: versions.onnx > (1, 17),
     ),
 )

@@ -241,3 +241,9 @@ def onnx_is_capped() -> bool:
         model = base.model
     opset = {entry.domain: entry.version for entry in model.opset_import}[""]
     return bool(model.ir_version <= 10 and opset <= 21)
+
+
+def sequences_have_shapes() -> bool:
+    from onnxruntime.tools import symbolic_shape_infer
+
+    return hasattr(symbolic_shape_infer.helper, "make_sequence_value_info")

@@ -119,6 +119,23 @@ def test_functions_are_refused_in_an_export_only(ort: compat.Ort) -> None:
     assert torch.equal(x.grad, torch.ones(3))
 
 
+def test_a_grouped_convolution_never_gets_orts_gradient(ort: compat.Ort) -> None:
+    """Not even where another package's rule has taken the place of ours."""
+    from torch.onnx import register_custom_op_symbolic
+
+    from ortlab.compat import symbolics
+
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1, groups=2))
+    wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+    register_custom_op_symbolic("::_convolution", symbolics.stock("_convolution"), 17)
+    with pytest.raises(RuntimeError) as caught:
+        wrapped(torch.randn(2, 4, 3))
+    found = compat.explain(caught.value)
+    assert found.operator == "Conv"
+    assert found.module == "1"
+    assert "grouped convolution" in found.reason
+
+
 def test_checkpointing(ort: compat.Ort) -> None:
     assert "CheckpointFunction" in (failure(ort, Checkpointed(reentrant=True)).operator or "")
     fine = Checkpointed(reentrant=False)
