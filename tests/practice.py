@@ -121,6 +121,7 @@ class Practice:
                 loss=loss,
                 lr=lr,
                 samples=16,
+                tokens=16 * 64,
                 samples_per_s=16 / took_s,
                 tokens_per_s=16 * 64 / took_s,
                 step_ms=1e3 * took_s,

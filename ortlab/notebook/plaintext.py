@@ -99,7 +99,7 @@ def with_rates(rows: Rows, window: int = 1) -> Rows:
     out = rows.copy()
     time_ms = _summed(rows[:, INDEX["step_ms"]], window)
     for rate, amount in (("samples_per_s", "samples"), ("tokens_per_s", "tokens")):
-        known_rate = np.isfinite(rows[:, INDEX[rate]]) & (time_ms > 0)
+        known_rate = np.isfinite(rows[:, [INDEX[rate], INDEX[amount]]]).all(axis=1) & (time_ms > 0)
         summed = _summed(rows[:, INDEX[amount]], window)
         out[known_rate, INDEX[rate]] = 1e3 * summed[known_rate] / time_ms[known_rate]
     return out
