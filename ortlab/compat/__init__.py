@@ -86,6 +86,8 @@ def _load(on_progress: Progress | None) -> Ort:
 
     loaded = extensions.load(on_progress)
     patches.apply(loaded)
+    if patches.installed().cuda:
+        extensions.preload_cuda()
 
     import onnxruntime
     from onnxruntime.training import ortmodule as package

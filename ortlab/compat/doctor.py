@@ -23,15 +23,6 @@ ORT_VERSION = "1.19.2"
 ORT_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 9), (2, 15))
 OTHER_ENGINES = "engine='eager' and engine='compile' run here"
-CUDA_LIBRARIES = {
-    "libcublasLt.so.11": "nvidia-cublas-cu11",
-    "libcublas.so.11": "nvidia-cublas-cu11",
-    "libcudnn.so.8": '"nvidia-cudnn-cu11<9"',
-    "libcurand.so.10": "nvidia-curand-cu11",
-    "libcufft.so.10": "nvidia-cufft-cu11",
-    "libcudart.so.11.0": "nvidia-cuda-runtime-cu11",
-}
-"""What ORT's CUDA provider links to, and the PyPI package that has it."""
 
 
 @dataclass(frozen=True)
@@ -225,15 +216,15 @@ def _cuda_provider() -> Finding:
     name, torch = "ORT's CUDA provider", _import("torch")
     if torch is None or not torch.cuda.is_available() or torch.version.hip:
         return Finding(name, None, "not needed: training runs on the CPU")
-    missing = [library for library in CUDA_LIBRARIES if not _loads(library)]
+    missing = extensions.preload_cuda()
     if not missing:
         return Finding(name, True, "all its libraries are here")
-    packages = " ".join(dict.fromkeys(CUDA_LIBRARIES[library] for library in missing))
+    packages = dict.fromkeys(extensions.CUDA_LIBRARIES[library] for library in missing)
     return Finding(
         name,
         False,
         f"it lacks {', '.join(missing)}: models on the GPU cannot run in ORT",
-        f"pip install {packages}, and put the folders nvidia/*/lib in LD_LIBRARY_PATH",
+        f"pip install {' '.join(packages)}",
     )
 
 
@@ -293,16 +284,6 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except Exception:  # noqa: BLE001 - a broken install raises anything, OSError among it
         return None
-
-
-def _loads(library: str) -> bool:
-    import ctypes
-
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
 
 
 ESSENTIALS: tuple[Callable[[], Finding], ...] = (

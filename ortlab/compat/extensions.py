@@ -28,6 +28,15 @@ from ortlab.compat import OrtUnavailable, Progress
 
 COMPILERS = ("c++", "g++", "clang++")
 COMPILER_FIX = "Install one (Debian, Ubuntu: sudo apt-get install g++), or name yours in CXX"
+CUDA_LIBRARIES = {
+    "libcudart.so.11.0": "nvidia-cuda-runtime-cu11",
+    "libcublasLt.so.11": "nvidia-cublas-cu11",
+    "libcublas.so.11": "nvidia-cublas-cu11",
+    "libcudnn.so.8": '"nvidia-cudnn-cu11<9"',
+    "libcurand.so.10": "nvidia-curand-cu11",
+    "libcufft.so.10": "nvidia-cufft-cu11",
+}
+"""What ORT's CUDA provider links to, and the PyPI package that has it."""
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
 
 
@@ -113,8 +122,9 @@ def compiler() -> list[str] | None:
 
 
 def wanted() -> tuple[Extension, ...]:
-    """The extensions that the installed torch can use."""
-    return (ATEN, GPU_ALLOCATOR) if _cuda_build() else (ATEN,)
+    """The extensions that the installed torch can use on this machine."""
+    gpu = _cuda_build() and Path("/proc/driver/nvidia/version").exists()
+    return (ATEN, GPU_ALLOCATOR) if gpu else (ATEN,)
 
 
 def built() -> bool:
@@ -126,10 +136,10 @@ def build(on_progress: Progress | None = None) -> list[Path]:
     """Builds what is missing in the cache and returns where the libraries lie.
 
     Safe while other processes do the same. Raises OrtUnavailable when it cannot be done; torch's
-    GPU allocator is an extra and skipped where the CUDA headers are missing.
+    GPU allocator is an extra, which is left out where it once failed, for want of CUDA's headers.
     """
     paths = [_build(ATEN, on_progress)]
-    if GPU_ALLOCATOR in wanted():
+    if GPU_ALLOCATOR in wanted() and not _log(GPU_ALLOCATOR).exists():
         with contextlib.suppress(OrtUnavailable):
             paths.append(_build(GPU_ALLOCATOR, on_progress))
     return paths
@@ -239,7 +249,7 @@ def _compile(extension: Extension, command: list[str], path: Path) -> None:
         ]  # fmt: skip
         done = subprocess.run(arguments, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            log = path.with_suffix(".log")
+            log = _log(extension)
             log.write_text(shlex.join(arguments) + "\n" + done.stderr, encoding="utf-8")
             first = re.search(r"(?:fatal )?error: .*", done.stderr)
             raise OrtUnavailable(
@@ -249,6 +259,11 @@ def _compile(extension: Extension, command: list[str], path: Path) -> None:
             )
         library.chmod(0o600)
         os.replace(library, path)
+
+
+def _log(extension: Extension) -> Path:
+    """What the compiler said when it failed."""
+    return extension.path().with_suffix(".log")
 
 
 def torch_version() -> str:
@@ -282,6 +297,22 @@ def _package_folder(name: str) -> Path:
     if spec is None or spec.origin is None:
         raise OrtUnavailable(f"{name} is not installed", "Install ortlab again in Python 3.11")
     return Path(spec.origin).parent
+
+
+def preload_cuda() -> list[str]:
+    """Loads what ORT's CUDA provider links to; returns the names of what is nowhere to be found.
+
+    It asks for CUDA 11, whatever CUDA torch has. NVIDIA's packages on PyPI keep the libraries where
+    the loader does not look; one that is loaded already, it takes.
+    """
+    missing = []
+    for name in CUDA_LIBRARIES:
+        here = sorted(_torch_folder().parent.glob(f"nvidia/*/lib/{name}"))
+        try:
+            ctypes.CDLL(str(here[0]) if here else name)
+        except OSError:
+            missing.append(name)
+    return missing
 
 
 def _cuda_headers() -> list[Path]:

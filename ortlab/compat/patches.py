@@ -24,6 +24,7 @@ Addresses = Mapping[str, Mapping[str, int]]
 
 _EXTENSIONS = f"{PACKAGE}.torch_cpp_extensions"
 _EXPORTER = "torch.onnx._internal.torchscript_exporter"
+ORT_LOG_FORMAT = "%(asctime)s %(name)s [%(levelname)s] - %(message)s"
 MAX_IR, MAX_OPSET = 10, 21  # the newest that ORT 1.19.2 reads
 
 
@@ -254,11 +255,16 @@ def _quiet(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
 
     _replace(GraphExecutionManager, "_log_feature_stats", lambda _original: lambda _self: None)
-    # What is left goes to those who ask: logging.getLogger("orttraining").addHandler(...).
-    logger = logging.getLogger("orttraining")
-    logger.propagate = False
-    if not logger.handlers:
-        logger.addHandler(logging.NullHandler())
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if handler.formatter is not None and handler.formatter._fmt == ORT_LOG_FORMAT:
+            root.removeHandler(handler)
+    # What they say goes to those who ask: logging.getLogger("orttraining").addHandler(...).
+    for name in ("orttraining", "onnxruntime"):
+        logger = logging.getLogger(name)
+        logger.propagate = False
+        if not logger.handlers:
+            logger.addHandler(logging.NullHandler())
 
 
 def _cap_onnx(_addresses: Addresses) -> None:
@@ -487,7 +493,7 @@ ROWS = (
     ),
     Patch(
         target="logging.getLogger('orttraining')",
-        symptom="a banner with colour codes on standard error",
+        symptom="a banner with colour codes on standard error, and a handler on the root logger",
         link=f"{_ORT}ortmodule/_graph_execution_manager.py",
         apply=_quiet,
         probe=probes.is_quiet,

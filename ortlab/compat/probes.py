@@ -224,14 +224,18 @@ def streams_need_no_descriptor() -> bool:
 
 
 def is_quiet() -> bool:
-    heard = io.StringIO()
+    from ortlab.compat.patches import ORT_LOG_FORMAT
+
+    root, heard = logging.getLogger(), io.StringIO()
+    formats = [handler.formatter and handler.formatter._fmt for handler in root.handlers]
     handler = logging.StreamHandler(heard)
-    logging.getLogger().addHandler(handler)
+    root.addHandler(handler)
     try:
-        logging.getLogger("orttraining").warning("banner")
+        for name in ("orttraining", "onnxruntime.tools.symbolic_shape_infer"):
+            logging.getLogger(name).warning("banner")
     finally:
-        logging.getLogger().removeHandler(handler)
-    return heard.getvalue() == ""
+        root.removeHandler(handler)
+    return heard.getvalue() == "" and ORT_LOG_FORMAT not in formats
 
 
 def onnx_is_capped() -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.onnx import symbolic_helper
 from torch.onnx._internal.torchscript_exporter import (
-    _globals,
     symbolic_opset9,
     symbolic_opset14,
 )
@@ -234,10 +233,7 @@ def _batch_norm(
     eps: Value,
     cudnn: Value,
 ) -> Value:
-    if not _globals.GLOBALS.export_training and not missing(weight):
-        return stock("batch_norm")(
-            g, x, weight, bias, mean, variance, training, momentum, eps, cudnn
-        )
+    # In evaluation mode too: ORT's gradient would take it for a BatchNorm in training.
     if missing(weight):
         # They depend on x, since the gradient has to have three outputs.
         axes = [axis for axis in range(rank(x)) if axis != 1]
