@@ -231,7 +231,7 @@ def _batch_norm(
     training: Value,
     momentum: Value,
     eps: Value,
-    cudnn: Value,
+    _cudnn: Value,
 ) -> Value:
     # In evaluation mode too: ORT's gradient would take it for a BatchNorm in training.
     if missing(weight):

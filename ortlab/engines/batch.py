@@ -164,7 +164,9 @@ def _call(module: nn.Module, inputs: Batch, *, has_loss: bool) -> Any:
 
 def _mismatch(module: nn.Module, arguments: list[Any], named: dict[str, Any]) -> str | None:
     try:
-        inspect.signature(module.forward).bind(*arguments, **named)
+        # torch.compile's module has a forward that takes anything.
+        original: nn.Module = getattr(module, "_orig_mod", module)
+        inspect.signature(original.forward).bind(*arguments, **named)
     except TypeError as error:
         return str(error)
     return None
