@@ -10,6 +10,7 @@ import contextlib
 import functools
 import io
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 EXPORT = threading.RLock()
 """Held during an export."""
 
+_NOISE = (
+    rb"^Torch IR graph at exception: .*?^  return \([^\n]*\n+"
+    rb"|^(\[W|Warning: )[^\n]*\n"
+    rb"|^[^\n]*type is missing, so it may result in wrong shape inference[^\n]*\n"
+)
+"""What the exporter says of itself on the process's standard streams."""
 _HARMLESS = ("onnxruntime.training.ortmodule._io.", "torch.utils.checkpoint._NoopSaveInputs")
 """ORTModule marks outputs with identities; checkpointing without re-entry keeps its inputs."""
 
@@ -81,7 +88,7 @@ def _nodes(export: Callable[..., Any], model: Any, inputs: Any, options: Any) ->
     from ortlab.compat.failures import Node
 
     file = io.BytesIO()
-    with streams_suppressed(), _undisturbed(model):
+    with streams_filtered(noise=b".+"), _undisturbed(model):
         export(model, inputs, file, **{**options, "verbose": True})
     graph = onnx.load_model_from_string(file.getvalue()).graph
     return [Node(node.name, node.op_type, node.doc_string) for node in graph.node]
@@ -204,26 +211,36 @@ def wrap_untouched(init: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def streams_suppressed(enable: bool = True, **_log: object) -> Iterator[None]:
-    """What C++ code writes to the process's standard streams is dropped.
+def streams_filtered(enable: bool = True, *, noise: bytes = _NOISE, **_log: Any) -> Iterator[None]:
+    """What C++ code writes to the process's standard streams is dropped where `noise` matches it.
 
-    ORT's own form asks sys.stdout for its descriptor, which in a notebook is another one than
-    C++ writes to, and elsewhere raises; and it logs what it caught.
+    The rest, printed by the model or another thread, is written when it is over. ORT's own form
+    asks sys.stdout for its descriptor, which in a notebook is another one than C++ writes to, and
+    elsewhere raises.
     """
     if not enable:
         yield
         return
-    with EXPORT, tempfile.TemporaryFile() as sink:
+    with EXPORT, contextlib.ExitStack() as stack:
         sys.stdout.flush()
         sys.stderr.flush()
-        saved = {}
+        for stream in (1, 2):
+            with contextlib.suppress(OSError):  # closed, as in a daemon
+                stack.enter_context(_filtered(stream, noise))
+        yield
+
+
+@contextlib.contextmanager
+def _filtered(stream: int, noise: bytes) -> Iterator[None]:
+    with tempfile.TemporaryFile() as sink:
+        kept = os.dup(stream)
         try:
-            for stream in (1, 2):
-                with contextlib.suppress(OSError):  # closed, as in a daemon
-                    saved[stream] = os.dup(stream)
-                    os.dup2(sink.fileno(), stream)
+            os.dup2(sink.fileno(), stream)
             yield
         finally:
-            for stream, copy in saved.items():
-                os.dup2(copy, stream)
-                os.close(copy)
+            os.dup2(kept, stream)
+            os.close(kept)
+            sink.seek(0)
+            rest = re.sub(noise, b"", sink.read(), flags=re.MULTILINE | re.DOTALL)
+            while rest:
+                rest = rest[os.write(stream, rest) :]

@@ -340,11 +340,11 @@ def _locate_failures(_addresses: Addresses) -> None:
             _replace(manager, name, exporting.located)
 
 
-def _suppress_streams(_addresses: Addresses) -> None:
+def _filter_streams(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _logger
 
 
-    _replace(_logger, "_suppress_os_stream_output", lambda _original: exporting.streams_suppressed)
+    _replace(_logger, "_suppress_os_stream_output", lambda _original: exporting.streams_filtered)
 
 
 def _no_label_hooks(_addresses: Addresses) -> None:
@@ -488,7 +488,7 @@ ROWS = (
         target=f"{PACKAGE}._logger._suppress_os_stream_output",
         symptom="UnsupportedOperation: fileno, and the exporter's C++ warnings in the cell",
         link=f"{_ORT}ortmodule/_logger.py",
-        apply=_suppress_streams,
+        apply=_filter_streams,
         probe=probes.streams_need_no_descriptor,
     ),
     Patch(
