@@ -76,7 +76,14 @@ class ModelRow:
     precision: str
     parameters: int
     export_s: float
+    check_s: float
     fallback_reason: str | None
+
+
+def _seconds(value: float) -> str:
+    if not value:
+        return "-"
+    return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.0f} ms"
 
 
 _COLUMNS: Final[tuple[Column[ModelRow], ...]] = (
@@ -86,7 +93,8 @@ _COLUMNS: Final[tuple[Column[ModelRow], ...]] = (
     Column("device", lambda row: row.device),
     Column("precision", lambda row: row.precision),
     Column("parameters", lambda row: f"{row.parameters:,}", number=True),
-    Column("export", lambda row: f"{row.export_s:.2f} s" if row.export_s else "-", number=True),
+    Column("export", lambda row: _seconds(row.export_s), number=True),
+    Column("self-check", lambda row: _seconds(row.check_s), number=True),
     Column("fallback", lambda row: row.fallback_reason or "-"),
 )
 
@@ -202,6 +210,7 @@ class Wrapped:
             precision=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
             parameters=sum(p.numel() for p in parameters),
             export_s=report.export_s,
+            check_s=report.check_s,
             fallback_reason=report.fallback_reason,
         )
 
