@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ortlab.compat.failures import Failure
 
+MAX_IR, MAX_OPSET = 10, 21
+"""The newest form of an ONNX model that ORT 1.19.2 reads."""
+
 Progress = Callable[[str], None]
 """Takes one line of text about something that takes seconds."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ortlab.compat import OrtUnavailable, extensions
+from ortlab.compat import MAX_IR, MAX_OPSET, OrtUnavailable, extensions
 
 ORT_VERSION = "1.19.2"
 ORT_PYTHON = (3, 11)
@@ -119,6 +119,13 @@ def _ort() -> Finding:
     )
     fix = f"pip install onnxruntime-training=={ORT_VERSION}"
     return Finding("onnxruntime-training", False, found, fix, required=True)
+
+
+def _onnx() -> Finding:
+    version = _version("onnx")
+    if version is not None:
+        return Finding("onnx", True, version, required=True)
+    return Finding("onnx", False, "onnx is not installed", 'pip install "onnx>=1.18"', True)
 
 
 def _onnxruntime_beside() -> Finding:
@@ -228,20 +235,15 @@ def _cuda_provider() -> Finding:
     )
 
 
-def _onnx() -> Finding:
-    version = _version("onnx")
-    if version is None:
-        return Finding("onnx", False, "onnx is not installed", 'pip install "onnx>=1.18"', True)
-    onnx = _import("onnx")
+def _onnx_ir() -> Finding:
+    name, onnx = "onnx IR version", _import("onnx")
     if onnx is None:
-        return Finding("onnx", False, f"onnx {version} does not import", "Install it again", True)
+        return Finding(name, None, "needs onnx")
     written = int(onnx.IR_VERSION)
-    from ortlab.compat.patches import MAX_IR, MAX_OPSET
-
     if written <= MAX_IR:
-        return Finding("onnx", True, f"{version}, writes IR {written}")
-    capped = f"{version} writes IR {written}; ortlab caps it at {MAX_IR}, and opset at {MAX_OPSET}"
-    return Finding("onnx", True, capped)
+        return Finding(name, True, str(written))
+    capped = f"{written}, capped at {MAX_IR} in models for ORT, and their opset at {MAX_OPSET}"
+    return Finding(name, True, capped)
 
 
 def _package(distribution: str, what_for: str, minimum: tuple[int, ...] = ()) -> Finding:
@@ -287,14 +289,14 @@ def _import(name: str) -> Any:
 
 
 ESSENTIALS: tuple[Callable[[], Finding], ...] = (
-    _python, _platform, _torch, _ort, _onnxruntime_beside, _extension,
+    _python, _platform, _torch, _ort, _onnxruntime_beside, _onnx, _extension,
 )  # fmt: skip
 CHECKS: tuple[Callable[[], Finding], ...] = (
     *ESSENTIALS,
     _extension_loads,
     _compiler,
     _python_headers,
-    _onnx,
+    _onnx_ir,
     _cuda,
     _cuda_provider,
     lambda: _package("jupyterlab", "the notebooks' home", (4, 2)),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ortlab.compat import exporting, probes
+from ortlab.compat import MAX_IR, MAX_OPSET, exporting, probes
 from ortlab.compat.probes import PACKAGE
 
 Addresses = Mapping[str, Mapping[str, int]]
@@ -25,7 +25,6 @@ Addresses = Mapping[str, Mapping[str, int]]
 _EXTENSIONS = f"{PACKAGE}.torch_cpp_extensions"
 _EXPORTER = "torch.onnx._internal.torchscript_exporter"
 ORT_LOG_FORMAT = "%(asctime)s %(name)s [%(levelname)s] - %(message)s"
-MAX_IR, MAX_OPSET = 10, 21  # the newest that ORT 1.19.2 reads
 
 
 @dataclass(frozen=True)

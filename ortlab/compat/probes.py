@@ -241,10 +241,12 @@ def is_quiet() -> bool:
 def onnx_is_capped() -> bool:
     from onnxruntime.training import onnxblock
 
+    from ortlab.compat import MAX_IR, MAX_OPSET
+
     with onnxblock.empty_base() as base:
         model = base.model
     opset = {entry.domain: entry.version for entry in model.opset_import}[""]
-    return bool(model.ir_version <= 10 and opset <= 21)
+    return bool(model.ir_version <= MAX_IR and opset <= MAX_OPSET)
 
 
 def sequences_have_shapes() -> bool:

@@ -101,6 +101,7 @@ def test_what_is_not_built_yet(
         ("onnxruntime-training", None, "onnxruntime-training is not installed"),
         ("onnxruntime-training", "1.17.0", "patches are for 1.19.2"),
         ("onnxruntime", "1.23.0", "breaks it"),
+        ("onnx", None, "onnx is not installed"),
     ],
 )
 def test_obstacles(

@@ -211,8 +211,8 @@ def test_generated_artifacts_are_read_by_ort(ort: compat.Ort, tmp_path: Path) ->
     for name in ("training_model", "eval_model", "optimizer_model"):
         written = onnx.load(tmp_path / f"{name}.onnx")
         opset = {entry.domain: entry.version for entry in written.opset_import}[""]
-        assert written.ir_version <= patches.MAX_IR
-        assert opset <= patches.MAX_OPSET
+        assert written.ir_version <= compat.MAX_IR
+        assert opset <= compat.MAX_OPSET
     state = api.CheckpointState.load_checkpoint(str(tmp_path / "checkpoint"))
     paths = [str(tmp_path / f"{name}_model.onnx") for name in ("training", "eval")]
     api.Optimizer(str(tmp_path / "optimizer_model.onnx"), api.Module(*paths[:1], state, paths[1]))
