@@ -16,9 +16,12 @@ from tests.chromium import find
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """A headless Chromium; without one the test is skipped, or fails where one is required."""
+    """A headless Chromium; without one the test is skipped, or fails where one is required.
+
+    No longer than a module: Playwright keeps an event loop running, in which no other can run.
+    """
     path = find()
     if path is None:
         reason = "no Chromium found: apt-get install chromium, or `make test BROWSER=install`"
@@ -31,9 +34,9 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """One server for all tests; every test has a notebook and a kernel of its own."""
+    """One server for all tests of a module; every test has a notebook and a kernel of its own."""
     with Lab(tmp_path_factory.mktemp("notebooks")) as server:
         yield server
 
