@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -37,7 +38,8 @@ _EXPORTS = 6
 _FIRST_SHAPES = 3
 _MOST_CHECKS = 16
 _MOST_SHAPES = 4096
-_MOST_NOTES = 50
+_MOST_NOTES = 1000
+_MOST_FALLBACKS = 3
 _ATOMS = (bool, int, float, str, type(None))
 
 
@@ -83,7 +85,7 @@ class Ort:
         wrapped = model if is_wrapped(model) else self.wrap(model, settings)
         wrapped.to(device)
         execution = execution_of(wrapped)
-        execution.begin_run(settings)
+        report = execution.begin_run(settings)
         # ORT's dropout draws from a generator of its own, which torch's seeds do not reach.
         # Its seeds 0 and 1 give the same numbers.
         compat.ortmodule().set_seed(settings.seed + 1)
@@ -93,7 +95,8 @@ class Ort:
             settings,
             owner=execution.module,
             device=device,
-            report=execution.report,
+            report=report,
+            close=execution.end_run,
         )
 
 
@@ -167,6 +170,8 @@ class _Served:
     counters: list[torch.Tensor]
     checked: bool = False
     shapes: set[Hashable] = dataclasses.field(default_factory=set)
+    shapes_met: int = 0
+    buckets: set[Hashable] = dataclasses.field(default_factory=set)
     without_dropout: Export | None = None
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, dropout: bool = True) -> Any:
@@ -192,14 +197,18 @@ class Execution:
     def __init__(self, module: nn.Module, settings: EngineSettings) -> None:
         self.module = module
         self.settings = settings
-        self.fallback_reason: str | None = None
+        self._own_settings = settings
         self._ort_module: Any = None
         self._guard = Guard(module)
         self._served: dict[Hashable, _Served] = {}
         self._export_s = 0.0
         self._check_s = 0.0
+        self._checks = 0
         self._notes: list[str] = []
-        self._begin_checks()
+        self._fallback: tuple[Hashable, str] | None = None
+        self._fallbacks = 0
+        # A cell may call a model that a run trains; a check puts buffers and random states back.
+        self._lock = threading.RLock()
 
     def attach(self, ort_module: Any, no_fallback: Any) -> None:
         """Takes over from `ort_module`, once it is made; fallback is decided here from now on."""
@@ -209,21 +218,33 @@ class Execution:
             raise EngineUnavailable(f"ORTModule cannot wrap the model: {pending}")
         ort_module._fallback_manager.policy = no_fallback
 
-    def begin_run(self, settings: EngineSettings) -> None:
-        """Starts a run: `settings` hold from now on, and new shapes are counted anew."""
+    def begin_run(self, settings: EngineSettings) -> Callable[[], Report]:
+        """Starts a run: `settings` hold until `end_run`. Returns what reports on this run alone."""
         self.settings = settings
-        self._begin_checks()
-
-    def _begin_checks(self) -> None:
-        self._shapes_met = 0
         self._checks = 0
-        self._buckets: set[Hashable] = set()
+        self._fallback, self._fallbacks = None, 0
+        before = self.report()
+
+        def report() -> Report:
+            now = self.report()
+            return dataclasses.replace(
+                now,
+                export_s=now.export_s - before.export_s,
+                check_s=now.check_s - before.check_s,
+                notes=now.notes[len(before.notes) :],
+            )
+
+        return report
+
+    def end_run(self) -> None:
+        """The settings that the model was wrapped with hold again."""
+        self.settings = self._own_settings
 
     def report(self) -> Report:
-        """What there is to say by now."""
+        """What there is to say by now, since the model was wrapped."""
         return Report(
-            engine_used="eager" if self.fallback_reason else "ort",
-            fallback_reason=self.fallback_reason,
+            engine_used="eager" if self._fallback else "ort",
+            fallback_reason=self._fallback[1] if self._fallback else None,
             export_s=self._export_s,
             check_s=self._check_s,
             notes=tuple(self._notes),
@@ -235,7 +256,11 @@ class Execution:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward, by the export that fits."""
-        if self.fallback_reason is not None:
+        with self._lock:
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._fallback is not None and self._falls_back():
             return self.module(*args, **kwargs)
         key, shapes = self._kind(args, kwargs)
         served = self._served.get(key)
@@ -266,6 +291,8 @@ class Execution:
     ) -> Any:
         """A call with a new export, or with shapes that its export has not met."""
         try:
+            if served is None:
+                _refuse_backward_hooks(self.module)
             if self._due(served, shapes):
                 served = self._check(served, args, kwargs)
             elif served is None:
@@ -273,16 +300,30 @@ class Execution:
         except (ExportFailed, SelfCheckFailed) as error:
             if not self.settings.fallback:
                 raise
-            self.fallback_reason = str(error)
-            self._served.clear()
-            return self.module(*args, **kwargs)
+            outputs = self.module(*args, **kwargs)
+            # What forward has set by now belongs to the model that fell back.
+            self._fallback = (self._guard.key(), str(error))
+            self._fallbacks += 1
+            return outputs
         if len(served.shapes) >= _MOST_SHAPES:
             served.shapes.clear()
         served.shapes.add(shapes)
+        served.shapes_met += 1
+        served.buckets.add(_bucket(shapes))
         return served.run(args, kwargs)
 
+    def _falls_back(self) -> bool:
+        """Whether torch goes on: while the model is the one that ORT could not run.
+
+        One that has been edited since is tried again, a few times.
+        """
+        assert self._fallback is not None
+        if self._fallbacks >= _MOST_FALLBACKS or self._guard.key() == self._fallback[0]:
+            return True
+        self._fallback = None
+        return False
+
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Served:
-        _refuse_backward_hooks(self.module)
         change, self._guard.change = self._guard.change, ""
         if self._served:
             self._note(f"exported again: {change or 'another kind of input'}")
@@ -292,7 +333,8 @@ class Execution:
         started = time.perf_counter()
         try:
             export = Export(self._ort_module, self.module, gradient=gradient)
-            export.build(args, kwargs)
+            with undisturbed(self.module):
+                export.build(args, kwargs)
         # ORT raises all kinds of exceptions; what they mean is said in one line.
         except Exception as error:  # noqa: BLE001
             if not self.settings.self_check:
@@ -314,17 +356,15 @@ class Execution:
     def _due(self, served: _Served | None, shapes: tuple[torch.Size, ...]) -> bool:
         """Whether this call is to be checked: new exports, and new shapes while there are few.
 
-        The first three shapes of a run are, then the first of every bucket of sizes (rounded up to
-        powers of two), until sixteen checks are spent.
+        An export's first three shapes are, then the first of every bucket of sizes (rounded up to
+        powers of two), until sixteen checks of the run are spent.
         """
         if not self.settings.self_check:
             return False
-        self._shapes_met += 1
-        bucket = tuple(tuple(_power_of_two(size) for size in shape) for shape in shapes)
-        known = bucket in self._buckets and self._shapes_met > _FIRST_SHAPES
-        self._buckets.add(bucket)
-        is_new_export = served is None or not served.checked
-        return is_new_export or (self._checks < _MOST_CHECKS and not known)
+        if served is None or not served.checked:
+            return True
+        known = _bucket(shapes) in served.buckets and served.shapes_met >= _FIRST_SHAPES
+        return self._checks < _MOST_CHECKS and not known
 
     def _check(
         self,
@@ -346,6 +386,9 @@ class Execution:
         if served is None:
             served = self._make(args, kwargs)
         tell("checking ORT against eager torch")
+        if reference.wrote:
+            names = ", ".join(sorted(reference.wrote)[:3])
+            self._note(f"forward sets {names}: ORT's graph does not, and keeps what it read there")
         if reference.drew:
             self._note("not checked: forward draws random numbers besides dropout")
         else:
@@ -388,8 +431,10 @@ class Execution:
         self._note(f"checked on {shapes}: {verdict}")
 
     def _note(self, text: str) -> None:
-        self._notes.append(text)
-        del self._notes[:-_MOST_NOTES]
+        if len(self._notes) < _MOST_NOTES:
+            self._notes.append(text)
+        elif len(self._notes) == _MOST_NOTES:
+            self._notes.append("and so on: later notes are not kept")
 
 
 def _batch_counters(module: nn.Module) -> list[torch.Tensor]:
@@ -423,17 +468,24 @@ def _signature(value: Any, shapes: list[torch.Size]) -> Hashable:
         shapes.append(value.shape)
         return (value.dtype, value.dim(), value.requires_grad, value.device)
     if isinstance(value, _ATOMS):
-        return (type(value), value)
+        return (type(value), value if value == value else repr(value))  # NaN is not itself
     if isinstance(value, Mapping):
-        return tuple((name, _signature(item, shapes)) for name, item in value.items())
+        return (
+            type(value),
+            *((name, _signature(item, shapes)) for name, item in value.items()),
+        )
     if isinstance(value, tuple | list):
-        return tuple(_signature(item, shapes) for item in value)
+        return (type(value), *(_signature(item, shapes) for item in value))
     return (type(value), id(value))
 
 
 def _autocast() -> Hashable:
     enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled) or None
+
+
+def _bucket(shapes: tuple[torch.Size, ...]) -> Hashable:
+    return tuple(tuple(_power_of_two(size) for size in shape) for shape in shapes)
 
 
 def _power_of_two(size: int) -> int:

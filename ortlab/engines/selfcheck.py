@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ortlab.compat import autograd
 from ortlab.errors import Concise
 
 OUTPUT_TOLERANCE = 1e-4
@@ -104,30 +107,86 @@ _ATTENTION_P = 10  # where multi_head_attention_forward takes dropout_p
 
 
 @contextlib.contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Gives buffers and torch's random states back as they were. ``.grad`` is never written."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+def undisturbed(module: nn.Module) -> Iterator[set[str]]:
+    """Gives buffers, attributes and random states back as they were. ``.grad`` is never written.
+
+    The set that it yields is filled at the end, with the attributes that were set meanwhile.
+    Random states are Python's, numpy's, torch's and CUDA's.
+    """
+    written: set[str] = set()
+    modules = list(module.named_modules())
+    attributes = [(name, child, dict(child.__dict__)) for name, child in modules]
+    buffers = [
+        (child, name, buffer, buffer.detach().clone())
+        for _, child in modules
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    ]
+    states = _random_states()
+    try:
+        yield written
+    finally:
+        for name, child, before in attributes:
+            written.update(_put_back(name or type(child).__name__, child, before))
+        with torch.no_grad():
+            for child, name, buffer, value in buffers:
+                child._buffers[name] = buffer.copy_(value)
+        _restore_random_states(states)
+
+
+def _put_back(path: str, module: nn.Module, before: Mapping[str, Any]) -> Iterator[str]:
+    now = module.__dict__
+    for name in [name for name in now if name not in before]:
+        del now[name]
+        yield f"{path}.{name}"
+    for name, value in before.items():
+        if now.get(name) is not value:
+            now[name] = value
+            yield f"{path}.{name}"
+
+
+def _random_states() -> tuple[Any, ...]:
+    # Asking CUDA for its states would otherwise initialize it.
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state_all() if on_cuda else [],
+    )
+
+
+def _restore_random_states(states: tuple[Any, ...]) -> None:
+    python, array, host, devices = states
+    random.setstate(python)
+    np.random.set_state(array)
+    torch.set_rng_state(host)
+    if devices:
+        torch.cuda.set_rng_state_all(devices)
+
+
+def _same_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return (
+        one[0] == other[0]
+        and all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+        and torch.equal(one[2], other[2])
+        and all(torch.equal(a, b) for a, b in zip(one[3], other[3], strict=True))
+    )
 
 
 @dataclass(frozen=True)
 class Observed:
     """What one run of a module gave: outputs and gradients by name, and buffers afterwards.
 
-    ``drew`` tells whether torch drew random numbers; with dropout off, another source of them.
+    ``drew`` tells whether random numbers were drawn; with dropout off, another source of them.
+    ``wrote`` names the attributes that forward set.
     """
 
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     drew: bool
+    wrote: frozenset[str] = frozenset()
 
 
 def observe(
@@ -138,8 +197,8 @@ def observe(
     Gradients are of the trainable parameters and of those `inputs` that require one. The random
     vectors depend on the outputs' order and shapes alone: two engines get the same ones.
     """
-    with undisturbed(module):
-        before = _random_state()
+    with undisturbed(module) as wrote:
+        before = _random_states()
         with torch.enable_grad() if gradients else torch.no_grad():
             outputs = dict(_floating("output", call()))
             roots = {name: value for name, value in outputs.items() if value.requires_grad}
@@ -147,16 +206,9 @@ def observe(
             if gradients and roots:
                 found = _gradients(module, roots, inputs)
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-        drew = any(not torch.equal(a, b) for a, b in zip(before, _random_state(), strict=True))
+        drew = not _same_states(before, _random_states())
     detached = {name: value.detach() for name, value in outputs.items()}
-    return Observed(detached, found, buffers, drew)
-
-
-def _random_state() -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state())
-    return states
+    return Observed(detached, found, buffers, drew, frozenset(wrote))
 
 
 def _gradients(
@@ -171,9 +223,7 @@ def _gradients(
         generator = torch.Generator().manual_seed(_SEED + i)
         drawn = torch.randn(value.shape, generator=generator)
         cotangents.append(drawn.to(value))
-    found = torch.autograd.grad(
-        list(roots.values()), list(leaves.values()), cotangents, allow_unused=True
-    )
+    found = autograd.gradients(list(roots.values()), list(leaves.values()), cotangents)
     return {
         name: torch.zeros_like(leaf) if gradient is None else gradient
         for (name, leaf), gradient in zip(leaves.items(), found, strict=True)

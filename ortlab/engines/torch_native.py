@@ -75,9 +75,13 @@ class TorchStepper:
         owner: nn.Module,
         device: torch.device,
         report: Callable[[], Report],
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self._module = module
         self._owner = owner
+        self._close = close
+        self._modes = _modes(owner)
+        self._changing = [buffer for buffer in owner.buffers() if _may_change(buffer)]
         self._loss = loss
         self._device = device
         self._clip_norm = settings.clip_norm
@@ -90,6 +94,7 @@ class TorchStepper:
         """See `Stepper.step`."""
         if not self._module.training:
             self._module.train()
+        kept = [buffer.clone() for buffer in self._changing]
         self._optimizer.zero_grad(set_to_none=True)
         forward_s = backward_s = 0.0
         samples = tokens = 0
@@ -109,6 +114,7 @@ class TorchStepper:
         started = time.perf_counter()
         total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         grad_norm = self._update(total, lr)
+        self._keep_finite(kept)
         return StepResult(
             loss=total,
             samples=samples,
@@ -135,16 +141,23 @@ class TorchStepper:
         self._optimizer.step()
         return grad_norm
 
+    def _keep_finite(self, kept: Sequence[torch.Tensor]) -> None:
+        """Gives running statistics back what they were before a step that was not finite."""
+        bad = self._bad.bool()
+        for buffer, before in zip(self._changing, kept, strict=True):
+            buffer.copy_(torch.where(bad, before, buffer))
+
     def evaluate(self, batch: Batch) -> EvalResult:
         """See `Stepper.evaluate`."""
-        was_training = self._module.training
+        modes, was_training = _modes(self._owner), self._module.training
         self._module.eval()
         try:
             with torch.no_grad():
                 batch = batches.to_device(batch, self._device)
                 result = batches.forward(self._module, batch, self._loss)
         finally:
-            self._module.train(was_training)
+            self._module.training = was_training
+            _set_modes(modes)
         correct, predicted = batches.hits(result)
         samples, _ = batches.count(batch)
         return EvalResult(result.loss.detach(), samples, correct, predicted)
@@ -169,6 +182,24 @@ class TorchStepper:
     def close(self) -> None:
         """See `Stepper.close`."""
         self._optimizer.zero_grad(set_to_none=True)
+        _set_modes(self._modes)
+        self._module.training = self._owner.training
+        self._close()
+
+
+def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Train or eval, module by module: a part may be frozen in evaluation mode."""
+    return [(child, child.training) for child in module.modules()]
+
+
+def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+
+
+def _may_change(buffer: torch.Tensor) -> bool:
+    """Statistics and counters, not masks and position numbers, which are large and constant."""
+    return buffer.is_floating_point() or buffer.dim() == 0
 
 
 class Eager:

@@ -298,6 +298,39 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(each: Engine) -> None:
     assert not model.weight.any()
 
 
+def test_statistics_stay_what_they_were_before_a_step_that_is_not_finite(each: Engine) -> None:
+    torch.manual_seed(5)
+    model = _normed()
+    stepper = each.prepare(model, functional.cross_entropy, _settings(each.name))
+    x, y = torch.randn(4, 6), torch.arange(4)
+    stepper.step([(x, y)], lr=0.1)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    stepper.step([(x * float("nan"), y)], lr=0.1)
+    assert not stepper.finite()
+    for name, buffer in model.named_buffers():
+        assert torch.equal(before[name], buffer), name
+
+
+def test_evaluation_leaves_a_frozen_part_frozen(each: Engine) -> None:
+    """And the model is left in the mode that it came in."""
+    model = _normed().eval()
+    model.train()
+    model[1].eval()
+    stepper = each.prepare(model, functional.cross_entropy, _settings(each.name))
+    x, y = torch.randn(4, 6), torch.arange(4)
+    stepper.step([(x, y)], lr=0.1)
+    stepper.evaluate((x, y))
+    assert model.training
+    assert not model[1].training
+    assert torch.equal(model[1].running_mean, torch.zeros(8))
+    stepper.close()
+    evaluating = _normed().eval()
+    stepper = each.prepare(evaluating, functional.cross_entropy, _settings(each.name))
+    stepper.step([(x, y)], lr=0.1)
+    stepper.close()
+    assert not any(module.training for module in evaluating.modules())
+
+
 def test_state_comes_back(each: Engine) -> None:
     """Weights and optimizer state of one stepper continue in another."""
     torch.manual_seed(5)

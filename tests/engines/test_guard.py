@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,22 @@ class Config:
     heads: int = 2
 
 
+class Scale:
+    """An object that is called."""
+
+    factor = 2.0
+
+    def __init__(self) -> None:
+        self.offset = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor + self.offset
+
+
 class Net(nn.Module):
     """Something of everything that the guard watches."""
+
+    kind = "plain"
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,6 +45,10 @@ class Net(nn.Module):
         self.table = {"a": 1, "inner": {"b": 2}}
         self.mask = torch.ones(4)
         self.sizes = (1, 2)
+        self.widths = [1, 2]
+        self.names = {"a"}
+        self.part = functools.partial(torch.clamp, min=0.0)
+        self.scale = Scale()
 
 
 def _set(path: str, value: Any) -> Callable[[Net], None]:
@@ -73,7 +92,43 @@ def _backward_hook(net: Net) -> None:
     net.body.register_full_backward_hook(lambda *_: None)
 
 
+def _list(net: Net) -> None:
+    net.widths[0] = 3
+
+
+def _set_of_names(net: Net) -> None:
+    net.names.add("b")
+
+
+def _partial(net: Net) -> None:
+    net.part.keywords["min"] = 1.0
+
+
+def _plain_tensor(net: Net) -> None:
+    net.mask[0] = 0.0
+
+
+def _renamed_key(net: Net) -> None:
+    net.table["c"] = net.table.pop("a")
+
+
+def _other_class(net: Net) -> None:
+    net.body[1].__class__ = nn.AlphaDropout
+
+
+def _shorter(net: Net) -> None:
+    net.body[0].weight.data = net.body[0].weight.data[:2]
+
+
 EDITS = [
+    _list,
+    _set_of_names,
+    _partial,
+    _plain_tensor,
+    _renamed_key,
+    _other_class,
+    _shorter,
+    _set("scale.offset", 2.0),
     _set("training", False),
     _set("body.1.p", 0.2),
     _set("config.heads", 4),
@@ -133,6 +188,41 @@ def test_a_class_whose_forward_was_replaced_is_noticed(monkeypatch: pytest.Monke
     guard = Guard(net)
     before = guard.key()
     monkeypatch.setattr(nn.Dropout, "forward", lambda _self, x: x)
+    assert guard.key() != before
+
+
+def test_a_class_attribute_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    guard = Guard(net)
+    before = guard.key()
+    monkeypatch.setattr(Net, "kind", "other")
+    assert guard.key() != before
+
+
+def test_a_hook_of_all_modules_is_noticed() -> None:
+    guard = Guard(Net())
+    before = guard.key()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert guard.key() != before
+    finally:
+        handle.remove()
+    assert guard.key() is before
+
+
+def test_a_value_that_cannot_be_compared_is_no_change() -> None:
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise TypeError("no")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    net = Net()
+    net.odd = Odd()
+    guard = Guard(net)
+    before = guard.key()
+    assert guard.key() is before
+    net.odd = Odd()
     assert guard.key() != before
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ortlab.engines.base import EngineUnavailable, Report, engine, progress
 from ortlab.engines.ortmodule import ExportFailed, Ort
 from ortlab.engines.selfcheck import SelfCheckFailed
-from ortlab.settings import EngineSettings
+from ortlab.settings import EngineSettings, FinetuneSettings
 
 
 @pytest.fixture
@@ -294,6 +298,178 @@ def test_fallback_is_off_unless_asked_for_and_then_told(ort: Ort) -> None:
     assert "bessel_j0" in (report.fallback_reason or "")
 
 
+def test_a_model_that_is_mended_is_run_in_ort_again(ort: Ort) -> None:
+    class Odd(nn.Linear):
+        odd = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return torch.special.bessel_j0(y) if self.odd else y
+
+    model = Odd(6, 4)
+    wrapped = _wrap(ort, model, fallback=True)
+    x = torch.ones(3, 6)
+    wrapped(x)
+    assert ort.report(wrapped).engine_used == "eager"
+    model.odd = False
+    wrapped(x)
+    assert ort.report(wrapped).engine_used == "ort"
+
+
+def test_a_run_has_its_own_settings_and_its_own_report(ort: Ort) -> None:
+    wrapped = _wrap(ort, Net())
+    x, y = torch.randn(3, 6), torch.arange(3)
+    for i in range(2):
+        settings = FinetuneSettings(engine="ort", device="cpu", self_check=False)
+        stepper = ort.prepare(wrapped, functional.cross_entropy, settings)
+        stepper.step([(x, y)], lr=1e-3)
+        assert (stepper.report().export_s > 0) == (i == 0), "the second run exports nothing"
+        assert stepper.report().check_s == 0.0
+        stepper.close()
+    wrapped(torch.randn(4, 6))
+    assert ort.report(wrapped).check_s > 0, "the wrapper checks itself again, as it was asked to"
+
+
+def test_a_run_does_not_fall_back_because_an_earlier_one_did(ort: Ort) -> None:
+    wrapped = _wrap(ort, Spectrum(6, 4))
+    x, y = torch.ones(3, 6), torch.arange(3)
+    for fallback in (True, False):
+        settings = FinetuneSettings(engine="ort", device="cpu", fallback=fallback)
+        stepper = ort.prepare(wrapped, functional.cross_entropy, settings)
+        if fallback:
+            stepper.evaluate((x, y))
+        else:
+            with pytest.raises(ExportFailed):
+                stepper.evaluate((x, y))
+        stepper.close()
+
+
+class Checkpointed(nn.Module):
+    """Computes its dropout again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 4)
+        self.recompute = True
+
+    def _block(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(self.a(x), 0.5, self.training).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute:
+            return self.b(checkpoint(self._block, x, use_reentrant=False))
+        return self.b(self._block(x))
+
+
+def test_checkpointing_is_switched_on_and_off(ort: Ort) -> None:
+    model = Checkpointed()
+    wrapped = _wrap(ort, model)
+    x = torch.randn(3, 6)
+    for recompute in (True, False, True):
+        model.recompute = recompute
+        wrapped(x).sum().backward()
+    notes = ort.report(wrapped).notes
+    assert sum(note.startswith("checked on") for note in notes) == 2
+    assert any("recompute: True -> False" in note for note in notes)
+
+
+def test_every_export_has_its_shapes_checked(ort: Ort) -> None:
+    class Baked(nn.Linear):
+        def forward(self, x: torch.Tensor, *, bake: bool = False) -> torch.Tensor:
+            y = super().forward(x)
+            return y * float(x.shape[0]) if bake else y
+
+    wrapped = _wrap(ort, Baked(6, 4))
+    for rows in (8, 7, 6, 5):
+        wrapped(torch.randn(rows, 6))
+    wrapped(torch.randn(8, 6), bake=True)
+    with pytest.raises(SelfCheckFailed):
+        wrapped(torch.randn(7, 6), bake=True)
+
+
+def test_the_check_gives_every_generator_back(ort: Ort) -> None:
+    class Draws(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * np.random.choice([1.0, 2.0]) * (1 + random.random())
+
+    wrapped = _wrap(ort, Draws(6, 4))
+    states = random.getstate(), np.random.get_state()
+    wrapped(torch.ones(3, 6))
+    assert states[0] == random.getstate()
+    assert np.array_equal(states[1][1], np.random.get_state()[1])
+    assert any(note.startswith("not checked") for note in ort.report(wrapped).notes)
+
+
+def test_what_forward_sets_is_put_back_and_told(ort: Ort) -> None:
+    class Remembers(nn.Linear):
+        last = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    model = Remembers(6, 4)
+    wrapped = _wrap(ort, model)
+    for rows in (3, 4, 5):
+        wrapped(torch.randn(rows, 6))
+    report = ort.report(wrapped)
+    assert _exported_again(report) == 0
+    assert any("forward sets Remembers.last" in note for note in report.notes)
+    assert model.last is None
+
+
+def test_a_buffer_that_forward_replaces_is_given_back(ort: Ort) -> None:
+    class Averages(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+            return y
+
+    model = Averages()
+    with pytest.raises(SelfCheckFailed, match="mean"):
+        _wrap(ort, model)(torch.randn(3, 6))
+    assert torch.equal(model.mean, torch.zeros(4))
+
+
+def test_a_tuple_is_no_list(ort: Ort) -> None:
+    class Kind(nn.Linear):
+        def forward(self, xs: Any) -> torch.Tensor:
+            return super().forward(xs[0]) * (2 if isinstance(xs, tuple) else 3)
+
+    model = Kind(6, 4)
+    wrapped = _wrap(ort, model)
+    x = torch.randn(3, 6)
+    for inputs in ((x,), [x]):
+        assert torch.allclose(wrapped(inputs), model(inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_threads_wait_for_each_other(ort: Ort) -> None:
+    """A check puts buffers back: what another thread has counted meanwhile must not be lost."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    wrapped = _wrap(ort, model)
+    errors: list[BaseException] = []
+
+    def work(rows: int) -> None:
+        try:
+            for i in range(5):
+                wrapped(torch.randn(rows + i, 6))
+        except BaseException as error:  # noqa: BLE001 - a thread's is lost otherwise
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rows,)) for rows in (3, 10, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert model[1].num_batches_tracked == 15
+
+
 def test_random_numbers_besides_dropout_are_said_to_be_unchecked(ort: Ort) -> None:
     wrapped = _wrap(ort, Noise(6, 4))
     wrapped(torch.ones(3, 6))
@@ -385,8 +561,6 @@ def test_long_work_is_told(ort: Ort) -> None:
 
 
 def test_a_seed_repeats_the_dropout_of_a_run(ort: Ort) -> None:
-    from ortlab.settings import FinetuneSettings
-
     losses = []
     torch.manual_seed(0)
     start = Net(p=0.5).state_dict()
