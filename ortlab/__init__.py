@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ortlab import data
     from ortlab.runs import Run
-    from ortlab.session import finetune, list_runs, models, track, unwrap, wrap
+    from ortlab.session import check_setup, finetune, list_runs, models, track, unwrap, wrap
 
     last_run: Run | None
 
@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "__version__",
+    "check_setup",
     "data",
     "finetune",
     "last_run",

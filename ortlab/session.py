@@ -15,6 +15,7 @@ from ortlab.tables import Column, Table
 if TYPE_CHECKING:
     from torch import nn
 
+    from ortlab.compat.doctor import Finding
     from ortlab.engines.base import LossFunction, Stepper
     from ortlab.runs import Run
     from ortlab.telemetry import Watched
@@ -154,6 +155,13 @@ _RUN_COLUMNS: Final[tuple[Column[Run], ...]] = (
     Column("fallback", lambda run: run.fallback_reason or "-"),
     Column("folder", lambda run: str(run.folder)),
 )
+_SIGNS: Final = {True: "ok", False: "MISSING", None: "-"}
+_FINDING_COLUMNS: Final[tuple[Column[Finding], ...]] = (
+    Column("check", lambda finding: finding.name),
+    Column("", lambda finding: _SIGNS[finding.ok]),
+    Column("found", lambda finding: finding.found),
+    Column("what to do", lambda finding: finding.fix),
+)
 
 
 def _loss(loss: str | LossFunction | None) -> tuple[LossFunction | None, str | None]:
@@ -197,7 +205,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 def models() -> Table[wrapping.ModelRow]:
     """The wrapped models: engine asked for and used, device, precision, size, time to export.
 
-    Below them what ``%%ort`` left as it was, and why.
+    Below them which could not be checked, and what ``%%ort`` left as it was, and why.
     """
     return session.wrapped.table()
 
@@ -205,6 +213,18 @@ def models() -> Table[wrapping.ModelRow]:
 def list_runs() -> Table[Run]:
     """The runs of this process: state, step, engine asked for and used, folder."""
     return session.table_of_runs()
+
+
+def check_setup() -> Table[Finding]:
+    """What this machine has, what it lacks for ORTModule and the charts, and how to mend it."""
+    from ortlab.compat import doctor
+
+    findings = doctor.checks()
+    return Table(
+        findings,
+        _FINDING_COLUMNS,
+        notes=[f"ORTModule {'can' if doctor.can_run(findings) else 'cannot'} run here"],
+    )
 
 
 def finetune(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
@@ -25,6 +27,13 @@ _HISTORY = re.compile(r"_{1,3}|_\d+|_ih|_oh|_dh|_i{1,3}|_i\d+")
 
 _LOSS = re.compile(r"(?<!With)(?<!And)Loss$")
 """The name of a loss, not of a model that gives its own loss."""
+
+_DEEPEST = 8
+_MOST_ITEMS = 100_000
+"""How far containers are searched for models."""
+
+_UNCHECKED_NOTES = 3
+"""That the table shows of a model: why ORT's results were not compared with eager torch's."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,10 @@ class CellReport:
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A wrapped model as the table shows it; `parameters` is how many numbers it has."""
+    """A wrapped model as the table shows it; `parameters` is how many numbers it has.
+
+    `unchecked` says why ORT's results could not be compared with eager torch's, where that is so.
+    """
 
     name: str
     engine_asked: str
@@ -78,6 +90,7 @@ class ModelRow:
     export_s: float
     check_s: float
     fallback_reason: str | None
+    unchecked: tuple[str, ...]
 
 
 def _seconds(value: float) -> str:
@@ -138,8 +151,33 @@ class Wrapped:
         return list(self._left.values())
 
     def entry(self, model: object) -> Entry | None:
-        """The entry whose wrapper is `model`."""
-        return next((entry for entry in self.entries if entry.wrapper is model), None)
+        """The entry whose wrapper is `model`.
+
+        An ORT wrapper that came to be without the session, a copy or one that was unpickled, gets
+        its entry now.
+        """
+        if not is_model(model):
+            return None
+        known = next((entry for entry in self.entries if entry.wrapper is model), None)
+        return known or self._adopt(model)
+
+    def _adopt(self, model: nn.Module) -> Entry | None:
+        from ortlab.engines.base import engine as engine_called
+        from ortlab.engines.ortmodule import execution_of, is_wrapped
+
+        if not is_wrapped(model):
+            return None
+        # After a run those are the run's own settings.
+        settings = execution_of(model).settings.as_dict()
+        settings = {name: settings[name] for name in EngineSettings.declarations()}
+        entry = Entry(
+            (),
+            EngineSettings.of({**settings, "engine": "ort"}),
+            engine_called("ort"),
+            weakref.ref(model),
+        )
+        self._entries.append(entry)
+        return entry
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """`model` in its wrapper. ValueError says why a value cannot be wrapped."""
@@ -187,12 +225,19 @@ class Wrapped:
         return CellReport(tuple(entry for entry, _ in wrapped), tuple(left))
 
     def table(self) -> Table[ModelRow]:
-        """The wrapped models, and below them what was left as it is and why."""
+        """The wrapped models; below them what was not checked, and what was left, and why."""
+        for name, value in list((self.namespace or {}).items()):
+            if is_own_name(name):
+                self.entry(value)
         self._forget_unreachable()
+        rows = [row for entry in self.entries if (row := self._row(entry)) is not None]
         return Table(
-            [row for entry in self.entries if (row := self._row(entry)) is not None],
+            rows,
             _COLUMNS,
-            notes=[f"left as it is: {one.name} {one.reason}" for one in self.left],
+            notes=[
+                *(f"{row.name}: {note}" for row in rows for note in row.unchecked),
+                *(f"left as it is: {one.name} {one.reason}" for one in self.left),
+            ],
             empty="no model is wrapped",
         )
 
@@ -201,6 +246,7 @@ class Wrapped:
         if wrapper is None or original is None:
             return None
         report = entry.engine.report(wrapper)
+        unchecked = dict.fromkeys(n for n in report.notes if n.startswith("not checked"))
         parameters = list(original.parameters())
         return ModelRow(
             name=", ".join(self._names_of(wrapper)) or f"a {type(original).__name__}",
@@ -212,6 +258,7 @@ class Wrapped:
             export_s=report.export_s,
             check_s=report.check_s,
             fallback_reason=report.fallback_reason,
+            unchecked=tuple(unchecked)[:_UNCHECKED_NOTES],
         )
 
     def _forget_unreachable(self) -> None:
@@ -293,14 +340,16 @@ class Wrapped:
         from torch import nn
         from torch.nn.parameter import is_lazy
 
+        from ortlab.engines.ortmodule import _is_ortmodule
+
         entry = self.entry(model)
         if entry is not None and not (rebound and entry.original is model):
             return f"is already wrapped (engine {entry.settings.engine!r})"
         if _is_ortmodule(model):
             return "is already an ORTModule"
         wrappers = [entry.wrapper for entry in self.entries if entry.wrapper is not entry.original]
-        for part in model.modules():
-            if part is not model and (_is_ortmodule(part) or any(part is w for w in wrappers)):
+        for part in _parts(model):
+            if _is_ortmodule(part) or any(part is w for w in wrappers):
                 return "contains a wrapped model; unwrap that first"
         parameters = list(model.parameters())
         if any(is_lazy(p) for p in parameters):
@@ -375,19 +424,43 @@ def check_model(name: str, value: object) -> nn.Module:
 
 
 def _models_inside(value: object) -> str:
-    """How many trainable models a plain container holds, in words; empty for none."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if not isinstance(value, list | tuple | set | frozenset):
+    """How many trainable models a plain container holds, in words; empty for none.
+
+    Containers in it are searched, too, the outer ones first.
+    """
+    if not _is_container(value):
         return ""
-    count = sum(
-        is_model(item) and any(p.requires_grad for p in item.parameters()) for item in value
-    )
-    return f"{count} model{'s' * (count > 1)}" if count else ""
+    found: set[int] = set()
+    met = {id(value)}
+    left = _MOST_ITEMS
+    waiting = deque([(value, 1)])
+    while waiting:
+        container, depth = waiting.popleft()
+        items = container.values() if isinstance(container, Mapping) else container
+        for item in list(itertools.islice(items, left)):
+            left -= 1
+            if is_model(item):
+                if any(p.requires_grad for p in item.parameters()):
+                    found.add(id(item))
+            elif depth < _DEEPEST and id(item) not in met and _is_container(item):
+                met.add(id(item))
+                waiting.append((item, depth + 1))
+    return f"{len(found)} model{'s' * (len(found) > 1)}" if found else ""
 
 
-def _is_ortmodule(model: nn.Module) -> bool:
-    return any(base.__name__ == "ORTModule" for base in type(model).__mro__)
+def _is_container(value: object) -> TypeGuard[Iterable[object]]:
+    return isinstance(value, Mapping | list | tuple | set | frozenset | deque)
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside `model`. Unlike in ``modules()`` no ORTModule hides behind its own."""
+    waiting, met = [model], {id(model)}
+    while waiting:
+        for part in waiting.pop().children():
+            if id(part) not in met:
+                met.add(id(part))
+                waiting.append(part)
+                yield part
 
 
 def _role(model: nn.Module) -> str | None:

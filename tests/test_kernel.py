@@ -156,8 +156,28 @@ def test_unloading_gives_back_how_runs_are_shown(kernel: Kernel) -> None:
     kernel(
         "net = nn.Linear(4, 2)\nrun = %ort finetune net data --loss cross_entropy --engine eager"
     )
+    kernel("await run")
     kernel("%unload_ext ortlab")
     cell = kernel("run")
     assert [list(data) for data in cell.shown] == [["text/plain"]]
     assert "Run run-" in cell.shown[0]["text/plain"]
     assert "not found" in kernel.run("%ort").text
+
+
+def test_unloading_while_a_run_is_live_leaves_its_picture(kernel: Kernel) -> None:
+    kernel("%load_ext ortlab")
+    kernel(
+        "import threading, time\nclass Slow(nn.Linear):\n    def forward(self, x):\n"
+        "        time.sleep(0.05)\n        return super().forward(x)\nnet = Slow(4, 2)\n"
+        "run = %ort finetune net data --loss cross_entropy --engine eager --epochs 1000"
+    )
+    cell = kernel("%unload_ext ortlab")
+    (update,) = [content for kind, content in cell.outputs if kind == "update_display_data"]
+    assert "image/png" in update["data"]
+    cell = kernel(
+        "print([t.name for t in threading.enumerate() if t.name == 'ortlab-view'], "
+        "get_ipython().events.callbacks['post_run_cell'], run.over()); run.stop(); await run"
+    )
+    assert "ortlab" not in cell.text
+    assert cell.text.startswith("[] [")
+    assert cell.text.endswith("] False\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -488,6 +489,30 @@ def test_loading_twice_and_unloading_leave_no_trace(ip: Typist) -> None:
     assert "model" in ip("%ort")
 
 
+def test_unloading_ends_what_is_shown_and_no_run(ip: Typist) -> None:
+    events = ip.shell.events.callbacks["post_run_cell"]
+    before = list(events)
+    ip(
+        "import time\n"
+        "class Slow(Net):\n"
+        "    def forward(self, x):\n"
+        "        time.sleep(0.05)\n"
+        "        return super().forward(x)\n"
+        "model, data = Slow(), batches()\n"
+        "run = %ort finetune model data --engine eager --loss cross_entropy --epochs 1000"
+    )
+    assert views()
+    assert len(events) == len(before) + 1
+    ip("%unload_ext ortlab")
+    assert not views()
+    assert events == before
+    assert not ip["run"].over()
+
+
+def views() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ortlab-view"]
+
+
 def test_a_model_that_the_user_deletes_is_collected(ip: Typist) -> None:
     ip("%%ort --engine compile\nmodel = Net()")
     ip("%ort")
@@ -508,6 +533,7 @@ def test_a_terminal_asks_for_more_lines(ip: Typist) -> None:
 
 def test_doctor_lists_every_check(ip: Typist) -> None:
     out = ip("%ort doctor")
+    assert repr(ortlab.check_setup()) in out
     for name in ("Python", "torch", "onnx"):
         assert name in out
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import re
 import subprocess
 import sys
@@ -147,6 +149,7 @@ def test_a_part_of_a_model_wrapped_before_stays_torch(session: Session) -> None:
         ),
         ([Net(), Net()], "holds 2 models and is not a model itself"),
         ({"a": Net()}, "holds 1 model and is not a model itself"),
+        ({"a": {"b": Net()}, "c": [(1, Net())]}, "holds 2 models and is not a model itself"),
     ],
 )
 def test_what_is_left_as_it_is_and_why(session: Session, value: object, reason: str) -> None:
@@ -160,6 +163,17 @@ def test_what_is_left_as_it_is_and_why(session: Session, value: object, reason: 
 def test_values_that_are_no_modules_are_not_worth_a_word(session: Session) -> None:
     bind(session, x=torch.ones(2), n=3, Net=Net, losses=[nn.MSELoss()], text="model")
     assert reasons(session) == {}
+
+
+def test_a_container_in_itself_and_a_deep_one_come_to_an_end(session: Session) -> None:
+    cycle: list[Any] = [Net()]
+    cycle.append({"again": cycle, "more": cycle})
+    deep: list[Any] = [MarginLoss()]
+    for _ in range(10_000):
+        deep = [deep]
+    wide = [[0] * 1000] * 1000
+    bind(session, cycle=cycle, deep=deep, wide=wide, huge=[range(10**12)])
+    assert reasons(session) == {"cycle": "holds 1 model and is not a model itself"}
 
 
 def test_what_was_left_is_forgotten_with_its_name(session: Session) -> None:
@@ -362,6 +376,70 @@ def test_the_python_twins_of_wrap_and_unwrap() -> None:
         ortlab.wrap(model, engine="ort2")
     with pytest.raises(ValueError, match="the argument is a list"):
         ortlab.wrap([model])  # type: ignore[arg-type]
+
+
+def test_the_python_twin_of_doctor() -> None:
+    table = ortlab.check_setup()
+    assert {"Python", "torch"} <= {finding.name for finding in table}
+    assert "ORTModule can" in repr(table)
+    assert ">torch</td>" in table._repr_html_()
+
+
+@pytest.fixture
+def ort() -> EngineSettings:
+    try:
+        engine("ort")
+    except EngineUnavailable as error:
+        pytest.skip(str(error))
+    return EngineSettings(engine="ort", fallback=True)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))], ids=["copy", "pickle"]
+)
+def test_a_wrapper_s_copy_is_a_wrapper(session: Session, ort: EngineSettings, copied: Any) -> None:
+    wrapper = session.wrapped.wrap(Net(), ort)
+    first, second, third = copied(wrapper), copied(wrapper), copied(wrapper)
+    original = session.wrapped.unwrap(first)
+    assert type(original) is Net
+    with pytest.raises(ValueError, match=r"is already wrapped .engine 'ort'"):
+        session.wrapped.wrap(second, ort)
+    with pytest.raises(ValueError, match="contains a wrapped model; unwrap that first"):
+        session.wrapped.wrap(nn.Sequential(third), ort)
+    assert session.wrapped.namespace is not None
+    session.wrapped.namespace["third"] = third
+    assert "third" in [row.name for row in session.wrapped.table()]
+    entry = session.wrapped.entry(third)
+    assert entry is not None
+    assert entry.settings == ort
+
+
+def test_a_wrapper_s_copy_is_trained_on_its_engine(ort: EngineSettings, data: Any) -> None:
+    wrapper = ortlab.wrap(Net(), engine="ort", fallback=ort.fallback)
+    ortlab.finetune(wrapper, data, loss="cross_entropy", lr=0.1).result(timeout=120)
+    twin = copy.deepcopy(wrapper)
+    run = ortlab.finetune(twin, data, loss="cross_entropy")
+    assert run.result(timeout=120).steps == 4
+    assert run.engine_used == "ort"
+    assert run.settings.fallback
+    assert run.settings.lr != 0.1, "the settings of the first run are its own"
+    assert run.model is ortlab.unwrap(twin)
+
+
+def test_a_model_that_could_not_be_checked_is_said_to_be(
+    session: Session, ort: EngineSettings
+) -> None:
+    class Noisy(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + torch.rand_like(x))
+
+    bind(session, model=Noisy(), settings=ort)
+    names = session.wrapped.namespace
+    assert names is not None
+    for rows in (2, 3):
+        names["model"](torch.randn(rows, 4))
+    notes = [note for note in session.wrapped.table().notes if "not checked" in note]
+    assert notes == ["model: not checked: forward draws random numbers besides dropout"]
 
 
 def test_importing_ortlab_loads_and_changes_nothing() -> None:

@@ -24,6 +24,7 @@ import traitlets
 from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
+from ortlab.history import write_private
 from ortlab.notebook import plaintext
 from ortlab.telemetry import COLUMNS, INDEX, merged
 
@@ -170,6 +171,8 @@ class Pump:
         self._finish = finish
         self._wake = threading.Event()
         self._closed = threading.Event()
+        self.finished = False
+        """Whether the run was over, and `finish` is called or was."""
         self._costs_s = deque([0.0] * 5, maxlen=5)  # the median: a first update loads modules
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,
@@ -202,6 +205,7 @@ class Pump:
             self._draw()
             self._costs_s.append(time.thread_time() - began)
             if over:
+                self.finished = True
                 self._finish()
                 return
             cost_s = statistics.median(self._costs_s)
@@ -299,13 +303,62 @@ def show(watched: Watched) -> None:
     have it; `view` gives the charts back. The picture also goes to the run's folder, where it has
     one, as ``charts.png``. Without a notebook, progress is printed as lines of text.
     """
+    follow(watched)
+
+
+def follow(watched: Watched) -> Live | None:
+    """Does what `show` does and returns what goes on by itself; None when the run is over."""
     shell = get_ipython()
     in_notebook = getattr(shell, "kernel", None) is not None
     if watched.over():
-        return _publish_picture(watched) if in_notebook else print(text(watched), flush=True)
-    pump = _follow(watched) if in_notebook else _print(watched)
-    if shell is not None:
-        _settle(shell, watched, pump)
+        if in_notebook:
+            _publish_picture(watched)
+        else:
+            print(text(watched), flush=True)
+        return None
+    pump, stop = _follow(watched) if in_notebook else _print(watched)
+    return Live(shell, watched, pump, stop)
+
+
+class Live:
+    """A run that is shown while it goes on, until `close`.
+
+    It keeps the cell in which the run ends open until its last picture is out: whoever executes a
+    notebook without a browser (nbclient) reads no output after the last cell.
+    """
+
+    def __init__(
+        self, shell: Any, watched: Watched, pump: Pump, stop: Callable[[], None] = lambda: None
+    ) -> None:
+        self._shell = shell
+        self._watched = watched
+        self._pump = pump
+        self._stop = stop
+        self._registered = shell is not None
+        if self._registered:
+            shell.events.register("post_run_cell", self._settle)
+
+    def over(self) -> bool:
+        """Whether the last update was sent and nothing is left to wait for."""
+        return self._pump.join(0) and not self._registered
+
+    def close(self) -> None:
+        """Shows no more of the run, which goes on. Twice is fine."""
+        self._unregister()
+        if not self._pump.join(0):
+            self._pump.close()
+            if not self._pump.finished:
+                self._stop()
+
+    def _settle(self, _: object = None) -> None:
+        if self._watched.over():
+            self._pump.join(SETTLE_S)
+            self._unregister()
+
+    def _unregister(self) -> None:
+        if self._registered:
+            self._registered = False
+            self._shell.events.unregister("post_run_cell", self._settle)
 
 
 def view(watched: Watched) -> RunView:
@@ -325,7 +378,8 @@ def text(watched: Watched) -> str:
     return plaintext.text(watched)
 
 
-def _follow(watched: Watched) -> Pump:
+def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
+    """Displays the live charts; returns their pump and what to do when that is closed early."""
     display_id = uuid.uuid4().hex
 
     def finish() -> None:
@@ -334,11 +388,15 @@ def _follow(watched: Watched) -> Pump:
         if len(_kept) > KEPT:
             _kept.popleft().close()
 
+    def stop() -> None:
+        _publish_picture(watched, replacing=display_id)
+        live.close()
+
     live = RunView(watched, finish=finish)
     data, metadata = live._repr_mimebundle_() or ({}, {})
     data["text/plain"] = plaintext.headline(watched.title, watched.status())
     _publish(data, metadata, display_id)
-    return live.pump
+    return live.pump, stop
 
 
 _kept: deque[RunView] = deque()
@@ -350,7 +408,7 @@ def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
     image = picture(watched)
     folder = getattr(watched, "folder", None)
     if folder is not None:
-        Path(folder, "charts.png").write_bytes(image)
+        write_private(Path(folder, "charts.png"), image)
     data = {"image/png": image, "text/plain": text(watched)}
     metadata = {"image/png": {"width": PICTURE_WIDTH}}
     if replacing is None:
@@ -369,7 +427,7 @@ def _publish(
     )
 
 
-def _print(watched: Watched) -> Pump:
+def _print(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     shown: list[Any] = [None, -math.inf]  # the state, and when it was printed
 
     def draw() -> None:
@@ -378,21 +436,7 @@ def _print(watched: Watched) -> Pump:
             shown[:] = state, now
             print(plaintext.progress(watched), flush=True)
 
-    return Pump(watched, draw, lambda: print(text(watched), flush=True))
-
-
-def _settle(shell: Any, watched: Watched, pump: Pump) -> None:
-    """Keeps the cell in which a run ends open until its last picture is out.
-
-    Whoever executes a notebook without a browser (nbclient) reads no output after the last cell.
-    """
-
-    def settle(_: object = None) -> None:
-        if watched.over():
-            pump.join(SETTLE_S)
-            shell.events.unregister("post_run_cell", settle)
-
-    shell.events.register("post_run_cell", settle)
+    return Pump(watched, draw, lambda: print(text(watched), flush=True)), lambda: None
 
 
 def _bundled(name: str) -> str:

@@ -16,9 +16,9 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from ortlab.notebook import cells, completion
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
-from ortlab.session import session
+from ortlab.session import check_setup, session
 from ortlab.settings import EngineSettings, unknown_name
-from ortlab.tables import Column, Table
+from ortlab.tables import Table
 from ortlab.wrapping import CellReport, is_model, is_own_name, model_called
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ortlab.compat.doctor import Finding
+    from ortlab.notebook.charts import Live
     from ortlab.runs import Run
     from ortlab.telemetry import Watched
 
@@ -181,7 +182,7 @@ class OrtMagics(Magics):
         print(f"{run.name} stops after the step in flight and keeps its weights")
 
     def _doctor(self, given: Given) -> Table[Finding]:  # noqa: ARG002
-        return _doctor_table()
+        return check_setup()
 
     def _run_alive(self, given: Given) -> Run:
         """The run that was named, by its own name or the user's; ValueError when it is over."""
@@ -253,23 +254,6 @@ def _raised_by_ortlab(error: BaseException) -> bool:
     return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("ortlab.")
 
 
-def _doctor_table() -> Table[Finding]:
-    from ortlab.compat import doctor
-
-    findings = doctor.checks()
-    signs = {True: "ok", False: "MISSING", None: "-"}
-    return Table(
-        findings,
-        (
-            Column("check", lambda finding: finding.name),
-            Column("", lambda finding: signs[finding.ok]),
-            Column("found", lambda finding: finding.found),
-            Column("what to do", lambda finding: finding.fix),
-        ),
-        notes=[f"ORTModule {'can' if doctor.can_run(findings) else 'cannot'} run here"],
-    )
-
-
 class Extension:
     """All that ``%load_ext ortlab`` adds to a shell, and takes back."""
 
@@ -280,6 +264,8 @@ class Extension:
         self._matcher = completion.matcher(completion.Names(shell))
         self._shown: weakref.WeakSet[Any] = weakref.WeakSet()
         """What the cell that is running has shown already."""
+        self._live: list[Live] = []
+        """What is being shown, and goes with the extension."""
 
     def load(self) -> None:
         """Adds the magics, the form of ``%%ort`` cells, completion, and the charts."""
@@ -295,13 +281,15 @@ class Extension:
             self._formatter().for_type_by_name("ortlab.runs", "Run", self._display)
 
     def unload(self) -> None:
-        """Takes it all back; models stay wrapped and runs go on."""
+        """Takes it all back; models stay wrapped and runs go on, unseen."""
         shell = self._shell
         shell.input_transformers_cleanup.remove(cells.mark)
         shell.ast_transformers.remove(self._calls)
         shell.Completer.custom_matchers.remove(self._matcher)
         shell.events.unregister("pre_run_cell", self._forget)
         session.viewers.remove(self._show)
+        while self._live:
+            self._live.pop().close()
         session.wrapped.namespace = None
         if _has_front_end(shell):
             self._formatter().pop("ortlab.runs.Run", None)
@@ -320,10 +308,13 @@ class Extension:
 
         self._shown.add(watched)
         try:
-            charts.show(watched)
+            live = charts.follow(watched)
         except RuntimeError as error:
             # A package that was installed without its JavaScript still trains.
             print(f"no charts: {error}")
+            return
+        if live is not None:
+            self._live.append(live)
 
     def _display(self, run: Run) -> None:
         """A run as a cell's value: its charts, unless this cell has started it and shows them."""
@@ -332,6 +323,7 @@ class Extension:
 
     def _forget(self, _: object) -> None:
         self._shown.clear()
+        self._live = [one for one in self._live if not one.over()]
 
 
 def _has_front_end(shell: InteractiveShell) -> bool:
