@@ -118,9 +118,7 @@ class RunFolder:
     def write_json(self, file: str, values: Mapping[str, Any]) -> None:
         """Writes ``file``.json; NaN and infinity become null."""
         text = json.dumps(_plain(values), indent=2, allow_nan=False) + "\n"
-        _write_beside(
-            self.path / f"{file}.json", lambda beside: _write_private(beside, text.encode())
-        )
+        write_private(self.path / f"{file}.json", text.encode())
 
     def read_json(self, file: str) -> dict[str, Any]:
         """What ``file``.json holds."""
@@ -200,9 +198,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _write_private(path: Path, data: bytes) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
+def write_private(path: Path, data: bytes) -> None:
+    """Makes `data` the whole of a file of mode 0600, at once: a crash leaves the old or the new."""
+
+    def write(beside: Path) -> None:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+
+    _write_beside(path, write)
 
 
 def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
@@ -211,16 +214,16 @@ def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(beside)
         beside.chmod(0o600)
-        _sync(beside)
+        _sync(beside, os.O_RDWR)  # Windows syncs no descriptor that cannot write
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-    if os.name == "posix":
-        _sync(path.parent)
+    if os.name == "posix":  # Windows opens no folder
+        _sync(path.parent, os.O_RDONLY)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:

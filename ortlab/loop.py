@@ -44,8 +44,11 @@ class Control:
         return time.perf_counter() - self.began
 
     def pause(self) -> None:
-        """Asks the loop to wait before its next step."""
+        """Asks the loop to wait before its next step; nothing once a stop was asked for."""
         self._go.clear()
+        # Looked at afterwards: a stop that comes between the two must not be waited out either.
+        if self._stop.is_set():
+            self._go.set()
 
     def resume(self) -> None:
         """Lets a paused loop go on."""
@@ -68,7 +71,7 @@ class Control:
 
     def proceed(self) -> bool:
         """Blocks while paused; False when the loop is to end."""
-        if not self._go.is_set():
+        if not self._go.is_set() and not self._stop.is_set():
             self.waiting = True
             self._go.wait()
             self.waiting = False
@@ -103,7 +106,7 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
             f"the data is one {type(data).__name__}; give a Dataset, a DataLoader or a list of "
             "batches, as in DataLoader(TensorDataset(inputs, targets), batch_size=16)"
         )
-    length = _length(data)
+    length = length_of(data)
     once = settings.epochs == 1 and not evaluation
     if length == 0:
         raise ValueError(f"the data is empty: the {type(data).__name__} has no element")
@@ -126,7 +129,8 @@ def _of_samples(data: Any) -> bool:
     return isinstance(data, (Dataset, *hub_types))
 
 
-def _length(data: Any) -> int | None:
+def length_of(data: Any) -> int | None:
+    """``len(data)``; None where it has no length."""
     try:
         return len(data)
     except (TypeError, NotImplementedError):
@@ -246,21 +250,66 @@ def check_schedule(total: int | None, settings: FinetuneSettings) -> None:
         )
 
 
-@contextlib.contextmanager
-def undisturbed_random() -> Iterator[None]:
-    """Gives Python, numpy, torch and CUDA their random states of now back at the end."""
+def _random_states() -> Callable[[], None]:
+    """Gives Python, numpy, torch and CUDA their random states of now back when called."""
     # Asking CUDA for its state would otherwise initialize it.
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if on_cuda else []
-    try:
-        yield
-    finally:
+
+    def give_back() -> None:
         random.setstate(python)
         np.random.set_state(array)
         torch.set_rng_state(host)
         if on_cuda:
             torch.cuda.set_rng_state_all(devices)
+
+    return give_back
+
+
+@contextlib.contextmanager
+def undisturbed_random() -> Iterator[None]:
+    """Gives Python, numpy, torch and CUDA their random states of now back at the end."""
+    give_back = _random_states()
+    try:
+        yield
+    finally:
+        give_back()
+
+
+class _Seeding:
+    """The process's random states while runs draw from them: the last one out gives them back.
+
+    Were each to give back what it found, the first to end would set back the one still going, and
+    the last would leave a state from the middle of the other.
+    """
+
+    def __init__(self) -> None:
+        # Taken again by the thread that has it, where gc finalizes a dropped loop inside.
+        self._lock = threading.RLock()
+        self._runs = 0
+        self._give_back: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        with self._lock:
+            self._runs += 1
+            if self._give_back is None:
+                self._give_back = _random_states()
+        try:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+            yield
+        finally:
+            with self._lock:
+                self._runs -= 1
+                if self._runs == 0 and self._give_back is not None:
+                    self._give_back()
+                    self._give_back = None
+
+
+_SEEDING = _Seeding()
 
 
 @dataclass(frozen=True)
@@ -322,15 +371,13 @@ def steps(
 
     The seed governs every random number of Python, numpy and torch, which are one for the whole
     process: what else draws from them during the run sees its numbers. When the generator ends or
-    is closed they are what they were.
+    is closed they are what they were. Runs that overlap draw from the same states, so their seeds
+    do not hold; the last of them to end gives back what was before the first.
 
     NotFinite when a loss or a gradient is NaN or infinite: at once on a CPU, on another device as
     soon as the recorder has fetched the loss; the stepper has changed no weight since.
     """
-    with undisturbed_random():
-        random.seed(settings.seed)
-        np.random.seed(settings.seed % 2**32)
-        torch.manual_seed(settings.seed)
+    with _SEEDING.seeded(settings.seed):
         yield from _Course(stepper, train, settings, control, recorder, evaluation, meter).steps()
 
 
@@ -411,12 +458,7 @@ class _Course:
                 forward_ms=result.forward_ms,
                 backward_ms=result.backward_ms,
                 optimizer_ms=result.optimizer_ms,
-                rss_bytes=memory.rss_bytes,
-                peak_bytes=memory.peak_bytes,
-                cuda_allocated_bytes=memory.cuda_allocated_bytes,
-                cuda_reserved_bytes=memory.cuda_reserved_bytes,
-                cuda_peak_bytes=memory.cuda_peak_bytes,
-                device_used_bytes=memory.device_used_bytes,
+                **memory.as_dict(),
             )
         )
         # Asking the stepper waits for a device; there the recorder tells a moment later.
@@ -447,3 +489,13 @@ class _Course:
                 {"loss": found.loss, "accuracy": found.accuracy},
             )
         )
+        if not math.isfinite(found.loss):
+            self.recorder.event(
+                Event(
+                    "warning",
+                    self.step,
+                    self.control.elapsed_s(),
+                    f"the held-out loss is {found.loss} at step {self.step}; look for NaN in the "
+                    "evaluation data, or in what the model makes of it in evaluation mode",
+                )
+            )

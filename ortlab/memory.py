@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 NAN = float("nan")
@@ -25,36 +26,43 @@ class Memory:
     cuda_peak_bytes: float = NAN
     device_used_bytes: float = NAN
 
+    def as_dict(self) -> dict[str, float]:
+        """Name to bytes, under the names of `telemetry.Sample`; cheap enough for every step."""
+        return dict(zip(_FIELDS, _values(self), strict=True))
+
+
+_FIELDS = tuple(field.name for field in fields(Memory))
+_values = operator.attrgetter(*_FIELDS)
+
 
 class Meter:
     """One run's view of the `DeviceSampler`: the peak since this run looked last."""
 
     def __init__(self, now: Memory) -> None:
-        self._lock = threading.Lock()
-        self._now = now
-        self._peak = now.rss_bytes
-        self._taken = False
+        # No lock: gc may end a dropped loop, and with it read every meter, wherever one allocates.
+        # Readings are numbered instead, so that one that comes during a `take` is not lost.
+        self._latest = 0, replace(now, peak_bytes=now.rss_bytes)
+        self._taken = -1
         self._highest = now.rss_bytes
 
     def take(self) -> Memory:
         """The latest reading, its peak that of all readings since the last `take`."""
-        with self._lock:
-            self._taken = True
-            return replace(self._now, peak_bytes=self._peak)
+        self._taken, memory = self._latest
+        return memory
 
     def highest_peak_bytes(self) -> float:
         """The highest peak since the meter began: of the resident size, or what CUDA allocated."""
-        with self._lock:
-            on_cuda = not math.isnan(self._now.cuda_peak_bytes)
-            return self._now.cuda_peak_bytes if on_cuda else self._highest
+        on_cuda = self._latest[1].cuda_peak_bytes
+        return self._highest if math.isnan(on_cuda) else on_cuda
 
     def tick(self, now: Memory) -> None:
-        """Takes a reading of the sampler."""
-        with self._lock:
-            self._now = now
-            self._peak = now.peak_bytes if self._taken else max(self._peak, now.peak_bytes)
-            self._taken = False
-            self._highest = max(self._highest, now.peak_bytes)
+        """Takes a reading of the sampler, which makes one at a time."""
+        number, before = self._latest
+        peak = now.peak_bytes
+        if self._taken != number:
+            peak = max(before.peak_bytes, peak)
+        self._latest = number + 1, replace(now, peak_bytes=peak)
+        self._highest = max(self._highest, now.peak_bytes)
 
 
 class DeviceSampler:
@@ -70,7 +78,8 @@ class DeviceSampler:
     PERIOD_S = 0.25
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Taken again by the thread that has it, where gc ends a dropped loop inside.
+        self._lock = threading.RLock()
         self._meters: list[Meter] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -104,7 +113,8 @@ class DeviceSampler:
             if not self._meters:
                 thread, self._thread = self._thread, None
                 self._stop.set()
-        if thread is not None:
+        # gc may have brought us here on that thread itself.
+        if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     @property
@@ -114,12 +124,19 @@ class DeviceSampler:
 
     def _sample(self, stop: threading.Event) -> None:
         while not stop.wait(self.PERIOD_S):
-            with self._lock:
-                self._tick()
+            # Who waits for this thread's end may have the lock, where gc ended a loop inside it.
+            while not self._lock.acquire(timeout=0.05):
+                if stop.is_set():
+                    return
+            try:
+                if not stop.is_set():
+                    self._tick()
+            finally:
+                self._lock.release()
 
     def _tick(self) -> None:
         now = self._read()
-        for meter in self._meters:
+        for meter in list(self._meters):
             meter.tick(now)
 
     def _read(self) -> Memory:

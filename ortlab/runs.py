@@ -8,13 +8,15 @@ import contextvars
 import dataclasses
 import datetime
 import math
+import signal
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
 
 from ortlab import loop
 from ortlab.engines.base import Report, Stepper, progress
@@ -187,7 +189,10 @@ class Run:
         return f"<Run {self.name}: {self.state}, step {self._step}{total}, {self.engine_used}>"
 
     def start(self) -> Run:
-        """Starts the training thread, shows the run, and returns at once."""
+        """Starts the training thread, shows the run, and returns at once.
+
+        A viewer that fails is told of; the run goes on without it.
+        """
         if self._thread is not None:
             raise RuntimeError(f"{self.name} was started already; finetune again makes a new run")
         context = contextvars.copy_context()  # what the thread prints stays with its own cell
@@ -198,7 +203,13 @@ class Run:
         atexit.register(self._end_with_python)
         self._thread.start()
         if self._show is not None:
-            self._show(self)
+            try:
+                self._show(self)
+            # Raising would take the handle from the user while the training goes on.
+            except Exception as error:  # noqa: BLE001
+                told = f"the charts cannot be shown: {type(error).__name__}: {error}"
+                self._event("warning", told)
+                print(f"{self.name} goes on, but {told}", flush=True)
         return self
 
     def pause(self) -> None:
@@ -252,18 +263,22 @@ class Run:
         """Waits with the buttons alive; raises what the run raised.
 
         The first interrupt ends the wait, leaves the run going and says so; interrupting another
-        wait stops the run.
+        wait stops the run. A wait that is cancelled otherwise (a timeout) says and stops nothing.
         """
         return self._awaited().__await__()
 
     async def _awaited(self) -> RunResult:
         self._check_started()
-        try:
-            while not self._over.is_set():
-                await asyncio.sleep(_POLL_S)
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            self._interrupted("await it again to wait; interrupt that wait, or run.stop(), to stop")
-            raise
+        with _Interrupts() as interrupts:
+            try:
+                while not self._over.is_set():
+                    await asyncio.sleep(_POLL_S)
+            except (asyncio.CancelledError, KeyboardInterrupt) as error:
+                if interrupts.heard or isinstance(error, KeyboardInterrupt):
+                    self._interrupted(
+                        "await it again to wait; interrupt that wait, or run.stop(), to stop"
+                    )
+                raise
         return self._outcome()
 
     def _check_started(self) -> None:
@@ -470,6 +485,42 @@ class _Work:
     train: loop.Batches
     evaluation: loop.Batches | None
     stepper: Stepper | None = None
+
+
+class _Interrupts:
+    """Hears SIGINT while a wait goes on, and hands it on to who handled it before.
+
+    ipykernel and asyncio.run make an interrupt a cancellation of the cell's or the main task, and
+    a task that is cancelled cannot tell that from a timeout: asyncio.timeout cancels the very same
+    task. The signal itself tells. Outside the main thread, where none arrives, nothing is heard.
+    """
+
+    def __init__(self) -> None:
+        self.heard = False
+        self._over = False
+        self._before: Callable[[int, FrameType | None], Any] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.heard = True
+        if self._before is not None:
+            self._before(number, frame)
+
+    def __enter__(self) -> Self:
+        before = signal.getsignal(signal.SIGINT)
+        # Without a handler in Python an interrupt is ignored, or ends the process: so it stays.
+        if threading.current_thread() is threading.main_thread() and callable(before):
+            self._before = before
+            signal.signal(signal.SIGINT, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        if threading.current_thread() is not threading.main_thread():
+            return
+        # Waits end in any order: who is over lies below one that still hears, and goes with it.
+        # A handler that somebody else has set meanwhile (the kernel, after the cell) stays.
+        while isinstance(top := signal.getsignal(signal.SIGINT), _Interrupts) and top._over:
+            signal.signal(signal.SIGINT, top._before)
 
 
 def _forget_locals(error: BaseException | None) -> None:

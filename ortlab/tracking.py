@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from ortlab.engines.batch import count
+from ortlab.loop import length_of
 from ortlab.memory import SAMPLER, Meter
 from ortlab.settings import unknown_name
 from ortlab.telemetry import INDEX, NAN, Event, Recorder, Sample, State, Status
@@ -34,7 +35,8 @@ class Tracker(Generic[B]):
     Forward is the time before ``backward``, optimizer that of ``optimizer.step``. The learning rate
     is that of the optimizer's first group.
 
-    One pass over the loader is the whole; for several use it as a context::
+    One pass over the loader is the whole, and one goes on at a time; for several, one after the
+    other, use it as a context::
 
         with ortlab.track(loader) as t:
             for epoch in range(3):
@@ -58,7 +60,7 @@ class Tracker(Generic[B]):
                 f"cannot loop over a {type(loader).__name__}; give a loader or a list of batches"
             )
         self._loader: Iterable[B] | None = loader
-        self._length = _length(loader)
+        self._length = length_of(loader)
         self.title = name or f"loop over {type(loader).__name__}"
         """What stands above the charts."""
         self.recorder = Recorder()
@@ -71,6 +73,7 @@ class Tracker(Generic[B]):
         self._step = 0
         self._passes = 0
         self._in_context = False
+        self._passing = False
         self._stopping = False
         self._meter: Meter | None = None
         self._turn = _Turn()
@@ -153,18 +156,26 @@ class Tracker(Generic[B]):
 
     def _pass(self) -> Iterator[B]:
         assert self._loader is not None
-        self._begin()
+        if self._passing:
+            raise RuntimeError(
+                f"{self.title} is being looped over already, and one tracker records one pass at a "
+                "time; for two at once, as in zip, track each loader with ortlab.track"
+            )
+        self._passing = True
         ended: State = "stopped"
         error = None
-        _INTERCEPTION.enter(self)
         try:
+            self._begin()
+            _INTERCEPTION.enter(self)
             yield from self._turns(iter(self._loader))
             ended = "stopped" if self._stopping else "finished"
-        except Exception as raised:  # the loader's: what the loop's body raises never comes here
+        # The loader's or the viewer's: what the loop's body raises never comes here.
+        except Exception as raised:
             ended, error = "failed", f"{type(raised).__name__}: {raised}"
             raise
         finally:
             _INTERCEPTION.leave(self)
+            self._passing = False
             # After break or an exception the last turn counts if it trained.
             if self._turn.going and self._turn.trained:
                 self._record()
@@ -201,7 +212,6 @@ class Tracker(Generic[B]):
         values: dict[str, Any] = {"loss": turn.loss, "lr": turn.lr, "samples": turn.samples}
         values["tokens"] = turn.tokens or NAN
         values |= turn.logged
-        memory = self._meter.take()
         epoch = self._step / self._length if self._length else self._passes - 1
         self.recorder.add(
             Sample(
@@ -215,12 +225,7 @@ class Tracker(Generic[B]):
                 forward_ms=turn.forward_s * 1e3 if turn.trained else NAN,
                 backward_ms=turn.backward_s * 1e3 if turn.trained else NAN,
                 optimizer_ms=turn.optimizer_s * 1e3 if turn.trained else NAN,
-                rss_bytes=memory.rss_bytes,
-                peak_bytes=memory.peak_bytes,
-                cuda_allocated_bytes=memory.cuda_allocated_bytes,
-                cuda_reserved_bytes=memory.cuda_reserved_bytes,
-                cuda_peak_bytes=memory.cuda_peak_bytes,
-                device_used_bytes=memory.device_used_bytes,
+                **self._meter.take().as_dict(),
                 **values,
             )
         )
@@ -287,33 +292,37 @@ class _Interception:
     """torch's backward and optimizer steps, for the innermost tracker of the calling thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._trackers: dict[int, list[Tracker[Any]]] = {}
-        self._threads: dict[Tracker[Any], int] = {}
+        # Taken again by the thread that has it, where gc finalizes a dropped loop inside. The list
+        # is changed in single operations for the same reason, and because `_turn` takes no lock.
+        self._lock = threading.RLock()
+        self._entered: list[tuple[int, Tracker[Any]]] = []
         self._give_back: Callable[[], None] | None = None
 
     def enter(self, tracker: Tracker[Any]) -> None:
         with self._lock:
-            thread = threading.get_ident()
-            self._trackers.setdefault(thread, []).append(tracker)
-            self._threads[tracker] = thread
+            self._entered.append((threading.get_ident(), tracker))
             if self._give_back is None:
                 self._give_back = self._take()
 
     def leave(self, tracker: Tracker[Any]) -> None:
-        """Also from another thread: a loop dropped half way ends with its last reference."""
+        """Also from another thread: a loop dropped half way ends with its last reference.
+
+        Nothing for a tracker that has not entered.
+        """
         with self._lock:
-            thread = self._threads.pop(tracker)
-            self._trackers[thread].remove(tracker)
-            if not self._trackers[thread]:
-                del self._trackers[thread]
-            if not self._threads and self._give_back is not None:
-                self._give_back()
-                self._give_back = None
+            for entry in [entry for entry in self._entered if entry[1] is tracker]:
+                self._entered.remove(entry)
+            if not self._entered and self._give_back is not None:
+                give_back, self._give_back = self._give_back, None
+                give_back()
 
     def _turn(self) -> _Turn | None:
-        trackers = self._trackers.get(threading.get_ident())
-        return trackers[-1]._turn if trackers else None
+        here = threading.get_ident()
+        for thread, tracker in reversed(self._entered):
+            if thread == here:
+                turn: _Turn = tracker._turn
+                return turn
+        return None
 
     def _take(self) -> Callable[[], None]:
         original: Callable[..., None] = torch.Tensor.backward
@@ -351,13 +360,6 @@ class _Interception:
 
 
 _INTERCEPTION = _Interception()
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _number(value: float | torch.Tensor) -> float | torch.Tensor:

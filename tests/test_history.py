@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 import platform
 import stat
 import subprocess
@@ -23,6 +25,7 @@ from ortlab.history import (
     environment,
     read_metrics,
     runs_root,
+    write_private,
 )
 from ortlab.telemetry import COLUMNS, INDEX, NAN, Event, Rows
 
@@ -136,6 +139,32 @@ def test_folders_are_numbered_and_private(tmp_path: Path) -> None:
 def test_a_file_is_private_whoever_writes_it(tmp_path: Path) -> None:
     _write_beside(tmp_path / "file", lambda beside: beside.write_text("as the umask has it"))
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+
+
+def test_a_private_file_takes_its_place_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "charts.png"
+    path.write_bytes(b"before")
+    write_private(path, b"after")
+    assert path.read_bytes() == b"after"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_are_synced_by_who_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, which refuses to sync a descriptor that is open for reading."""
+    synced = []
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+            assert access != os.O_RDONLY
+            synced.append(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = RunFolder.create(root=tmp_path)
+    folder.write_checkpoint("final", {"weight": torch.zeros(2)}, step=1)
+    folder.metrics().close()
+    assert len(synced) == 3
 
 
 def test_names_are_kept_apart(tmp_path: Path) -> None:

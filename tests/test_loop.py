@@ -188,6 +188,29 @@ def test_random_states_come_back_from_a_loop_that_is_left() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def _unfinished(seed: int) -> tuple[Iterator[StepResult], Recorder]:
+    """A loop in which a step was made, and what is to be closed after it."""
+    chosen, recorder = settings(seed=seed), Recorder()
+    stepper = Eager().prepare(network(0.5), functional.cross_entropy, chosen)
+    train = loop.batches(examples(), chosen)
+    running = loop.steps(stepper, train, chosen, control=Control(), recorder=recorder)
+    next(running)
+    return running, recorder
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_the_last_of_overlapping_runs_gives_the_random_states_back(first_out: int) -> None:
+    state = torch.get_rng_state()
+    runs = [_unfinished(11), _unfinished(12)]
+    between = torch.get_rng_state()
+    for place in (first_out, 1 - first_out):
+        assert torch.equal(torch.get_rng_state(), between)
+        running, recorder = runs[place]
+        running.close()  # type: ignore[attr-defined]
+        recorder.close()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_accumulation_is_one_step_over_more_samples() -> None:
     data = examples(48)
     whole = Trained(settings(batch_size=24, epochs=2))
@@ -385,6 +408,26 @@ def test_stop_ends_a_pause() -> None:
     control.stop()
     control.stop()
     assert Trained(settings(), control=control).column("step") == []
+
+
+def test_a_pause_after_a_stop_is_nothing() -> None:
+    control = Control()
+    control.stop()
+    control.pause()
+    assert not control.pausing
+    going: list[bool] = []
+    thread = threading.Thread(target=lambda: going.append(control.proceed()), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert going == [False]
+
+
+def test_an_evaluation_that_is_nan_is_told_of() -> None:
+    inputs, targets = examples(4).tensors
+    trained = Trained(settings(max_steps=1), held_out=[(inputs * math.nan, targets)])
+    warnings = trained.recorder.events("warning")
+    assert [event.step for event in warnings] == [0, 1]
+    assert "the held-out loss is nan at step 1" in warnings[1].text
 
 
 # --- what data may be

@@ -15,12 +15,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jupyter_client.manager import start_new_kernel
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -165,6 +166,20 @@ def test_starting_returns_at_once(tmp_path: Path) -> None:
     assert [event.text for event in run.recorder.events("note")] == ["exporting to ORT"]
 
 
+def test_a_viewer_that_fails_costs_the_charts_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: Watched) -> None:
+        raise OSError("no display")
+
+    run = made(tmp_path, show=fails)
+    assert run.start() is run
+    assert run.result().state == "finished"
+    told = "the charts cannot be shown: OSError: no display"
+    assert capsys.readouterr().out == f"{run.name} goes on, but {told}\n"
+    assert told in [event.text for event in run.recorder.events("warning")]
+
+
 def test_a_run_is_started_once(tmp_path: Path) -> None:
     run = made(tmp_path)
     with pytest.raises(RuntimeError, match=r"was not started: run.start\(\) first"):
@@ -264,27 +279,118 @@ def test_a_paused_run_is_no_deadlock(tmp_path: Path) -> None:
     assert asyncio.run(main()) == "stopped"
 
 
-def test_interrupting_await(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What ipykernel does on an interrupt is to cancel the cell's task."""
+async def interrupted(wait: Awaitable[Any]) -> None:
+    asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
+    await wait
+
+
+@pytest.mark.parametrize("limit_s", [None, 60])
+def test_interrupting_await(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], limit_s: float | None
+) -> None:
+    """asyncio.run makes of an interrupt what ipykernel does: it cancels the outermost task."""
     run = made(tmp_path, epochs=10_000).start()
 
-    async def interrupted() -> None:
-        waiting = asyncio.ensure_future(run)
-        await asyncio.sleep(0.1)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+    async def cell() -> None:
+        await interrupted(run if limit_s is None else asyncio.wait_for(run, limit_s))
 
-    asyncio.run(interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(cell())
     said = capsys.readouterr().out
     assert said.count("\n") == 1
     assert said.startswith(f"{run.name} goes on, running at step ")
     assert "run.stop()" in said
     step = run.step
     until(lambda: run.step > step)
-    asyncio.run(interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(cell())
     assert "stops after the step in flight" in capsys.readouterr().out
     assert run.result().state == "stopped"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_wait_that_times_out_is_no_interrupt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made(tmp_path, epochs=10_000).start()
+
+    async def cell() -> None:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(run, 0.05)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):  # which cancels this task itself
+                    await run
+            waiting = asyncio.ensure_future(run)
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    asyncio.run(cell())
+    assert run.state in ("starting", "running")
+    assert capsys.readouterr().out == ""
+    run.stop()
+    run.result()
+
+
+@pytest.mark.parametrize("first_over", [0, 1])
+def test_waits_that_end_in_any_order_give_the_signal_back(tmp_path: Path, first_over: int) -> None:
+    runs = [made(tmp_path, epochs=10_000).start() for _ in range(2)]
+
+    async def cell() -> None:
+        waits = [asyncio.ensure_future(run) for run in runs]
+        await asyncio.sleep(0.01)
+        for place in (first_over, 1 - first_over):
+            runs[place].stop()
+            await waits[place]
+
+    asyncio.run(cell())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+_CELL = """
+import asyncio, ortlab, torch
+from torch import nn
+torch.set_num_threads(1)
+data = [(torch.randn(4, 4), torch.randint(2, (4,)))]
+run = ortlab.finetune(
+    nn.Linear(4, 2), data, loss="cross_entropy", engine="eager", device="cpu", epochs=10**6
+)
+while run.step == 0:
+    await asyncio.sleep(0.01)
+"""
+
+
+def test_interrupting_a_cell_that_awaits() -> None:
+    """In a real kernel: timeouts stop nothing, nor does one interrupt; the second does."""
+    manager, client = start_new_kernel(kernel_name="python3")
+
+    def execute(code: str) -> str:
+        said: list[str] = []
+
+        def hear(message: dict[str, Any]) -> None:
+            text = message["content"].get("text", "")
+            said.append(text)
+            if "waiting" in text:
+                manager.interrupt_kernel()
+
+        client.execute_interactive(code, timeout=60, output_hook=hear)
+        return "".join(said)
+
+    try:
+        execute(_CELL)
+        limited = "try: await asyncio.wait_for(run, 0.1)\nexcept TimeoutError: print('late')"
+        assert [execute(limited) for _ in range(2)] == ["late\n"] * 2
+        begins = "asyncio.get_running_loop().call_later(0.2, print, 'waiting')\n"
+        assert "goes on, running at step" in execute(begins + "await run")
+        assert execute("print(run.state)") == "running\n"
+        said = execute(begins + "await asyncio.wait_for(run, 50)")
+        assert "stops after the step in flight" in said
+        assert execute("print((await run).state)") == "stopped\n"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
 
 
 def test_interrupting_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

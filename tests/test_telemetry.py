@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ortlab.history import MetricsFile
-from ortlab.memory import SAMPLER, DeviceSampler
+from ortlab.memory import SAMPLER, DeviceSampler, Memory
 from ortlab.telemetry import COLUMNS, INDEX, NAN, Event, Recorder, Rows, Sample, merged
 
 
@@ -302,3 +302,27 @@ def test_the_sampler_runs_while_somebody_measures() -> None:
     assert not SAMPLER.running
     assert "ortlab-memory" not in {thread.name for thread in threading.enumerate()}
     assert first.take().rss_bytes > 1024**2
+
+
+def test_measuring_may_end_while_the_lock_is_held() -> None:
+    """As where gc ends a loop that was dropped, in the middle of somebody's reading."""
+    sampler = DeviceSampler()
+    sampler.PERIOD_S = 0.001  # its thread waits for the lock too
+    meter = sampler.start()
+
+    def end() -> None:
+        with sampler._lock:
+            time.sleep(0.05)
+            sampler.end(meter)
+
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert not sampler.running
+
+
+def test_memory_has_the_samples_names() -> None:
+    memory = Memory(*range(1, 7))
+    sample = Sample(step=1, **memory.as_dict())
+    assert [getattr(sample, name) for name in memory.as_dict()] == [1, 2, 3, 4, 5, 6]

@@ -20,7 +20,7 @@ from transformers import BatchEncoding
 
 from ortlab.memory import SAMPLER
 from ortlab.telemetry import INDEX, Watched
-from ortlab.tracking import Tracker
+from ortlab.tracking import _INTERCEPTION, Tracker
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +201,40 @@ def test_an_iterator_that_is_dropped_ends_it() -> None:
     assert not tracker.over()
     del batches
     gc.collect()
+    assert tracker.over()
+
+
+def test_a_loop_that_gc_ends_inside_the_lock() -> None:
+    """A finalizer runs wherever something is allocated, in the thread that has the lock too."""
+
+    def dropped() -> None:
+        batches = iter(Tracker(loader()))
+        next(batches)
+        with _INTERCEPTION._lock:
+            del batches
+            gc.collect()
+
+    thread = threading.Thread(target=dropped, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_viewer_that_raises_ends_the_loop_cleanly() -> None:
+    def fails(_: Watched) -> None:
+        raise OSError("no display")
+
+    tracker = Tracker(loader(), show=fails)
+    with pytest.raises(OSError, match="no display"):
+        next(iter(tracker))
+    assert tracker.over()
+    assert tracker.status().error == "OSError: no display"
+
+
+def test_two_passes_at_once_are_refused() -> None:
+    tracker = Tracker(loader())
+    with pytest.raises(RuntimeError, match=r"looped over already.*one pass at a time"):
+        list(zip(tracker, tracker, strict=True))
     assert tracker.over()
 
 
