@@ -112,6 +112,9 @@ def _ort() -> Finding:
     version = _version("onnxruntime-training")
     if version is not None and version.split("+")[0] == ORT_VERSION:
         return Finding("onnxruntime-training", True, version, required=True)
+    if version is None and not (_python().ok and _platform().ok):
+        # Installing it would fail; what to do is said there.
+        return Finding("onnxruntime-training", None, "has no wheel for this Python and platform")
     found = (
         "onnxruntime-training is not installed"
         if version is None
