@@ -5,10 +5,8 @@ Nothing here knows threads or files: ``for result in steps(...)`` trains in the 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import random
 import sys
 import threading
 import time
@@ -23,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ortlab.engines.base import Batch, NotFinite, Stepper, StepResult
 from ortlab.memory import Memory, Meter
+from ortlab.randomness import seeded, undisturbed_random
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import NAN, Event, Recorder, Sample
 
@@ -250,68 +249,6 @@ def check_schedule(total: int | None, settings: FinetuneSettings) -> None:
         )
 
 
-def _random_states() -> Callable[[], None]:
-    """Gives Python, numpy, torch and CUDA their random states of now back when called."""
-    # Asking CUDA for its state would otherwise initialize it.
-    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if on_cuda else []
-
-    def give_back() -> None:
-        random.setstate(python)
-        np.random.set_state(array)
-        torch.set_rng_state(host)
-        if on_cuda:
-            torch.cuda.set_rng_state_all(devices)
-
-    return give_back
-
-
-@contextlib.contextmanager
-def undisturbed_random() -> Iterator[None]:
-    """Gives Python, numpy, torch and CUDA their random states of now back at the end."""
-    give_back = _random_states()
-    try:
-        yield
-    finally:
-        give_back()
-
-
-class _Seeding:
-    """The process's random states while runs draw from them: the last one out gives them back.
-
-    Were each to give back what it found, the first to end would set back the one still going, and
-    the last would leave a state from the middle of the other.
-    """
-
-    def __init__(self) -> None:
-        # Taken again by the thread that has it, where gc finalizes a dropped loop inside.
-        self._lock = threading.RLock()
-        self._runs = 0
-        self._give_back: Callable[[], None] | None = None
-
-    @contextlib.contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        with self._lock:
-            self._runs += 1
-            if self._give_back is None:
-                self._give_back = _random_states()
-        try:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
-            yield
-        finally:
-            with self._lock:
-                self._runs -= 1
-                if self._runs == 0 and self._give_back is not None:
-                    self._give_back()
-                    self._give_back = None
-
-
-_SEEDING = _Seeding()
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """What a model scores on held-out data; ``accuracy`` is NaN where targets are no classes."""
@@ -377,7 +314,7 @@ def steps(
     NotFinite when a loss or a gradient is NaN or infinite: at once on a CPU, on another device as
     soon as the recorder has fetched the loss; the stepper has changed no weight since.
     """
-    with _SEEDING.seeded(settings.seed):
+    with seeded(settings.seed):
         yield from _Course(stepper, train, settings, control, recorder, evaluation, meter).steps()
 
 

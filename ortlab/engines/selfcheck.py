@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -24,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ortlab.compat import autograd
 from ortlab.errors import Concise
+from ortlab.randomness import RandomStates
 
 OUTPUT_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3
@@ -122,7 +121,7 @@ def undisturbed(module: nn.Module) -> Iterator[set[str]]:
         for name, buffer in child._buffers.items()
         if buffer is not None
     ]
-    states = _random_states()
+    states = RandomStates.now()
     try:
         yield written
     finally:
@@ -131,7 +130,7 @@ def undisturbed(module: nn.Module) -> Iterator[set[str]]:
         with torch.no_grad():
             for child, name, buffer, value in buffers:
                 child._buffers[name] = buffer.copy_(value)
-        _restore_random_states(states)
+        states.give_back()
 
 
 def _put_back(path: str, module: nn.Module, before: Mapping[str, Any]) -> Iterator[str]:
@@ -143,35 +142,6 @@ def _put_back(path: str, module: nn.Module, before: Mapping[str, Any]) -> Iterat
         if now.get(name) is not value:
             now[name] = value
             yield f"{path}.{name}"
-
-
-def _random_states() -> tuple[Any, ...]:
-    # Asking CUDA for its states would otherwise initialize it.
-    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return (
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-        torch.cuda.get_rng_state_all() if on_cuda else [],
-    )
-
-
-def _restore_random_states(states: tuple[Any, ...]) -> None:
-    python, array, host, devices = states
-    random.setstate(python)
-    np.random.set_state(array)
-    torch.set_rng_state(host)
-    if devices:
-        torch.cuda.set_rng_state_all(devices)
-
-
-def _same_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return (
-        one[0] == other[0]
-        and all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
-        and torch.equal(one[2], other[2])
-        and all(torch.equal(a, b) for a, b in zip(one[3], other[3], strict=True))
-    )
 
 
 @dataclass(frozen=True)
@@ -198,7 +168,7 @@ def observe(
     vectors depend on the outputs' order and shapes alone: two engines get the same ones.
     """
     with undisturbed(module) as wrote:
-        before = _random_states()
+        before = RandomStates.now()
         with torch.enable_grad() if gradients else torch.no_grad():
             outputs = dict(_floating("output", call()))
             roots = {name: value for name, value in outputs.items() if value.requires_grad}
@@ -206,7 +176,7 @@ def observe(
             if gradients and roots:
                 found = _gradients(module, roots, inputs)
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-        drew = not _same_states(before, _random_states())
+        drew = not before.same_as(RandomStates.now())
     detached = {name: value.detach() for name, value in outputs.items()}
     return Observed(detached, found, buffers, drew, frozenset(wrote))
 
