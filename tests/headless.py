@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
@@ -81,7 +82,7 @@ class Executed:
 
     notebook: NotebookNode
     runs: list[dict[str, object]]
-    error: CellExecutionError | None
+    error: Exception | None
     seconds: float
 
     @property
@@ -121,7 +122,7 @@ def execute(path: Path, *, timeout_s: int = 600) -> Executed:
         store_widget_state=False,
         extra_arguments=["--log-level=ERROR"],  # not the advice on encrypting loopback
     )
-    error = None
+    error: Exception | None = None
     with tempfile.TemporaryDirectory() as ipython:
         summary = Path(ipython, "runs.json")
         startup = Path(ipython, "profile_default", "startup", "watch.py")
@@ -129,7 +130,7 @@ def execute(path: Path, *, timeout_s: int = 600) -> Executed:
         startup.write_text(WATCH.replace("SUMMARY", repr(str(summary))))
         try:
             client.execute(env={**os.environ, "IPYTHONDIR": ipython})
-        except CellExecutionError as raised:
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as raised:
             error = raised
         runs = json.loads(summary.read_text()) if summary.exists() else []
     return Executed(notebook, runs, error, time.monotonic() - start)
@@ -153,7 +154,9 @@ def main(folder: Path) -> int:
     from nbconvert import HTMLExporter
 
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ["ORTLAB_HOME"] = str(folder.resolve() / "ortlab-home")
+    home = folder.resolve() / "ortlab-home"
+    shutil.rmtree(home, ignore_errors=True)
+    os.environ["ORTLAB_HOME"] = str(home)
     failed = False
     for path in NOTEBOOKS:
         print(f"{path.name}: executing", flush=True)

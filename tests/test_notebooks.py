@@ -82,6 +82,12 @@ def test_a_failed_cell_fails_the_notebook(tmp_path: Path) -> None:
     assert notebook.printed().startswith("so far\n")
 
 
+def test_a_dead_kernel_fails_the_notebook(tmp_path: Path) -> None:
+    notebook = execute(written(tmp_path, "print('so far')", "import os; os._exit(1)"))
+    assert notebook.failed
+    assert "died" in str(notebook.error)
+
+
 def test_a_failed_run_fails_the_notebook(tmp_path: Path) -> None:
     """Even when no cell waits for it."""
     notebook = execute(
