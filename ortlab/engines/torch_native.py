@@ -228,16 +228,7 @@ class Eager:
         self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
     ) -> TorchStepper:
         """See `Engine.prepare`."""
-        device = training_device(settings.device)
-        model.to(device)
-        return TorchStepper(
-            model,
-            loss,
-            settings,
-            owner=model,
-            device=device,
-            report=functools.partial(self.report, model),
-        )
+        return _stepper(self, model, loss, settings)
 
 
 class Compile:
@@ -270,14 +261,24 @@ class Compile:
         self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
     ) -> TorchStepper:
         """See `Engine.prepare`."""
-        device = training_device(settings.device)
-        model.to(device)
         compiled = model if hasattr(model, "_orig_mod") else self.wrap(model, settings)
-        return TorchStepper(
-            compiled,
-            loss,
-            settings,
-            owner=self.unwrap(compiled),
-            device=device,
-            report=functools.partial(self.report, compiled),
-        )
+        return _stepper(self, compiled, loss, settings)
+
+
+def _stepper(
+    engine: Eager | Compile,
+    module: nn.Module,
+    loss: LossFunction | None,
+    settings: FinetuneSettings,
+) -> TorchStepper:
+    """Trains `module`, which `engine` has wrapped."""
+    device = training_device(settings.device)
+    module.to(device)
+    return TorchStepper(
+        module,
+        loss,
+        settings,
+        owner=engine.unwrap(module),
+        device=device,
+        report=functools.partial(engine.report, module),
+    )
