@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -25,3 +26,12 @@ def ortlab_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORTLAB_HOME", str(tmp_path_factory.mktemp("ortlab-home")))
         yield
+
+
+@pytest.fixture
+def threads_end() -> Iterator[None]:
+    """No thread of ortlab's that the test started is left when it ends."""
+    before = set(threading.enumerate())
+    yield
+    started = set(threading.enumerate()) - before
+    assert not [thread.name for thread in started if thread.name.startswith("ortlab-")]

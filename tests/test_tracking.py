@@ -24,14 +24,13 @@ from ortlab.tracking import _INTERCEPTION, Tracker
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
+def _nothing_left_behind(threads_end: None) -> Iterator[None]:
     before = torch.Tensor.backward
     yield
     assert torch.Tensor.backward is before
     assert not optimizers._global_optimizer_pre_hooks
     assert not optimizers._global_optimizer_post_hooks
     assert not SAMPLER.running
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("ortlab-")]
 
 
 def loader(count: int = 48) -> DataLoader[Any]:
