@@ -1,4 +1,4 @@
-"""Memory of this process and its device, read a few times a second while somebody measures."""
+"""Memory of this process and its device, read twice a second while somebody measures."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Meter:
 
 
 class DeviceSampler:
-    """Reads this process's memory a few times a second, while somebody measures.
+    """Reads this process's memory twice a second, while somebody measures.
 
     Linux: resident size from /proc/self/statm; the true peak of each interval is VmHWM, which
     writing 5 to /proc/self/clear_refs restarts (proc(5)); ``resource``'s ru_maxrss is restarted
@@ -75,7 +75,7 @@ class DeviceSampler:
     is restarted when the first of them begins to measure, and the device's figure through NVML.
     """
 
-    PERIOD_S = 0.25
+    PERIOD_S = 0.5
 
     def __init__(self) -> None:
         # Taken again by the thread that has it, where gc ends a dropped loop inside.

@@ -30,7 +30,7 @@ from ortlab.telemetry import INDEX, NAN, Event, Recorder, State, Status, Watched
 if TYPE_CHECKING:
     from torch import nn
 
-_POLL_S = 0.05
+_POLL_S = 0.2
 _LAST_WAIT_S = 30.0  # an export cannot be stopped; Python must end nonetheless
 _OVER: tuple[State, ...] = ("stopped", "finished", "failed")
 
@@ -231,13 +231,6 @@ class Run:
     def wait_over(self, timeout: float | None = None) -> bool:
         """Blocks until the run is over, at most `timeout` seconds; returns `over`."""
         return self._over.wait(timeout)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """`wait_over`, that raises what the run raised."""
-        ended = self._over.wait(timeout)
-        if self.error is not None:
-            raise self.error
-        return ended
 
     def result(self, timeout: float | None = None) -> RunResult:
         """Blocks until the run is over, at most `timeout` seconds; raises what the run raised.

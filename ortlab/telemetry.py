@@ -110,8 +110,7 @@ _values = operator.attrgetter(*INDEX)
 class Event:
     """Something that happened at a step.
 
-    ``kind`` is one of "eval" (``values``: loss, accuracy), "self_check", "state", "note",
-    "warning" and "error".
+    ``kind`` is one of "eval" (``values``: loss, accuracy), "state", "note", "warning" and "error".
     """
 
     kind: str
@@ -257,8 +256,8 @@ class Recorder:
     long (a disk that hangs) is dropped, counted and told in a warning.
     """
 
-    PERIOD_S = 0.25
-    WRITE_EVERY = 4  # periods: what a crash of the process can lose is about a second
+    PERIOD_S = 0.5
+    WRITE_EVERY = 2  # periods: what a crash of the process can lose is about a second
     PENDING = 8192  # samples queued before the adding thread moves them itself
     BACKLOG = 262_144  # rows waiting for a sink, 168 bytes each
     RECENT = 1024  # rows kept as they came, for views that follow

@@ -419,9 +419,9 @@ def test_result_with_a_timeout(tmp_path: Path) -> None:
     run = made(tmp_path, epochs=10_000).start()
     with pytest.raises(TimeoutError, match=r"is \w+ after 0.05 s"):
         run.result(timeout=0.05)
-    assert not run.wait(timeout=0.01)
+    assert not run.wait_over(timeout=0.01)
     run.stop()
-    assert run.wait()
+    assert run.wait_over(timeout=60)
 
 
 # --- what goes wrong

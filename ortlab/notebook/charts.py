@@ -156,12 +156,15 @@ class Pump:
     """Calls `draw` a few times a second until the run is over, then `finish`, in one thread.
 
     It draws every quarter of a second, or less often where `draw` would use more than `SHARE` of
-    a core. Prints and displays land in the cell that made the pump.
+    a core; more often for a moment after somebody woke it, who waits for what he asked for.
+    Prints and displays land in the cell that made the pump.
     """
 
     PERIOD_S = 0.25
     SLOWEST_S = 1.0
-    SHARE = 0.005
+    SHARE = 0.002
+    AWAKE_S = 1.0
+    AWAKE_PERIOD_S = 0.1
 
     def __init__(
         self, watched: Watched, draw: Callable[[], None], finish: Callable[[], None]
@@ -174,6 +177,7 @@ class Pump:
         self.finished = False
         """Whether the run was over, and `finish` is called or was."""
         self._costs_s = deque([0.0] * 5, maxlen=5)  # the median: a first update loads modules
+        self._awake_until = -math.inf
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,
             args=(self._work,),
@@ -183,7 +187,8 @@ class Pump:
         self._thread.start()
 
     def wake(self) -> None:
-        """Draws now rather than at the end of the period."""
+        """Draws now rather than at the end of the period, and often for a while."""
+        self._awake_until = time.monotonic() + self.AWAKE_S
         self._wake.set()
 
     def join(self, timeout: float | None = None) -> bool:
@@ -208,9 +213,14 @@ class Pump:
                 self.finished = True
                 self._finish()
                 return
-            cost_s = statistics.median(self._costs_s)
-            self._wake.wait(min(self.SLOWEST_S, max(self.PERIOD_S, cost_s / self.SHARE)))
+            self._wake.wait(self._period_s())
             self._wake.clear()
+
+    def _period_s(self) -> float:
+        if time.monotonic() < self._awake_until:
+            return self.AWAKE_PERIOD_S
+        cost_s = statistics.median(self._costs_s)
+        return min(self.SLOWEST_S, max(self.PERIOD_S, cost_s / self.SHARE))
 
 
 class RunView(anywidget.AnyWidget):

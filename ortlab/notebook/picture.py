@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
     from ortlab.telemetry import Column, Recorder, Rows, Status, Watched
 
-SIZE_IN = (10.0, 5.6)
+WIDTH_IN = 10.0
+CHART_IN = 2.4  # a row of charts with titles and labels
+BELOW_IN = 0.55  # the bar of a step's time
+LINE_IN = 0.24  # of the heading
 DPI = 192
 TEXT = "#7a7a7a"  # 4.3:1 on white, 4.4:1 on JupyterLab's dark #111111
 GRID = "#80808040"
@@ -38,15 +41,23 @@ def png(watched: Watched) -> bytes:
     status = watched.status()
     rows = watched.recorder.rows()
     rows = plaintext.with_rates(rows, plaintext.smoothing(len(rows)))
-    figure = Figure(figsize=SIZE_IN, dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     heading = _heading(watched, status, rows)
-    # Rows for the heading, two rows of charts and the bar of a step's time.
-    grid = figure.add_gridspec(4, 2, height_ratios=(0.115 * len(heading), 1, 1, 0.08))
-    _write(figure.add_subplot(grid[0, :]), heading)
+    # Every place is fixed, in inches from below: a layout engine draws all of it once more.
+    width, height = WIDTH_IN, BELOW_IN + 2 * CHART_IN + LINE_IN * len(heading)
+    figure = Figure(figsize=(width, height), dpi=DPI)
+    FigureCanvasAgg(figure)
+
+    def place(left: float, bottom: float, wide: float, high: float) -> Axes:
+        return figure.add_axes((left / width, bottom / height, wide / width, high / height))
+
+    top = BELOW_IN + 2 * CHART_IN
+    for index, line in enumerate(heading):
+        _write(figure, 0.1 / width, (top + (len(heading) - index - 0.5) * LINE_IN) / height, line)
     for index, name in enumerate(plaintext.TITLES):
-        _draw(figure.add_subplot(grid[1 + index // 2, index % 2]), name, rows, watched.recorder)
-    _split(figure.add_subplot(grid[3, :]), rows)
+        row, column = divmod(index, 2)
+        left, bottom = column * width / 2 + 0.7, top - (row + 1) * CHART_IN + 0.5
+        _draw(place(left, bottom, width / 2 - 1.4, CHART_IN - 0.85), name, rows, watched.recorder)
+    _split(place(0.1, 0.1, width - 0.2, 0.14), rows)
     out = io.BytesIO()
     figure.savefig(out, format="png", transparent=True)
     return out.getvalue()
@@ -79,20 +90,18 @@ def _heading(watched: Watched, status: Status, rows: Rows) -> list[tuple[str, st
     return [(text[:LINE], colour, weight) for text, colour, weight in lines if text]
 
 
-def _write(axes: Axes, lines: list[tuple[str, str, str]]) -> None:
-    axes.set_axis_off()
-    for index, (text, colour, weight) in enumerate(lines):
-        axes.text(
-            0,
-            1 - (index + 0.5) / len(lines),
-            text,
-            color=colour,
-            weight=weight,
-            fontsize=FONT + 0.5,
-            verticalalignment="center",
-            transform=axes.transAxes,
-            parse_math=False,  # names and errors are the user's: a $ is a $
-        )
+def _write(figure: Figure, x: float, y: float, line: tuple[str, str, str]) -> None:
+    text, colour, weight = line
+    figure.text(
+        x,
+        y,
+        text,
+        color=colour,
+        weight=weight,
+        fontsize=FONT + 0.5,
+        verticalalignment="center",
+        parse_math=False,  # names and errors are the user's: a $ is a $
+    )
 
 
 def _style(axes: Axes) -> None:
@@ -107,7 +116,6 @@ def _style(axes: Axes) -> None:
 
 def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
     """One chart. A second unit gets an axis of its own on the right."""
-    axes.set_title(plaintext.TITLES[name], color=TEXT, fontsize=FONT + 0.5, loc="left")
     axes.grid(color=GRID, linewidth=0.6)
     steps = rows[:, INDEX["step"]]
     columns = plaintext.known_columns(name, rows)
@@ -129,13 +137,19 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
         )
     if name == "loss":
         lines += _evaluations(axes, recorder)
-    for unit, side in (sides or {"": axes}).items():
+    left, right = plaintext.TITLES[name], ""
+    for index, (unit, side) in enumerate((sides or {"": axes}).items()):
         _style(side)
-        shown = _unit(columns, rows) if unit == "B" else unit
-        side.set_ylabel(shown, color=TEXT, fontsize=FONT)
+        if unit:
+            shown = _unit(columns, rows) if unit == "B" else unit
+            left, right = (left, shown) if index else (f"{left} ({shown})", right)
         side.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plaintext.number(value)))
         if name != "loss" and lines:
-            side.set_ylim(0, 1.08 * side.dataLim.y1 or 1)
+            # More room above the second: samples and tokens would lie on one another.
+            side.set_ylim(0, (1.4 if index else 1.08) * side.dataLim.y1 or 1)
+    # With a place of their own: to find one, all of the axes are measured.
+    axes.set_title(left, color=TEXT, fontsize=FONT + 0.5, loc="left", y=1.0)
+    axes.set_title(right, color=TEXT, fontsize=FONT + 0.5, loc="right", y=1.0)
     axes.set_xlabel("step", color=TEXT, fontsize=FONT)
     if not lines:
         axes.text(0.5, 0.5, "no values", color=TEXT, ha="center", transform=axes.transAxes)
@@ -190,7 +204,11 @@ def _split(axes: Axes, rows: Rows) -> None:
         left += value
     axes.set_xlim(0, left)
     axes.set_title(
-        f"Step time {plaintext.milliseconds(left)}", color=TEXT, fontsize=FONT + 0.5, loc="left"
+        f"Step time {plaintext.milliseconds(left)}",
+        color=TEXT,
+        fontsize=FONT + 0.5,
+        loc="left",
+        y=1.0,
     )
     axes.legend(
         loc="lower right",

@@ -61,11 +61,15 @@ export class Chart {
     return uPlot.join([[steps, ...plain], [points.map((p) => p[0]), points.map((p) => p[1])]]);
   }
 
-  /** Draws what there is by now. */
-  draw() {
+  /** The pixels that there are for the plot; asked for after a change it lays the page out anew. */
+  get width() {
+    return this.plot.clientWidth;
+  }
+
+  /** Draws what there is by now, `width` pixels wide. */
+  draw(width) {
     const columns = this.#columns();
     const data = this.#data(columns);
-    const width = this.plot.clientWidth;
     this.root.classList.toggle("ortlab-empty", columns.length === 0);
     this.root.dataset.points = String(this.series.length);
     if (width < 50) return;
@@ -137,10 +141,12 @@ export class Chart {
       gap: 4,
       ...extra,
     });
-    const range = (u, low, high) => {
+    const range = (u, low, high, scale) => {
       if (low == null) return [0, 1];
       const base = zeroBased ? Math.min(0, low) : low;
-      const pad = (high - base) * 0.08 || Math.abs(high) * 0.1 || 1;
+      // More room above the second: samples and tokens would lie on one another.
+      const room = scale === scales[1] ? 0.4 : 0.08;
+      const pad = (high - base) * room || Math.abs(high) * 0.1 || 1;
       return [zeroBased ? base : base - pad, high + pad];
     };
     return {

@@ -75,15 +75,29 @@ const make = (tag, className, attributes = {}) => {
   return made;
 };
 
+// Drawing takes at most this share of the page's time, as far as once a second lets it: the model may
+// be training on the same cores. What a person waits for, a state or a badge, is drawn at once.
+const SHARE = 1 / 50;
+const SLOWEST_MS = 1000;
+
 class View {
   constructor(store, model, el) {
     this.store = store;
     this.interactive = model.get("interactive");
     this.#build();
     el.append(this.root);
-    this.request = () => (this.frame ??= requestAnimationFrame(() => this.#draw()));
+    this.due = 0; // when it may be drawn again
+    this.request = () => {
+      clearTimeout(this.timer);
+      const wait = this.due - performance.now();
+      if (wait > 0 && !this.#urgent()) this.timer = setTimeout(this.request, wait);
+      else this.frame ??= requestAnimationFrame(() => this.#draw());
+    };
     store.addEventListener("change", this.request);
-    this.resized = new ResizeObserver(this.request);
+    this.resized = new ResizeObserver(() => {
+      this.due = 0;
+      this.request();
+    });
     this.resized.observe(this.root);
     // A theme is an attribute or a class of the page's body: draw again with its colours.
     this.themed = new MutationObserver(() => this.charts.forEach((chart) => chart.redraw()));
@@ -134,17 +148,32 @@ class View {
     this.root.append(head, this.bar, this.numbers, this.lines, this.error, grid, this.split);
   }
 
+  /** Whether there is more to show than numbers that have moved on. */
+  #urgent() {
+    const { progress, asked, info } = this.store;
+    return progress?.state !== this.drawnState || asked !== this.drawnAsked || info !== this.drawnInfo;
+  }
+
   #draw() {
     this.frame = undefined;
+    const began = performance.now();
+    const widths = this.charts.map((chart) => chart.width); // before anything is changed
     if (this.store.progress) this.#drawProgress(this.store.progress);
     this.#drawInfo(this.store.info);
-    this.charts.forEach((chart) => chart.draw());
+    this.charts.forEach((chart, i) => chart.draw(widths[i]));
     this.#drawSplit();
+    this.due = began + SLOWEST_MS;
+    // A timer that is set in a frame goes off once that is painted.
+    setTimeout(() => {
+      this.due = began + Math.min(SLOWEST_MS, (performance.now() - began) / SHARE);
+    });
   }
 
   #drawProgress({ state, step, total, elapsed, left }) {
     const asked = this.store.asked;
     const over = OVER.has(state);
+    this.drawnState = state;
+    this.drawnAsked = asked;
     setText(this.state, asked ? asked.shown : state);
     this.root.dataset.state = state;
     this.pause.textContent = state === "paused" ? "Resume" : "Pause";
@@ -155,7 +184,7 @@ class View {
     this.pause.ariaDisabled = String(stopping || state === "starting" || asked != null);
     const percent = total ? Math.min(100, Math.round((100 * step) / total)) : null;
     this.bar.classList.toggle("ortlab-unknown", percent == null && !over);
-    this.done.style.width = percent == null ? "100%" : `${(100 * step) / total}%`;
+    this.done.style.transform = `scaleX(${percent == null ? 1 : step / total})`;
     if (percent == null) this.bar.removeAttribute("aria-valuenow");
     else this.bar.setAttribute("aria-valuenow", String(percent));
     const parts = [total ? `step ${number(step)} of ${number(total)} · ${percent} %` : `step ${number(step)}`];
@@ -218,6 +247,7 @@ class View {
     this.resized.disconnect();
     this.themed.disconnect();
     cancelAnimationFrame(this.frame);
+    clearTimeout(this.timer);
     this.charts.forEach((chart) => chart.destroy());
     this.root.remove();
   }
