@@ -9,11 +9,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
+
+_VARIABLES = "ORTMODULE_"
+_STANDING = object()
+"""Stands for a setting that was not given."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,11 @@ class Declaration:
     """How one setting may be chosen: its help text, its bounds and its unit.
 
     ``type`` is the plain type of the value (``str``, ``int``, ``float`` or ``bool``); ``optional``
-    says that ``None`` is a value too.
+    says that ``None`` is a value too; ``many`` that it is several of the choices, with commas.
+
+    ``source`` is where ORTModule itself takes the setting from: a variable of the environment,
+    which stands where nothing else is chosen, or a key of its JSON file or of its DebugOptions.
+    ``prefix`` is what the names among the variable's values begin with.
     """
 
     name: str
@@ -34,6 +43,14 @@ class Declaration:
     above: float | None = None
     maximum: float | None = None
     unit: str = ""
+    many: bool = False
+    source: str = ""
+    prefix: str = ""
+
+    @property
+    def variable(self) -> str:
+        """The variable of the environment that stands where nothing is chosen; "" for none."""
+        return self.source if self.source.startswith(_VARIABLES) else ""
 
     @property
     def flag(self) -> str:
@@ -59,6 +76,26 @@ class Declaration:
             kind = "a whole number" if self.type is int else "a number"
             raise ValueError(f"{self.flag} takes {kind}, not {text!r}") from None
 
+    def standing(self) -> Any:
+        """What holds where nothing is chosen: the variable's value, else the default."""
+        given = os.environ.get(self.variable, "") if self.variable else ""
+        if not given:
+            return self.default
+        try:
+            # ORTModule reads it too and takes no other spelling than these.
+            if self.type is bool and given not in ("0", "1"):
+                raise ValueError("choose from 0, 1")
+            if self.choices:
+                names = {(self.prefix + name).upper(): name for name in self.choices}
+                chosen = given.split("|") if self.many else [given]
+                for name in chosen:
+                    if name not in names:
+                        raise ValueError(unknown_name(name, names))
+                return self.check(",".join(names[name] for name in chosen))
+            return self.check(self.parse(given))
+        except ValueError as error:
+            raise ValueError(f"{self.variable}={given!r}: {error}") from None
+
     def check(self, value: Any) -> Any:
         """`value`, converted to the declared type where that loses nothing; else ValueError."""
         if value is None:
@@ -72,8 +109,12 @@ class Declaration:
             raise ValueError(
                 f"{self.name}={value!r} is {type(value).__name__}, expected {self.type.__name__}"
             )
-        if isinstance(value, str) and self.choices and value not in self.choices:
-            raise ValueError(f"{self.name}={value!r}: {unknown_name(value, self.choices)}")
+        if isinstance(value, str) and self.choices:
+            names = [name.strip() for name in value.split(",")] if self.many else [value]
+            for name in names:
+                if name not in self.choices:
+                    raise ValueError(f"{self.name}={name!r}: {unknown_name(name, self.choices)}")
+            value = ",".join(name for name in self.choices if name in names)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             self._check_bounds(value)
         return value
@@ -99,7 +140,9 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
 
 def setting(default: Any, *, help: str, **bounds: Any) -> Any:  # noqa: A002 - argparse's word
     """A dataclass field with its `Declaration`: help, choices, minimum, above, maximum, unit."""
-    return dataclasses.field(default=default, metadata={"help": help, **bounds})
+    metadata = {"default": default, "help": help, **bounds}
+    # The environment is read when settings are made, not when this module is imported.
+    return dataclasses.field(default_factory=lambda: _STANDING, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +154,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for declaration in self.declarations().values():
-            value = declaration.check(getattr(self, declaration.name))
+            value = getattr(self, declaration.name)
+            value = declaration.standing() if value is _STANDING else declaration.check(value)
             object.__setattr__(self, declaration.name, value)
 
     @classmethod
@@ -146,13 +190,15 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
     return Declaration(
         name=field.name,
         type=plain,
-        default=field.default,
         optional=type(None) in members,
         **field.metadata,
     )
 
 
 ENGINES = ("eager", "compile", "ort")
+LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
+OPSETS = (14, 17)
+"""The oldest and the newest ONNX opset that ORTModule's export rules are checked at."""
 LOSSES = ("cross_entropy", "mse", "l1", "bce_with_logits")
 
 
@@ -167,6 +213,144 @@ class EngineSettings(Settings):
     fallback: bool = setting(
         False, help="let ORTModule run plain torch, with a badge, where ORT cannot run the model"
     )
+
+    # ORTModule's own options, for this model alone. What they do to ORT: `ortlab.engines.options`.
+    log_level: str = setting(
+        "error",
+        choices=LOG_LEVELS,
+        source="ORTMODULE_LOG_LEVEL",
+        help="the least severe of ORT's messages to print; errors are raised in any case",
+    )
+    opset: int = setting(
+        17,
+        minimum=OPSETS[0],
+        maximum=OPSETS[1],
+        source="ORTMODULE_ONNX_OPSET_VERSION",
+        help="the version of the ONNX operators in the exported graph",
+    )
+    shape_inference: bool = setting(
+        True,
+        source="JSON RunSymbolicShapeInference",
+        help="infer the shapes in the exported graph before ORT optimizes it",
+    )
+    copy_for_export: bool = setting(
+        True,
+        source="ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT",
+        help="find the outputs' form on a copy of the model; off saves its memory",
+    )
+    save_onnx: str | None = setting(
+        None,
+        source="DebugOptions.save_onnx",
+        help="write the newest graph, stage by stage, to files that begin with this path",
+    )
+    compute_optimizer: bool = setting(
+        True,
+        source="ORTMODULE_ENABLE_COMPUTE_OPTIMIZER",
+        help="compute less: let operators that shrink tensors come first",
+    )
+    label_sparsity: bool = setting(
+        False,
+        source="ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER",
+        help="skip ignored labels in the loss",
+    )
+    embedding_sparsity: bool = setting(
+        False,
+        source="ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER",
+        help="skip padding in the whole model",
+    )
+    cast_propagation: str = setting(
+        "flood_fill",
+        choices=("none", "insert_and_reduce", "flood_fill"),
+        source="JSON PropagateCastOps.Strategy",
+        help="how regions of half precision grow, under autocast",
+    )
+    cast_level: int = setting(
+        1,
+        minimum=-1,
+        maximum=2,
+        source="JSON PropagateCastOps.Level",
+        help="operators they grow over: -1 none, 0 those of cast-ops, 1 data movement too, "
+        "2 GELU, LayerNorm and Dropout too",
+    )
+    cast_ops: str = setting(
+        "",
+        source="JSON PropagateCastOps.Allow",
+        help="names of more operators that they grow over, with commas",
+    )
+    memory_efficient_gradient: bool = setting(
+        False,
+        source="JSON UseMemoryEfficientGradient",
+        help="keep outputs rather than inputs for the backward pass where either will do",
+    )
+    memory_level: int = setting(
+        0,
+        minimum=0,
+        maximum=2,
+        source="ORTMODULE_MEMORY_OPT_LEVEL",
+        help="recompute activations layer by layer: 0 not, 1 the cheap ones, 2 more of them",
+    )
+    memory_plans: str | None = setting(
+        None,
+        source="ORTMODULE_MEMORY_OPT_CONFIG",
+        help="a JSON file with the list of recompute plans to use",
+    )
+    memory_stats: bool = setting(
+        False,
+        source="ORTMODULE_PRINT_MEMORY_STATS",
+        help="log the GPU's memory at each phase of a step",
+    )
+    custom_autograd: bool = setting(
+        True,
+        source="ORTMODULE_ENABLE_CUSTOM_AUTOGRAD",
+        help="run each torch.autograd.Function of the model with its own backward; off refuses it",
+    )
+    skip_checks: str = setting(
+        "device,build_gradient,execution_agent",
+        choices=("device", "build_gradient", "execution_agent", "disabled"),
+        many=True,
+        prefix="SKIP_CHECK_",
+        source="ORTMODULE_SKIPCHECK_POLICY",
+        help="ORT's own checks to leave out of every step; ortlab's come before them",
+    )
+    external_allocator: bool = setting(
+        True,
+        source="JSON UseExternalGPUAllocator",
+        help="let ORT take GPU memory from torch's allocator",
+    )
+    conv_algo_search: str = setting(
+        "heuristic",
+        choices=("heuristic", "exhaustive"),
+        source="ORTMODULE_CONV_ALGO_SEARCH",
+        help="how cuDNN's algorithm for a convolution is found",
+    )
+    triton: bool = setting(
+        False, source="ORTMODULE_USE_TRITON", help="fuse operators into Triton kernels, on CUDA"
+    )
+    tuning: bool = setting(
+        False, source="ORTMODULE_ENABLE_TUNING", help="time CUDA kernels and choose the fastest"
+    )
+    tuning_ms: int = setting(
+        0,
+        minimum=0,
+        unit="ms",
+        source="ORTMODULE_MAX_TUNING_DURATION_MS",
+        help="the longest time to tune one operator for; 0 is no limit",
+    )
+    tuning_results: str | None = setting(
+        None,
+        source="ORTMODULE_TUNING_RESULTS_PATH",
+        help="the folder that tuning writes its choices to, or without it reads them from",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory_level and self.memory_plans:
+            raise ValueError(
+                f"memory_level={self.memory_level} makes plans of its own, and memory_plans="
+                f"{self.memory_plans!r} names others; choose one"
+            )
+        if "disabled" in self.skip_checks and "," in self.skip_checks:
+            raise ValueError(f"skip_checks={self.skip_checks!r}: disabled goes with no other")
 
 
 @dataclass(frozen=True, kw_only=True)

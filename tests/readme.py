@@ -1,6 +1,6 @@
 """The parts of README.md that are made from, or checked against, the code.
 
-``python -m tests.readme`` writes the settings table into README.md anew.
+``python -m tests.readme`` writes the tables of settings into README.md anew.
 """
 
 from __future__ import annotations
@@ -8,37 +8,47 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ortlab.settings import EngineSettings, FinetuneSettings
+from ortlab.settings import Declaration, EngineSettings, FinetuneSettings
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-SETTINGS = re.compile(r"(?<=<!-- settings -->\n).*?(?=<!-- end of settings -->)", re.DOTALL)
+TABLES = re.compile(r"(<!-- (settings|options) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
 
 
-def settings_table() -> str:
-    """Every setting as a row of a Markdown table, from the declarations."""
+def tables() -> dict[str, str]:
+    """Every setting as a row of a Markdown table, from the declarations.
+
+    ORTModule's own options have a table of theirs, which names where ORTModule takes them from.
+    """
     of_engines = EngineSettings.declarations()
-    rows = ["| option | default | what it chooses |", "| --- | --- | --- |"]
+    settings = ["| option | default | what it chooses |", "| --- | --- | --- |"]
+    options = ["| option | default | what it chooses | in ORTModule |", "| --- | --- | --- | --- |"]
     for name, declaration in FinetuneSettings.declarations().items():
         star = "" if name in of_engines else " *"
-        default = declaration.default
-        if declaration.type is bool:
-            default = "on" if default else "off"
-        elif default is None:
-            default = "none"
-        choices = f": {', '.join(declaration.choices)}" if declaration.choices else ""
-        unit = f" {declaration.unit}" if declaration.unit and default != "none" else ""
-        rows.append(
-            f"| `{declaration.flag}`{star} | {default}{unit} | {declaration.help}{choices} |"
-        )
-    return "\n".join(rows) + "\n"
+        row = f"| `{declaration.flag}`{star} | {_default(declaration)} | {_help(declaration)} |"
+        if declaration.source:
+            options.append(f"{row} `{declaration.source}` |")
+        else:
+            settings.append(row)
+    return {"settings": "\n".join(settings) + "\n", "options": "\n".join(options) + "\n"}
 
 
-def stored_table() -> str:
-    """The settings table as README.md has it."""
-    found = SETTINGS.search(README.read_text())
-    assert found, "README.md has no block between <!-- settings --> and <!-- end of settings -->"
-    return found.group()
+def _default(declaration: Declaration) -> str:
+    if declaration.type is bool:
+        return "on" if declaration.default else "off"
+    if declaration.default in (None, ""):
+        return "none"
+    return f"{declaration.default} {declaration.unit}".rstrip()
+
+
+def _help(declaration: Declaration) -> str:
+    choices = f": {', '.join(declaration.choices)}" if declaration.choices else ""
+    return declaration.help + choices
+
+
+def stored_tables() -> dict[str, str]:
+    """The tables as README.md has them."""
+    return {found.group(2): found.group(3) for found in TABLES.finditer(README.read_text())}
 
 
 def code_map() -> list[str]:
@@ -60,4 +70,5 @@ def code_map() -> list[str]:
 
 
 if __name__ == "__main__":
-    README.write_text(SETTINGS.sub(lambda _: settings_table(), README.read_text()))
+    made = tables()
+    README.write_text(TABLES.sub(lambda m: m.group(1) + made[m.group(2)], README.read_text()))

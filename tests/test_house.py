@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.readme import README, ROOT, code_map, settings_table, stored_table
+from tests.readme import README, ROOT, code_map, stored_tables, tables
 
 PACKAGE = ROOT / "ortlab"
 BUILD_HOOK = PACKAGE / "notebook" / "build.py"  # runs in hatch's environment, not in the user's
@@ -202,8 +202,8 @@ def test_map_is_complete() -> None:
             assert file in paths or file.startswith(folders), f"README.md's map lacks {file}"
 
 
-def test_settings_table_is_current() -> None:
-    assert stored_table() == settings_table(), "run: python -m tests.readme"
+def test_settings_tables_are_current() -> None:
+    assert stored_tables() == tables(), "run: python -m tests.readme"
 
 
 def test_readme_commands_exist() -> None:

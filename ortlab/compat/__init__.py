@@ -72,6 +72,23 @@ def ortmodule(on_progress: Progress | None = None) -> Ort:
         return _ort
 
 
+def use_opset(opset: int) -> None:
+    """Makes the export rules hold for graphs at this ONNX opset too. `ortmodule` comes first.
+
+    ORTModule registers them once for each wrapped model, at the opset that its environment says.
+    """
+    from onnxruntime.training.ortmodule import _custom_op_symbolic_registry as rules
+
+    rules.CustomOpSymbolicRegistry.register_all(opset)
+
+
+def use_triton() -> None:
+    """Lets ORT make Triton kernels, from now on for every graph that asks for them."""
+    from onnxruntime.training.ort_triton import register_triton_op_executor
+
+    register_triton_op_executor()
+
+
 def explain(error: BaseException) -> Failure:
     """What an exception of ORTModule's says: operator, the user's line, a reason in a few words."""
     from ortlab.compat import failures

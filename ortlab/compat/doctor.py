@@ -108,6 +108,23 @@ def _torch() -> Finding:
     return Finding("torch", False, found, fix, required=True)
 
 
+def _rocm() -> Finding:
+    name = "torch's build"
+    try:
+        rocm = extensions.rocm_version()
+    except OrtUnavailable:  # torch is missing, which another check says
+        return Finding(name, None, "needs torch", required=True)
+    if not rocm:
+        return Finding(name, True, "not for ROCm", required=True)
+    return Finding(
+        name,
+        False,
+        f"torch is built for ROCm {rocm}, and PyPI has no wheel of onnxruntime-training for ROCm",
+        f"{OTHER_ENGINES}, on its GPU too; for engine='ort' install torch for the CPU or for CUDA",
+        required=True,
+    )
+
+
 def _ort() -> Finding:
     version = _version("onnxruntime-training")
     if version is not None and version.split("+")[0] == ORT_VERSION:
@@ -204,12 +221,7 @@ def _cuda() -> Finding:
     if torch is None:
         return Finding("CUDA in torch", None, "needs torch")
     if torch.version.hip:
-        return Finding(
-            "CUDA in torch",
-            None,
-            f"torch is built for ROCm {torch.version.hip}: onnxruntime-training has no ROCm wheel",
-            "engine='ort' runs on the CPU; engine='eager' and 'compile' use the GPU",
-        )
+        return Finding("CUDA in torch", None, "none: it is built for ROCm")
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name(0)
         return Finding("CUDA in torch", True, f"{torch.version.cuda}, {device}")
@@ -229,12 +241,12 @@ def _cuda_provider() -> Finding:
     missing = extensions.preload_cuda()
     if not missing:
         return Finding(name, True, "all its libraries are here")
-    packages = dict.fromkeys(extensions.CUDA_LIBRARIES[library] for library in missing)
+    named = (f"{library} ({extensions.CUDA_LIBRARIES[library]})" for library in missing)
     return Finding(
         name,
         False,
-        f"it lacks {', '.join(missing)}: models on the GPU cannot run in ORT",
-        f"pip install {' '.join(packages)}",
+        f"it lacks {', '.join(named)}: models on the GPU cannot run in ORT",
+        'pip install "ortlab[cuda]", about 1.3 GB',
     )
 
 
@@ -292,7 +304,7 @@ def _import(name: str) -> Any:
 
 
 ESSENTIALS: tuple[Callable[[], Finding], ...] = (
-    _python, _platform, _torch, _ort, _onnxruntime_beside, _onnx, _extension,
+    _python, _platform, _torch, _rocm, _ort, _onnxruntime_beside, _onnx, _extension,
 )  # fmt: skip
 CHECKS: tuple[Callable[[], Finding], ...] = (
     *ESSENTIALS,

@@ -32,11 +32,11 @@ CUDA_LIBRARIES = {
     "libcudart.so.11.0": "nvidia-cuda-runtime-cu11",
     "libcublasLt.so.11": "nvidia-cublas-cu11",
     "libcublas.so.11": "nvidia-cublas-cu11",
-    "libcudnn.so.8": '"nvidia-cudnn-cu11<9"',
+    "libcudnn.so.8": "nvidia-cudnn-cu11",
     "libcurand.so.10": "nvidia-curand-cu11",
     "libcufft.so.10": "nvidia-cufft-cu11",
 }
-"""What ORT's CUDA provider links to, and the PyPI package that has it."""
+"""What ORT's CUDA provider links to, and the PyPI package that has it: the extra ``cuda``."""
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
 
 
@@ -270,6 +270,12 @@ def torch_version() -> str:
     """The installed torch's version, read without importing it: "2.13.0+cpu"."""
     found = re.search(r"^__version__ = '(.+)'", _torch_version_file(), re.MULTILINE)
     return found.group(1) if found else "unknown"
+
+
+def rocm_version() -> str:
+    """The ROCm that the installed torch is built for, read without importing it; "" for none."""
+    found = re.search(r"^(?:hip|rocm)\b.* = '(.+)'", _torch_version_file(), re.MULTILINE)
+    return found.group(1) if found else ""
 
 
 def _cuda_build() -> bool:

@@ -14,6 +14,8 @@ import onnx
 import torch
 from torch import nn
 
+from ortlab.engines import options
+
 _RATIO = "ortlab_no_dropout"
 _HALF = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.BFLOAT16: torch.bfloat16}
 
@@ -37,6 +39,7 @@ class Export:
             self._ort_module._fallback_manager,
             self._ort_module._logger,
         )
+        options.share(manager, self.manager)
         self.torch_module._flattened_module.training = module.training
         self.torch_module.is_training = lambda: gradient
 
@@ -79,6 +82,7 @@ class Export:
         if not _zero_dropout(edited.graph):
             return self
         twin = Export(self._ort_module, self._module, gradient=self.gradient)
+        options.share(self.manager, twin.manager, save=False)
         target = twin.manager._graph_transition_manager
         target._exported_model_info = source._exported_model_info
         target._model_info_for_export = source._model_info_for_export

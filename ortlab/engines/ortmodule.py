@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ortlab import compat
+from ortlab.engines import options
 from ortlab.engines.base import Capabilities, EngineUnavailable, LossFunction, Report, tell
 from ortlab.engines.batch import tensors
 from ortlab.engines.export import Export
@@ -64,6 +65,7 @@ class Ort:
         on the meta device, or wrapped already; EngineUnavailable when ORT cannot be loaded.
         """
         _refuse_unfit(model)
+        options.check(settings)
         try:
             return _wrapper_class()(model, settings)
         except compat.OrtUnavailable as error:
@@ -198,6 +200,8 @@ class Execution:
         self.module = module
         self.settings = settings
         self._own_settings = settings
+        self._options = options.key(settings)
+        self._exported_with = settings
         self._ort_module: Any = None
         self._guard = Guard(module)
         self._served: dict[Hashable, _Served] = {}
@@ -217,10 +221,27 @@ class Execution:
         if pending is not None:
             raise EngineUnavailable(f"ORTModule cannot wrap the model: {pending}")
         ort_module._fallback_manager.policy = no_fallback
+        options.apply(ort_module, self.settings)
+
+    def configure(self, settings: EngineSettings) -> None:
+        """Lets `settings` hold from now on: where ORT's options differ, calls get a new export.
+
+        ValueError names an option that cannot work here.
+        """
+        options.check(settings)
+        self._own_settings = settings
+        self._use(settings)
+
+    def _use(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        if options.key(settings) != self._options:
+            self._options = options.key(settings)
+            options.apply(self._ort_module, settings)
 
     def begin_run(self, settings: EngineSettings) -> Callable[[], Report]:
         """Starts a run: `settings` hold until `end_run`. Returns what reports on this run alone."""
-        self.settings = settings
+        options.check(settings)
+        self._use(settings)
         self._checks = 0
         self._fallback, self._fallbacks = None, 0
         before = self.report()
@@ -238,7 +259,7 @@ class Execution:
 
     def end_run(self) -> None:
         """The settings that the model was wrapped with hold again."""
-        self.settings = self._own_settings
+        self._use(self._own_settings)
 
     def report(self) -> Report:
         """What there is to say by now, since the model was wrapped."""
@@ -275,6 +296,7 @@ class Execution:
         shapes: list[torch.Size] = []
         key = (
             self._guard.key(),
+            self._options,
             torch.is_grad_enabled() or self.module.training,
             _signature(args, shapes),
             _signature(kwargs, shapes),
@@ -325,6 +347,8 @@ class Execution:
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Served:
         change, self._guard.change = self._guard.change, ""
+        change = change or options.changed(self._exported_with, self.settings)
+        self._exported_with = self.settings
         if self._served:
             self._note(f"exported again: {change or 'another kind of input'}")
         trainable = any(p.requires_grad for p in self.module.parameters())
@@ -335,6 +359,7 @@ class Execution:
             export = Export(self._ort_module, self.module, gradient=gradient)
             with undisturbed(self.module):
                 export.build(args, kwargs)
+            options.check_plans(export.manager, self.settings)
         # ORT raises all kinds of exceptions; what they mean is said in one line.
         except Exception as error:  # noqa: BLE001
             if not self.settings.self_check:
