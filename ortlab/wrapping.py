@@ -8,7 +8,7 @@ import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
@@ -337,30 +337,16 @@ class Wrapped:
         The eager engine's wrapper is the model itself. A cell that binds such a model again
         (`rebound`) may give it another engine, and another model may contain it.
         """
-        from torch import nn
-        from torch.nn.parameter import is_lazy
-
-        from ortlab.engines.ortmodule import _is_ortmodule
+        from ortlab.engines import base
 
         entry = self.entry(model)
         if entry is not None and not (rebound and entry.original is model):
             return f"is already wrapped (engine {entry.settings.engine!r})"
-        if _is_ortmodule(model):
-            return "is already an ORTModule"
         wrappers = [entry.wrapper for entry in self.entries if entry.wrapper is not entry.original]
-        for part in _parts(model):
-            if _is_ortmodule(part) or any(part is w for w in wrappers):
+        for part in base.parts(model):
+            if any(part is wrapper for wrapper in wrappers):
                 return "contains a wrapped model; unwrap that first"
-        parameters = list(model.parameters())
-        if any(is_lazy(p) for p in parameters):
-            return "has lazy parameters; put one batch through it first"
-        if any(tensor.is_meta for tensor in (*parameters, *model.buffers())):
-            return "is on the meta device, without weights; use to_empty() and load them first"
-        if not any(p.requires_grad for p in parameters):
-            return "has no parameter that requires a gradient"
-        if type(model).forward is nn.Module.forward and "forward" not in vars(model):
-            return f"is a {type(model).__name__}, which has no forward of its own"
-        return None
+        return base.unfit(model)
 
     def _wrap(
         self, groups: Sequence[_Group], settings: EngineSettings
@@ -450,17 +436,6 @@ def _models_inside(value: object) -> str:
 
 def _is_container(value: object) -> TypeGuard[Iterable[object]]:
     return isinstance(value, Mapping | list | tuple | set | frozenset | deque)
-
-
-def _parts(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside `model`. Unlike in ``modules()`` no ORTModule hides behind its own."""
-    waiting, met = [model], {id(model)}
-    while waiting:
-        for part in waiting.pop().children():
-            if id(part) not in met:
-                met.add(id(part))
-                waiting.append(part)
-                yield part
 
 
 def _role(model: nn.Module) -> str | None:

@@ -44,7 +44,8 @@ class Node:
 
 _ATTRIBUTE = "_ortlab_failure"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_EXPORTING = Path(__file__).with_name("exporting.py")
+_OWN = {Path(__file__).with_name(f"{n}.py") for n in ("exporting", "decisions", "interop")}
+"""What stands between the exporter and the model."""
 _LIBRARIES = tuple(
     Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")
 )
@@ -173,7 +174,7 @@ def _line(frames: Sequence[tuple[str, int]]) -> str | None:
 
 def _belongs_to(file: str, *packages: str) -> bool:
     path = Path(file)
-    return path == _EXPORTING or any(
+    return path in _OWN or any(
         root / package in path.parents for root in _LIBRARIES for package in packages
     )
 

@@ -8,6 +8,7 @@ that torch has dropped; what torch and the user's own code see stays as it was.
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import sys
 import types
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ortlab.compat import MAX_IR, MAX_OPSET, exporting, probes
+from ortlab.compat import MAX_IR, MAX_OPSET, autograd, exporting, probes
 from ortlab.compat.probes import PACKAGE
 
 Addresses = Mapping[str, Mapping[str, int]]
@@ -325,6 +326,32 @@ def _register_rules(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
     from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
 
+def _bind_methods(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _utils
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def bind(ortmodule: Any, user_module: Any, logger: Any) -> None:
+            original(ortmodule, user_module, logger)
+            for name, bound in list(vars(ortmodule).items()):
+                if isinstance(bound, types.MethodType) and inspect.ismethod(
+                    getattr(type(user_module), name, None)
+                ):
+                    vars(ortmodule)[name] = getattr(user_module, name)
+
+        return bind
+
+    name = "check_for_name_collisions_and_bind_methods_to_ortmodule"
+    _replace(_utils, name, make)
+
+
+def _watch_decisions(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _io
+
+    from ortlab.compat import decisions
+
+    _replace(_io._FlattenedModule, "forward", decisions.with_decisions)
+
+
     from ortlab.compat import symbolics
 
     symbolics.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
@@ -350,6 +377,12 @@ def _no_label_hooks(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     def make(_original: Any) -> Callable[..., list[Any]]:
+def _no_second_gradients(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._training_manager import TrainingManager
+
+    _replace(TrainingManager, "_create_autofunction_class", autograd.once_differentiable)
+
+
         return lambda *_args, **_kwargs: []
 
     _replace_static(GraphTransitionManager, "_add_check_label_sparsity_hook", make)
@@ -480,6 +513,20 @@ ROWS = (
         target="TrainingManager._build_graph",
         symptom="a missing kernel or gradient is reported without the line of the model",
         link=f"{_ORT}ortmodule/_training_manager.py",
+    Patch(
+        target="_utils.check_for_name_collisions_and_bind_methods_to_ortmodule",
+        symptom="a class method of the model gets a model for its class: save_pretrained fails",
+        link=f"{_ORT}ortmodule/_utils.py",
+        apply=_bind_methods,
+        probe=probes.class_methods_get_the_class,
+    ),
+    Patch(
+        target="_FlattenedModule.forward",
+        symptom="a branch that depends on a tensor's value is baked in as it went at export",
+        link=f"{_ORT}ortmodule/_io.py",
+        apply=_watch_decisions,
+        probe=probes.decisions_are_outputs,
+    ),
         apply=_locate_failures,
         probe=probes.failures_are_located,
     ),
@@ -501,6 +548,13 @@ ROWS = (
         target="onnxruntime.training.onnxblock.model_accessor",
         symptom="the training API refuses its own artifacts: the newest onnx writes IR 14",
         link=f"{_ORT}onnxblock/model_accessor.py",
+    Patch(
+        target="TrainingManager._create_autofunction_class",
+        symptom="create_graph=True: the gradient of a gradient penalty is zero, without a word",
+        link=f"{_ORT}ortmodule/_training_manager.py",
+        apply=_no_second_gradients,
+        probe=probes.second_gradients_are_refused,
+    ),
         apply=_cap_onnx,
         probe=probes.onnx_is_capped,
         applies_to=lambda versions: versions.onnx > (1, 17),

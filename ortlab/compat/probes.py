@@ -104,6 +104,42 @@ def buffers_survive_the_checks() -> bool:
 
 class _Loss(nn.Module):
     def __init__(self) -> None:
+def second_gradients_are_refused() -> bool:
+    loss = _wrapped(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))(torch.ones(1, 2)).sum()
+    try:
+        loss.backward(create_graph=True)
+    except RuntimeError:
+        return True
+    return False
+
+
+class _Named(nn.Linear):
+    @classmethod
+    def own(cls) -> type:
+        return cls
+
+
+def class_methods_get_the_class() -> bool:
+    return _wrapped(_Named(2, 2)).own() is _Named
+
+
+class _Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x * 2 if x.sum() > 0 else x)
+        return found
+
+
+def decisions_are_outputs() -> bool:
+    module = _wrapped(_Branch())
+    module(torch.ones(1, 2))
+    transitions = module._torch_module._execution_manager(True)._graph_transition_manager
+    return len(transitions._exported_model_info.exported_model.graph.output) == 2
+
+
         super().__init__()
         self.layer, self.loss = nn.Linear(2, 2), nn.CrossEntropyLoss()
 

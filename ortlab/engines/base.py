@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ortlab.errors import Concise
@@ -38,16 +38,6 @@ class EngineUnavailable(Concise, RuntimeError):
 
 class NotFinite(Concise, RuntimeError):
     """A loss that is NaN or infinite; the optimizer did not use it."""
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What an engine can do; the panel greys out the rest and shows `reasons`."""
-
-    wrap: bool = True
-    clip: bool = True
-    graphs: bool = False
-    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,7 +125,6 @@ class Engine(Protocol):
     """A way to execute a model."""
 
     name: str
-    capabilities: Capabilities
 
     def unavailable(self) -> str | None:
         """Why this engine cannot run here and what to do about it; None when it can."""
@@ -162,6 +151,46 @@ class Engine(Protocol):
         has compiled or exported.
         """
         ...
+
+
+def unfit(model: nn.Module) -> str | None:
+    """Why no engine can train `model`; None when one may. The reason goes on from 'it'.
+
+    A module without trainable parameters is one reason: ORTModule ends the process on it.
+    """
+    from torch import nn
+    from torch.nn.parameter import is_lazy
+
+    if is_ortmodule(model):
+        return "is already an ORTModule"
+    if any(map(is_ortmodule, parts(model))):
+        return "contains a wrapped model; unwrap that first"
+    parameters = list(model.parameters())
+    if any(is_lazy(p) for p in parameters):
+        return "has lazy parameters; put one batch through it first"
+    if any(tensor.is_meta for tensor in (*parameters, *model.buffers())):
+        return "is on the meta device, without weights; use to_empty() and load them first"
+    if not any(p.requires_grad for p in parameters):
+        return "has no parameter that requires a gradient"
+    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+        return f"is a {type(model).__name__}, which has no forward of its own"
+    return None
+
+
+def is_ortmodule(module: nn.Module) -> bool:
+    """Whether `module` is an ORTModule, of ours or not; does not import ORT for it."""
+    return any(cls.__module__.startswith("onnxruntime.training") for cls in type(module).__mro__)
+
+
+def parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside `model`. Unlike in ``modules()`` no ORTModule hides behind its own."""
+    waiting, met = [model], {id(model)}
+    while waiting:
+        for part in waiting.pop().children():
+            if id(part) not in met:
+                met.add(id(part))
+                waiting.append(part)
+                yield part
 
 
 def engine(name: str) -> Engine:

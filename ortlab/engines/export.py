@@ -7,6 +7,7 @@ manager of its own, so a backward pass under way keeps the graph of its forward 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import onnx
 import torch
 from torch import nn
 
+from ortlab.compat import decisions
 from ortlab.engines import options
 
 _RATIO = "ortlab_no_dropout"
@@ -42,6 +44,8 @@ class Export:
         options.share(manager, self.manager)
         self.torch_module._flattened_module.training = module.training
         self.torch_module.is_training = lambda: gradient
+        self.decisions: tuple[decisions.Decision, ...] = ()
+        """What the graph's last outputs are compared with after each run."""
 
     @property
     def manager(self) -> Any:
@@ -57,11 +61,12 @@ class Export:
         transitions = manager._graph_transition_manager
         if export:
             transitions.get_post_processed_model(args, kwargs)
+            self.decisions = decisions.last_decisions()
         manager._initialize_graph_builder(transitions._post_export_processed_model_info)
         manager._detect_from_inputs(args, kwargs)
         manager._build_graph(manager._get_graph_transformer_config())
         manager._create_execution_agent()
-        _keep_declared_types(transitions)
+        self._check_outputs(transitions)
         if self.gradient:
             manager._gradient_accumulation_manager.initialize(
                 manager._runtime_options.enable_grad_acc_optimization,
@@ -69,8 +74,29 @@ class Export:
                 manager._graph_info,
             )
 
+    def _check_outputs(self, transitions: Any) -> None:
+        """Makes a run check its decisions, and give outputs the types that the graph declares.
+
+        The CPU provider runs half-precision nodes in float32 and drops the casts around them, up to
+        the graph's own outputs.
+        """
+        outputs = transitions._exported_model_info.exported_model.graph.output
+        count = len(outputs) - len(self.decisions)
+        declared = [_HALF.get(output.type.tensor_type.elem_type) for output in outputs[:count]]
+        if not any(declared) and not self.decisions:
+            return
+        info = transitions._post_export_processed_model_info
+        restore = functools.partial(type(info).restore_outputs, info)  # a twin has ours by now
+
+        def restore_outputs(found: Sequence[torch.Tensor]) -> Any:
+            decisions.check(self.decisions, found[count:])
+            typed = zip(found, declared, strict=False)  # declared are the model's own outputs only
+            return restore([value.to(dtype) if dtype else value for value, dtype in typed])
+
+        info.restore_outputs = restore_outputs
+
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The module's outputs, of ORT."""
+        """The module's outputs, of ORT; OtherDecision where this graph is not that of the call."""
         return self.manager.forward(*args, **kwargs)
 
     def without_dropout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Export:
@@ -83,6 +109,7 @@ class Export:
             return self
         twin = Export(self._ort_module, self._module, gradient=self.gradient)
         options.share(self.manager, twin.manager, save=False)
+        twin.decisions = self.decisions
         target = twin.manager._graph_transition_manager
         target._exported_model_info = source._exported_model_info
         target._model_info_for_export = source._model_info_for_export
@@ -91,30 +118,6 @@ class Export:
         target._post_export_processed_model_info._buffer_for_ort_runs = None
         twin._build(args, kwargs, export=False)
         return twin
-
-
-def _keep_declared_types(transitions: Any) -> None:
-    """Makes outputs have the types that the exported graph declares.
-
-    The CPU provider runs half-precision nodes in float32 and drops the casts around them, up to
-    the graph's own outputs.
-    """
-    outputs = transitions._exported_model_info.exported_model.graph.output
-    declared = [_HALF.get(output.type.tensor_type.elem_type) for output in outputs]
-    if not any(declared):
-        return
-    info = transitions._post_export_processed_model_info
-    restore = info.restore_outputs
-
-    def restore_outputs(found: Sequence[torch.Tensor]) -> Any:
-        return restore(
-            [
-                value.to(dtype) if dtype else value
-                for value, dtype in zip(found, declared, strict=True)
-            ]
-        )
-
-    info.restore_outputs = restore_outputs
 
 
 def _zero_dropout(graph: onnx.GraphProto) -> int:

@@ -198,6 +198,7 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.recompute_probe_config = "1:1" if settings.memory_level else "1:0"
     options.memory_optimizer_config_file_path = settings.memory_plans or ""
     options.print_memory_stat_by_step = settings.memory_stats
+    options.enable_custom_autograd_function = settings.custom_autograd
     options.skip_check = _skip_checks(settings)
     options.use_external_gpu_allocator = (
         settings.external_allocator and manager._torch_alloc is not None

@@ -6,20 +6,28 @@ computes what eager torch computes, and what happens when ORT cannot run the mod
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ortlab import compat
+from ortlab.compat.decisions import OtherDecision
 from ortlab.engines import options
-from ortlab.engines.base import Capabilities, EngineUnavailable, LossFunction, Report, tell
+from ortlab.engines.base import (
+    EngineUnavailable,
+    LossFunction,
+    Report,
+    tell,
+    unfit,
+)
 from ortlab.engines.batch import tensors
 from ortlab.engines.export import Export
 from ortlab.engines.guard import Guard
@@ -32,10 +40,11 @@ from ortlab.engines.selfcheck import (
     undisturbed,
 )
 from ortlab.engines.torch_native import TorchStepper, training_device
-from ortlab.errors import Concise
+from ortlab.errors import Concise, place
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 _EXPORTS = 6
+_OF_A_KIND = 16
 _FIRST_SHAPES = 3
 _MOST_CHECKS = 16
 _MOST_SHAPES = 4096
@@ -52,7 +61,6 @@ class Ort:
     """ORTModule on today's torch, checked against eager torch."""
 
     name = "ort"
-    capabilities = Capabilities(graphs=True)
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
@@ -61,10 +69,12 @@ class Ort:
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """An ORTModule around `model`. Nothing is exported before the first call.
 
-        ValueError for a module without trainable parameters (ORTModule ends the process on one),
-        on the meta device, or wrapped already; EngineUnavailable when ORT cannot be loaded.
+        ValueError for one that no engine can train (see `base.unfit`); EngineUnavailable when ORT
+        cannot be loaded.
         """
-        _refuse_unfit(model)
+        reason = unfit(model)
+        if reason is not None:
+            raise ValueError(f"cannot wrap this {type(model).__name__}: it {reason}")
         options.check(settings)
         try:
             return _wrapper_class()(model, settings)
@@ -114,19 +124,6 @@ def execution_of(wrapped: nn.Module) -> Execution:
     return execution
 
 
-def _is_ortmodule(model: nn.Module) -> bool:
-    return any(cls.__module__.startswith("onnxruntime.training") for cls in type(model).__mro__)
-
-
-def _refuse_unfit(model: nn.Module) -> None:
-    if is_wrapped(model) or _is_ortmodule(model):
-        raise ValueError("the model is an ORTModule already; unwrap it first")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: it has no weights; use to_empty() first")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("no parameter of the model requires a gradient: nothing to train in ORT")
-
-
 @functools.cache
 def _wrapper_class() -> type[nn.Module]:
     ort = compat.ortmodule(on_progress=tell)
@@ -164,14 +161,25 @@ def _forward_like(model: nn.Module, execution: Execution) -> Callable[..., Any]:
     return forward
 
 
+Shapes = tuple[torch.Size, ...]
+"""Of the tensors among a call's arguments, in order."""
+
+
 @dataclasses.dataclass
 class _Served:
-    """An export, the input shapes that it has served, and its twin without dropout."""
+    """An export, the input shapes that it has served, and its twin without dropout.
+
+    `made_of` are the shapes that it was exported with, `sizes` those that each dimension of each
+    tensor had in the checks that it passed.
+    """
 
     export: Export
+    made_of: Shapes
     counters: list[torch.Tensor]
+    buffers: list[torch.Tensor]
     checked: bool = False
-    shapes: set[Hashable] = dataclasses.field(default_factory=set)
+    shapes: set[Shapes] = dataclasses.field(default_factory=set)
+    sizes: dict[tuple[int, int], set[int]] = dataclasses.field(default_factory=dict)
     shapes_met: int = 0
     buckets: set[Hashable] = dataclasses.field(default_factory=set)
     without_dropout: Export | None = None
@@ -182,10 +190,85 @@ class _Served:
             self.without_dropout = self.export.without_dropout(args, kwargs)
         export = self.export if dropout else self.without_dropout
         assert export is not None
-        outputs = export.run(args, kwargs)
+        with self._speculating() if export.decisions else contextlib.nullcontext():
+            outputs = export.run(args, kwargs)
         for counter in self.counters:
             counter.add_(1)
         return outputs
+
+    @contextlib.contextmanager
+    def _speculating(self) -> Iterator[None]:
+        """Gives buffers back as they were where the graph took another way than forward would.
+
+        On such a way it may also fail, before the decision can be compared.
+        """
+        before = [(buffer, buffer.clone()) for buffer in self.buffers]
+        try:
+            yield
+        except Exception as error:
+            for buffer, value in before:
+                buffer.copy_(value)
+            if isinstance(error, OtherDecision):
+                raise
+            raise OtherDecision(self.export.decisions[0].place) from error
+
+    def passed(self, shapes: Shapes) -> None:
+        """Notes that its results were eager torch's for `shapes`."""
+        self.checked = True
+        for dimension, size in _sizes(shapes):
+            self.sizes.setdefault(dimension, set()).add(size)
+
+    def has_new_dimension(self, shapes: Shapes) -> bool:
+        """Whether a dimension has another size than the only one that was checked so far."""
+        return any(
+            len(known := self.sizes.get(dimension, set())) < 2 and size not in known
+            for dimension, size in _sizes(shapes)
+        )
+
+
+@dataclasses.dataclass
+class _Kind:
+    """The exports for calls of one kind, the one that was used last first.
+
+    One serves every shape, unless the graph holds sizes (`per_shape`) or what forward decides.
+    """
+
+    served: list[_Served] = dataclasses.field(default_factory=list)
+    per_shape: bool = False
+
+    def fitting(self, shapes: Shapes) -> list[_Served]:
+        """Those that may serve a call with these shapes."""
+        if not self.per_shape:
+            return self.served
+        return [served for served in self.served if served.made_of == shapes]
+
+    def use(self, served: _Served) -> None:
+        """Tries `served` first from now on."""
+        if self.served[0] is not served:
+            self.served.remove(served)
+            self.served.insert(0, served)
+
+    def refuse_more(self) -> None:
+        """Raises where there are as many as there may be."""
+        if len(self.served) < _OF_A_KIND:
+            return
+        if self.per_shape:
+            raise ExportFailed(
+                f"the model's graph holds the sizes of its input, and {_OF_A_KIND} shapes have an "
+                "export each: pad batches to fewer sizes, or use engine='eager'"
+            )
+        decision = self.served[0].export.decisions[0]
+        raise ExportFailed(
+            f"forward decides by a tensor's value at {place(*decision.place)}, and {_OF_A_KIND} "
+            "ways have an export each: compute with tensors there, or use engine='eager'"
+        )
+
+
+def _sizes(shapes: Shapes) -> Iterator[tuple[tuple[int, int], int]]:
+    """Every dimension of every tensor, and its size."""
+    for i, shape in enumerate(shapes):
+        for j, size in enumerate(shape):
+            yield (i, j), size
 
 
 class Execution:
@@ -193,7 +276,8 @@ class Execution:
 
     An export serves the calls that it fits: the same state of the module (`Guard`), the same
     structure, types and ranks of the arguments, the same Python values among them, the same
-    autocast. Another call gets an export of its own; the last few are kept.
+    autocast. Another call gets an export of its own; the last few are kept. It should fit every
+    shape; a model whose graph turns out to hold the sizes of its input gets one for each shape.
     """
 
     def __init__(self, module: nn.Module, settings: EngineSettings) -> None:
@@ -204,7 +288,7 @@ class Execution:
         self._exported_with = settings
         self._ort_module: Any = None
         self._guard = Guard(module)
-        self._served: dict[Hashable, _Served] = {}
+        self._kinds: dict[Hashable, _Kind] = {}
         self._export_s = 0.0
         self._check_s = 0.0
         self._checks = 0
@@ -273,7 +357,7 @@ class Execution:
 
     def exports(self) -> list[Export]:
         """The exports at hand, the newest last."""
-        return [served.export for served in self._served.values()]
+        return [served.export for kind in self._kinds.values() for served in kind.served]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward, by the export that fits."""
@@ -284,14 +368,30 @@ class Execution:
         if self._fallback is not None and self._falls_back():
             return self.module(*args, **kwargs)
         key, shapes = self._kind(args, kwargs)
-        served = self._served.get(key)
-        if served is None or shapes not in served.shapes:
-            return self._first(served, shapes, args, kwargs)
-        return served.run(args, kwargs)
+        kind = self._kinds.get(key) or _Kind()
+        why = ""
+        for served in kind.fitting(shapes):
+            try:
+                if shapes in served.shapes:
+                    outputs = served.run(args, kwargs)
+                else:
+                    outputs = self._first(served, key, shapes, args, kwargs)
+            except OtherDecision as other:
+                why = f"forward decides otherwise at {place(*other.place)}"
+            else:
+                kind.use(served)
+                return outputs
+        try:
+            return self._first(None, key, shapes, args, kwargs, why=why)
+        except OtherDecision as other:
+            raise ExportFailed(
+                f"forward decides by random numbers at {place(*other.place)}, which ORT draws "
+                "otherwise; use engine='eager'"
+            ) from None
 
     def _kind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Hashable, tuple[torch.Size, ...]]:
+    ) -> tuple[Hashable, Shapes]:
         """What an export must fit, and the shapes, which every export should take."""
         shapes: list[torch.Size] = []
         key = (
@@ -307,18 +407,24 @@ class Execution:
     def _first(
         self,
         served: _Served | None,
-        shapes: tuple[torch.Size, ...],
+        key: Hashable,
+        shapes: Shapes,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        why: str = "",
     ) -> Any:
-        """A call with a new export, or with shapes that its export has not met."""
+        """A call with a new export, or with shapes that its export has not met.
+
+        ``why`` tells what is new, where that is not an edit of the model or the kind of input.
+        """
         try:
             if served is None:
                 _refuse_backward_hooks(self.module)
             if self._due(served, shapes):
-                served = self._check(served, args, kwargs)
+                served = self._check_or_split(served, key, args, kwargs, why)
             elif served is None:
-                served = self._make(args, kwargs)
+                served = self._make(args, kwargs, why)
         except (ExportFailed, SelfCheckFailed) as error:
             if not self.settings.fallback:
                 raise
@@ -345,12 +451,16 @@ class Execution:
         self._fallback = None
         return False
 
-    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Served:
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> _Served:
         change, self._guard.change = self._guard.change, ""
         change = change or options.changed(self._exported_with, self.settings)
         self._exported_with = self.settings
-        if self._served:
-            self._note(f"exported again: {change or 'another kind of input'}")
+        key, shapes = self._kind(args, kwargs)
+        known = self._kinds.get(key)
+        if known is not None:
+            known.refuse_more()
+        if self._kinds and not (known is not None and known.per_shape):
+            self._note(f"exported again: {why or change or 'another kind of input'}")
         trainable = any(p.requires_grad for p in self.module.parameters())
         gradient = trainable and (torch.is_grad_enabled() or self.module.training)
         tell("exporting the model to ORT")
@@ -366,11 +476,17 @@ class Execution:
                 self._let_eager_fail(args, kwargs)
             raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from None
         self._export_s += time.perf_counter() - started
-        served = _Served(export, _batch_counters(self.module))
+        if hooked := _forward_hooked(self.module):
+            self._note(
+                f"forward hooks of {', '.join(hooked[:3])}: ORT's graph has what they compute on "
+                "tensors, but does not call them"
+            )
+        counters, buffers = _batch_counters(self.module), list(self.module.buffers())
+        served = _Served(export, shapes, counters, buffers)
         # Forward ran by now, and may have set attributes: what fits the export is what it left.
-        self._served[self._kind(args, kwargs)[0]] = served
-        while len(self._served) > _EXPORTS:
-            del self._served[next(iter(self._served))]
+        self._kinds.setdefault(self._kind(args, kwargs)[0], _Kind()).served.insert(0, served)
+        while len(self._kinds) > _EXPORTS:
+            del self._kinds[next(iter(self._kinds))]
         return served
 
     def _let_eager_fail(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -378,24 +494,47 @@ class Execution:
         with undisturbed(self.module), torch.no_grad():
             self.module(*args, **kwargs)
 
-    def _due(self, served: _Served | None, shapes: tuple[torch.Size, ...]) -> bool:
+    def _due(self, served: _Served | None, shapes: Shapes) -> bool:
         """Whether this call is to be checked: new exports, and new shapes while there are few.
 
         An export's first three shapes are, then the first of every bucket of sizes (rounded up to
-        powers of two), until sixteen checks of the run are spent.
+        powers of two), until sixteen checks of the run are spent. A dimension that changes for the
+        first time is checked in any case: the graph may hold its size.
         """
         if not self.settings.self_check:
             return False
-        if served is None or not served.checked:
+        if served is None or not served.checked or served.has_new_dimension(shapes):
             return True
         known = _bucket(shapes) in served.buckets and served.shapes_met >= _FIRST_SHAPES
         return self._checks < _MOST_CHECKS and not known
+
+    def _check_or_split(
+        self,
+        served: _Served | None,
+        key: Hashable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        why: str,
+    ) -> _Served:
+        """`_check`; what is right for one shape and wrong for another gets an export for each."""
+        try:
+            return self._check(served, args, kwargs, why)
+        except (ExportFailed, SelfCheckFailed):
+            if served is None or not served.checked:
+                raise
+            self._note(
+                "the graph holds the sizes of the input that it was exported with and is wrong for "
+                f"others: every shape is exported for itself, at most {_OF_A_KIND}"
+            )
+            self._kinds[key].per_shape = True
+            return self._check(None, args, kwargs, why)
 
     def _check(
         self,
         served: _Served | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        why: str,
     ) -> _Served:
         """Compares the export with eager torch, after making it where there is none."""
         started, exported_s = time.perf_counter(), self._export_s
@@ -409,7 +548,7 @@ class Execution:
                 gradients=gradients,
             )
         if served is None:
-            served = self._make(args, kwargs)
+            served = self._make(args, kwargs, why)
         tell("checking ORT against eager torch")
         if reference.wrote:
             names = ", ".join(sorted(reference.wrote)[:3])
@@ -418,7 +557,7 @@ class Execution:
             self._note("not checked: forward draws random numbers besides dropout")
         else:
             self._compare(reference, served, args, kwargs, inputs=inputs, gradients=gradients)
-        served.checked = True
+        served.passed(self._kind(args, kwargs)[1])
         self._checks += 1
         self._check_s += time.perf_counter() - started - (self._export_s - exported_s)
         return served
@@ -440,6 +579,8 @@ class Execution:
                 inputs=inputs,
                 gradients=gradients,
             )
+        except OtherDecision:
+            raise
         except Exception as error:  # noqa: BLE001 - as above
             raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from None
         low_precision = _autocast() is not None or any(
@@ -478,6 +619,14 @@ def _batch_counters(module: nn.Module) -> list[torch.Tensor]:
     return [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
 
 
+def _forward_hooked(module: nn.Module) -> list[str]:
+    return [
+        name or type(child).__name__
+        for name, child in module.named_modules()
+        if child._forward_hooks or child._forward_pre_hooks
+    ]
+
+
 def _refuse_backward_hooks(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if child._backward_hooks or child._backward_pre_hooks:
@@ -509,7 +658,7 @@ def _autocast() -> Hashable:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled) or None
 
 
-def _bucket(shapes: tuple[torch.Size, ...]) -> Hashable:
+def _bucket(shapes: Shapes) -> Hashable:
     return tuple(tuple(_power_of_two(size) for size in shape) for shape in shapes)
 
 

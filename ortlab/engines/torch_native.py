@@ -17,7 +17,6 @@ from torch import nn
 from ortlab.engines import batch as batches
 from ortlab.engines.base import (
     Batch,
-    Capabilities,
     EvalResult,
     LossFunction,
     Report,
@@ -206,7 +205,6 @@ class Eager:
     """torch as it is: the reference for every other engine."""
 
     name = "eager"
-    capabilities = Capabilities()
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
@@ -235,7 +233,6 @@ class Compile:
     """torch.compile with its default backend, Inductor."""
 
     name = "compile"
-    capabilities = Capabilities()
 
     def unavailable(self) -> str | None:
         """Inductor compiles C++ on a CPU, so a compiler must be there."""

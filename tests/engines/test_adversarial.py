@@ -1,0 +1,385 @@
+"""Models that an exported graph gets wrong if nobody looks: each trains right or is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from ortlab.engines.ortmodule import ExportFailed, Ort
+from ortlab.engines.selfcheck import SelfCheckFailed
+from ortlab.settings import EngineSettings
+
+
+@pytest.fixture
+def ort() -> Ort:
+    return Ort()
+
+
+def _wrap(ort: Ort, model: nn.Module, **settings: Any) -> nn.Module:
+    return ort.wrap(model, EngineSettings(**settings))
+
+
+def _assert_trains_as_eager(ort: Ort, model: nn.Module, *batches: tuple[Any, ...]) -> nn.Module:
+    """The same outputs and gradients as eager torch for each of `batches`; returns the wrapper."""
+    twin = copy.deepcopy(model)
+    wrapped = _wrap(ort, model)
+    for batch in batches:
+        expected, found = twin(*batch), wrapped(*batch)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for each, output in ((twin, expected), (model, found)):
+            each.zero_grad()
+            output.square().sum().backward()
+        for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5, msg=name)
+        for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    return wrapped
+
+
+# --- 1, 2: what forward decides by a tensor's value
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            x = x * 2
+        return self.layer(x)
+
+
+class Loop(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(int(x.abs().max())):
+            x = self.layer(x)
+        return x
+
+
+class Scale(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) / x.abs().max().item()
+
+
+class InNumpy(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * float(np.abs(x.detach().numpy()).max())
+
+
+class BranchAfterNorm(nn.Module):
+    """The branch is known only after BatchNorm has changed its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        if x[0, 0] > 0:
+            return self.layer(x)
+        return -2 * x * self.layer.weight[0] + self.layer.bias
+
+
+def _of_size(size: float) -> tuple[torch.Tensor]:
+    return (torch.full((2, 3), float(size)),)
+
+
+@pytest.mark.parametrize("kind", [Branch, Loop])
+def test_a_decision_by_value_is_followed(ort: Ort, kind: type[nn.Module]) -> None:
+    """A graph for each way; which one fits, its own outputs tell."""
+    wrapped = _assert_trains_as_eager(ort, kind(), *map(_of_size, (2, -3, 1, 2, -3, 1, 4)))
+    notes = [note for note in ort.report(wrapped).notes if note.startswith("exported again")]
+    assert len(notes) == (1 if kind is Branch else 3)
+    assert all("test_adversarial.py" in note and "x." in note for note in notes)
+
+
+def test_a_wrong_way_leaves_no_trace(ort: Ort) -> None:
+    up = torch.tensor([[9.0, 0, 0], [0, 1, 2], [0, 2, 1]])
+    batches = [(up,), (-up,), (up,), (-up,), (2 * up,)]
+    _assert_trains_as_eager(ort, BranchAfterNorm(), *batches)
+
+
+def test_ways_to_decide_have_a_bound(ort: Ort) -> None:
+    wrapped = _wrap(ort, Loop())
+    for times in range(16):
+        wrapped(*_of_size(times + 0.5))
+    with pytest.raises(ExportFailed, match=r"16 ways have an export each"):
+        wrapped(*_of_size(16.5))
+    wrapped(*_of_size(3.5))  # what is there goes on
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (Scale, "return self.layer(x) / x.abs().max().item()"),
+        (InNumpy, "return self.layer(x) * float(np.abs(x.detach().numpy()).max())"),
+    ],
+)
+def test_a_fraction_that_is_read_is_refused_with_its_line(
+    ort: Ort, kind: type[nn.Module], line: str
+) -> None:
+    x = torch.full((2, 3), 2.0)
+    with pytest.raises(ExportFailed) as refused:
+        _wrap(ort, kind())(x)
+    assert line in str(refused.value)
+    assert "test_adversarial.py" in str(refused.value)
+    model = kind()
+    falls_back = _wrap(ort, model, fallback=True)
+    for each in (x, -x):
+        torch.testing.assert_close(falls_back(each), model(each))
+    assert "reads a tensor's value" in str(ort.report(falls_back).fallback_reason)
+
+
+class Guarded(Branch):
+    """Reads a value in eager torch only, as transformers' masks do: the graph has both cases."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        if not torch.jit.is_tracing() and mask.all():
+            return self.layer(x)
+        return self.layer(x * mask)
+
+
+def test_a_value_that_the_graph_does_not_hold_may_be_read(ort: Ort) -> None:
+    _assert_trains_as_eager(ort, Guarded(), (torch.ones(2, 3),), (torch.randn(2, 3),))
+
+
+# --- the sizes of the first input
+
+
+class HoldsLength(nn.Module):
+    """The mean over the sequence, divided by a Python number; any length runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.sum(1) / float(x.shape[1]))
+
+
+class HoldsTable(HoldsLength):
+    """Adds a table made in numpy; ORT cannot run another length at all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.from_numpy(np.arange(x.shape[1], dtype=np.float32))
+        return self.layer(x + places[:, None])
+
+
+@pytest.mark.parametrize("kind", [HoldsLength, HoldsTable])
+def test_a_graph_that_holds_sizes_is_exported_for_each_shape(
+    ort: Ort, kind: type[nn.Module]
+) -> None:
+    """Batches of other sizes first: the length changes when all seems well known."""
+    sizes = [(8, 60), (4, 60), (3, 60), (5, 60), (5, 50), (8, 60), (2, 33), (5, 50)]
+    wrapped = _assert_trains_as_eager(ort, kind(), *((torch.randn(*s, 3),) for s in sizes))
+    notes = ort.report(wrapped).notes
+    assert sum("every shape is exported for itself" in note for note in notes) == 1
+
+
+def test_exports_for_each_shape_have_a_bound(ort: Ort) -> None:
+    wrapped = _wrap(ort, HoldsLength())
+    for length in range(2, 18):
+        wrapped(torch.randn(2, length, 3))
+    with pytest.raises(ExportFailed, match="pad batches to fewer sizes"):
+        wrapped(torch.randn(2, 18, 3))
+    wrapped(torch.randn(2, 3, 3))  # what is there goes on
+
+
+# --- 4: a parameter's shape edited in place
+
+
+def test_a_parameter_that_gets_another_shape(ort: Ort) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    wrapped, x = _wrap(ort, model), torch.randn(2, 3)
+    assert wrapped(x).shape == (2, 4)
+    model[0].weight.data, model[0].bias.data = torch.randn(6, 3), torch.randn(6)
+    found = wrapped(x)
+    torch.testing.assert_close(found, model(x))
+    found.sum().backward()
+    assert model[0].weight.grad is not None
+    assert model[0].weight.grad.shape == (6, 3)
+
+
+# --- 5: buffers that change
+
+
+class Average(nn.Module):
+    """Keeps a moving average of its input, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return self.layer(x - self.average)
+
+
+def test_a_buffer_that_forward_changes(ort: Ort) -> None:
+    """BatchNorm's trains; any other is refused by name, and is as it was."""
+    batches = [(torch.randn(4, 3),), (torch.randn(6, 3),), (torch.randn(4, 3),)]
+    norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    _assert_trains_as_eager(ort, norm, *batches)
+    model = Average()
+    with pytest.raises((SelfCheckFailed, ExportFailed), match="average"):
+        _wrap(ort, model)(torch.randn(4, 3))
+    assert torch.equal(model.average, torch.zeros(3))
+
+
+# --- 6: shared submodules
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.again = self.first
+        self.last = nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.again(self.first(x).tanh()).tanh())
+
+
+def test_shared_submodules_and_weights(ort: Ort) -> None:
+    _assert_trains_as_eager(ort, Shared(), (torch.randn(2, 3),), (torch.randn(5, 3),))
+
+
+# --- 7: dataclass inputs
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class TakesPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, pair: Pair) -> torch.Tensor:
+        return self.layer(pair.x) + pair.y
+
+
+def test_a_dataclass_is_refused_or_right(ort: Ort) -> None:
+    wrapped = _wrap(ort, TakesPair())
+    for _ in range(2):
+        with pytest.raises(ExportFailed, match="Pair"):
+            wrapped(Pair(torch.randn(2, 3), torch.randn(2, 3)))
+
+
+# --- 8: complex numbers
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).abs()
+
+
+class Spectrum(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(self.layer(x)).abs()
+
+
+@pytest.mark.parametrize("kind", [Complex, Spectrum])
+def test_complex_numbers_are_refused(ort: Ort, kind: type[nn.Module]) -> None:
+    with pytest.raises(ExportFailed, match=r"(?i)complex|fft"):
+        _wrap(ort, kind())(torch.randn(2, 3))
+
+
+# --- 9: gradients of gradients
+
+
+def test_gradients_of_gradients_are_refused(ort: Ort) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    wrapped = _wrap(ort, model)
+    loss = wrapped(torch.randn(2, 3)).sum()
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*engine='eager'"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+# --- 10: hooks
+
+
+def _double(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def test_a_forward_hook_that_computes_is_in_the_graph(ort: Ort) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    handle = model[0].register_forward_hook(_double)
+    batch = (torch.randn(2, 3),)
+    wrapped = _assert_trains_as_eager(ort, model, batch)
+    assert any("hook" in note for note in ort.report(wrapped).notes)
+    handle.remove()
+    torch.testing.assert_close(wrapped(*batch), model(*batch))
+
+
+def test_a_backward_hook_is_refused(ort: Ort) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    model[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ExportFailed, match="0 has a backward hook"):
+        _wrap(ort, model)(torch.randn(2, 3))
+
+
+# --- copies and files
+
+
+def _bert() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            vocab_size=20,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_trains_by_itself(ort: Ort, again: Callable[[nn.Module], nn.Module]) -> None:
+    wrapped = _wrap(ort, _bert())
+    ids = torch.randint(20, (2, 5))
+    wrapped(input_ids=ids)
+    twin = again(wrapped)
+    torch.testing.assert_close(twin(input_ids=ids).logits, wrapped(input_ids=ids).logits)
+    twin(input_ids=ids).logits.sum().backward()
+    assert all(p.grad is None for p in ort.unwrap(wrapped).parameters())
+    with torch.no_grad():
+        ort.unwrap(twin).classifier.bias += 1
+    torch.testing.assert_close(twin(input_ids=ids).logits, wrapped(input_ids=ids).logits + 1)
+
+
+def test_a_wrapped_model_saves_what_the_model_would(ort: Ort, tmp_path: Path) -> None:
+    model = _bert()
+    wrapped = _wrap(ort, model)
+    ids = torch.randint(20, (2, 5))
+    expected = wrapped(input_ids=ids).logits
+    wrapped.save_pretrained(tmp_path)
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert list(wrapped.state_dict()) == list(model.state_dict())
