@@ -1,0 +1,15 @@
+"""Imported by the sweep's fork server: what every cell's process would import otherwise."""
+
+import transformers
+
+from ortlab import compat
+from tests.zoo import (
+    specs,
+    trial,  # noqa: F401
+)
+
+for family in specs.FAMILIES.values():
+    for head in family.heads.values():
+        getattr(transformers, head)
+if compat.unavailable() is None:
+    compat.ortmodule()

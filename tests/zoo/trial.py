@@ -1,0 +1,135 @@
+"""One cell tried: a model trained by ``ortlab.wrap`` against the same model in eager torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+import ortlab
+from ortlab.engines.ortmodule import ExportFailed
+from ortlab.engines.selfcheck import SMALLEST, SelfCheckFailed
+from tests.zoo import specs
+from tests.zoo.dropout import Replay
+from tests.zoo.outcome import FAILED, OK, REFUSED, WRONG, Outcome
+
+LOSS_TOLERANCE: Final = 1e-4
+GRADIENT_TOLERANCE: Final = 1e-3
+BUFFER_TOLERANCE: Final = 1e-4
+STEPS: Final = 10
+STEPS_TOLERANCE: Final = 1e-3
+LEARNING_RATE: Final = 3e-3
+
+class Differs(AssertionError):
+    """ORT's loss, a gradient or a buffer is not eager torch's."""
+
+
+def trial(cell: specs.Cell) -> Outcome:
+    """Tries `cell` in this process: see `Pair` for what has to hold."""
+    started = time.perf_counter()
+    pair = None
+    status, reason = OK, ""
+    try:
+        first, second = specs.batches(cell)
+        pair = Pair(specs.model(cell))
+        with pair.replay:
+            pair.compare(first)
+            pair.compare(second)
+            pair.train([first, second] * (STEPS // 2))
+    except (ExportFailed, SelfCheckFailed) as error:
+        status, reason = REFUSED, str(error)
+    except AssertionError as error:
+        status, reason = WRONG, str(error)
+    except Exception:  # noqa: BLE001 - whatever it is, the table shows it
+        status, reason = FAILED, traceback.format_exc(limit=-3)
+    errors = {} if pair is None else pair.errors
+    return Outcome(cell.name, status, reason, seconds=time.perf_counter() - started, **errors)
+
+
+class Pair:
+    """A model in ORT and its twin in eager torch, which drops out what ORT drops out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.twin = copy.deepcopy(model)
+        self.model = model
+        self.wrapped = ortlab.wrap(model, engine="ort", fallback=False)
+        self.replay = Replay()
+        self.errors: dict[str, Any] = {}
+
+    def compare(self, batch: Mapping[str, Any]) -> None:
+        """Raises Differs where the loss, a gradient or a buffer is not eager torch's.
+
+        The loss by 1e-4, relatively. Gradients by 1e-3 of their norm, or for a gradient that is
+        next to nothing, as one that is zero in exact arithmetic, of a thousandth of the norm of
+        all. Buffers by 1e-4 of their norm.
+        """
+        ours, theirs = self._losses(batch)
+        self._hold("loss", "loss_error", _relative(ours, theirs), LOSS_TOLERANCE)
+        found, wanted = _gradients(self.model, ours), _gradients(self.twin, theirs)
+        least = SMALLEST * float(torch.stack([g.norm() for g in wanted.values()]).norm())
+        for name, gradient in wanted.items():
+            error = _relative(found[name], gradient, least)
+            self._hold(f"gradient of {name}", "gradient_error", error, GRADIENT_TOLERANCE)
+        buffers = dict(self.model.named_buffers())
+        for name, buffer in self.twin.named_buffers():
+            error = _relative(buffers[name].double(), buffer.double())
+            self._hold(f"buffer {name}", "gradient_error", error, BUFFER_TOLERANCE)
+
+    def train(self, batches: Iterable[Mapping[str, Any]]) -> None:
+        """Raises Differs where a step's loss is not eager torch's by 1e-3, or the loss rises."""
+        optimizers = [
+            torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
+            for module in (self.model, self.twin)
+        ]
+        losses = []
+        for batch in batches:
+            pair = self._losses(batch)
+            for loss, optimizer in zip(pair, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            step = f"loss after {len(losses)} steps"
+            self._hold(step, "steps_error", _relative(*pair), STEPS_TOLERANCE)
+            losses.append(float(pair[0].detach()))
+        if not sum(losses[-2:]) < sum(losses[:2]):
+            raise Differs(f"the loss does not fall: {losses[:2]} first, {losses[-2:]} at last")
+
+    def _losses(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        ours = _loss(self.wrapped(**batch))
+        self.errors["exports"] = len(self.wrapped.__dict__["_ortlab"].exports())
+        with self.replay.masks():
+            theirs = _loss(self.twin(**batch))
+        return ours, theirs
+
+    def _hold(self, what: str, kind: str, error: float, tolerance: float) -> None:
+        self.errors[kind] = max(self.errors.get(kind, 0.0), error)
+        if not error <= tolerance:
+            raise Differs(f"{what} is off by {error:.1e}")
+
+
+def _loss(outputs: Any) -> Tensor:
+    loss: Tensor = outputs if isinstance(outputs, Tensor) else outputs["loss"]
+    return loss
+
+
+def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    module.zero_grad()
+    loss.backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in module.named_parameters()
+    }
+
+
+def _relative(a: Tensor, b: Tensor, least: float = 1e-12) -> float:
+    """||a - b|| / ||b||, NaN where either is not finite."""
+    a, b = a.detach().double(), b.detach().double()
+    if a.shape != b.shape:
+        return math.inf
+    return float((a - b).norm()) / max(float(b.norm()), least)
