@@ -104,7 +104,7 @@ def with_decisions(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     ORTModule runs it once as it is, to see the outputs, and then to trace it. Only what was read in
     both counts: sizes are read as tensors in a trace alone, and a model that asks whether it is
-    traced may not read then. NotDecidable is raised for a fraction, of which each would need a graph
+    traced may not read then. NotDecidable is raised for a fraction, since each would need a graph
     of its own, and for more than `_MOST` decisions.
     """
 

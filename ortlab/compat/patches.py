@@ -315,17 +315,6 @@ def _leave_modes(_addresses: Addresses) -> None:
     _replace(importlib.import_module(PACKAGE).ORTModule, "__init__", exporting.wrap_untouched)
 
 
-def _restore_after_export(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
-
-
-    _replace_static(GraphTransitionManager, "_export_model", exporting.repeatable)
-
-
-def _register_rules(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
-    from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
-
 def _bind_methods(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _utils
 
@@ -355,6 +344,14 @@ def _watch_decisions(_addresses: Addresses) -> None:
     from ortlab.compat import symbolics
 
     symbolics.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
+def _leave_caches_out(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _io
+
+    from ortlab.compat import outputs
+
+    _replace(_io, "_extract_schema", outputs.without_caches)
+
+
 
 
 def _locate_failures(_addresses: Addresses) -> None:
@@ -363,6 +360,17 @@ def _locate_failures(_addresses: Addresses) -> None:
 
     for manager in (TrainingManager, InferenceManager):
         for name in ("_build_graph", "_create_execution_agent"):
+def _restore_after_export(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+
+
+    _replace_static(GraphTransitionManager, "_export_model", exporting.repeatable)
+
+
+def _register_rules(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
+    from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
+
             _replace(manager, name, exporting.located)
 
 
@@ -519,6 +527,13 @@ ROWS = (
         link=f"{_ORT}ortmodule/_utils.py",
         apply=_bind_methods,
         probe=probes.class_methods_get_the_class,
+    ),
+    Patch(
+        target=f"{PACKAGE}._io._extract_schema",
+        symptom="TypeError: Unsupported flatten data type: DynamicCache, which decoders give back",
+        link=f"{_ORT}ortmodule/_io.py",
+        apply=_leave_caches_out,
+        probe=probes.caches_are_left_out,
     ),
     Patch(
         target="_FlattenedModule.forward",

@@ -196,7 +196,11 @@ def _zero_bias(g: Graph, weight: Value, transposed_groups: int) -> Value:
 # ---- normalisation -------------------------------------------------------------------------------
 
 
-@rule("layer_norm", "without a bias or a weight: 'Duplicate definition of name (_grad)'")
+@rule(
+    "layer_norm",
+    "without a bias or a weight: 'Duplicate definition of name (_grad)'; under autocast: 'bound to "
+    "different types'",
+)
 def _layer_norm(
     g: Graph, x: Value, shape: Value, weight: Value, bias: Value, eps: Value, cudnn: Value
 ) -> Value:
@@ -204,8 +208,13 @@ def _layer_norm(
     if missing(weight):
         weight = g.op("Constant", value_t=torch.ones(*sizes, dtype=dtype(x)))
     if missing(bias):
-        bias = g.op("Constant", value_t=torch.zeros(*sizes, dtype=dtype(x)))
-    return stock("layer_norm")(g, x, shape, weight, bias, eps, cudnn)
+        bias = g.op("Constant", value_t=torch.zeros(*sizes, dtype=dtype(weight)))
+    kind, precise = dtype(x), dtype(weight)
+    if kind == precise:
+        return stock("layer_norm")(g, x, shape, weight, bias, eps, cudnn)
+    # Torch's CPU kernel takes half precision with a weight in float32, under autocast.
+    x = cast(g, x, precise)
+    return cast(g, stock("layer_norm")(g, x, shape, weight, bias, eps, cudnn), kind)
 
 
 def _batch_norm_gradient() -> Gradient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -165,6 +166,10 @@ def unfit(model: nn.Module) -> str | None:
         return "is already an ORTModule"
     if any(map(is_ortmodule, parts(model))):
         return "contains a wrapped model; unwrap that first"
+    foreign = next((m for m in model.modules() if type(m).__module__.startswith("apex.")), None)
+    if foreign is not None or _apex_is_on():
+        what = "apex.amp" if foreign is None else f"apex's {type(foreign).__name__}"
+        return f"uses {what}, which torch has replaced: take torch.nn's layers and torch.autocast"
     parameters = list(model.parameters())
     if any(is_lazy(p) for p in parameters):
         return "has lazy parameters; put one batch through it first"
@@ -175,6 +180,12 @@ def unfit(model: nn.Module) -> str | None:
     if type(model).forward is nn.Module.forward and "forward" not in vars(model):
         return f"is a {type(model).__name__}, which has no forward of its own"
     return None
+
+
+def _apex_is_on() -> bool:
+    """Whether apex.amp.initialize was called: it rewrites forward and torch's functions."""
+    state = getattr(sys.modules.get("apex.amp._amp_state"), "_amp_state", None)
+    return bool(getattr(getattr(state, "opt_properties", None), "enabled", False))
 
 
 def is_ortmodule(module: nn.Module) -> bool:

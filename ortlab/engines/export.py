@@ -15,7 +15,7 @@ import onnx
 import torch
 from torch import nn
 
-from ortlab.compat import decisions
+from ortlab.compat import decisions, outputs
 from ortlab.engines import options
 
 _RATIO = "ortlab_no_dropout"
@@ -46,6 +46,8 @@ class Export:
         self.torch_module.is_training = lambda: gradient
         self.decisions: tuple[decisions.Decision, ...] = ()
         """What the graph's last outputs are compared with after each run."""
+        self.left_out: tuple[str, ...] = ()
+        """Results of the model that are None in the graph's."""
 
     @property
     def manager(self) -> Any:
@@ -62,6 +64,7 @@ class Export:
         if export:
             transitions.get_post_processed_model(args, kwargs)
             self.decisions = decisions.last_decisions()
+            self.left_out = outputs.last_left_out()
         manager._initialize_graph_builder(transitions._post_export_processed_model_info)
         manager._detect_from_inputs(args, kwargs)
         manager._build_graph(manager._get_graph_transformer_config())
@@ -80,9 +83,9 @@ class Export:
         The CPU provider runs half-precision nodes in float32 and drops the casts around them, up to
         the graph's own outputs.
         """
-        outputs = transitions._exported_model_info.exported_model.graph.output
-        count = len(outputs) - len(self.decisions)
-        declared = [_HALF.get(output.type.tensor_type.elem_type) for output in outputs[:count]]
+        given = transitions._exported_model_info.exported_model.graph.output
+        count = len(given) - len(self.decisions)
+        declared = [_HALF.get(each.type.tensor_type.elem_type) for each in given[:count]]
         if not any(declared) and not self.decisions:
             return
         info = transitions._post_export_processed_model_info

@@ -36,6 +36,7 @@ from ortlab.engines.selfcheck import (
     Observed,
     SelfCheckFailed,
     compare,
+    depends_on_seed,
     observe,
     undisturbed,
 )
@@ -476,6 +477,8 @@ class Execution:
                 self._let_eager_fail(args, kwargs)
             raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from None
         self._export_s += time.perf_counter() - started
+        if export.left_out:
+            self._note(f"{', '.join(export.left_out)}: None in ORT's results, a cache is no tensor")
         if hooked := _forward_hooked(self.module):
             self._note(
                 f"forward hooks of {', '.join(hooked[:3])}: ORT's graph has what they compute on "
@@ -553,7 +556,7 @@ class Execution:
         if reference.wrote:
             names = ", ".join(sorted(reference.wrote)[:3])
             self._note(f"forward sets {names}: ORT's graph does not, and keeps what it read there")
-        if reference.drew:
+        if reference.drew and self._random(reference, args, kwargs):
             self._note("not checked: forward draws random numbers besides dropout")
         else:
             self._compare(reference, served, args, kwargs, inputs=inputs, gradients=gradients)
@@ -561,6 +564,22 @@ class Execution:
         self._checks += 1
         self._check_s += time.perf_counter() - started - (self._export_s - exported_s)
         return served
+
+    def _random(
+        self, reference: Observed, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether results depend on random numbers; ExportFailed where a graph would keep those.
+
+        Torch's are drawn by ORT in the graph; what Python or numpy drew is a constant there.
+        """
+        call = functools.partial(self.module, *args, **kwargs)
+        with NoDropout():
+            if depends_on_seed(reference, call, self.module, drawn_by_torch=False):
+                raise ExportFailed(
+                    "forward draws random numbers of Python's or numpy's, and ORT's graph would "
+                    "keep those of the export; draw them with torch, or use engine='eager'"
+                )
+            return depends_on_seed(reference, call, self.module, drawn_by_torch=True)
 
     def _compare(
         self,

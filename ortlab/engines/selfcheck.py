@@ -10,11 +10,14 @@ would ignore.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -179,6 +182,30 @@ def observe(
         drew = not before.same_as(RandomStates.now())
     detached = {name: value.detach() for name, value in outputs.items()}
     return Observed(detached, found, buffers, drew, frozenset(wrote))
+
+
+def depends_on_seed(
+    reference: Observed, call: Callable[[], Any], module: nn.Module, *, drawn_by_torch: bool
+) -> bool:
+    """Whether `call`, seen in `reference`, gives something else when other numbers are drawn.
+
+    They are torch's, or Python's and numpy's.
+    """
+
+    def with_other_numbers() -> Any:
+        if drawn_by_torch:
+            torch.manual_seed(_SEED)
+        else:
+            random.seed(_SEED)
+            np.random.seed(_SEED)
+        return call()
+
+    other = observe(with_other_numbers, module, inputs=(), gradients=False)
+    try:
+        compare(dataclasses.replace(reference, gradients={}), other, low_precision=False)
+    except SelfCheckFailed:
+        return True
+    return False
 
 
 def _gradients(

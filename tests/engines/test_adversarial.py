@@ -342,6 +342,63 @@ def test_a_backward_hook_is_refused(ort: Ort) -> None:
         _wrap(ort, model)(torch.randn(2, 3))
 
 
+# --- random numbers besides dropout
+
+
+class NumpyMask(Branch):
+    """Masks its input by numpy's random numbers, as transformers' SpecAugment does."""
+
+    share = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.from_numpy(np.random.rand(3) >= self.share)
+        return self.layer(x * kept)
+
+
+class SkipsLayers(Branch):
+    """Skips itself at random, at a rate of zero: BART's layerdrop."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if torch.rand([]) < 0.0 else self.layer(x)
+
+
+def test_numpys_random_numbers_are_refused_where_they_matter(ort: Ort) -> None:
+    with pytest.raises(ExportFailed, match="random numbers of Python's or numpy's"):
+        _wrap(ort, NumpyMask())(torch.randn(2, 3))
+    harmless = NumpyMask()
+    harmless.share = 0.0
+    _assert_trains_as_eager(ort, harmless, (torch.randn(2, 3),))
+
+
+def test_random_numbers_that_change_nothing_hinder_no_check(ort: Ort) -> None:
+    wrapped = _assert_trains_as_eager(ort, SkipsLayers(), (torch.randn(2, 3),))
+    assert not [note for note in ort.report(wrapped).notes if note.startswith("not checked")]
+
+
+# --- results that no graph has
+
+
+def test_a_decoder_trains_with_its_cache_on(ort: Ort) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=20, n_positions=16, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    twin, wrapped = copy.deepcopy(model), _wrap(ort, model)
+    for size in ((2, 7), (3, 5)):
+        ids = torch.randint(20, size)
+        for each in (twin, wrapped):
+            each.zero_grad()
+            each(input_ids=ids, labels=ids).loss.backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+    assert twin(input_ids=ids).past_key_values is not None
+    assert wrapped(input_ids=ids).past_key_values is None
+    assert any("past_key_values: None" in note for note in ort.report(wrapped).notes)
+
+
 # --- copies and files
 
 

@@ -1,0 +1,143 @@
+"""A user's own autocast and GradScaler: the same with the ORT engine as with eager torch."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from ortlab.engines.ortmodule import ExportFailed, Ort
+from ortlab.settings import EngineSettings
+
+HALF = 5e-3  # relative, of a whole gradient: float16 has ten bits
+
+
+@pytest.fixture
+def ort() -> Ort:
+    return Ort()
+
+
+def _mlp() -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU())
+    return nn.Sequential(*norm, nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def _bert() -> nn.Module:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            vocab_size=100,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+class Logits(nn.Module):
+    """BERT that takes token ids and gives logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = _bert()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bert(input_ids=x).logits
+
+
+def _data(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randint(100, (4, 9)) if isinstance(model, Logits) else torch.randn(8, 6)
+
+
+def _step(model: nn.Module, x: torch.Tensor, scaler: Any, optimizer: Any, scale: float) -> Any:
+    """One step by hand in float16; the output and the gradient before it is unscaled."""
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        output = model(x)
+        loss = output.float().square().mean() * scale
+    scaler.scale(loss).backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    scaler.step(optimizer)
+    scaler.update()
+    return output.detach(), gradient
+
+
+@pytest.mark.parametrize("make", [_mlp, Logits])
+def test_autocast_and_scaler_by_hand(ort: Ort, make: Any) -> None:
+    """Types, gradients, the scale and what an overflow skips are those of eager torch."""
+    model = make()
+    twin = copy.deepcopy(model)
+    wrapped, x = ort.wrap(model, EngineSettings()), _data(model)
+    wrapped(x).sum().backward()  # in float32: autocast comes after the first call
+    sides = []
+    for each in (twin, wrapped):
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.01)
+        seen = [_step(each, x, scaler, optimizer, scale) for scale in (1.0, 1e8, 1.0, 1.0)]
+        sides.append((seen, scaler.get_scale()))
+    (expected, scale), (found, other_scale) = sides
+    assert scale == other_scale
+    overflows = [not bool(gradient.isfinite().all()) for _, gradient in expected]
+    assert overflows == [False, True, False, False]
+    for (output, gradient), (other_output, other_gradient) in zip(expected, found, strict=True):
+        assert other_output.dtype == output.dtype == torch.float16
+        torch.testing.assert_close(other_output, output, rtol=HALF, atol=HALF)
+        if gradient.isfinite().all():
+            assert (gradient - other_gradient).norm() <= HALF * gradient.norm()
+        else:
+            assert not other_gradient.isfinite().all()
+    weights = zip(twin.state_dict().items(), model.state_dict().values(), strict=True)
+    for (name, ours), theirs in weights:
+        torch.testing.assert_close(theirs, ours, rtol=1e-2, atol=1e-4, msg=name)
+
+
+def test_autocast_inside_autocast_and_switched_off(ort: Ort) -> None:
+    model = _mlp()
+    wrapped, x = ort.wrap(model, EngineSettings()), _data(model)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.float16):
+            assert wrapped(x).dtype == model(x).dtype == torch.float16
+            with torch.autocast("cpu", enabled=False):
+                assert wrapped(x).dtype == model(x).dtype == torch.float32
+        assert wrapped(x).dtype == torch.float32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA has the kernels")
+def test_what_the_cpu_provider_has_no_kernel_for_is_refused(ort: Ort) -> None:
+    wrapped, x = ort.wrap(_mlp(), EngineSettings()), _data(_mlp())
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ExportFailed, match=r"ORT has no kernel for \w+ in 0"),
+    ):
+        wrapped(x)
+    assert wrapped(x).dtype == torch.float32, "without autocast it goes on"
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """What apex calls its own."""
+
+
+def test_apex_is_refused_with_what_took_its_place(
+    ort: Ort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FusedLayerNorm, "__module__", "apex.normalization.fused_layer_norm")
+    model = nn.Sequential(nn.Linear(3, 3), FusedLayerNorm(3))
+    with pytest.raises(ValueError, match=r"apex's FusedLayerNorm.*torch\.nn's layers"):
+        ort.wrap(model, EngineSettings())
+    # As apex.amp.initialize leaves it; apex itself does not build on today's torch.
+    options = types.SimpleNamespace(enabled=True)
+    state = types.SimpleNamespace(_amp_state=types.SimpleNamespace(opt_properties=options))
+    monkeypatch.setitem(sys.modules, "apex.amp._amp_state", state)
+    with pytest.raises(ValueError, match=r"uses apex\.amp.*torch\.autocast"):
+        ort.wrap(_mlp(), EngineSettings())
