@@ -11,7 +11,6 @@ import importlib.util
 import platform
 import re
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,14 +203,14 @@ def _compiler() -> Finding:
 
 
 def _python_headers() -> Finding:
-    header = Path(sysconfig.get_path("include"), "Python.h")
+    header = extensions.python_header()
     if header.exists():
         return Finding("Python headers", True, str(header))
     return Finding(
         "Python headers",
         False,
-        f"{header} is missing: engine='compile' needs it",
-        "Debian, Ubuntu: sudo apt-get install python3-dev",
+        f"{header} is missing: engine='compile' and, for torch.autograd.Functions, 'ort' need it",
+        extensions.HEADERS_FIX,
     )
 
 

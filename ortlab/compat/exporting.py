@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ortlab.compat.failures import Node
+    from ortlab.compat.interop import Traced
 
 EXPORT = threading.RLock()
 """Held during an export."""
@@ -30,18 +31,6 @@ _NOISE = (
     rb"|^[^\n]*type is missing, so it may result in wrong shape inference[^\n]*\n"
 )
 """What the exporter says of itself on the process's standard streams."""
-_HARMLESS = ("onnxruntime.training.ortmodule._io.", "torch.utils.checkpoint._NoopSaveInputs")
-"""ORTModule marks outputs with identities; checkpointing without re-entry keeps its inputs."""
-
-
-class FunctionRefused(RuntimeError):
-    """A torch.autograd.Function in a model to export; `name` is its full name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"torch.autograd.Function {name} has a backward of its own, which the export would lose"
-        )
-        self.name = name
 
 
 def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,46 +38,56 @@ def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
 
     Every submodule stays in the mode that it is in: ORTModule's own choice would train a frozen
     BatchNorm or Dropout along, and could not differentiate a model in evaluation mode.
-    An autograd.Function is refused by name; a failure is told apart while the graph is still there.
+    An autograd.Function becomes a node that torch runs, or is refused by name; a failure is told
+    apart while the graph is still there.
     """
 
     @functools.wraps(export)  # ORTModule looks at the signature
     def export_module(*args: Any, **kwargs: Any) -> Any:
         from torch.onnx import TrainingMode
 
-        from ortlab.compat import failures
+        from ortlab.compat import failures, interop
 
-        kwargs["dynamo"] = False
-        kwargs["training"] = TrainingMode.PRESERVE
-        with _functions_refused():
+        tracing: dict[str, Any] = {
+            "training": kwargs["training"] == TrainingMode.TRAINING,
+            "opset": kwargs["opset_version"],
+        }
+        if kwargs["autograd_inlining"]:  # how ORTModule says that its support for them is off
+            tracing["refuse"] = "is not exported: custom_autograd is off"
+        kwargs |= {"dynamo": False, "training": TrainingMode.PRESERVE, "autograd_inlining": False}
+        with interop.traced(**tracing) as _last.traced:
             try:
                 result = export(*args, **kwargs)
             except Exception as error:
                 failures.attach(error)
                 raise
         model, inputs, _file = args
-        _verbose.again = lambda: _nodes(export, model, inputs, kwargs)
+        _last.again = lambda: _nodes(export, model, inputs, kwargs, tracing)
         return result
 
     return export_module
 
 
-class _Verbose:
-    """How to make the last export again, with the stack of every node: for a failure only."""
+class _Last:
+    """The last export: what it met, and how to make it again with the stack of every node."""
 
+    traced: Traced
     again: Callable[[], list[Node]] | None = None
 
 
-_verbose = _Verbose()
+_last = _Last()
 
 
-def _nodes(export: Callable[..., Any], model: Any, inputs: Any, options: Any) -> list[Node]:
+def _nodes(
+    export: Callable[..., Any], model: Any, inputs: Any, options: Any, tracing: Any
+) -> list[Node]:
     import onnx
 
+    from ortlab.compat import interop
     from ortlab.compat.failures import Node
 
     file = io.BytesIO()
-    with streams_filtered(noise=b".+"), _undisturbed(model):
+    with streams_filtered(noise=b".+"), _undisturbed(model), interop.traced(**tracing):
         export(model, inputs, file, **{**options, "verbose": True})
     graph = onnx.load_model_from_string(file.getvalue()).graph
     return [Node(node.name, node.op_type, node.doc_string) for node in graph.node]
@@ -104,39 +103,17 @@ def located(build: Callable[..., Any]) -> Callable[..., Any]:
     def build_or_locate(self: Any, *args: Any, **kwargs: Any) -> Any:
         from ortlab.compat import failures
 
-        again, _verbose.again = _verbose.again, None  # it holds the model and a batch
+        again, _last.again = _last.again, None  # it holds the model and a batch
         try:
             result = build(self, *args, **kwargs)
         except Exception as error:
             failures.attach_nodes(error, again() if again is not None else ())
             raise
         if build.__name__ == "_build_graph":  # the session is still to come
-            _verbose.again = again
+            _last.again = again
         return result
 
     return build_or_locate
-
-
-@contextlib.contextmanager
-def _functions_refused() -> Iterator[None]:
-    """In this thread, calling an autograd.Function raises FunctionRefused."""
-    from torch.autograd import Function
-
-    original: Any = Function.__dict__["apply"]
-    thread = threading.get_ident()
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        if threading.get_ident() == thread and not name.startswith(_HARMLESS):
-            raise FunctionRefused(name)
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    function: Any = Function
-    function.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        function.apply = original
 
 
 def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,7 +146,7 @@ def _refuse_grouped_convolution(graph: Any) -> None:
         groups = next((a.i for a in node.attribute if a.name == "group"), 1)
         if node.op_type == "Conv" and groups > 1:
             error = RuntimeError(f"ORT's gradient of grouped convolutions ('{node.name}') is wrong")
-            again, _verbose.again = _verbose.again, None
+            again, _last.again = _last.again, None
             failures.attach_nodes(error, again() if again is not None else ())
             raise error
 

@@ -3,7 +3,8 @@
 ORT ships them as source. Each is one C++ file whose only business is to hand out the addresses of
 functions, so the file is compiled unchanged against a small stand-in for ``torch/torch.h``: that
 needs neither pybind11 nor Python's headers, works for every Python, and takes 10 s where the build
-that ORT documents takes 40.
+that ORT documents takes 40. The one for torch.autograd.Function is of our own, `interop.cc`: it
+needs Python's headers, takes a second, and is built when such a function is first met.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +30,7 @@ from ortlab.compat import OrtUnavailable, Progress
 
 COMPILERS = ("c++", "g++", "clang++")
 COMPILER_FIX = "Install one (Debian, Ubuntu: sudo apt-get install g++), or name yours in CXX"
+HEADERS_FIX = "Debian, Ubuntu: sudo apt-get install python3-dev"
 CUDA_LIBRARIES = {
     "libcudart.so.11.0": "nvidia-cuda-runtime-cu11",
     "libcublasLt.so.11": "nvidia-cublas-cu11",
@@ -42,10 +45,11 @@ _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
 
 @dataclass(frozen=True)
 class Extension:
-    """One of ORT's extensions: `source` lies below its torch_cpp_extensions folder.
+    """One extension: `source` is a path below ORT's torch_cpp_extensions folder, or a whole one.
 
     `headers` is what stands in for torch's umbrella headers, `functions` the ones that give
     addresses, `libraries` those of torch's own that it links to; they are loaded with torch.
+    `python` tells that it needs Python's headers, and `seconds` about how long it takes to build.
     """
 
     name: str
@@ -55,6 +59,8 @@ class Extension:
     libraries: tuple[str, ...]
     replace: Mapping[str, str]
     cuda: bool = False
+    python: bool = False
+    seconds: int = 10
 
     def code(self) -> str:
         """The C++ text that is compiled: ORT's file and exported names for its functions."""
@@ -74,6 +80,8 @@ class Extension:
     def path(self) -> Path:
         """Where the built library lies, or would."""
         what = "\0".join((_torch_version_file(), self.code(), self.stand_in(), *_FLAGS))
+        if self.python:
+            what += str(sysconfig.get_config_var("SOABI"))
         digest = hashlib.sha256(what.encode()).hexdigest()[:12]
         return cache_folder() / f"{self.name}-{torch_version()}-{platform.machine()}-{digest}.so"
 
@@ -101,6 +109,18 @@ GPU_ALLOCATOR = Extension(
         "___gpu_allocator_header___": "CUDACachingAllocator",
     },
     cuda=True,
+)
+
+
+INTEROP = Extension(
+    name="torch_interop_utils",
+    source=str(Path(__file__).with_name("interop.cc")),
+    headers=(),
+    functions=("runner",),
+    libraries=(),
+    replace={},
+    python=True,
+    seconds=1,
 )
 
 
@@ -158,6 +178,19 @@ def load(on_progress: Progress | None = None) -> dict[str, dict[str, int]]:
     return loaded
 
 
+def load_interop(on_progress: Progress | None = None) -> int:
+    """Builds and loads what runs torch.autograd.Functions in ORT; the address of its function.
+
+    Raises OrtUnavailable where it cannot be built.
+    """
+    return _addresses(INTEROP, _build(INTEROP, on_progress))["runner"]
+
+
+def python_header() -> Path:
+    """Where Python.h lies, or would."""
+    return Path(sysconfig.get_path("include"), "Python.h")
+
+
 def _addresses(extension: Extension, path: Path) -> dict[str, int]:
     try:
         library = ctypes.CDLL(str(path))
@@ -184,10 +217,15 @@ def _build(extension: Extension, on_progress: Progress | None) -> Path:
         raise OrtUnavailable(
             "ORT's torch extension has to be built once and there is no C++ compiler", COMPILER_FIX
         )
+    if extension.python and not python_header().exists():
+        raise OrtUnavailable(f"Python's header {python_header()} is missing", HEADERS_FIX)
     _prepare(path.parent)
     with _locked(path.with_suffix(".lock"), tell):
         if not path.exists():
-            tell(f"building ORT's {extension.name} for torch {torch_version()}: once, about 10 s")
+            tell(
+                f"building ORT's {extension.name} for torch {torch_version()}: once, about "
+                f"{extension.seconds} s"
+            )
             began = time.perf_counter()
             _compile(extension, command, path)
             tell(f"built {extension.name} in {time.perf_counter() - began:.0f} s")
@@ -242,6 +280,8 @@ def _compile(extension: Extension, command: list[str], path: Path) -> None:
         headers = [folder, torch / "include", torch / "include/torch/csrc/api/include"]
         if extension.cuda:
             headers += _cuda_headers()
+        if extension.python:
+            headers.append(python_header().parent)
         arguments = [
             *command, *_FLAGS, *(f"-I{header}" for header in headers), str(source),
             "-o", str(library),

@@ -94,7 +94,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _from_traceback(error: BaseException) -> Failure:
-    from ortlab.compat.exporting import FunctionRefused
+    from ortlab.compat.interop import FunctionRefused
 
     node = _node(error.__traceback__)
     if node is not None:

@@ -154,7 +154,7 @@ def _constant(value: int) -> Callable[[], int]:
     return lambda: value
 
 
-def _interop_off(_addresses: Addresses) -> None:
+def _interop_later(_addresses: Addresses) -> None:
     from onnxruntime.capi import _pybind_state
 
     _replace(_pybind_state, "is_torch_interop_default_on", lambda _original: lambda: False)
@@ -183,6 +183,17 @@ def _give_torch_back(_addresses: Addresses) -> None:
         while function.__module__ == PACKAGE:
             function = function.__globals__[kept_as]
         setattr(owner, name, function)
+
+
+def _interop_ready(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _custom_autograd_function
+    from onnxruntime.training.ortmodule._training_manager import TrainingManager
+
+    from ortlab.compat import interop
+
+    _custom_autograd_function.custom_autograd_function_enabler.state = True
+    name = "execution_session_run_forward"
+    _replace_static(TrainingManager, name, interop.keeping_states)
 
 
 def _no_fallback(_addresses: Addresses) -> None:
@@ -333,17 +344,6 @@ def _bind_methods(_addresses: Addresses) -> None:
     _replace(_utils, name, make)
 
 
-def _watch_decisions(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule import _io
-
-    from ortlab.compat import decisions
-
-    _replace(_io._FlattenedModule, "forward", decisions.with_decisions)
-
-
-    from ortlab.compat import symbolics
-
-    symbolics.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
 def _leave_caches_out(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _io
 
@@ -352,14 +352,14 @@ def _leave_caches_out(_addresses: Addresses) -> None:
     _replace(_io, "_extract_schema", outputs.without_caches)
 
 
+def _watch_decisions(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _io
+
+    from ortlab.compat import decisions
+
+    _replace(_io._FlattenedModule, "forward", decisions.with_decisions)
 
 
-def _locate_failures(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule._inference_manager import InferenceManager
-    from onnxruntime.training.ortmodule._training_manager import TrainingManager
-
-    for manager in (TrainingManager, InferenceManager):
-        for name in ("_build_graph", "_create_execution_agent"):
 def _restore_after_export(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
@@ -371,7 +371,24 @@ def _register_rules(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
     from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
 
+    from ortlab.compat import symbolics
+
+    symbolics.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
+
+
+def _locate_failures(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._inference_manager import InferenceManager
+    from onnxruntime.training.ortmodule._training_manager import TrainingManager
+
+    for manager in (TrainingManager, InferenceManager):
+        for name in ("_build_graph", "_create_execution_agent"):
             _replace(manager, name, exporting.located)
+
+
+def _no_second_gradients(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._training_manager import TrainingManager
+
+    _replace(TrainingManager, "_create_autofunction_class", autograd.once_differentiable)
 
 
 def _filter_streams(_addresses: Addresses) -> None:
@@ -385,12 +402,6 @@ def _no_label_hooks(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     def make(_original: Any) -> Callable[..., list[Any]]:
-def _no_second_gradients(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule._training_manager import TrainingManager
-
-    _replace(TrainingManager, "_create_autofunction_class", autograd.once_differentiable)
-
-
         return lambda *_args, **_kwargs: []
 
     _replace_static(GraphTransitionManager, "_add_check_label_sparsity_hook", make)
@@ -428,9 +439,16 @@ ROWS = (
         target="is_torch_interop_default_on",
         symptom="the import asks for the interop extension, which does not compile on this torch",
         link=f"{_ORT}ortmodule/_custom_autograd_function.py",
-        apply=_interop_off,
-        probe=probes.interop_is_off,
+        apply=_interop_later,
+        probe=probes.interop_waits,
         before_import=True,
+    ),
+    Patch(
+        target="custom_autograd_function_enabler",
+        symptom="an autograd.Function is exported without its own backward, or not at all",
+        link=f"{_ORT}ortmodule/_custom_autograd_function_exporter.py",
+        apply=_interop_ready,
+        probe=probes.functions_train,
     ),
     Patch(
         target=f"{PACKAGE}._FALLBACK_INIT_EXCEPTION",
@@ -484,14 +502,14 @@ ROWS = (
     ),
     Patch(
         target="GraphTransitionManager._add_check_label_sparsity_hook",
-        symptom="a loss over padded labels becomes an autograd.Function, which needs interop",
+        symptom="a loss over padded labels calls an autograd.Function, which prints in each step",
         link=f"{_ORT}ortmodule/_graph_transition_manager.py",
         apply=_no_label_hooks,
-        probe=probes.padded_labels_export,
+        probe=probes.padded_labels_are_plain,
     ),
     Patch(
         target="_graph_transition_manager.torch.onnx.export",
-        symptom="the dynamo exporter is the default; an autograd.Function's backward is lost",
+        symptom="the dynamo exporter is the default, and takes none of ORTModule's arguments",
         link=f"{_ORT}ortmodule/_graph_transition_manager.py",
         apply=_route_export,
         probe=probes.export_is_routed,
@@ -503,24 +521,6 @@ ROWS = (
         apply=_leave_modes,
         probe=probes.frozen_layers_stay_frozen,
     ),
-    Patch(
-        target="GraphTransitionManager._export_model",
-        symptom="the traced forward counts as a step in BatchNorm's statistics",
-        link=f"{_ORT}ortmodule/_graph_transition_manager.py",
-        apply=_restore_after_export,
-        probe=probes.export_changes_nothing,
-    ),
-    Patch(
-        target=f"{PACKAGE}._custom_op_symbolic_registry",
-        symptom="operators without a rule, a kernel or a right gradient: see symbolics",
-        link=f"{_ORT}ortmodule/_custom_op_symbolic_registry.py",
-        apply=_register_rules,
-        probe=probes.rules_are_registered,
-    ),
-    Patch(
-        target="TrainingManager._build_graph",
-        symptom="a missing kernel or gradient is reported without the line of the model",
-        link=f"{_ORT}ortmodule/_training_manager.py",
     Patch(
         target="_utils.check_for_name_collisions_and_bind_methods_to_ortmodule",
         symptom="a class method of the model gets a model for its class: save_pretrained fails",
@@ -542,8 +542,33 @@ ROWS = (
         apply=_watch_decisions,
         probe=probes.decisions_are_outputs,
     ),
+    Patch(
+        target="GraphTransitionManager._export_model",
+        symptom="the traced forward counts as a step in BatchNorm's statistics",
+        link=f"{_ORT}ortmodule/_graph_transition_manager.py",
+        apply=_restore_after_export,
+        probe=probes.export_changes_nothing,
+    ),
+    Patch(
+        target=f"{PACKAGE}._custom_op_symbolic_registry",
+        symptom="operators without a rule, a kernel or a right gradient: see symbolics",
+        link=f"{_ORT}ortmodule/_custom_op_symbolic_registry.py",
+        apply=_register_rules,
+        probe=probes.rules_are_registered,
+    ),
+    Patch(
+        target="TrainingManager._build_graph",
+        symptom="a missing kernel or gradient is reported without the line of the model",
+        link=f"{_ORT}ortmodule/_training_manager.py",
         apply=_locate_failures,
         probe=probes.failures_are_located,
+    ),
+    Patch(
+        target="TrainingManager._create_autofunction_class",
+        symptom="create_graph=True: the gradient of a gradient penalty is zero, without a word",
+        link=f"{_ORT}ortmodule/_training_manager.py",
+        apply=_no_second_gradients,
+        probe=probes.second_gradients_are_refused,
     ),
     Patch(
         target=f"{PACKAGE}._logger._suppress_os_stream_output",
@@ -563,13 +588,6 @@ ROWS = (
         target="onnxruntime.training.onnxblock.model_accessor",
         symptom="the training API refuses its own artifacts: the newest onnx writes IR 14",
         link=f"{_ORT}onnxblock/model_accessor.py",
-    Patch(
-        target="TrainingManager._create_autofunction_class",
-        symptom="create_graph=True: the gradient of a gradient penalty is zero, without a word",
-        link=f"{_ORT}ortmodule/_training_manager.py",
-        apply=_no_second_gradients,
-        probe=probes.second_gradients_are_refused,
-    ),
         apply=_cap_onnx,
         probe=probes.onnx_is_capped,
         applies_to=lambda versions: versions.onnx > (1, 17),

@@ -44,8 +44,10 @@ def extensions_found() -> bool:
     return f"{PACKAGE}.torch_cpp_extensions.aten_op_executor" in sys.modules
 
 
-def interop_is_off() -> bool:
-    return not _ort("_custom_autograd_function").custom_autograd_function_enabler.state
+def interop_waits() -> bool:
+    from onnxruntime.capi import _pybind_state
+
+    return not _pybind_state.is_torch_interop_default_on()
 
 
 def no_init_exception() -> bool:
@@ -112,8 +114,6 @@ def second_gradients_are_refused() -> bool:
     return False
 
 
-class _Named(nn.Linear):
-    @classmethod
 class _Caches(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         from transformers import DynamicCache
@@ -128,6 +128,8 @@ def caches_are_left_out() -> bool:
         return False
 
 
+class _Named(nn.Linear):
+    @classmethod
     def own(cls) -> type:
         return cls
 
@@ -153,32 +155,36 @@ def decisions_are_outputs() -> bool:
     return len(transitions._exported_model_info.exported_model.graph.output) == 2
 
 
-        super().__init__()
-        self.layer, self.loss = nn.Linear(2, 2), nn.CrossEntropyLoss()
 class _Loss(nn.Module):
     def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(2, 2), nn.CrossEntropyLoss()
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         found: Tensor = self.loss(self.layer(x), labels)
         return found
 
 
-def padded_labels_export() -> bool:
+def padded_labels_are_plain() -> bool:
+    module = _wrapped(_Loss())
     try:
-        _wrapped(_Loss())(torch.ones(2, 2), torch.tensor([0, -100])).backward()
+        module(torch.ones(2, 2), torch.tensor([0, -100])).backward()
     except Exception:  # noqa: BLE001 - any way to fail is the symptom
         return False
-    return True
+    graph = module._torch_module._execution_manager(True)._onnx_models.optimized_model.graph
+    return all(node.op_type != "PythonOp" for node in graph.node)
 
 
 class _Twice(torch.autograd.Function):
+    """With a backward that is not that of its forward."""
+
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
         return x * 2
 
     @staticmethod
     def backward(_ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
+        return gradient * 3
 
 
 class _Custom(nn.Linear):
@@ -188,13 +194,20 @@ class _Custom(nn.Linear):
 
 
 def export_is_routed() -> bool:
-    from ortlab.compat.failures import explain
-
     try:
-        _wrapped(_Custom(2, 2))(torch.ones(1, 2))
-    except Exception as error:  # noqa: BLE001 - what it says is what this looks at
-        return (explain(error).operator or "").endswith("_Twice")
-    return False
+        _wrapped(nn.Linear(2, 2))(torch.ones(1, 2))
+    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+        return False
+    return True
+
+
+def functions_train() -> bool:
+    model = _Custom(2, 2)
+    try:
+        _wrapped(model)(torch.ones(1, 2)).sum().backward()
+    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+        return False
+    return torch.equal(model.weight.grad, torch.full((2, 2), 3.0))  # type: ignore[arg-type]
 
 
 def frozen_layers_stay_frozen() -> bool:

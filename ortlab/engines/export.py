@@ -15,7 +15,7 @@ import onnx
 import torch
 from torch import nn
 
-from ortlab.compat import decisions, outputs
+from ortlab.compat import decisions, interop, outputs
 from ortlab.engines import options
 
 _RATIO = "ortlab_no_dropout"
@@ -53,6 +53,12 @@ class Export:
     def manager(self) -> Any:
         """ORT's graph execution manager for this graph."""
         return self.torch_module._execution_manager(self.gradient)
+
+    @property
+    def functions(self) -> list[Any]:
+        """The torch.autograd.Functions that the graph calls, by class."""
+        exported = self.manager._graph_transition_manager._exported_model_info.exported_model
+        return interop.functions(exported.graph)
 
     def build(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Exports the module as it is now and makes the session. Raises ORT's own exceptions."""

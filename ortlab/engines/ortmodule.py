@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ortlab import compat
+from ortlab.compat import interop
 from ortlab.compat.decisions import OtherDecision
 from ortlab.engines import options
 from ortlab.engines.base import (
@@ -185,6 +186,9 @@ class _Served:
     buckets: set[Hashable] = dataclasses.field(default_factory=set)
     without_dropout: Export | None = None
 
+    def __post_init__(self) -> None:
+        self.definitions = {each: interop.definition(each) for each in self.export.functions}
+
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, dropout: bool = True) -> Any:
         """The module's outputs. What forward counts in Python, no graph does: that is done here."""
         if not dropout and self.without_dropout is None:
@@ -242,6 +246,17 @@ class _Kind:
         if not self.per_shape:
             return self.served
         return [served for served in self.served if served.made_of == shapes]
+
+    def redefined(self) -> str | None:
+        """A torch.autograd.Function that was defined again; drops the exports that call it."""
+        found = None
+        for served in self.served[:]:
+            for function, before in served.definitions.items():
+                if interop.definition(function) is not before:
+                    found = f"{function.__module__}.{function.__qualname__}"
+                    self.served.remove(served)
+                    break
+        return found
 
     def use(self, served: _Served) -> None:
         """Tries `served` first from now on."""
@@ -371,6 +386,8 @@ class Execution:
         key, shapes = self._kind(args, kwargs)
         kind = self._kinds.get(key) or _Kind()
         why = ""
+        if (name := kind.redefined()) is not None:
+            why = f"{name} was defined again"
         for served in kind.fitting(shapes):
             try:
                 if shapes in served.shapes:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ortlab.compat import autograd
+from ortlab.compat import autograd, interop
 from ortlab.errors import Concise
 from ortlab.randomness import RandomStates
 
@@ -170,7 +170,7 @@ def observe(
     Gradients are of the trainable parameters and of those `inputs` that require one. The random
     vectors depend on the outputs' order and shapes alone: two engines get the same ones.
     """
-    with undisturbed(module) as wrote:
+    with undisturbed(module) as wrote, interop.without_reentry():
         before = RandomStates.now()
         with torch.enable_grad() if gradients else torch.no_grad():
             outputs = dict(_floating("output", call()))

@@ -223,25 +223,6 @@ def test_the_check_disturbs_nothing(ort: Ort) -> None:
     assert torch.allclose(second, other_second)
 
 
-class Wrong(torch.autograd.Function):
-    """A function whose backward is not that of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 5
-
-
-class OwnBackward(nn.Linear):
-    """Calls a function with its own backward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Wrong.apply(super().forward(x))
-
-
 class Noise(nn.Linear):
     """Adds noise of its own."""
 
@@ -254,12 +235,6 @@ class Spectrum(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.special.bessel_j0(super().forward(x))
-
-
-def test_a_function_with_its_own_backward_is_refused_by_name(ort: Ort) -> None:
-    wrapped = _wrap(ort, OwnBackward(6, 4))
-    with pytest.raises(ExportFailed, match="Wrong"):
-        wrapped(torch.ones(3, 6))
 
 
 def test_an_operator_without_a_rule_is_named_with_its_line(ort: Ort) -> None:
