@@ -367,6 +367,23 @@ def _restore_after_export(_addresses: Addresses) -> None:
     _replace_static(GraphTransitionManager, "_export_model", exporting.repeatable)
 
 
+def _copy_outputs(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def configure(self: Any) -> Any:
+            options, *rest = original(self)
+            # ORTModule puts an Identity before each output, which copies it unless it is removed.
+            options.add_session_config_entry(
+                "optimization.disable_specified_optimizers", "EliminateIdentity"
+            )
+            return (options, *rest)
+
+        return configure
+
+    _replace(GraphExecutionManager, "_get_session_config", make)
+
+
 def _register_rules(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
     from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
@@ -548,6 +565,13 @@ ROWS = (
         link=f"{_ORT}ortmodule/_graph_transition_manager.py",
         apply=_restore_after_export,
         probe=probes.export_changes_nothing,
+    ),
+    Patch(
+        target="GraphExecutionManager._get_session_config",
+        symptom="backward overwrites the outputs that the model returned: a softmax, a view",
+        link="https://github.com/microsoft/onnxruntime/blob/v1.19.2/onnxruntime/core/framework/allocation_planner.cc",
+        apply=_copy_outputs,
+        probe=probes.outputs_survive_backward,
     ),
     Patch(
         target=f"{PACKAGE}._custom_op_symbolic_registry",

@@ -240,6 +240,23 @@ def export_changes_nothing() -> bool:
     return same and not heard
 
 
+class _Softmax(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x).softmax(1)
+        return y.square().sum(), y
+
+
+def outputs_survive_backward() -> bool:
+    loss, y = _wrapped(_Softmax())(torch.ones(16, 32))
+    before = y.detach().clone()
+    loss.backward()
+    return torch.equal(y.detach(), before)
+
+
 class _Grouped(nn.Conv1d):
     def __init__(self) -> None:
         super().__init__(4, 4, 1, groups=4)

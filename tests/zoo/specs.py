@@ -365,7 +365,7 @@ def _transformers_model(cell: Cell) -> nn.Module:
     import transformers
 
     family = FAMILIES[cell.family]
-    chosen: dict[str, Any] = {**family.settings, "num_labels": LABELS, "use_cache": False}
+    chosen: dict[str, Any] = {**family.settings, "num_labels": LABELS}
     if cell.head == "answers":
         chosen["num_labels"] = 2  # begin and end
     if cell.head == "causal" and "masked" in family.heads:
