@@ -53,6 +53,7 @@ _MOST_SHAPES = 4096
 _MOST_NOTES = 1000
 _MOST_FALLBACKS = 3
 _ATOMS = (bool, int, float, str, type(None))
+_CONTAINER = ("__len__", "__getitem__", "__iter__", "__contains__")
 
 
 class ExportFailed(Concise, RuntimeError):
@@ -79,7 +80,7 @@ class Ort:
             raise ValueError(f"cannot wrap this {type(model).__name__}: it {reason}")
         options.check(settings)
         try:
-            return _wrapper_class()(model, settings)
+            return _class_for(model)(model, settings)
         except compat.OrtUnavailable as error:
             raise EngineUnavailable(str(error)) from error
 
@@ -149,6 +150,26 @@ def _wrapper_class() -> type[nn.Module]:
             return _rewrap, (execution.module, execution.settings)
 
     return OrtModel
+
+
+def _class_for(model: nn.Module) -> type[nn.Module]:
+    names = tuple(name for name in _CONTAINER if hasattr(type(model), name))
+    return _container_class(names) if names else _wrapper_class()
+
+
+@functools.cache
+def _container_class(names: tuple[str, ...]) -> type[nn.Module]:
+    """The wrapper's class for a model that is a container: with those of `_CONTAINER` it has.
+
+    Python looks them up in classes alone.
+    """
+
+    def method(name: str) -> Callable[..., Any]:
+        return lambda self, *args: getattr(execution_of(self).module, name)(*args)
+
+    base: Any = _wrapper_class()
+    made: type[nn.Module] = type(base)(base.__name__, (base,), {n: method(n) for n in names})
+    return made
 
 
 def _rewrap(model: nn.Module, settings: EngineSettings) -> nn.Module:

@@ -499,6 +499,19 @@ def test_a_wrapped_model_is_copied_and_pickled_as_one(ort: Ort) -> None:
         assert ort.unwrap(twin) is not net
 
 
+def test_a_wrapped_container_is_one(ort: Ort) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    wrapped = _wrap(ort, model)
+    assert len(wrapped) == 2
+    assert wrapped[0] is model[0]
+    assert [part is own for part, own in zip(wrapped, model, strict=True)] == [True, True]
+    assert type(copy.deepcopy(wrapped)) is type(wrapped)
+    assert wrapped(torch.ones(1, 3)).shape == (1, 3)
+    with pytest.raises(TypeError, match="len"):
+        len(_wrap(ort, Net()))
+    assert bool(_wrap(ort, Net()))
+
+
 def test_a_wrapped_model_behaves_as_the_model(ort: Ort) -> None:
     net = Net()
     wrapped = _wrap(ort, net)
