@@ -213,6 +213,9 @@ class EngineSettings(Settings):
     fallback: bool = setting(
         False, help="let ORTModule run plain torch, with a badge, where ORT cannot run the model"
     )
+    cache: bool = setting(
+        True, help="take a model's exported graph from the user's cache, and keep it there"
+    )
 
     # ORTModule's own options, for this model alone. What they do to ORT: `ortlab.engines.options`.
     log_level: str = setting(

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from ortlab.compat import extensions
+from ortlab.engines import cache
+
 # Read when the libraries are imported, so these cannot wait for a fixture. The kernels and scripts
 # that tests start inherit them.
 os.environ.update(
@@ -26,6 +29,24 @@ def ortlab_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORTLAB_HOME", str(tmp_path_factory.mktemp("ortlab-home")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Exported graphs are cached in a folder of this test session; the extension stays built."""
+    built = extensions.cache_folder()
+    built.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        extensions.cache_folder().parent.mkdir(mode=0o700)
+        extensions.cache_folder().symlink_to(built)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_graph_cached(own_cache: None) -> None:
+    """No test finds what another one exported."""
+    cache.clear()
 
 
 @pytest.fixture

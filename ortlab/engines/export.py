@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ import onnx
 import torch
 from torch import nn
 
-from ortlab.compat import decisions, interop, outputs
-from ortlab.engines import options
+from ortlab.compat import decisions, interop, outputs, restoring
+from ortlab.engines import cache, options
+from ortlab.engines.fingerprint import Unknowable, fingerprint
 
 _RATIO = "ortlab_no_dropout"
 _HALF = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.BFLOAT16: torch.bfloat16}
@@ -33,21 +35,31 @@ class Export:
         self._ort_module: Any = ort_module
         self._module = module
         self.gradient = gradient
-        model: Any = self._ort_module._torch_module
-        manager = model._execution_manager(gradient)
-        self.torch_module: Any = type(model)(
-            module,
-            manager._debug_options,
-            self._ort_module._fallback_manager,
-            self._ort_module._logger,
-        )
-        options.share(manager, self.manager)
-        self.torch_module._flattened_module.training = module.training
-        self.torch_module.is_training = lambda: gradient
+        self._name: str | None = None
+        self._optimized: bytes | None = None
+        self._build_s = 0.0
+        self.from_cache = False
+        self.cache_note = ""
+        """What the user is to know of the cache, in a line."""
         self.decisions: tuple[decisions.Decision, ...] = ()
         """What the graph's last outputs are compared with after each run."""
         self.left_out: tuple[str, ...] = ()
         """Results of the model that are None in the graph's."""
+        self.torch_module = self._unbuilt()
+
+    def _unbuilt(self) -> Any:
+        model: Any = self._ort_module._torch_module
+        manager = model._execution_manager(self.gradient)
+        torch_module = type(model)(
+            self._module,
+            manager._debug_options,
+            self._ort_module._fallback_manager,
+            self._ort_module._logger,
+        )
+        options.share(manager, torch_module._execution_manager(self.gradient))
+        torch_module._flattened_module.training = self._module.training
+        torch_module.is_training = lambda: self.gradient
+        return torch_module
 
     @property
     def manager(self) -> Any:
@@ -62,20 +74,85 @@ class Export:
 
     def build(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Exports the module as it is now and makes the session. Raises ORT's own exceptions."""
-        self._build(args, kwargs, export=True)
-
-    def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, export: bool) -> None:
+        started = time.perf_counter()
         manager = self.manager
         transitions = manager._graph_transition_manager
-        if export:
-            transitions.get_post_processed_model(args, kwargs)
-            self.decisions = decisions.last_decisions()
-            self.left_out = outputs.last_left_out()
+        transitions.get_post_processed_model(args, kwargs)
+        self.decisions = decisions.last_decisions()
+        self.left_out = outputs.last_left_out()
         manager._initialize_graph_builder(transitions._post_export_processed_model_info)
         manager._detect_from_inputs(args, kwargs)
         manager._build_graph(manager._get_graph_transformer_config())
-        manager._create_execution_agent()
-        self._check_outputs(transitions)
+        self._open_session()
+        self._build_s = time.perf_counter() - started
+
+    def restore(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], call: Mapping[str, Any]
+    ) -> bool:
+        """Does what `build` does, with a graph from the cache; False where none fits.
+
+        `call` is what the graph depends on besides the module and ORT's options, in plain values.
+        """
+        started = time.perf_counter()
+        try:
+            name = fingerprint(self._module, {**call, **self._surroundings()})
+            entry = cache.load(name)
+        except (Unknowable, cache.Unusable, OSError) as error:
+            self.cache_note = f"the graph is not cached: {error}"
+            return False
+        self._name = name
+        if entry is None:
+            return False
+        try:
+            restoring.put_together(self.manager, entry.graphs, entry.facts, args, kwargs)
+            self._open_session(entry.graphs.get(restoring.OPTIMIZED))
+            self.left_out = tuple(entry.facts["left out"])
+            saved_s = entry.facts["seconds"] - (time.perf_counter() - started)
+        # Whatever an old or damaged file makes of it, an export takes its place.
+        except Exception:  # noqa: BLE001
+            self.forget()
+            self.torch_module = self._unbuilt()
+            return False
+        self.from_cache = True
+        self.cache_note = f"graph from the cache (saved {saved_s:.1f} s)"
+        return True
+
+    def _surroundings(self) -> dict[str, Any]:
+        runtime = dict(vars(self.manager._runtime_options))
+        del runtime["_logger"]
+        return {
+            "gradient": self.gradient,
+            "options": runtime,
+            "versions": restoring.versions(),
+            "default type": torch.get_default_dtype(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+
+    def keep(self) -> None:
+        """Puts a graph that `build` made after `restore` had found none into the cache."""
+        if self._name is None or self.from_cache:
+            return
+        name, self._name = self._name, None
+        try:
+            if self.decisions:
+                raise restoring.NotPlain("forward decides by a tensor's value")
+            graphs, facts = restoring.take_apart(self.manager)
+            if self._optimized is not None:
+                graphs[restoring.OPTIMIZED] = self._optimized
+            facts |= {"left out": self.left_out, "seconds": self._build_s}
+            cache.store(name, cache.Entry(graphs, facts))
+        except (restoring.NotPlain, cache.Unusable, OSError) as error:
+            self.cache_note = f"the graph is not cached: {error}"
+
+    def forget(self) -> None:
+        """Takes the graph out of the cache."""
+        if self._name is not None:
+            cache.remove(self._name)
+
+    def _open_session(self, optimized: bytes | None = None) -> None:
+        manager = self.manager
+        self._optimized = restoring.open_session(manager, optimized)
+        self._check_outputs(manager._graph_transition_manager)
         if self.gradient:
             manager._gradient_accumulation_manager.initialize(
                 manager._runtime_options.enable_grad_acc_optimization,
@@ -108,33 +185,55 @@ class Export:
         """The module's outputs, of ORT; OtherDecision where this graph is not that of the call."""
         return self.manager.forward(*args, **kwargs)
 
-    def without_dropout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Export:
-        """The same exported graph with all dropout ratios zero; itself when it has no dropout."""
-        source = self.manager._graph_transition_manager
-        processed = source._post_export_processed_model_info
-        edited = onnx.ModelProto()
-        edited.CopyFrom(processed._post_export_processed_model)
+    def without_dropout(self) -> Export:
+        """The same graph with all dropout ratios zero; itself when it has no dropout."""
+        source, edited = self.manager, onnx.ModelProto()
+        if self._optimized is not None:
+            edited.ParseFromString(self._optimized)
+        else:
+            edited.CopyFrom(source._onnx_models.optimized_model)
         if not _zero_dropout(edited.graph):
             return self
         twin = Export(self._ort_module, self._module, gradient=self.gradient)
         options.share(self.manager, twin.manager, save=False)
         twin.decisions = self.decisions
-        target = twin.manager._graph_transition_manager
-        target._exported_model_info = source._exported_model_info
-        target._model_info_for_export = source._model_info_for_export
-        target._post_export_processed_model_info = copy.copy(processed)
-        target._post_export_processed_model_info._post_export_processed_model = edited
-        target._post_export_processed_model_info._buffer_for_ort_runs = None
-        twin._build(args, kwargs, export=False)
+        target = twin.manager
+        given, taking = source._graph_transition_manager, target._graph_transition_manager
+        taking._device = given._device
+        taking._exported_model_info = given._exported_model_info
+        taking._model_info_for_export = given._model_info_for_export
+        processed = copy.copy(given._post_export_processed_model_info)
+        processed._buffer_for_ort_runs = None
+        taking._post_export_processed_model_info = processed
+        target._graph_info = source._graph_info
+        target._onnx_models.optimized_model = edited
+        if self.gradient:
+            target._gradient_map = source._gradient_map
+        twin._open_session(None if self._optimized is None else edited.SerializeToString())
         return twin
 
 
+_RATIOS = {
+    "Dropout": 1,
+    "DropoutGrad": 2,
+    "BitmaskDropout": 1,
+    "BitmaskDropoutGrad": 2,
+    "BiasDropout": 3,
+    "BitmaskBiasDropout": 3,
+    "BiasSoftmaxDropout": 2,
+    "SoftmaxDropoutGrad": 3,
+}
+"""Which input of an operator is its ratio; ORT's ContribOperators.md has those that it fuses."""
+
+
 def _zero_dropout(graph: onnx.GraphProto) -> int:
-    """Sets the ratio of every Dropout node of `graph` to zero; returns how many there are."""
-    nodes = [node for node in graph.node if node.op_type == "Dropout" and len(node.input) > 1]
+    """Sets the ratio of every dropout in `graph` to zero; returns how many there are."""
+    nodes = [
+        node for node in graph.node if len(node.input) > _RATIOS.get(node.op_type, len(node.input))
+    ]
     if nodes:
         zero = onnx.helper.make_tensor(_RATIO, onnx.TensorProto.FLOAT, [], [0.0])
         graph.node.insert(0, onnx.helper.make_node("Constant", [], [_RATIO], value=zero))
     for node in nodes:
-        node.input[1] = _RATIO
+        node.input[_RATIOS[node.op_type]] = _RATIO
     return len(nodes)

@@ -213,7 +213,7 @@ class _Served:
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, dropout: bool = True) -> Any:
         """The module's outputs. What forward counts in Python, no graph does: that is done here."""
         if not dropout and self.without_dropout is None:
-            self.without_dropout = self.export.without_dropout(args, kwargs)
+            self.without_dropout = self.export.without_dropout()
         export = self.export if dropout else self.without_dropout
         assert export is not None
         with self._speculating() if export.decisions else contextlib.nullcontext():
@@ -464,6 +464,7 @@ class Execution:
                 served = self._check_or_split(served, key, args, kwargs, why)
             elif served is None:
                 served = self._make(args, kwargs, why)
+                self._keep(served.export)
         except (ExportFailed, SelfCheckFailed) as error:
             if not self.settings.fallback:
                 raise
@@ -507,7 +508,8 @@ class Execution:
         try:
             export = Export(self._ort_module, self.module, gradient=gradient)
             with undisturbed(self.module):
-                export.build(args, kwargs)
+                if not self._cached() or not export.restore(args, kwargs, self._call(args, kwargs)):
+                    export.build(args, kwargs)
             options.check_plans(export.manager, self.settings)
         # ORT raises all kinds of exceptions; what they mean is said in one line.
         except Exception as error:  # noqa: BLE001
@@ -529,6 +531,25 @@ class Execution:
         while len(self._kinds) > _EXPORTS:
             del self._kinds[next(iter(self._kinds))]
         return served
+
+    def _cached(self) -> bool:
+        return self.settings.cache and self.settings.save_onnx is None
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What a graph depends on besides the module and ORT's options, for the cache.
+
+        Sizes are among it where no check would notice that a graph holds other ones.
+        """
+        key, shapes = self._kind(args, kwargs)
+        assert isinstance(key, tuple)  # the guard's key and ORT's options come first
+        known = self._kinds.get(key)
+        sized = not self.settings.self_check or (known is not None and known.per_shape)
+        return {"call": repr(key[2:]), "sizes": repr(shapes) if sized else ""}
+
+    def _keep(self, export: Export) -> None:
+        export.keep()
+        if export.cache_note:
+            self._note(export.cache_note)
 
     def _let_eager_fail(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises what eager torch raises, if it does: then the model is at fault and not ORT."""
@@ -597,7 +618,20 @@ class Execution:
         if reference.drew and self._random(reference, args, kwargs):
             self._note("not checked: forward draws random numbers besides dropout")
         else:
-            self._compare(reference, served, args, kwargs, inputs=inputs, gradients=gradients)
+            compared = functools.partial(
+                self._compare, reference, args, kwargs, inputs=inputs, gradients=gradients
+            )
+            try:
+                compared(served)
+            except (ExportFailed, SelfCheckFailed):
+                if served.checked or not served.export.from_cache:
+                    raise
+                served.export.forget()
+                self._kinds[self._kind(args, kwargs)[0]].served.pop(0)
+                served = self._make(args, kwargs, "the graph from the cache was wrong")
+                compared(served)
+            if not served.checked:
+                self._keep(served.export)
         served.passed(self._kind(args, kwargs)[1])
         self._checks += 1
         self._check_s += time.perf_counter() - started - (self._export_s - exported_s)
@@ -622,9 +656,9 @@ class Execution:
     def _compare(
         self,
         reference: Observed,
-        served: _Served,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        served: _Served,
         *,
         inputs: Sequence[torch.Tensor],
         gradients: bool,
