@@ -330,6 +330,8 @@ class Run:
             lines.append(f"export to ORT {self._report.export_s:.2g} s")
         if self._report is not None and self._report.check_s:
             lines.append(f"self-check against eager {self._report.check_s:.2g} s")
+        if self._report is not None:
+            lines += self._report.remarks
         return tuple(lines)
 
     def _evaluations(self) -> list[Evaluation]:

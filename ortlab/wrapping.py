@@ -78,7 +78,7 @@ class CellReport:
 class ModelRow:
     """A wrapped model as the table shows it; `parameters` is how many numbers it has.
 
-    `unchecked` says why ORT's results could not be compared with eager torch's, where that is so.
+    `remarks` say where the engine does not do what eager torch does.
     """
 
     name: str
@@ -90,7 +90,7 @@ class ModelRow:
     export_s: float
     check_s: float
     fallback_reason: str | None
-    unchecked: tuple[str, ...]
+    remarks: tuple[str, ...]
 
 
 def _seconds(value: float) -> str:
@@ -235,7 +235,7 @@ class Wrapped:
             rows,
             _COLUMNS,
             notes=[
-                *(f"{row.name}: {note}" for row in rows for note in row.unchecked),
+                *(f"{row.name}: {note}" for row in rows for note in row.remarks),
                 *(f"left as it is: {one.name} {one.reason}" for one in self.left),
             ],
             empty="no model is wrapped",
@@ -258,7 +258,7 @@ class Wrapped:
             export_s=report.export_s,
             check_s=report.check_s,
             fallback_reason=report.fallback_reason,
-            unchecked=tuple(unchecked)[:_UNCHECKED_NOTES],
+            remarks=report.remarks[:_MOST_REMARKS],
         )
 
     def _forget_unreachable(self) -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ortlab.engines.base import NotFinite, Report, Stepper, tell
+from ortlab.engines.base import NotFinite, Report, Stepper, engine, tell
 from ortlab.engines.torch_native import Eager, TorchStepper
 from ortlab.history import RunFolder
 from ortlab.memory import SAMPLER
@@ -422,6 +422,23 @@ def test_result_with_a_timeout(tmp_path: Path) -> None:
     assert not run.wait_over(timeout=0.01)
     run.stop()
     assert run.wait_over(timeout=60)
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.1 * torch.randn(2)
+
+
+def test_a_run_shows_where_ort_does_otherwise_than_eager_torch(tmp_path: Path) -> None:
+    model = Noisy(4, 2)
+
+    def in_ort() -> Stepper:
+        settings = FinetuneSettings(engine="ort", device="cpu")
+        return engine("ort").prepare(model, functional.cross_entropy, settings)
+
+    run = made(tmp_path, model, engine="ort", prepare=in_ort, max_steps=2).start()
+    assert run.wait_over(timeout=60)
+    assert "not checked: forward draws random numbers besides dropout" in run.status().lines
 
 
 # --- what goes wrong

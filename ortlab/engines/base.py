@@ -48,7 +48,8 @@ class Report:
     ``engine_used`` differs from the engine asked for when a fallback runs; ``fallback_reason`` then
     says why. ``export_s`` is the time of the exports and graph builds so far, ``check_s`` that of
     the self-checks, in seconds. ``notes`` are lines for the user: what was checked, what was
-    exported again and why.
+    exported again and why. ``remarks`` are those that every view shows: where the engine does not
+    do what eager torch does.
     """
 
     engine_used: str
@@ -56,6 +57,7 @@ class Report:
     export_s: float = 0.0
     check_s: float = 0.0
     notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -330,6 +330,7 @@ class Execution:
         self._check_s = 0.0
         self._checks = 0
         self._notes: list[str] = []
+        self._remarks: list[str] = []
         self._fallback: tuple[Hashable, str] | None = None
         self._fallbacks = 0
         # A cell may call a model that a run trains; a check puts buffers and random states back.
@@ -390,6 +391,7 @@ class Execution:
             export_s=self._export_s,
             check_s=self._check_s,
             notes=tuple(self._notes),
+            remarks=tuple(self._remarks),
         )
 
     def exports(self) -> list[Export]:
@@ -518,9 +520,9 @@ class Execution:
             raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from None
         self._export_s += time.perf_counter() - started
         if export.left_out:
-            self._note(f"{', '.join(export.left_out)}: None in ORT's results, a cache is no tensor")
+            self._remark(f"{', '.join(export.left_out)} is None: ORT's graph has no cache")
         if hooked := _forward_hooked(self.module):
-            self._note(
+            self._remark(
                 f"forward hooks of {', '.join(hooked[:3])}: ORT's graph has what they compute on "
                 "tensors, but does not call them"
             )
@@ -584,7 +586,7 @@ class Execution:
         except (ExportFailed, SelfCheckFailed):
             if served is None or not served.checked:
                 raise
-            self._note(
+            self._remark(
                 "the graph holds the sizes of the input that it was exported with and is wrong for "
                 f"others: every shape is exported for itself, at most {_OF_A_KIND}"
             )
@@ -614,9 +616,11 @@ class Execution:
         tell("checking ORT against eager torch")
         if reference.wrote:
             names = ", ".join(sorted(reference.wrote)[:3])
-            self._note(f"forward sets {names}: ORT's graph does not, and keeps what it read there")
+            self._remark(
+                f"forward sets {names}: ORT's graph does not, and keeps what it read there"
+            )
         if reference.drew and self._random(reference, args, kwargs):
-            self._note("not checked: forward draws random numbers besides dropout")
+            self._remark("not checked: forward draws random numbers besides dropout")
         else:
             compared = functools.partial(
                 self._compare, reference, args, kwargs, inputs=inputs, gradients=gradients
@@ -686,6 +690,12 @@ class Execution:
             ) from None
         shapes = ", ".join(str(list(value.shape)) for value in tensors([args, kwargs]))
         self._note(f"checked on {shapes}: {verdict}")
+
+    def _remark(self, text: str) -> None:
+        """Notes what the user has to know, once."""
+        if text not in self._remarks:
+            self._remarks.append(text)
+            self._note(text)
 
     def _note(self, text: str) -> None:
         if len(self._notes) < _MOST_NOTES:

@@ -185,8 +185,8 @@ def test_a_graph_that_holds_sizes_is_exported_for_each_shape(
     """Batches of other sizes first: the length changes when all seems well known."""
     sizes = [(8, 60), (4, 60), (3, 60), (5, 60), (5, 50), (8, 60), (2, 33), (5, 50)]
     wrapped = _assert_trains_as_eager(ort, kind(), *((torch.randn(*s, 3),) for s in sizes))
-    notes = ort.report(wrapped).notes
-    assert sum("every shape is exported for itself" in note for note in notes) == 1
+    remarks = ort.report(wrapped).remarks
+    assert sum("every shape is exported for itself" in remark for remark in remarks) == 1
 
 
 def test_exports_for_each_shape_have_a_bound(ort: Ort) -> None:
@@ -330,7 +330,7 @@ def test_a_forward_hook_that_computes_is_in_the_graph(ort: Ort) -> None:
     handle = model[0].register_forward_hook(_double)
     batch = (torch.randn(2, 3),)
     wrapped = _assert_trains_as_eager(ort, model, batch)
-    assert any("hook" in note for note in ort.report(wrapped).notes)
+    assert any("hook" in remark for remark in ort.report(wrapped).remarks)
     handle.remove()
     torch.testing.assert_close(wrapped(*batch), model(*batch))
 
@@ -372,7 +372,7 @@ def test_numpys_random_numbers_are_refused_where_they_matter(ort: Ort) -> None:
 
 def test_random_numbers_that_change_nothing_hinder_no_check(ort: Ort) -> None:
     wrapped = _assert_trains_as_eager(ort, SkipsLayers(), (torch.randn(2, 3),))
-    assert not [note for note in ort.report(wrapped).notes if note.startswith("not checked")]
+    assert not ort.report(wrapped).remarks
 
 
 # --- results that no graph has
@@ -396,7 +396,7 @@ def test_a_decoder_trains_with_its_cache_on(ort: Ort) -> None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
     assert twin(input_ids=ids).past_key_values is not None
     assert wrapped(input_ids=ids).past_key_values is None
-    assert any("past_key_values: None" in note for note in ort.report(wrapped).notes)
+    assert ort.report(wrapped).remarks == ("past_key_values is None: ORT's graph has no cache",)
 
 
 # --- copies and files
