@@ -32,8 +32,8 @@ _DEEPEST = 8
 _MOST_ITEMS = 100_000
 """How far containers are searched for models."""
 
-_UNCHECKED_NOTES = 3
-"""That the table shows of a model: why ORT's results were not compared with eager torch's."""
+_MOST_REMARKS = 5
+"""That the table shows of a model."""
 
 
 @dataclass(frozen=True)
