@@ -225,7 +225,7 @@ class Wrapped:
         return CellReport(tuple(entry for entry, _ in wrapped), tuple(left))
 
     def table(self) -> Table[ModelRow]:
-        """The wrapped models; below them what was not checked, and what was left, and why."""
+        """The wrapped models; below them what is to be known of each, and what was left and why."""
         for name, value in list((self.namespace or {}).items()):
             if is_own_name(name):
                 self.entry(value)
@@ -246,7 +246,6 @@ class Wrapped:
         if wrapper is None or original is None:
             return None
         report = entry.engine.report(wrapper)
-        unchecked = dict.fromkeys(n for n in report.notes if n.startswith("not checked"))
         parameters = list(original.parameters())
         return ModelRow(
             name=", ".join(self._names_of(wrapper)) or f"a {type(original).__name__}",
