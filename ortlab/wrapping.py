@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from ortlab.settings import EngineSettings, unknown_name
@@ -200,6 +200,20 @@ class Wrapped:
             assert self.namespace is not None
             self.namespace[name] = original
         return original
+
+    def configure(self, model: nn.Module, changes: Mapping[str, Any]) -> None:
+        """Changes settings of the wrapped `model`, from its next call on.
+
+        ValueError for one that is not on engine ort, or for what `EngineSettings` refuse.
+        """
+        from ortlab.engines.ortmodule import execution_of, is_wrapped
+
+        entry = self.entry(model)
+        if entry is None or not is_wrapped(model):
+            raise ValueError(f"this {type(model).__name__} is not wrapped by engine 'ort'")
+        settings = entry.settings.replace(**changes)
+        execution_of(model).configure(settings)
+        self._entries[self._entries.index(entry)] = replace(entry, settings=settings)
 
     def bind_cell(
         self,
