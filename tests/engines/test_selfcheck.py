@@ -32,7 +32,7 @@ def test_equal_is_equal() -> None:
     assert verdict.output_error == verdict.gradient_error == 0.0
 
 
-@pytest.mark.parametrize("at", [5, 70_000, 199_999])
+@pytest.mark.parametrize("at", [5, 70_002, 199_999])
 def test_one_number_among_many(at: int) -> None:
     """As far as 200,000 of them, between them infinities and NaN that both sides have."""
     torch.manual_seed(4)
@@ -42,18 +42,18 @@ def test_one_number_among_many(at: int) -> None:
     other = values.clone()
     other[at] += 1.0
     finite = values[values.isfinite()].double()
-    (kept,) = compare_errors(values, values.clone())
-    (error,) = compare_errors(values, other)
+    kept = _error_of(values, values.clone())
+    error = _error_of(values, other)
     assert kept == 0.0
     assert error == pytest.approx(float((other[at] - values[at]).double() / finite.norm()))
     other[at] = float("inf")
-    (error,) = compare_errors(values, other)
+    error = _error_of(values, other)
     assert error == float("inf")
 
 
-def compare_errors(a: torch.Tensor, b: torch.Tensor) -> list[float]:
+def _error_of(a: torch.Tensor, b: torch.Tensor) -> float:
     """Its relative error, of one output that is let pass."""
-    return list(selfcheck._errors({"output": a}, {"output": b}).values())
+    return selfcheck._errors({"output": a}, {"output": b})["output"]
 
 
 @pytest.mark.parametrize(
