@@ -60,6 +60,11 @@ def key(settings: EngineSettings) -> Hashable:
     return tuple((name, getattr(settings, name)) for name in names())
 
 
+def ask_for_an_export(settings: EngineSettings) -> bool:
+    """Whether `settings` ask for what an export alone gives: its stages, ORT's messages about it."""
+    return settings.save_onnx is not None or _PYTHON_LEVELS[settings.log_level] < logging.WARNING
+
+
 def changed(before: EngineSettings, after: EngineSettings) -> str:
     """The options that differ, as a phrase: "opset=15, cast_level=0"; "" when none does."""
     pairs = [(name, getattr(after, name)) for name in names()]

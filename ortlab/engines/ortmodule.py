@@ -535,7 +535,7 @@ class Execution:
         return served
 
     def _cached(self) -> bool:
-        return self.settings.cache and self.settings.save_onnx is None
+        return self.settings.cache and not options.ask_for_an_export(self.settings)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What a graph depends on besides the module and ORT's options, for the cache.
