@@ -1,4 +1,4 @@
-"""The command line: ``ortlab doctor``, ``ortlab --version``."""
+"""The command line: ``ortlab doctor``, ``ortlab cache``, ``ortlab --version``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument(
         "--build", action="store_true", help="first build ORT's torch extension, where it is not"
     )
-    return _doctor(build=parser.parse_args(arguments).build)
+    about = "say how many exported graphs are cached, and where"
+    cache = commands.add_parser("cache", help=about, description=f"{about.capitalize()}.")
+    cache.add_argument("action", nargs="?", choices=["clear"], help="remove them all")
+    given = parser.parse_args(arguments)
+    if given.command == "cache":
+        return _cache(clear=given.action == "clear")
+    return _doctor(build=given.build)
+
+
+def _cache(*, clear: bool) -> int:
+    from ortlab.engines import cache
+
+    print(f"removed {cache.clear()}" if clear else cache.usage())
+    return 0
 
 
 def _doctor(*, build: bool) -> int:

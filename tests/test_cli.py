@@ -11,6 +11,7 @@ import pytest
 
 import ortlab
 from ortlab import compat
+from ortlab.engines import cache
 
 COMMAND = Path(sys.executable).with_name("ortlab")
 
@@ -52,7 +53,18 @@ def test_doctor_where_it_cannot(tmp_path: Path) -> None:
     assert "Traceback" not in answer.stderr
 
 
-@pytest.mark.parametrize("arguments", [(), ("doctr",), ("doctor", "--bild")])
+def test_cache() -> None:
+    cache.store("0" * 64, cache.Entry({"a.onnx": b"graph"}, {}))
+    shown = run("cache").stdout
+    assert shown == f"{cache.usage()}\n"
+    assert shown.startswith("1 exported graph, ")
+    assert run("cache", "clear").stdout == f"removed {shown}"
+    assert cache.usage().graphs == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("doctr",), ("doctor", "--bild"), ("cache", "claer"), ("cache", "--build")]
+)
 def test_what_it_does_not_know(arguments: tuple[str, ...]) -> None:
     answer = run(*arguments)
     assert answer.returncode == 2

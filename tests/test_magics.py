@@ -16,6 +16,7 @@ from traitlets.config import Config
 
 import ortlab
 from ortlab import compat
+from ortlab.engines import cache
 from ortlab.session import session
 
 PRELUDE = """
@@ -529,6 +530,20 @@ def test_a_terminal_asks_for_more_lines(ip: Typist) -> None:
     assert complete("%%ort --engine compile\n")[0] == "incomplete"
     assert complete("%%ort\nmodel = Net()\n")[0] == "incomplete"
     assert complete("%%ort\nmodel = Net()\n\n")[0] == "complete"
+
+
+@needs_ort
+def test_cache_shows_its_size_and_clears(ip: Typist) -> None:
+    assert ip("%ort cache").startswith("0 exported graphs, 0.0 MiB, in ")
+    ip("%%ort\nnet = Net()")
+    ip("net(torch.randn(4, 4)).sum().backward()")
+    one = ip("%ort cache")
+    assert one.startswith("1 exported graph, 0.0 MiB, in ")
+    assert str(cache.folder()) in one
+    assert ip("%ort cache clear") == f"removed {one}"
+    assert ip("%ort cache").startswith("0 exported graphs")
+    assert "'clear'" in ip.refused("%ort cache claer")
+    assert ip.completions("%ort cache ") == ["clear"]
 
 
 def test_doctor_lists_every_check(ip: Typist) -> None:

@@ -59,7 +59,8 @@ class Usage:
 
     def __str__(self) -> str:
         plural = "" if self.graphs == 1 else "s"
-        return f"{self.graphs} exported graph{plural}, {self.size_bytes / 1024**2:.1f} MiB"
+        size = f"{self.size_bytes / 1024**2:.1f} MiB"
+        return f"{self.graphs} exported graph{plural}, {size}, in {self.folder}"
 
 
 def folder() -> Path:

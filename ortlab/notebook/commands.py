@@ -24,12 +24,13 @@ HELP = ("--help", "-h")
 
 @dataclass(frozen=True)
 class Positional:
-    """A word that a command takes. ``kind`` says what it names, for completion."""
+    """A word that a command takes. ``kind`` says what it names; else it is one of ``choices``."""
 
     name: str
     kind: str
     help: str
     nargs: str | None = None
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,11 @@ class Command:
         parser.allow_abbrev = False
         for word in self.positionals:
             parser.add_argument(
-                word.name, nargs=word.nargs, metavar=word.name.upper(), help=word.help
+                word.name,
+                nargs=word.nargs,
+                choices=word.choices or None,
+                metavar="|".join(word.choices) if word.choices else word.name.upper(),
+                help=word.help,
             )
         for option in self.options.values():
             _add(parser, option)
@@ -220,6 +225,11 @@ COMMANDS = {
         Command("pause", "Pause a run after the step in flight.", positionals=_RUN),
         Command("resume", "Let a paused run go on.", positionals=_RUN),
         Command("stop", "Stop a run after the step in flight.", positionals=_RUN),
+        Command(
+            "cache",
+            "Show how many exported graphs are cached, and where.",
+            positionals=(Positional("action", "", "removes them all", "?", ("clear",)),),
+        ),
         Command("doctor", "Check what this machine has, what it lacks and how to mend it."),
     )
 }

@@ -115,12 +115,13 @@ def _words(command: Command, words: list[str], names: Names) -> Iterable[str]:
         if not word.startswith("-") and not follows_flag:
             before.append(word)
         follows_flag = word in command.options
-    kinds = [place.kind for place in command.positionals]
-    many = bool(command.positionals) and command.positionals[-1].nargs in ("*", "+")
-    place = min(len(before), len(kinds) - 1) if many else len(before)
-    if place >= len(kinds):
+    places = command.positionals
+    many = bool(places) and places[-1].nargs in ("*", "+")
+    at = min(len(before), len(places) - 1) if many else len(before)
+    if at >= len(places):
         return ()
-    return (name for name in names.of(kinds[place]) if name not in before)
+    offered = places[at].choices or names.of(places[at].kind)
+    return (name for name in offered if name not in before)
 
 
 def _starting(start: str, words: Iterable[str]) -> list[str]:

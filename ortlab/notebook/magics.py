@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
+from ortlab.engines import cache
 from ortlab.notebook import cells, completion
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
 from ortlab.session import check_setup, session
@@ -180,6 +181,10 @@ class OrtMagics(Magics):
         run = self._run_alive(given)
         run.stop()
         print(f"{run.name} stops after the step in flight and keeps its weights")
+
+    def _cache(self, given: Given) -> None:
+        clear = given.words["action"] == "clear"
+        print(f"removed {cache.clear()}" if clear else cache.usage())
 
     def _doctor(self, given: Given) -> Table[Finding]:  # noqa: ARG002
         return check_setup()

@@ -85,7 +85,7 @@ def test_one_that_is_larger_than_all_may_be_is_kept_alone(monkeypatch: pytest.Mo
 
 
 def test_usage_and_clear() -> None:
-    assert str(cache.usage()) == "0 exported graphs, 0.0 MiB"
+    assert str(cache.usage()) == f"0 exported graphs, 0.0 MiB, in {cache.folder()}"
     cache.store(NAME, ENTRY)
     (cache.folder() / ".abandoned.part").write_bytes(b"x")
     assert cache.usage().graphs == 1
