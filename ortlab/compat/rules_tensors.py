@@ -169,6 +169,32 @@ def _flip(g: Graph, x: Value, dims: Value) -> Value:
     return x
 
 
+@rule(
+    "as_strided",
+    "strides are those of the storage, the exporter takes them for a contiguous tensor's: of a "
+    "transposed one it reads other elements",
+)
+def _as_strided(g: Graph, x: Value, sizes: Value, strides: Value, offset: Value = None) -> Value:
+    order = _order_in_storage(next(iter(g.original_node.inputs())))
+    if order != list(range(len(order))):
+        x = g.op("Transpose", x, perm_i=order)
+    return stock("as_strided")(g, x, sizes, strides, offset)
+
+
+def _order_in_storage(value: Value) -> list[int]:
+    """The dimensions of a traced tensor as they follow each other in its storage."""
+    sizes, strides = traced_sizes(value), value.type().strides()
+    if sizes is None or strides is None:
+        raise RuntimeError("as_strided of a tensor whose strides are not known at export")
+    order = sorted(range(len(sizes)), key=lambda dim: -strides[dim])
+    step = 1
+    for dim in reversed(order):
+        if sizes[dim] != 1 and strides[dim] != step:
+            raise RuntimeError("as_strided of a tensor with gaps or overlaps in its storage")
+        step *= sizes[dim]
+    return order
+
+
 @rule("unflatten", "the exporter computes the rank in the graph: no gradient")
 def _unflatten(g: Graph, x: Value, dim: Value, sizes: Value) -> Value:
     axis = literal(dim, "i") % rank(x)

@@ -225,6 +225,8 @@ REST: dict[str, Callable[[Tensor], Tensor]] = {
     "l1 loss": lambda x: F.l1_loss(x, x.exp()),
     "smooth l1 loss": lambda x: F.smooth_l1_loss(x, x.exp(), beta=0.7, reduction="sum"),
     "huber loss": lambda x: F.huber_loss(x, x.exp(), delta=0.7, reduction="none"),
+    "windows": lambda x: x.sin().as_strided((2, 3), (2, 1)),
+    "windows of a transposed": lambda x: x.sin().t().as_strided((3, 2), (1, 6)),
     "unflatten": lambda x: x.unflatten(-1, (2, 3)).sum(1),
     "unflatten the first": lambda x: x.unflatten(0, (2, -1)).sum(0),
 }
