@@ -61,7 +61,7 @@ def key(settings: EngineSettings) -> Hashable:
 
 
 def ask_for_an_export(settings: EngineSettings) -> bool:
-    """Whether `settings` ask for what an export alone gives: its stages, ORT's messages about it."""
+    """Whether `settings` ask for what only an export gives: its stages, ORT's messages of it."""
     return settings.save_onnx is not None or _PYTHON_LEVELS[settings.log_level] < logging.WARNING
 
 
@@ -85,7 +85,7 @@ def check(settings: EngineSettings) -> None:
         if getattr(settings, name):
             raise ValueError(
                 f"{_said(settings, name)} cannot run: ORT marks sparse inputs by an "
-                "autograd.Function of its own, which the export would lose; leave it out"
+                "autograd.Function of its own, which prints in every step; leave it out"
             )
     for variable, why in _REFUSED_VARIABLES.items():
         if os.environ.get(variable, "0") != "0":
