@@ -174,7 +174,8 @@ from ortlab.compat import doctor
 try:
     compat.ortmodule()
 except compat.OrtUnavailable as error:
-    print(json.dumps([compat.unavailable(), error.reason, error.fix, doctor.table(doctor.checks())]))
+    table = doctor.table(doctor.checks())
+    print(json.dumps([compat.unavailable(), error.reason, error.fix, table]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
