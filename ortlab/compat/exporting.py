@@ -18,9 +18,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ortlab.compat import recompute
+
 if TYPE_CHECKING:
     from ortlab.compat.failures import Node
-    from ortlab.compat.interop import Traced
 
 EXPORT = threading.RLock()
 """Held during an export."""
@@ -55,12 +56,13 @@ def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs["autograd_inlining"]:  # how ORTModule says that its support for them is off
             tracing["refuse"] = "is not exported: custom_autograd is off"
         kwargs |= {"dynamo": False, "training": TrainingMode.PRESERVE, "autograd_inlining": False}
-        with interop.traced(**tracing) as _last.traced:
+        with interop.traced(**tracing) as seen:
             try:
                 result = export(*args, **kwargs)
             except Exception as error:
                 failures.attach(error)
                 raise
+        _last.checkpoints = seen.checkpoints
         model, inputs, _file = args
         _last.again = lambda: _nodes(export, model, inputs, kwargs, tracing)
         return result
@@ -71,7 +73,7 @@ def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
 class _Last:
     """The last export: what it met, and how to make it again with the stack of every node."""
 
-    traced: Traced
+    checkpoints: int = 0
     again: Callable[[], list[Node]] | None = None
 
 
@@ -128,6 +130,7 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
     def export_and_restore(*, flattened_module: Any, device: Any, **kwargs: Any) -> Any:
         with _undisturbed(flattened_module):
             result = export_model(flattened_module=flattened_module, device=device, **kwargs)
+            recompute.mark(result[0], _last.checkpoints)
         if device.type == "cpu" and flattened_module.training:
             _refuse_grouped_convolution(result[0].graph)
         return result

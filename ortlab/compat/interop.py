@@ -277,9 +277,8 @@ class _Traced(Function):
 
 @dataclass
 class Traced:
-    """What an export met: the calls of Functions, and how often checkpointing was asked for."""
+    """What an export met: how often checkpointing was asked for."""
 
-    calls: list[Call] = field(default_factory=list)
     checkpoints: int = 0
 
 
@@ -322,7 +321,7 @@ def traced(*, training: bool, opset: int, refuse: str | None = None) -> Iterator
             _ready()
         except OrtUnavailable as error:
             raise FunctionRefused(name, f"cannot run in ORT: {error}") from None
-        return _trace(cls, args, kwargs, training=training, seen=seen)
+        return _trace(cls, args, kwargs, training=training)
 
     around: Any = getattr(torch_checkpoint, _WITHOUT_REENTRY)
 
@@ -355,9 +354,7 @@ def _next_function_id() -> int:
     return int(mark._backward_cls._autograd_function_id)
 
 
-def _trace(
-    cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool, seen: Traced
-) -> Any:
+def _trace(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Any:
     """What the Function returns, as a node of the trace."""
     name = _name(cls)
     tensors: list[Tensor] = []
@@ -379,7 +376,6 @@ def _trace(
         raise FunctionRefused(name, f"returns {other or 'no tensor'}, and ORT passes tensors only")
     call.output_types = [tensor.dtype for tensor in outputs]
     _register(call)
-    seen.calls.append(call)
     return _put_back(call.results, outputs)
 
 

@@ -408,6 +408,15 @@ def _no_second_gradients(_addresses: Addresses) -> None:
     _replace(TrainingManager, "_create_autofunction_class", autograd.once_differentiable)
 
 
+def _keep_dropouts(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._runtime_inspector import MemoryObserver
+
+    from ortlab.compat import recompute
+
+    name = "find_memory_optimization_opportunity"
+    _replace(MemoryObserver, name, recompute.without_dropout)
+
+
 def _filter_streams(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _logger
 
@@ -593,6 +602,13 @@ ROWS = (
         link=f"{_ORT}ortmodule/_training_manager.py",
         apply=_no_second_gradients,
         probe=probes.second_gradients_are_refused,
+    ),
+    Patch(
+        target="MemoryObserver.find_memory_optimization_opportunity",
+        symptom="after a forward without a backward, a recomputed dropout draws another mask",
+        link=f"{_ORT}ortmodule/_runtime_inspector.py",
+        apply=_keep_dropouts,
+        probe=probes.recomputed_dropouts_agree,
     ),
     Patch(
         target=f"{PACKAGE}._logger._suppress_os_stream_output",

@@ -292,6 +292,30 @@ def failures_are_located() -> bool:
     return False
 
 
+class _Dropped(nn.Module):
+    """Linear in `last`, so that its outputs' sum is the product of `last` and its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 64), nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.gelu(self.layer(x))
+        return nn.functional.dropout(hidden, 0.5, self.training) * self.last
+
+
+def recomputed_dropouts_agree() -> bool:
+    model = _Dropped()
+    module = _wrapped(model)
+    options = module._torch_module._execution_manager(True)._runtime_options
+    options.memory_optimization_level = 1
+    module(torch.ones(8, 4))
+    total = module(torch.ones(8, 4)).sum()
+    total.backward()
+    gradient = model.last.grad
+    return gradient is not None and torch.allclose(gradient.sum(), total, rtol=1e-3)
+
+
 def streams_need_no_descriptor() -> bool:
     stdout, sys.stdout = sys.stdout, io.StringIO()
     try:

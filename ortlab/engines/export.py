@@ -16,7 +16,7 @@ import onnx
 import torch
 from torch import nn
 
-from ortlab.compat import decisions, interop, outputs, restoring
+from ortlab.compat import decisions, interop, outputs, recompute, restoring
 from ortlab.engines import cache, options
 from ortlab.engines.fingerprint import Unknowable, fingerprint
 
@@ -45,6 +45,8 @@ class Export:
         """What the graph's last outputs are compared with after each run."""
         self.left_out: tuple[str, ...] = ()
         """Results of the model that are None in the graph's."""
+        self.checkpointing: str | None = None
+        """What takes the place of the gradient checkpointing that the model asks for."""
         self.torch_module = self._unbuilt()
 
     def _unbuilt(self) -> Any:
@@ -151,6 +153,8 @@ class Export:
 
     def _open_session(self, optimized: bytes | None = None) -> None:
         manager = self.manager
+        if self.gradient:
+            self.checkpointing = recompute.replace_checkpointing(manager)
         self._optimized = restoring.open_session(manager, optimized)
         self._check_outputs(manager._graph_transition_manager)
         if self.gradient:

@@ -521,6 +521,8 @@ class Execution:
         self._export_s += time.perf_counter() - started
         if export.left_out:
             self._remark(f"{', '.join(export.left_out)} is None: ORT's graph has no cache")
+        if export.checkpointing:
+            self._remark(export.checkpointing)
         if hooked := _forward_hooked(self.module):
             self._remark(
                 f"forward hooks of {', '.join(hooked[:3])}: ORT's graph has what they compute on "
