@@ -1,8 +1,8 @@
 """What ortlab and ORT take from torch, looked up in the wheels of every torch that is supported.
 
 ``python -m tests.compat.torch_range`` reads the sources of each wheel of the registry, a few files
-at a time and without installing it, and writes `TABLE` anew. ``--compile`` also compiles ORT's
-extension against each wheel's headers (200 MB to fetch), and writes nothing.
+at a time and without installing it, and writes `TABLE` anew. ``--compile`` compiles ORT's
+extensions against each wheel's headers, and writes nothing.
 """
 
 from __future__ import annotations
@@ -391,22 +391,32 @@ def renewed() -> dict[str, Any]:
 # ---- the extension -------------------------------------------------------------------------------
 
 
-def compiles(archive: zipfile.ZipFile, extension: extensions.Extension) -> str:
-    """What the compiler says of `extension` against the headers in a wheel; "" when it takes it."""
-    command = extensions.compiler()
-    assert command is not None, extensions.COMPILER_FIX
+def compiled(archive: zipfile.ZipFile) -> str:
+    """What the compiler says of the extensions for the CPU against the headers in a wheel.
+
+    "" when it takes them.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        headers = (name for name in archive.infolist() if name.filename.startswith("torch/include"))
+        headers = (each for each in archive.infolist() if "torch/include/" in each.filename)
         for each in sorted(headers, key=lambda each: each.header_offset):
             archive.extract(each, folder)
         include = Path(folder, "torch/include")
-        stand_ins = Path(folder, "stand-ins/torch")
-        stand_ins.mkdir(parents=True)
+        return "".join(_compiled(e, include) for e in (extensions.ATEN, extensions.INTEROP))
+
+
+def _compiled(extension: extensions.Extension, include: Path) -> str:
+    command = extensions.compiler()
+    assert command is not None, extensions.COMPILER_FIX
+    with tempfile.TemporaryDirectory() as folder:
+        stand_ins = Path(folder, "torch")
+        stand_ins.mkdir()
         for umbrella in ("torch.h", "extension.h"):
             (stand_ins / umbrella).write_text(extension.stand_in(), encoding="utf-8")
         source = Path(folder, "source.cc")
         source.write_text(extension.code(), encoding="utf-8")
-        places = stand_ins.parent, include, include / "torch/csrc/api/include"
+        places = [folder, include, include / "torch/csrc/api/include"]
+        if extension.python:
+            places.append(extensions.python_header().parent)
         done = subprocess.run(
             [*command, "-std=c++20", "-w", "-fsyntax-only", *(f"-I{place}" for place in places),
              str(source)], capture_output=True, text=True, check=False,
@@ -419,7 +429,7 @@ def main() -> None:
     if sys.argv[1:] == ["--compile"]:
         for version in versions_offered():
             with wheel(version) as archive:
-                print(version, compiles(archive, extensions.ATEN) or "compiles", flush=True)
+                print(version, compiled(archive) or "compiles", flush=True)
     else:
         TABLE.write_text(json.dumps(renewed(), indent=1) + "\n", encoding="utf-8")
 
