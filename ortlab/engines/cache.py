@@ -106,7 +106,8 @@ def store(name: str, entry: Entry) -> None:
             archive.writestr(_FACTS, json.dumps(entry.facts))
             for part, graph in entry.graphs.items():
                 archive.writestr(part, graph)
-        os.replace(beside, path)
+        with contextlib.suppress(FileNotFoundError):  # another kernel has cleared the cache since
+            os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(beside)

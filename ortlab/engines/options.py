@@ -189,8 +189,6 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.run_symbolic_shape_infer = settings.shape_inference
     options.deepcopy_before_model_export = settings.copy_for_export
     options.enable_compute_optimizer = settings.compute_optimizer
-    options.enable_label_sparse_optimizer = settings.label_sparsity
-    options.enable_embedding_sparse_optimizer = settings.embedding_sparsity
     strategies = type(options.propagate_cast_ops_strategy).__members__
     options.propagate_cast_ops_strategy = strategies[settings.cast_propagation.upper()]
     options.propagate_cast_ops_level = settings.cast_level
@@ -213,7 +211,8 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.enable_tuning = settings.tuning
     options.max_tuning_duration_ms = settings.tuning_ms
     options.tuning_results_path = settings.tuning_results or ""
-    # Whatever the environment says of them, see UNUSED.
+    # Whatever the environment says of them, see UNUSED; `check` refuses the first two.
+    options.enable_label_sparse_optimizer = options.enable_embedding_sparse_optimizer = False
     options.ortmodule_cache_dir = ""
     options.print_input_density = False
     options.enable_mem_efficient_grad_management = False

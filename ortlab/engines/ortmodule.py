@@ -430,9 +430,7 @@ class Execution:
                 "otherwise; use engine='eager'"
             ) from None
 
-    def _kind(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Hashable, Shapes]:
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Shapes]:
         """What an export must fit, and the shapes, which every export should take."""
         shapes: list[torch.Size] = []
         key = (
@@ -643,9 +641,7 @@ class Execution:
         self._check_s += time.perf_counter() - started - (self._export_s - exported_s)
         return served
 
-    def _random(
-        self, reference: Observed, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def _random(self, reference: Observed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether results depend on random numbers; ExportFailed where a graph would keep those.
 
         Torch's are drawn by ORT in the graph; what Python or numpy drew is a constant there.

@@ -111,7 +111,7 @@ _ATTENTION_P = 10  # where multi_head_attention_forward takes dropout_p
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module) -> Iterator[set[str]]:
-    """Gives buffers, attributes and random states back as they were. ``.grad`` is never written.
+    """Gives buffers, attributes, hooks and random states back. ``.grad`` is never written.
 
     The set that it yields is filled at the end, with the attributes that were set meanwhile.
     Random states are Python's, numpy's, torch's and CUDA's.
@@ -125,10 +125,20 @@ def undisturbed(module: nn.Module) -> Iterator[set[str]]:
         for name, buffer in child._buffers.items()
         if buffer is not None
     ]
+    # Models of transformers register hooks at their first call, and note that in an attribute.
+    hooks = [
+        (held, dict(held))
+        for _, child in modules
+        for name, held in child.__dict__.items()
+        if "_hooks" in name and isinstance(held, dict)
+    ]
     states = RandomStates.now()
     try:
         yield written
     finally:
+        for held, registered in hooks:
+            held.clear()
+            held.update(registered)
         for name, child, before in attributes:
             written.update(_put_back(name or type(child).__name__, child, before))
         with torch.no_grad():

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -340,6 +341,42 @@ def test_custom_autograd_off() -> None:
 
 def test_custom_autograd() -> None:
     trained(WithFunction())
+
+
+def test_what_a_cuda_session_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For want of a GPU: what ORTModule would give its CUDA provider, of options set on it."""
+    with monkeypatch.context() as pretended:
+        pretended.setattr(torch.cuda, "is_available", lambda: True)
+        wrapped = ortlab.wrap(
+            Net(), conv_algo_search="exhaustive", tuning=True, tuning_ms=7, memory_stats=True,
+            tuning_results=str(tmp_path),
+        )  # fmt: skip
+    manager: Any = wrapped._torch_module._execution_manager(True)
+    transitions = manager._graph_transition_manager
+    transitions._device = torch.device("cuda", 0)
+    transitions._post_export_processed_model_info = SimpleNamespace(
+        is_mem_efficient_grad_management_enabled=False
+    )
+    _, providers, told = manager._get_session_config()
+    assert providers[0] == "CUDAExecutionProvider"
+    assert told[0]["cudnn_conv_algo_search"] == "EXHAUSTIVE"
+    assert told[0]["tunable_op_tuning_enable"] == "1"
+    assert told[0]["tunable_op_max_tuning_duration_ms"] == "7"
+    assert manager._runtime_options.tuning_results_path == str(tmp_path)
+    assert not manager._runtime_options.enable_embedding_sparse_optimizer
+    export = Export(wrapped, execution_of(wrapped).module, gradient=True)
+    assert export.manager._runtime_inspector.memory_ob._print_memory_stats_by_step
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_external_allocator(on: bool) -> None:
+    """It is torch's where its addresses are known, which here are made up."""
+    wrapped = ortlab.wrap(Net(), external_allocator=on)
+    manager: Any = wrapped._torch_module._execution_manager(True)
+    assert not manager._runtime_options.use_external_gpu_allocator
+    manager._torch_alloc = 1
+    options.apply(wrapped, execution_of(wrapped).settings)
+    assert manager._runtime_options.use_external_gpu_allocator is on
 
 
 # ---- what cannot be ------------------------------------------------------------------------------

@@ -168,6 +168,26 @@ def test_observing_leaves_no_trace(noisy: bool) -> None:
     assert torch.equal(seen.gradients["layer.weight"], again.gradients["layer.weight"])
 
 
+class _HookedWhenCalled(nn.Linear):
+    """As models of transformers are, which note that they have installed their hooks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "hooked", False):
+            self.register_forward_hook(lambda *_: None)
+            self.hooked = True
+        return super().forward(x)
+
+
+def test_hooks_that_forward_registers_go_with_their_note() -> None:
+    model = _HookedWhenCalled(3, 3)
+    for _ in range(2):
+        observe(lambda: model(torch.ones(1, 3)), model, inputs=[], gradients=True)
+    assert not model._forward_hooks
+    model(torch.ones(1, 3))
+    model(torch.ones(1, 3))
+    assert len(model._forward_hooks) == 1
+
+
 def test_gradients_of_inputs_are_compared_too() -> None:
     model = Counts()
     x = torch.ones(2, 3, requires_grad=True)
