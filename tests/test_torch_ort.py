@@ -23,7 +23,7 @@ from ortlab.torch_ort import DebugOptions, LogLevel, ORTModule, load_from_json, 
 
 # The training loop of torch_ort's documentation and of ONNX Runtime's MNIST sample, on
 # scikit-learn's digits, of which nothing has to be downloaded.
-SCRIPT = '''
+SCRIPT = """
 import argparse
 import json
 import torch
@@ -107,10 +107,10 @@ def main():
 
 if __name__ == '__main__':
     main()
-'''
+"""
 OURS = "from ortlab.torch_ort import ORTModule, DebugOptions, LogLevel"
 
-DISTRIBUTED = '''
+DISTRIBUTED = """
 import sys
 import torch
 import torch.distributed as dist
@@ -132,7 +132,7 @@ for _ in range(4):
     optimizer.step()
 torch.save(model.module.state_dict(), f"{folder}/{sys.argv[3]}-{rank}.pt")
 dist.destroy_process_group()
-'''
+"""
 
 
 @pytest.fixture(autouse=True)

@@ -313,7 +313,6 @@ def _sequence_infos(_addresses: Addresses) -> None:
 def _route_export(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _graph_transition_manager
 
-
     def view(torch: Any) -> _View:
         onnx = _View(torch.onnx, export=exporting.legacy_export(torch.onnx.export))
         return _View(torch, onnx=onnx)
@@ -362,7 +361,6 @@ def _watch_decisions(_addresses: Addresses) -> None:
 
 def _restore_after_export(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
-
 
     _replace_static(GraphTransitionManager, "_export_model", exporting.repeatable)
 
@@ -419,7 +417,6 @@ def _keep_dropouts(_addresses: Addresses) -> None:
 
 def _filter_streams(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _logger
-
 
     _replace(_logger, "_suppress_os_stream_output", lambda _original: exporting.streams_filtered)
 

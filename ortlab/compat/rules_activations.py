@@ -13,6 +13,7 @@ import torch
 from ortlab.compat.symbolics import (
     Graph,
     Value,
+    cast,
     constant,
     dtype,
     literal,
@@ -20,6 +21,7 @@ from ortlab.compat.symbolics import (
     number,
     rank,
     rule,
+    stock,
 )
 
 _NO_GRADIENT = "no gradient"
@@ -127,6 +129,57 @@ def _reduced(g: Graph, losses: Value, reduction: Value) -> Value:
     kind = literal(reduction, "i")
     operator = {0: None, 1: "ReduceMean", 2: "ReduceSum"}[kind]
     return losses if operator is None else g.op(operator, losses, keepdims_i=0)
+
+
+@rule("cross_entropy_loss", "with label smoothing, or with probabilities as targets: not exported")
+def _cross_entropy_loss(
+    g: Graph,
+    x: Value,
+    target: Value,
+    weight: Value,
+    reduction: Value,
+    ignored: Value,
+    smoothing: Value,
+) -> Value:
+    amount, probabilities = number(smoothing), dtype(target).is_floating_point
+    if amount == 0 and not probabilities:
+        return stock("cross_entropy_loss")(g, x, target, weight, reduction, ignored, smoothing)
+    axis = min(rank(x) - 1, 1)
+    logs, classes = g.op("LogSoftmax", x, axis_i=axis), g.op("Shape", x)
+    classes = cast(g, g.op("Gather", classes, constant(g, axis), axis_i=0), dtype(x))
+    weighted = logs
+    if not missing(weight):
+        shape = constant(g, [-1] + [1] * (rank(x) - 1 - axis))
+        weighted = g.op("Mul", logs, g.op("Reshape", weight, shape))
+    share = g.op("Div", _like(g, x, amount), classes)
+    if probabilities:
+        wanted = g.op("Add", g.op("Mul", target, _like(g, x, 1 - amount)), share)
+        return _reduced(g, _over_classes(g, g.op("Mul", weighted, wanted), axis), reduction)
+    rest = (target, weight, reduction, ignored, constant(g, 0.0, torch.float32))
+    hard = stock("cross_entropy_loss")(g, x, *rest)
+    kept = g.op("Not", g.op("Equal", target, ignored))
+    smooth = g.op("Mul", _over_classes(g, weighted, axis), cast(g, kept, dtype(x)))
+    smooth = _mean_of_kept(g, smooth, kept, target, weight, reduction)
+    hard = g.op("Mul", hard, _like(g, x, 1 - amount))
+    return g.op("Add", hard, g.op("Mul", smooth, share))
+
+
+def _over_classes(g: Graph, terms: Value, axis: int) -> Value:
+    return g.op("Neg", g.op("ReduceSum", terms, constant(g, [axis]), keepdims_i=0))
+
+
+def _mean_of_kept(
+    g: Graph, losses: Value, kept: Value, target: Value, weight: Value, reduction: Value
+) -> Value:
+    """Reduces `losses`; a mean is taken over the targets that count, each with its weight."""
+    if literal(reduction, "i") != 1:
+        return _reduced(g, losses, reduction)
+    count = cast(g, kept, dtype(losses))
+    if not missing(weight):
+        safe = g.op("Where", kept, target, constant(g, 0))
+        count = g.op("Mul", count, g.op("Gather", weight, safe, axis_i=0))
+    total = g.op("ReduceSum", count, keepdims_i=0)
+    return g.op("Div", g.op("ReduceSum", losses, keepdims_i=0), total)
 
 
 @rule("l1_loss", _NO_RULE)

@@ -192,7 +192,6 @@ def _zero_bias(g: Graph, weight: Value, transposed_groups: int) -> Value:
     return g.op("Mul", repeated, zero)
 
 
-
 # ---- normalisation -------------------------------------------------------------------------------
 
 

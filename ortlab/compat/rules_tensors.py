@@ -195,6 +195,11 @@ def _order_in_storage(value: Value) -> list[int]:
     return order
 
 
+@rule("detach", "gradients go through it", ("detach", "", None))
+def _detach(g: Graph, x: Value) -> Value:
+    return ranked_like_output(g, aten(g, "detach", x))
+
+
 @rule("unflatten", "the exporter computes the rank in the graph: no gradient")
 def _unflatten(g: Graph, x: Value, dim: Value, sizes: Value) -> Value:
     axis = literal(dim, "i") % rank(x)

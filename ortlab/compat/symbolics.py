@@ -27,12 +27,15 @@ _ATEN = "org.pytorch.aten"
 
 @dataclass(frozen=True)
 class Rule:
-    """How one torch operator is exported; ``gradient`` is (ATen name, overload, its nodes)."""
+    """How one torch operator is exported.
+
+    ``gradient`` is (ATen name, overload, its nodes); without nodes the first input gets none.
+    """
 
     operator: str
     symptom: str
     export: Callable[..., Any]
-    gradient: tuple[str, str, Callable[[], Gradient]] | None = None
+    gradient: tuple[str, str, Callable[[], Gradient] | None] | None = None
 
 
 RULES: list[Rule] = []
@@ -45,8 +48,9 @@ def register(registry: Any, gradients: Any) -> None:
 
     The modules imported here declare them.
     """
-    from ortlab.compat import rules_activations, rules_layers, rules_tensors  # noqa: F401
+    from ortlab.compat import rules_activations, rules_layers, rules_tensors, rules_torch  # noqa: F401
 
+    rules_torch.define()
     for each in RULES:
         domain, _, name = each.operator.rpartition("::")
         if each.operator not in _stock:
@@ -56,7 +60,11 @@ def register(registry: Any, gradients: Any) -> None:
         registry.register(name, domain, each.export)
         if each.gradient is not None:
             kernel, overload, nodes = each.gradient
-            gradients.register(_ATEN, "ATen", (kernel, overload), nodes)
+            if nodes is None:
+                stop = gradients.register_custom_stop_gradient_edges
+                stop([0], _ATEN, "ATen", kernel, overload)
+            else:
+                gradients.register(_ATEN, "ATen", (kernel, overload), nodes)
 
 
 def stock(operator: str) -> Callable[..., Any]:
@@ -65,7 +73,9 @@ def stock(operator: str) -> Callable[..., Any]:
 
 
 def rule(
-    operator: str, symptom: str, gradient: tuple[str, str, Callable[[], Gradient]] | None = None
+    operator: str,
+    symptom: str,
+    gradient: tuple[str, str, Callable[[], Gradient] | None] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares the decorated function to be the rule for `operator`; `symptom` is what it mends."""
 

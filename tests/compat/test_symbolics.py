@@ -232,6 +232,69 @@ REST: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def of_each(*functions: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.stack([function(x) for function in functions])
+
+
+def targets(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0]) % 3
+
+
+def some_targets(x: Tensor) -> Tensor:
+    return torch.where(torch.arange(x.shape[0]) == 1, -100, targets(x))
+
+
+WEIGHT = torch.tensor([0.5, 2.0, 1.0, 1.0, 3.0, 1.0])
+REST |= {
+    "detach": lambda x: x.detach() * x,
+    "label smoothing": lambda x: F.cross_entropy(x, some_targets(x), label_smoothing=0.2),
+    "label smoothing, summed": lambda x: F.cross_entropy(
+        x, targets(x), label_smoothing=0.2, reduction="sum"
+    ),
+    "label smoothing, weighted": lambda x: F.cross_entropy(
+        x, some_targets(x), weight=WEIGHT, label_smoothing=0.2
+    ),
+    "label smoothing, of each": lambda x: F.cross_entropy(
+        x, some_targets(x), weight=WEIGHT, label_smoothing=0.2, reduction="none"
+    ),
+    "probabilities as targets": lambda x: F.cross_entropy(x, x.sin().softmax(-1)),
+    "probabilities, smoothed": lambda x: F.cross_entropy(
+        x[:, :, None], x.sin().softmax(-1)[:, :, None], weight=WEIGHT, label_smoothing=0.2
+    ),
+    "smooth functions": of_each(
+        *(torch.asinh, torch.atan, torch.cosh, torch.erfc, torch.exp2, torch.expm1, torch.sinh),
+        *(torch.tan, lambda x: (x.abs() + 1.1).acosh(), lambda x: (x.abs() + 1).digamma()),
+        *(lambda x: x.abs().add(1).lgamma(), lambda x: torch.hypot(x, x.exp())),
+        *(lambda x: torch.atan2(x, x.exp()), lambda x: torch.logaddexp(x, x.sin())),
+        *(lambda x: torch.xlogy(x, x.exp()), lambda x: torch.addcdiv(x, x, x.exp(), value=0.5)),
+    ),
+    "functions of an interval": of_each(
+        *(lambda x: x.sin().mul(0.9).acos(), lambda x: x.sin().mul(0.9).asin()),
+        *(lambda x: x.sin().mul(0.9).atanh(), lambda x: x.sin().mul(0.9).erfinv()),
+    ),
+    "steps": of_each(
+        *(lambda x: x.ceil() * x, lambda x: x.floor() * x, lambda x: x.round() * x),
+        *(lambda x: x.sign() * x, lambda x: x.trunc() * x, torch.frac),
+    ),
+    "amax": lambda x: x.round().amax(-1) + x.amin((0, 1)),
+    "amax, all dimensions kept": lambda x: x.amax((0, 1), keepdim=True),
+    "prod": lambda x: x.prod() + x.floor().prod(-1) + x.prod(0, keepdim=True).sum(),
+    "cumprod": lambda x: x.cumprod(-1),
+    "bce": lambda x: F.binary_cross_entropy(x.sigmoid(), (x > 0).float()),
+    "bce, weighted": lambda x: F.binary_cross_entropy(
+        x.sigmoid(), (x > 0).float(), weight=WEIGHT, reduction="sum"
+    ),
+    "margin losses": of_each(
+        *(lambda x: F.soft_margin_loss(x, (x > 0).float()),),
+        *(lambda x: F.hinge_embedding_loss(x, (x > 0).float() * 2 - 1),),
+        *(lambda x: F.margin_ranking_loss(x, x.exp(), (x > 0).float() * 2 - 1),),
+        *(lambda x: F.cosine_embedding_loss(x, x.exp(), torch.ones(x.shape[0])),),
+        *(lambda x: F.triplet_margin_loss(x, x.exp(), x.sin()),),
+        *(lambda x: F.poisson_nll_loss(x, x.exp()),),
+    ),
+}
+
+
 @pytest.mark.parametrize("name", REST)
 def test_rule(ort: Ort, name: str) -> None:
     compare(ort, Calling(REST[name]), torch.randn(4, 6), torch.randn(2, 6))
@@ -294,6 +357,12 @@ def test_recurrence_drops_between_layers(ort: Ort) -> None:
     wrapped = ort.ORTModule(Recurrent(layer), ort.DebugOptions(log_level=ort.LogLevel.ERROR))
     x = torch.randn(4, 2, 6)
     assert not torch.equal(wrapped(x), wrapped(x))
+
+
+@pytest.mark.parametrize("shuffle", [F.pixel_shuffle, F.pixel_unshuffle])
+def test_pixels(ort: Ort, shuffle: Callable[..., Tensor]) -> None:
+    model = Calling(lambda x: shuffle(x, 2))
+    compare(ort, model, torch.randn(2, 4, 6, 8), torch.randn(3, 4, 4, 6))
 
 
 @pytest.mark.parametrize("mode", ["linear", "bilinear", "trilinear"])

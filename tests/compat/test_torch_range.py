@@ -37,9 +37,10 @@ def test_a_torch_lacks_nothing(version: str) -> None:
     assert row["dynamo by default"]
 
 
-def test_the_table_knows_every_name() -> None:
+def test_the_table_knows_every_private_name() -> None:
+    """What torch documents, the nightly test alone looks up."""
     unknown = set(torch_range.names_taken()) - set(torch_range.stored()["names"])
-    assert not unknown, RENEW
+    assert not [name for name in unknown if "._" in name], RENEW
 
 
 def test_the_installed_torch_is_as_the_table_says() -> None:

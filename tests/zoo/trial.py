@@ -26,6 +26,7 @@ STEPS: Final = 10
 STEPS_TOLERANCE: Final = 1e-3
 LEARNING_RATE: Final = 3e-3
 
+
 class Differs(AssertionError):
     """ORT's loss, a gradient or a buffer is not eager torch's."""
 
@@ -37,7 +38,8 @@ def trial(cell: specs.Cell) -> Outcome:
     status, reason = OK, ""
     try:
         first, second = specs.batches(cell)
-        pair = Pair(specs.model(cell))
+        family = specs.FAMILIES.get(cell.family)
+        pair = Pair(specs.model(cell), **(family.options if family else {}))
         with pair.replay:
             pair.compare(first)
             pair.compare(second)
@@ -55,10 +57,10 @@ def trial(cell: specs.Cell) -> Outcome:
 class Pair:
     """A model in ORT and its twin in eager torch, which drops out what ORT drops out."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, **options: Any) -> None:
         self.twin = copy.deepcopy(model)
         self.model = model
-        self.wrapped = ortlab.wrap(model, engine="ort", fallback=False)
+        self.wrapped = ortlab.wrap(model, engine="ort", fallback=False, **options)
         self.replay = Replay()
         self.errors: dict[str, Any] = {}
 
