@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
+from ortlab.engines.execution import _autocast, _signature
 from ortlab.engines.guard import Guard
-from ortlab.engines.ortmodule import _autocast, _signature
 
 ROUNDS, CALLS = 15, 200
 

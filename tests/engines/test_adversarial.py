@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from ortlab.engines.ortmodule import ExportFailed, Ort
+from ortlab.engines.ortmodule import Ort
 from ortlab.engines.selfcheck import SelfCheckFailed
+from ortlab.engines.served import ExportFailed
 from ortlab.settings import EngineSettings
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from ortlab.engines.ortmodule import ExportFailed, Ort
+from ortlab.engines.ortmodule import Ort
+from ortlab.engines.served import ExportFailed
 from ortlab.settings import EngineSettings
 
 HALF = 5e-3  # relative, of a whole gradient: float16 has ten bits

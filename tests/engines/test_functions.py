@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ortlab.compat import extensions, interop
 from ortlab.engines.base import EngineUnavailable, engine
-from ortlab.engines.ortmodule import ExportFailed, Ort, execution_of
+from ortlab.engines.ortmodule import Ort, execution_of
+from ortlab.engines.served import ExportFailed
 from ortlab.settings import EngineSettings
 
 

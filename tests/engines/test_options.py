@@ -24,7 +24,8 @@ from ortlab import compat
 from ortlab.engines import options
 from ortlab.engines.base import EngineUnavailable, engine
 from ortlab.engines.export import Export
-from ortlab.engines.ortmodule import ExportFailed, execution_of
+from ortlab.engines.ortmodule import execution_of
+from ortlab.engines.served import ExportFailed
 from ortlab.settings import EngineSettings
 
 BATCH = (torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]), torch.tensor([0, 2]))

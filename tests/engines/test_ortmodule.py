@@ -17,8 +17,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ortlab.engines.base import EngineUnavailable, Report, engine, progress
-from ortlab.engines.ortmodule import ExportFailed, Ort
+from ortlab.engines.ortmodule import Ort
 from ortlab.engines.selfcheck import SelfCheckFailed
+from ortlab.engines.served import ExportFailed
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 

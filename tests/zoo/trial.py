@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import ortlab
-from ortlab.engines.ortmodule import ExportFailed
 from ortlab.engines.selfcheck import SMALLEST, SelfCheckFailed
+from ortlab.engines.served import ExportFailed
 from tests.zoo import specs
 from tests.zoo.dropout import Replay
 from tests.zoo.outcome import FAILED, OK, REFUSED, WRONG, Outcome

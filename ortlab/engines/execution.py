@@ -1,0 +1,494 @@
+"""How a model runs in ORT: which exported graph a call gets, and whether that one is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ortlab import compat
+from ortlab.compat.decisions import OtherDecision
+from ortlab.engines import options
+from ortlab.engines.base import (
+    EngineUnavailable,
+    Report,
+    tell,
+)
+from ortlab.engines.batch import tensors
+from ortlab.engines.export import Export
+from ortlab.engines.guard import Guard
+from ortlab.engines.selfcheck import (
+    NoDropout,
+    Observed,
+    SelfCheckFailed,
+    compare,
+    depends_on_seed,
+    observe,
+    undisturbed,
+)
+from ortlab.engines.served import OF_A_KIND, ExportFailed, Kind, Served, Shapes, bucket
+from ortlab.errors import place
+from ortlab.settings import EngineSettings
+
+_EXPORTS = 6
+_FIRST_SHAPES = 3
+_MOST_CHECKS = 16
+_MOST_SHAPES = 4096
+_MOST_NOTES = 1000
+_MOST_FALLBACKS = 3
+_ATOMS = (bool, int, float, str, type(None))
+
+
+class Execution:
+    """How one module runs in ORT: its exports, their checks, and what happened.
+
+    An export serves the calls that it fits: the same state of the module (`Guard`), the same
+    structure, types and ranks of the arguments, the same Python values among them, the same
+    autocast. Another call gets an export of its own; the last few are kept. It should fit every
+    shape; a model whose graph turns out to hold the sizes of its input gets one for each shape.
+    """
+
+    def __init__(self, module: nn.Module, settings: EngineSettings) -> None:
+        self.module = module
+        self.settings = settings
+        self._own_settings = settings
+        self._options = options.key(settings)
+        self._exported_with = settings
+        self._ort_module: Any = None
+        self._guard = Guard(module)
+        self._kinds: dict[Hashable, Kind] = {}
+        self._export_s = 0.0
+        self._check_s = 0.0
+        self._checks = 0
+        self._notes: list[str] = []
+        self._remarks: list[str] = []
+        self._fallback: tuple[Hashable, str] | None = None
+        self._fallbacks = 0
+        # A cell may call a model that a run trains; a check puts buffers and random states back.
+        self._lock = threading.RLock()
+
+    def attach(self, ort_module: Any, no_fallback: Any) -> None:
+        """Takes over from `ort_module`, once it is made; fallback is decided here from now on."""
+        self._ort_module = ort_module
+        pending = ort_module._fallback_manager._exception
+        if pending is not None:
+            raise EngineUnavailable(f"ORTModule cannot wrap the model: {pending}")
+        ort_module._fallback_manager.policy = no_fallback
+        options.apply(ort_module, self.settings)
+
+    def configure(self, settings: EngineSettings) -> None:
+        """Lets `settings` hold from now on: where ORT's options differ, calls get a new export.
+
+        ValueError names an option that cannot work here.
+        """
+        options.check(settings)
+        self._own_settings = settings
+        self._use(settings)
+
+    def _use(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        if options.key(settings) != self._options:
+            self._options = options.key(settings)
+            options.apply(self._ort_module, settings)
+
+    def begin_run(self, settings: EngineSettings) -> Callable[[], Report]:
+        """Starts a run: `settings` hold until `end_run`. Returns what reports on this run alone."""
+        options.check(settings)
+        self._use(settings)
+        self._checks = 0
+        self._fallback, self._fallbacks = None, 0
+        before = self.report()
+
+        def report() -> Report:
+            now = self.report()
+            return dataclasses.replace(
+                now,
+                export_s=now.export_s - before.export_s,
+                check_s=now.check_s - before.check_s,
+                notes=now.notes[len(before.notes) :],
+            )
+
+        return report
+
+    def end_run(self) -> None:
+        """The settings that the model was wrapped with hold again."""
+        self._use(self._own_settings)
+
+    def report(self) -> Report:
+        """What there is to say by now, since the model was wrapped."""
+        return Report(
+            engine_used="eager" if self._fallback else "ort",
+            fallback_reason=self._fallback[1] if self._fallback else None,
+            export_s=self._export_s,
+            check_s=self._check_s,
+            notes=tuple(self._notes),
+            remarks=tuple(self._remarks),
+        )
+
+    def exports(self) -> list[Export]:
+        """The exports at hand, the newest last."""
+        return [served.export for kind in self._kinds.values() for served in kind.served]
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward, by the export that fits."""
+        with self._lock:
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._fallback is not None and self._falls_back():
+            return self.module(*args, **kwargs)
+        key, shapes = self._kind(args, kwargs)
+        kind = self._kinds.get(key) or Kind()
+        why = ""
+        if (name := kind.redefined()) is not None:
+            why = f"{name} was defined again"
+        for served in kind.fitting(shapes):
+            try:
+                if shapes in served.shapes:
+                    outputs = served.run(args, kwargs)
+                else:
+                    outputs = self._first(served, key, shapes, args, kwargs)
+            except OtherDecision as other:
+                why = f"forward decides otherwise at {place(*other.place)}"
+            else:
+                kind.use(served)
+                return outputs
+        try:
+            return self._first(None, key, shapes, args, kwargs, why=why)
+        except OtherDecision as other:
+            raise ExportFailed(
+                f"forward decides by random numbers at {place(*other.place)}, which ORT draws "
+                "otherwise; use engine='eager'"
+            ) from None
+
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Shapes]:
+        """What an export must fit, and the shapes, which every export should take."""
+        shapes: list[torch.Size] = []
+        key = (
+            self._guard.key(),
+            self._options,
+            torch.is_grad_enabled() or self.module.training,
+            _signature(args, shapes),
+            _signature(kwargs, shapes),
+            _autocast(),
+        )
+        return key, tuple(shapes)
+
+    def _first(
+        self,
+        served: Served | None,
+        key: Hashable,
+        shapes: Shapes,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        why: str = "",
+    ) -> Any:
+        """A call with a new export, or with shapes that its export has not met.
+
+        ``why`` tells what is new, where that is not an edit of the model or the kind of input.
+        """
+        try:
+            if served is None:
+                _refuse_backward_hooks(self.module)
+            if self._due(served, shapes):
+                served = self._check_or_split(served, key, args, kwargs, why)
+            elif served is None:
+                served = self._make(args, kwargs, why)
+                self._keep(served.export)
+        except (ExportFailed, SelfCheckFailed) as error:
+            if not self.settings.fallback:
+                raise
+            outputs = self.module(*args, **kwargs)
+            # What forward has set by now belongs to the model that fell back.
+            self._fallback = (self._guard.key(), str(error))
+            self._fallbacks += 1
+            return outputs
+        if len(served.shapes) >= _MOST_SHAPES:
+            served.shapes.clear()
+        served.shapes.add(shapes)
+        served.shapes_met += 1
+        served.buckets.add(bucket(shapes))
+        return served.run(args, kwargs)
+
+    def _falls_back(self) -> bool:
+        """Whether torch goes on: while the model is the one that ORT could not run.
+
+        One that has been edited since is tried again, a few times.
+        """
+        assert self._fallback is not None
+        if self._fallbacks >= _MOST_FALLBACKS or self._guard.key() == self._fallback[0]:
+            return True
+        self._fallback = None
+        return False
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Served:
+        change, self._guard.change = self._guard.change, ""
+        change = change or options.changed(self._exported_with, self.settings)
+        self._exported_with = self.settings
+        key, shapes = self._kind(args, kwargs)
+        known = self._kinds.get(key)
+        if known is not None:
+            known.refuse_more()
+        if self._kinds and not (known is not None and known.per_shape):
+            self._note(f"exported again: {why or change or 'another kind of input'}")
+        trainable = any(p.requires_grad for p in self.module.parameters())
+        gradient = trainable and (torch.is_grad_enabled() or self.module.training)
+        tell("exporting the model to ORT")
+        started = time.perf_counter()
+        try:
+            export = Export(self._ort_module, self.module, gradient=gradient)
+            with undisturbed(self.module):
+                if not self._cached() or not export.restore(args, kwargs, self._call(args, kwargs)):
+                    export.build(args, kwargs)
+            options.check_plans(export.manager, self.settings)
+        # ORT raises all kinds of exceptions; what they mean is said in one line.
+        except Exception as error:  # noqa: BLE001
+            if not self.settings.self_check:
+                self._let_eager_fail(args, kwargs)
+            raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from None
+        self._export_s += time.perf_counter() - started
+        if export.left_out:
+            self._remark(f"{', '.join(export.left_out)} is None: ORT's graph has no cache")
+        if export.checkpointing:
+            self._remark(export.checkpointing)
+        if hooked := _forward_hooked(self.module):
+            self._remark(
+                f"forward hooks of {', '.join(hooked[:3])}: ORT's graph has what they compute on "
+                "tensors, but does not call them"
+            )
+        counters, buffers = _batch_counters(self.module), list(self.module.buffers())
+        served = Served(export, shapes, counters, buffers)
+        # Forward ran by now, and may have set attributes: what fits the export is what it left.
+        self._kinds.setdefault(self._kind(args, kwargs)[0], Kind()).served.insert(0, served)
+        while len(self._kinds) > _EXPORTS:
+            del self._kinds[next(iter(self._kinds))]
+        return served
+
+    def _cached(self) -> bool:
+        return self.settings.cache and not options.ask_for_an_export(self.settings)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What a graph depends on besides the module and ORT's options, for the cache.
+
+        Sizes are among it where no check would notice that a graph holds other ones.
+        """
+        key, shapes = self._kind(args, kwargs)
+        assert isinstance(key, tuple)  # the guard's key and ORT's options come first
+        known = self._kinds.get(key)
+        sized = not self.settings.self_check or (known is not None and known.per_shape)
+        return {"call": repr(key[2:]), "sizes": repr(shapes) if sized else ""}
+
+    def _keep(self, export: Export) -> None:
+        export.keep()
+        if export.cache_note:
+            self._note(export.cache_note)
+
+    def _let_eager_fail(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises what eager torch raises, if it does: then the model is at fault and not ORT."""
+        with undisturbed(self.module), torch.no_grad():
+            self.module(*args, **kwargs)
+
+    def _due(self, served: Served | None, shapes: Shapes) -> bool:
+        """Whether this call is to be checked: new exports, and new shapes while there are few.
+
+        An export's first three shapes are, then the first of every bucket of sizes (rounded up to
+        powers of two), until sixteen checks of the run are spent. A dimension that changes for the
+        first time is checked in any case: the graph may hold its size.
+        """
+        if not self.settings.self_check:
+            return False
+        if served is None or not served.checked or served.has_new_dimension(shapes):
+            return True
+        known = bucket(shapes) in served.buckets and served.shapes_met >= _FIRST_SHAPES
+        return self._checks < _MOST_CHECKS and not known
+
+    def _check_or_split(
+        self,
+        served: Served | None,
+        key: Hashable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        why: str,
+    ) -> Served:
+        """`_check`; what is right for one shape and wrong for another gets an export for each."""
+        try:
+            return self._check(served, args, kwargs, why)
+        except (ExportFailed, SelfCheckFailed):
+            if served is None or not served.checked:
+                raise
+            self._remark(
+                "the graph holds the sizes of the input that it was exported with and is wrong for "
+                f"others: every shape is exported for itself, at most {OF_A_KIND}"
+            )
+            self._kinds[key].per_shape = True
+            return self._check(None, args, kwargs, why)
+
+    def _check(
+        self,
+        served: Served | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        why: str,
+    ) -> Served:
+        """Compares the export with eager torch, after making it where there is none."""
+        started, exported_s = time.perf_counter(), self._export_s
+        gradients = torch.is_grad_enabled()
+        inputs = [value for value in tensors([args, kwargs]) if value.requires_grad]
+        with NoDropout():
+            reference = observe(
+                functools.partial(self.module, *args, **kwargs),
+                self.module,
+                inputs=inputs,
+                gradients=gradients,
+            )
+        if served is None:
+            served = self._make(args, kwargs, why)
+        tell("checking ORT against eager torch")
+        if reference.wrote:
+            names = ", ".join(sorted(reference.wrote)[:3])
+            self._remark(
+                f"forward sets {names}: ORT's graph does not, and keeps what it read there"
+            )
+        if reference.drew and self._random(reference, args, kwargs):
+            self._remark("not checked: forward draws random numbers besides dropout")
+        else:
+            compared = functools.partial(
+                self._compare, reference, args, kwargs, inputs=inputs, gradients=gradients
+            )
+            try:
+                compared(served)
+            except (ExportFailed, SelfCheckFailed):
+                if served.checked or not served.export.from_cache:
+                    raise
+                served.export.forget()
+                self._kinds[self._kind(args, kwargs)[0]].served.pop(0)
+                served = self._make(args, kwargs, "the graph from the cache was wrong")
+                compared(served)
+            if not served.checked:
+                self._keep(served.export)
+        served.passed(self._kind(args, kwargs)[1])
+        self._checks += 1
+        self._check_s += time.perf_counter() - started - (self._export_s - exported_s)
+        return served
+
+    def _random(self, reference: Observed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether results depend on random numbers; ExportFailed where a graph would keep those.
+
+        Torch's are drawn by ORT in the graph; what Python or numpy drew is a constant there.
+        """
+        call = functools.partial(self.module, *args, **kwargs)
+        with NoDropout():
+            if depends_on_seed(reference, call, self.module, drawn_by_torch=False):
+                raise ExportFailed(
+                    "forward draws random numbers of Python's or numpy's, and ORT's graph would "
+                    "keep those of the export; draw them with torch, or use engine='eager'"
+                )
+            return depends_on_seed(reference, call, self.module, drawn_by_torch=True)
+
+    def _compare(
+        self,
+        reference: Observed,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        served: Served,
+        *,
+        inputs: Sequence[torch.Tensor],
+        gradients: bool,
+    ) -> None:
+        try:
+            observed = observe(
+                functools.partial(served.run, args, kwargs, dropout=False),
+                self.module,
+                inputs=inputs,
+                gradients=gradients,
+            )
+        except OtherDecision:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from None
+        low_precision = _autocast() is not None or any(
+            p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters()
+        )
+        try:
+            verdict = compare(reference, observed, low_precision=low_precision)
+        except SelfCheckFailed as error:
+            raise SelfCheckFailed(
+                f"ORT would not train this model right: {error}; use engine='eager', "
+                "or fallback=True to go on in torch"
+            ) from None
+        shapes = ", ".join(str(list(value.shape)) for value in tensors([args, kwargs]))
+        self._note(f"checked on {shapes}: {verdict}")
+
+    def _remark(self, text: str) -> None:
+        """Notes what the user has to know, once."""
+        if text not in self._remarks:
+            self._remarks.append(text)
+            self._note(text)
+
+    def _note(self, text: str) -> None:
+        if len(self._notes) < _MOST_NOTES:
+            self._notes.append(text)
+        elif len(self._notes) == _MOST_NOTES:
+            self._notes.append("and so on: later notes are not kept")
+
+
+def _batch_counters(module: nn.Module) -> list[torch.Tensor]:
+    """The counters of the batches that BatchNorm has seen, as far as its forward would count on."""
+    norms = [
+        child
+        for child in module.modules()
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
+    ]
+    for norm in norms:
+        if norm.track_running_stats and norm.momentum is None:
+            raise ExportFailed(
+                "BatchNorm with momentum=None weighs every batch differently, which an exported "
+                "graph cannot; give a momentum, or use engine='eager'"
+            )
+    return [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+
+
+def _forward_hooked(module: nn.Module) -> list[str]:
+    return [
+        name or type(child).__name__
+        for name, child in module.named_modules()
+        if child._forward_hooks or child._forward_pre_hooks
+    ]
+
+
+def _refuse_backward_hooks(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if child._backward_hooks or child._backward_pre_hooks:
+            raise ExportFailed(
+                f"{name or type(child).__name__} has a backward hook, which ORT would never call; "
+                "remove it, or use engine='eager'"
+            )
+
+
+def _signature(value: Any, shapes: list[torch.Size]) -> Hashable:
+    """What of an argument is fixed in an export; the shapes of its tensors go to `shapes`."""
+    if isinstance(value, torch.Tensor):
+        shapes.append(value.shape)
+        return (value.dtype, value.dim(), value.requires_grad, value.device)
+    if isinstance(value, _ATOMS):
+        return (type(value), value if value == value else repr(value))  # NaN is not itself
+    if isinstance(value, Mapping):
+        return (
+            type(value),
+            *((name, _signature(item, shapes)) for name, item in value.items()),
+        )
+    if isinstance(value, tuple | list):
+        return (type(value), *(_signature(item, shapes) for item in value))
+    return (type(value), id(value))
+
+
+def _autocast() -> Hashable:
+    enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled) or None
