@@ -33,7 +33,7 @@ class DropoutDiffers(AssertionError):
 
 
 class Replay:
-    """Within it, every export's dropout is seeded; `masks` replays those of the last call."""
+    """Within it, every export's dropout is seeded; `loss` replays that of the last call."""
 
     def __init__(self) -> None:
         self._seeds = itertools.count(1)
@@ -78,19 +78,32 @@ class Replay:
                 node.attribute.append(onnx.helper.make_attribute("seed", seed))
                 yield seed
 
-    @contextlib.contextmanager
-    def masks(self) -> Iterator[None]:
-        """For one eager forward: its dropouts use the masks of ORT's last forward.
+    def loss(self, forward: Callable[[], Tensor]) -> Tensor:
+        """What the eager `forward` gives when its dropouts use the masks of ORT's last forward.
 
-        Once for every forward of ORT's, for the masks differ from call to call.
+        Once for every forward of ORT's, for the masks differ from call to call. Dropouts after the
+        last that ORT's graph has must not matter: it leaves out what no result depends on.
         """
+        without: list[Tensor] = []
+        with self._masks(without):
+            loss = forward()
+        if without:
+            found = torch.autograd.grad(loss, without, allow_unused=True, retain_graph=True)
+            if any(gradient is not None for gradient in found):
+                raise DropoutDiffers("eager torch calls dropout more often than ORT")
+        return loss
+
+    @contextlib.contextmanager
+    def _masks(self, without: list[Tensor]) -> Iterator[None]:
+        """Fills `without` with the masks of dropouts that ORT's graph has none for."""
         assert self._last is not None
         waiting = list(self._draws[id(self._last)])
 
         def draw(shape: Sequence[int], ratio: float) -> Tensor:
-            if not waiting:
-                raise DropoutDiffers("eager torch calls dropout more often than ORT")
-            return waiting.pop(0)(shape, ratio)
+            if waiting:
+                return waiting.pop(0)(shape, ratio)
+            without.append(torch.ones(tuple(shape), requires_grad=True))
+            return without[-1]
 
         with contextlib.ExitStack() as stack:
             for module, name, replaced in (
