@@ -51,9 +51,24 @@ _LIBRARIES = tuple(
 )
 _ENTRY = "/onnxruntime/training/ortmodule/_io.py"
 """Where ORT calls the model's forward; what lies outside of it is not the model."""
+_NO_KERNEL, _NO_TYPE = "ORT has no kernel for {operator}", "ORT's {operator} takes no {type}"
 _TEXTS = (
-    (r"Could not find an implementation for (\w+)\(\d+\)", "ORT has no kernel for {}"),
-    (r"gradient builder has not been registered: (\w+)", "ORT has no gradient for {}"),
+    (r"Could not find an implementation for (?P<operator>\w+)\(\d+\)", _NO_KERNEL),
+    (r"Failed to find kernel for (?:[\w.]+\.)?(?P<operator>\w+)\(\d+\)", _NO_KERNEL),
+    (
+        r"Type \(tensor\((?P<type>\w+)\)\) of output arg \([^)]*\) of node "
+        r"\([^)]*?(?P<operator>[A-Za-z]\w*)\)",
+        _NO_TYPE,
+    ),
+    (
+        r"Type 'tensor\((?P<type>\w+)\)' of input parameter \(\w+\) of operator "
+        r"\((?P<operator>\w+)\)",
+        _NO_TYPE,
+    ),
+    (
+        r"gradient builder has not been registered: (?P<operator>\w+)",
+        "ORT has no gradient for {operator}",
+    ),
 )
 """What ORT's C++ code says of an operator, and what it means."""
 _NODE_NAME = re.compile(r"(?:name '|Name:'|Node \(|\(')(/[^')]+)")
@@ -128,8 +143,8 @@ def _from_text(error: BaseException, nodes: Sequence[Node]) -> Failure:
     for pattern, meaning in _TEXTS:
         found = re.search(pattern, text)
         if found:
-            operator = found.group(1)
-            reason = meaning.format(operator)
+            operator = found.group("operator")
+            reason = meaning.format(**found.groupdict())
     name = _NODE_NAME.search(text)
     at = next((node for node in nodes if name and node.name == name.group(1)), None)
     if at is None and operator is not None:

@@ -252,7 +252,7 @@ class Execution:
         except Exception as error:  # noqa: BLE001
             if not self.settings.self_check:
                 self._let_eager_fail(args, kwargs)
-            raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from None
+            raise self._cannot_run(error) from None
         self._export_s += time.perf_counter() - started
         if export.left_out:
             self._remark(f"{', '.join(export.left_out)} is None: ORT's graph has no cache")
@@ -412,7 +412,7 @@ class Execution:
         except OtherDecision:
             raise
         except Exception as error:  # noqa: BLE001 - as above
-            raise ExportFailed(f"ORT cannot run this model: {compat.explain(error)}") from None
+            raise self._cannot_run(error) from None
         low_precision = _autocast() is not None or any(
             p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters()
         )
@@ -425,6 +425,12 @@ class Execution:
             ) from None
         shapes = ", ".join(str(list(value.shape)) for value in tensors([args, kwargs]))
         self._note(f"checked on {shapes}: {verdict}")
+
+    def _cannot_run(self, error: Exception) -> ExportFailed:
+        way_out = "use engine='eager'"
+        if any(p.dtype == torch.float64 for p in self.module.parameters()):
+            way_out += ", or model.float(): ORT has few kernels for double precision"
+        return ExportFailed(f"ORT cannot run this model: {compat.explain(error)}; {way_out}")
 
     def _remark(self, text: str) -> None:
         """Notes what the user has to know, once."""

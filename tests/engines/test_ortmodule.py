@@ -133,6 +133,23 @@ def test_another_dtype_is_noticed(ort: Ort) -> None:
         wrapped(torch.randn(3, 6, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.Linear(6, 6), "no kernel for FusedMatMul"),
+        (nn.LayerNorm(6), "LayerNormalization takes no double"),
+        (nn.GRU(6, 6), "GRUTraining takes no double"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_double_precision_is_refused_with_a_way_out(
+    ort: Ort, layer: nn.Module, reason: str
+) -> None:
+    wrapped = _wrap(ort, layer.double())
+    with pytest.raises(ExportFailed, match=rf"{reason}.*model\.float\(\)"):
+        wrapped(torch.randn(2, 3, 6, dtype=torch.float64))
+
+
 def test_a_hook_that_is_removed_is_noticed(ort: Ort) -> None:
     net = Net()
     handle = net.first.register_forward_hook(lambda _module, _inputs, output: output * 2)
