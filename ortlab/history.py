@@ -288,10 +288,11 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self._file = open(descriptor, "ab")  # noqa: SIM115 - open as long as the run is
-        size = os.fstat(descriptor).st_size
         # What was torn by a crash must not spoil the first line of now.
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            self._file.write(b"\n")
+        if os.fstat(descriptor).st_size:
+            os.lseek(descriptor, -1, os.SEEK_END)
+            if os.read(descriptor, 1) != b"\n":
+                self._file.write(b"\n")
         self._file.write(json.dumps(_HEAD).encode() + b"\n")
         self._file.flush()
 
