@@ -21,7 +21,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +237,7 @@ class _Reader:
     def _import(self, where: str, module: types.ModuleType) -> None:
         """A Python module: the user's by what it defines, another by its version."""
         self._say("import", module.__name__)
-        if not _is_users(module.__name__):
+        if not is_users(module.__name__):
             self._packages.add(module.__name__.partition(".")[0])
             return
         for name, value in sorted(vars(module).items()):
@@ -265,7 +265,7 @@ class _Reader:
                 found = True
                 self._say("member", name, "of", _name(cls))
                 where = f"{cls.__qualname__}.{name}"
-                self._leniently(where, member, strict=_is_users(cls.__module__))
+                self._leniently(where, member, strict=is_users(cls.__module__))
         return found
 
     def _leniently(self, where: str, value: Any, *, strict: bool) -> None:
@@ -278,8 +278,8 @@ class _Reader:
 
     def _body(self, function: types.FunctionType) -> None:
         where = f"{function.__module__}.{function.__qualname__}"
-        home = _home(function)
-        users = _is_users(home)
+        origin = home(function)
+        users = is_users(origin)
         self._say("body", where)
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -287,13 +287,13 @@ class _Reader:
             if cell != types.CellType():  # bound
                 self._leniently(f"{where}'s {name}", cell.cell_contents, strict=users)
         if not users:
-            self._packages.add(home.partition(".")[0])
+            self._packages.add(origin.partition(".")[0])
         if _is_own(function):
             return
         self._code(code)
         defaults = (function.__defaults__, function.__kwdefaults__)
         self._leniently(f"a default of {where}", defaults, strict=users)
-        for name in dict.fromkeys(_globals(code)):
+        for name in global_names(code):
             value = function.__globals__.get(name)
             self._say("global", name)
             if users or isinstance(value, types.FunctionType):
@@ -356,17 +356,21 @@ def _is_implied(name: str, cls: type) -> bool:
     return name in _OPERATORS or (name == "__init__" and not issubclass(cls, nn.Module))
 
 
-def _globals(code: types.CodeType) -> Iterator[str]:
+@functools.lru_cache(maxsize=4096)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
     """The names that `code`, with the code within it, looks up as globals."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
+    names = [
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _globals(constant)
+            names += global_names(constant)
+    return tuple(dict.fromkeys(names))
 
 
-def _is_users(module: str) -> bool:
+def is_users(module: str) -> bool:
     """Whether the Python module of that name is neither installed nor a part of Python."""
     if module.partition(".")[0] in _BY_VERSION:
         return False
@@ -378,10 +382,10 @@ def _is_users(module: str) -> bool:
 
 def _is_own(function: types.FunctionType) -> bool:
     """Whether the version of torch, or of Python, says what `function` does."""
-    return _home(function).partition(".")[0] in _BY_VERSION
+    return home(function).partition(".")[0] in _BY_VERSION
 
 
-def _home(function: types.FunctionType) -> str:
+def home(function: types.FunctionType) -> str:
     """The Python module where `function` was made; ``__module__`` is what a decorator copied."""
     return str(function.__globals__.get("__name__", ""))
 

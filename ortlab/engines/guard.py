@@ -3,9 +3,11 @@
 An exported graph is a photograph. `Guard.key` tells which photograph fits the module as it is now:
 attributes, submodules, parameters and buffers (which, their type, device, size, requires_grad),
 hooks, train or eval, the classes and what stands in them, and the lists, dictionaries, partials
-and configuration objects that hang off a module, two levels deep. It does not see what is deeper,
-the contents of numpy arrays and of objects with slots, 1 becoming 1.0 or True, nor what forward
-reads elsewhere: globals, closures, files.
+and configuration objects that hang off a module, two levels deep. Of what the user's code reads
+elsewhere, as far as names lead from forward: globals, closures, defaults, and what that code names
+of other Python modules, classes and objects. It does not see what is deeper, the contents of numpy
+arrays and of objects with slots, 1 becoming 1.0 or True, what an installed package reads elsewhere,
+nor files.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from typing import Any, Generic
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from ortlab.engines.fingerprint import global_names, home, is_users
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -64,6 +68,8 @@ class _Photo:
     requires_grad: list[bool]
     constants: list[torch.Tensor]
     versions: list[int]
+    reads: list[Callable[[], Any]]
+    read: list[Any]
     hooks: list[dict[int, Any]]
     hook_lengths: list[int]
     hook_count: int
@@ -128,6 +134,7 @@ class Guard:
             and list(map(torch.Tensor.numel, photo.tensors)) == photo.sizes
             and list(map(_requires_grad, photo.tensors)) == photo.requires_grad
             and list(map(_version, photo.constants)) == photo.versions
+            and all(get() is value for get, value in zip(photo.reads, photo.read, strict=True))
             and _hook_count(RemovableHandle) == photo.hook_count
             and list(map(len, photo.hooks)) == photo.hook_lengths
         )
@@ -179,6 +186,15 @@ class Guard:
                 facts[f"class {cls.__qualname__}"] = tuple(map(atom, entries.values()))
                 places = by_identity if any(map(_is_array, entries.values())) else plain
                 places.append(_Place(cls.__qualname__, entries, list(entries.values())))
+        elsewhere = _Elsewhere(modules, classes, hooks)
+        for where, get in elsewhere.reads.items():
+            value = get()
+            facts[where] = _fact(value, constants, atom)
+            if isinstance(value, dict | list | set):
+                for place, container in _containers("", {where: value}, seen):
+                    _record(place, container, facts, constants, atom)
+                    if not any(map(_is_array, _items(container).values())):
+                        inner.append(_Place(place, container, copy.copy(container)))
         watched = list(tensors.values())
         return _Photo(
             modules=[module for _, module in modules],
@@ -192,6 +208,8 @@ class Guard:
             requires_grad=[tensor.requires_grad for tensor in watched],
             constants=list(constants.values()),
             versions=list(map(_version, constants.values())),
+            reads=list(elsewhere.reads.values()),
+            read=[get() for get in elsewhere.reads.values()],
             hooks=hooks,
             hook_lengths=list(map(len, hooks)),
             hook_count=_hook_count(RemovableHandle),
@@ -199,6 +217,99 @@ class Guard:
             facts=facts,
             kept=kept,
         )
+
+
+class _Elsewhere:
+    """What the user's code reads that is no part of a module, as far as names lead from forward.
+
+    ``reads`` gets each value anew, by what the user would call it. Installed packages are not
+    followed: what they read elsewhere is their own, and changes with their version.
+    """
+
+    def __init__(
+        self,
+        modules: list[tuple[str, nn.Module]],
+        classes: Mapping[type, None],
+        hooks: list[dict[int, Any]],
+    ) -> None:
+        self.reads: dict[str, Callable[[], Any]] = {}
+        self._names = {"forward"}
+        self._followed: set[int] = set()
+        self._owners: dict[int, tuple[str, Mapping[str, Any], bool]] = {}
+        for cls in classes:
+            if is_users(cls.__module__):
+                self._owners[id(cls)] = (cls.__qualname__, vars(cls), False)
+        for _, module in modules:
+            for value in module.__dict__.values():
+                self._meet("", value)
+        for registered in hooks:
+            for hook in registered.values():
+                self._meet("", hook)
+        while self._named():
+            pass
+
+    def _named(self) -> bool:
+        """Meets what code names by now of the owners; False if that is nothing new."""
+        before = len(self.reads), len(self._names), len(self._owners), len(self._followed)
+        for path, values, is_read in list(self._owners.values()):
+            for name in list(self._names):
+                if name not in values:
+                    continue
+                if is_read:
+                    self.reads.setdefault(f"{path}.{name}", functools.partial(values.get, name))
+                self._meet(f"{path}.{name}", values[name])
+        return before != (
+            len(self.reads), len(self._names), len(self._owners), len(self._followed)
+        )  # fmt: skip
+
+    def _meet(self, where: str, value: Any) -> None:
+        """Follows a function; remembers what has members, by the name that it has for the user."""
+        if isinstance(value, types.FunctionType):
+            self._follow(value)
+        elif isinstance(value, staticmethod | classmethod | types.MethodType):
+            self._meet(where, value.__func__)
+        elif isinstance(value, property):
+            self._meet(where, value.fget)
+        elif isinstance(value, functools.partial):
+            self._meet(where, value.func)
+        elif isinstance(value, types.ModuleType):
+            self._owners.setdefault(id(value), (value.__name__, vars(value), True))
+        elif isinstance(value, type):
+            if is_users(value.__module__):
+                self._owners.setdefault(id(value), (value.__qualname__, vars(value), True))
+        elif where and not isinstance(value, (*_ATOMS, *_NOT_ENTERED)):
+            self._meet(where, type(value))
+            if isinstance(attributes := getattr(value, "__dict__", None), dict):
+                self._owners.setdefault(id(value), (where, attributes, True))
+
+    def _follow(self, function: types.FunctionType) -> None:
+        if id(function) in self._followed or not is_users(home(function)):
+            return
+        self._followed.add(id(function))
+        code, where = function.__code__, function.__qualname__
+        for part in ("__code__", "__defaults__", "__kwdefaults__"):
+            self.reads[f"{where}'s {part}"] = functools.partial(getattr, function, part)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            read = functools.partial(getattr, cell, "cell_contents", None)
+            self.reads[f"{where}'s {name}"] = read
+            self._meet(name, read())
+        self._names.update(_names_in(code))
+        for name in global_names(code):
+            # One that is not there may still come, or be one of Python's own.
+            path, read = (
+                f"{home(function)}.{name}",
+                functools.partial(function.__globals__.get, name),
+            )
+            self.reads[path] = read
+            self._meet(path, read())
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes that `code` uses, with the code within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
 
 
 def _atom_into(kept: list[Any]) -> Callable[[Any], Hashable]:
@@ -233,11 +344,16 @@ def _record(
 ) -> None:
     """Adds what `container` holds to `facts`, and the tensors in it to `constants`."""
     for name, value in _items(container).items():
-        fact = atom(value)
-        if isinstance(value, torch.Tensor):
-            fact = (_tensor(value, atom), _version(value))
-            constants[id(value)] = value
-        facts[f"{path}.{name}"] = fact
+        facts[f"{path}.{name}"] = _fact(value, constants, atom)
+
+
+def _fact(
+    value: Any, constants: dict[int, torch.Tensor], atom: Callable[[Any], Hashable]
+) -> Hashable:
+    if not isinstance(value, torch.Tensor):
+        return atom(value)
+    constants[id(value)] = value
+    return (_tensor(value, atom), _version(value))
 
 
 def _items(container: Any) -> Mapping[Any, Any]:

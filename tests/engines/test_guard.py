@@ -245,3 +245,71 @@ def test_another_hook_in_the_place_of_one_is_noticed() -> None:
     handle.remove()
     net.body.register_forward_hook(lambda *_: None)
     assert guard.key() != before
+
+
+CELL = """
+import argparse, torch
+from torch import nn
+from torch.nn import functional
+FACTOR, TABLE, ARGS = 1.0, {"inner": {"factor": 1.0}}, argparse.Namespace(factor=1.0, seen=0)
+CONSTANT = torch.ones(3)
+class Constants:
+    factor = 1.0
+def scaled(x, by=1.0):
+    return x * FACTOR * by
+def within(factor):
+    class Net(nn.Module):
+        def forward(self, x):
+            x = self.mixed(x * factor)
+            return later(x) if x is None else scaled(functional.relu(x))
+        def mixed(self, x):
+            return x * TABLE["inner"]["factor"] * ARGS.factor * Constants.factor * CONSTANT
+        def not_called_by_forward(self):
+            return STEP
+    return Net()
+STEP = 0
+net = within(1.0)
+"""
+
+ELSEWHERE = {
+    "a global": "FACTOR = 2.0",
+    "a table": "TABLE['inner']['factor'] = 2.0",
+    "what an object is read for": "ARGS.factor = 2.0",
+    "another class": "Constants.factor = 2.0",
+    "a tensor": "CONSTANT.fill_(2.0)",
+    "a function defined again": "def scaled(x): return x",
+    "a function defined later": "def later(x): return x",
+    "a default": "scaled.__defaults__ = (2.0,)",
+    "a closure": "type(net).forward.__closure__[0].cell_contents = 2.0",
+}
+
+
+@pytest.mark.parametrize("edit", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_what_forward_reads_elsewhere_is_watched(edit: str) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(CELL, namespace)
+    guard = Guard(namespace["net"])
+    before = guard.key()
+    assert guard.key() is before
+    exec(edit, namespace)
+    assert guard.key() != before
+    assert guard.change
+
+
+def test_a_function_of_torchs_that_is_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(CELL, namespace)
+    guard = Guard(namespace["net"])
+    before = guard.key()
+    monkeypatch.setattr(nn.functional, "relu", torch.tanh)
+    assert guard.key() != before
+
+
+@pytest.mark.parametrize("edit", ["STEP = 1", "ARGS.seen = 1", "FACTOR, OTHER = FACTOR, 2.0"])
+def test_what_forward_does_not_read_is_no_change(edit: str) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(CELL, namespace)
+    guard = Guard(namespace["net"])
+    before = guard.key()
+    exec(edit, namespace)
+    assert guard.key() is before
