@@ -132,23 +132,25 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
             result = export_model(flattened_module=flattened_module, device=device, **kwargs)
             recompute.mark(result[0], _last.checkpoints)
         if device.type == "cpu" and flattened_module.training:
-            _refuse_grouped_convolution(result[0].graph)
+            _refuse_wrong_gradients(result[0].graph)
         return result
 
     return export_and_restore
 
 
-def _refuse_grouped_convolution(graph: Any) -> None:
-    """Raises where a grouped convolution is left, after the export rules, to ORT's CPU gradient.
+def _refuse_wrong_gradients(graph: Any) -> None:
+    """Raises where, after the export rules, a gradient is left to ORT that harms the process.
 
-    It writes out of bounds, and gradients anywhere in the model are wrong.
+    That of a grouped convolution on the CPU writes out of bounds, and gradients anywhere in the
+    model are wrong; that of MaxPool ends in a segmentation fault.
     """
     from ortlab.compat import failures
 
     for node in graph.node:
         groups = next((a.i for a in node.attribute if a.name == "group"), 1)
-        if node.op_type == "Conv" and groups > 1:
-            error = RuntimeError(f"ORT's gradient of grouped convolutions ('{node.name}') is wrong")
+        if node.op_type == "MaxPool" or (node.op_type == "Conv" and groups > 1):
+            what = "grouped convolutions" if node.op_type == "Conv" else "max pooling"
+            error = RuntimeError(f"ORT's gradient of {what} ('{node.name}') is wrong")
             again, _last.again = _last.again, None
             failures.attach_nodes(error, again() if again is not None else ())
             raise error

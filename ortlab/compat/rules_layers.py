@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -303,6 +304,40 @@ def _recurrent(operator: str, kind: str) -> None:
 
 for _operator, _kind in (("lstm", "LSTM"), ("gru", "GRU")):
     _recurrent(_operator, _kind)
+
+
+# ---- pooling -------------------------------------------------------------------------------------
+
+
+def _max_pool_gradient(dims: int) -> Gradient:
+    inputs = ["GO(0)", *(f"I({i})" for i in range(6)), "O(1)"]
+    return [aten_node(f"max_pool{dims}d_with_indices_backward", inputs, ["GI(0)"])]
+
+
+def _max_pool(operator: str, dims: int) -> None:
+    """Declares the rule for `operator`; one dimension is pooled as two, of which one has size 1."""
+    flat, dims = dims == 1, max(dims, 2)
+    kernel = f"max_pool{dims}d_with_indices"
+    gradient = (kernel, "", functools.partial(_max_pool_gradient, dims))
+
+    @rule(operator, "ORT's CPU gradient of MaxPool ends the process: segmentation fault", gradient)
+    def export(g: Graph, x: Value, *settings: Value) -> Any:
+        size, stride, padding, dilation = (list(literal(each, "is")) for each in settings[:4])
+        lists = [size, stride or size, padding, dilation]
+        if flat:
+            lists = [[fill, *each] for fill, each in zip((1, 1, 0, 1), lists, strict=True)]
+            x = g.op("Unsqueeze", x, constant(g, [-2]))
+        inputs = (x, *(constant(g, each) for each in lists), settings[4])
+        found = aten(g, kernel, *inputs, outputs=2)
+        if flat:
+            found = [g.op("Squeeze", each, constant(g, [-2])) for each in found]
+        ranked_like_output(g, found[0])
+        return found if operator.endswith("_indices") else found[0]
+
+
+for _dims in (1, 2, 3):
+    _max_pool(f"max_pool{_dims}d", _dims)
+    _max_pool(f"max_pool{_dims}d_with_indices", _dims)
 
 
 # ---- resizing ------------------------------------------------------------------------------------

@@ -365,6 +365,21 @@ def test_pixels(ort: Ort, shuffle: Callable[..., Tensor]) -> None:
     compare(ort, model, torch.randn(2, 4, 6, 8), torch.randn(3, 4, 4, 6))
 
 
+MAX_POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "1d": lambda x: F.max_pool1d(x.flatten(2), 3, stride=2, padding=1),
+    "1d, indices": lambda x: torch.mul(*F.max_pool1d(x.flatten(2), 2, return_indices=True)),
+    "2d": lambda x: F.max_pool2d(x, (3, 2), stride=2, ceil_mode=True),
+    "2d, indices": lambda x: torch.mul(*F.max_pool2d(x, 2, return_indices=True)),
+    "3d": lambda x: F.max_pool3d(x[:, :, None].expand(-1, -1, 4, -1, -1), 2, dilation=(2, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", MAX_POOLS)
+def test_max_pooling(ort: Ort, name: str) -> None:
+    """ORT's own gradient ends the process."""
+    compare(ort, Calling(MAX_POOLS[name]), torch.randn(2, 3, 6, 6), torch.randn(3, 3, 7, 8))
+
+
 @pytest.mark.parametrize("mode", ["linear", "bilinear", "trilinear"])
 def test_resizing(ort: Ort, mode: str) -> None:
     dims = ("linear", "bilinear", "trilinear").index(mode) + 1
