@@ -7,7 +7,9 @@ whoever runs the graph compares it with what was read at export, and knows wheth
 from __future__ import annotations
 
 import functools
+import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +33,14 @@ _NUMBERS = {
     torch.Tensor.numpy,
     torch.Tensor.__array__,
 }
-_READS = {_TRUTH, *_WHOLE_NUMBERS, *_NUMBERS}
+_NONZERO = {torch.is_nonzero, torch.Tensor.is_nonzero}
+_EQUAL = {torch.equal, torch.Tensor.equal}
+_CLOSE = {torch.allclose, torch.Tensor.allclose}
+_CONTAINS = torch.Tensor.__contains__
+_TRUTHS = {_TRUTH, _CONTAINS, *_NONZERO, *_EQUAL, *_CLOSE}
+"""What gives Python's True or False."""
+_READS = {*_TRUTHS, *_WHOLE_NUMBERS, *_NUMBERS}
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 _MOST = 64
 """Outputs that a graph gets for this."""
 
@@ -64,9 +73,12 @@ class Decision:
 
 
 class _Listening(TorchFunctionMode):
-    """Within it, `hear` is told of every value of a tensor that is read in Python: where, how."""
+    """Within it, `hear` is told of every value of a tensor that is read in Python: where, how.
 
-    def __init__(self, hear: Callable[[Place, Any, torch.Tensor], None]) -> None:
+    How is a function of torch's and its arguments, given by place.
+    """
+
+    def __init__(self, hear: Callable[[Place, Any, tuple[Any, ...]], None]) -> None:
         super().__init__()
         self._hear = hear
 
@@ -80,7 +92,8 @@ class _Listening(TorchFunctionMode):
         """Passes everything on, and remembers who asked for a value."""
         if func in _READS:
             frame = sys._getframe(1)
-            self._hear((frame.f_code.co_filename, frame.f_lineno), func, args[0])
+            given = (*args, *(kwargs or {}).values())
+            self._hear((frame.f_code.co_filename, frame.f_lineno), func, given)
         return func(*args, **(kwargs or {}))
 
 
@@ -89,6 +102,7 @@ class _Last(threading.local):
 
     places: frozenset[Place] = frozenset()
     decisions: tuple[Decision, ...] = ()
+    by_size: bool = False
 
 
 _last = _Last()
@@ -97,6 +111,16 @@ _last = _Last()
 def last_decisions() -> tuple[Decision, ...]:
     """The decisions of this thread's last export, in the order of the graph's last outputs."""
     return _last.decisions
+
+
+def last_by_size() -> bool:
+    """Whether in this thread's last export code of the user's took a truth in the trace alone.
+
+    It decides by sizes, which are tensors in a trace and numbers elsewhere: the graph holds the way
+    that was taken, and may be wrong for any other size. Installed packages ask so in nearly every
+    model, mostly to raise: theirs does not count.
+    """
+    return _last.by_size
 
 
 def with_decisions(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,9 +150,14 @@ def _traced(forward: Callable[..., Any], module: Any, args: Sequence[Any]) -> li
 
     found: list[tuple[Place, torch.Tensor | None]] = []
 
-    def hear(place: Place, func: Any, tensor: torch.Tensor) -> None:
+    by_size = False
+
+    def hear(place: Place, func: Any, given: tuple[Any, ...]) -> None:
+        nonlocal by_size
         if place in _last.places:
-            found.append((place, _decided(func, tensor)))
+            found.append((place, _decided(func, *given)))
+        elif func in _TRUTHS and not place[0].startswith(_INSTALLED):
+            by_size = True
 
     with _Listening(hear):
         outputs = forward(module, *args)
@@ -138,18 +167,40 @@ def _traced(forward: Callable[..., Any], module: Any, args: Sequence[Any]) -> li
             raise NotDecidable(place)
         decisions.append(Decision(place, value.detach()))
         outputs.append(_io._OutputIdentityOp.apply(value))
-    _last.decisions = tuple(decisions)
+    _last.decisions, _last.by_size = tuple(decisions), by_size
     return list(outputs)
 
 
-def _decided(func: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+def _decided(func: Any, tensor: torch.Tensor, *rest: Any) -> torch.Tensor | None:
     """What `func` reads of `tensor`, as whole numbers; None where those would not tell all."""
     tensor = tensor.detach()
-    if func is _TRUTH:
+    if func is _TRUTH or func in _NONZERO:
         return tensor.to(torch.bool).to(torch.int64)
+    if func is _CONTAINS:
+        return torch.eq(tensor, rest[0]).any().to(torch.int64)
+    if func in _EQUAL:
+        other = rest[0].detach()
+        return torch.eq(tensor, other).all().to(torch.int64) if tensor.shape == other.shape else None
+    if func in _CLOSE:
+        return _are_close(tensor, *rest)
     if func in _WHOLE_NUMBERS or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.to(torch.int64)
     return None
+
+
+def _are_close(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rtol: float = 1e-5,
+    atol: float = 1e-8,
+    equal_nan: bool = False,
+) -> torch.Tensor | None:
+    """What torch.allclose says, of finite numbers; None where NaN shall equal NaN."""
+    if equal_nan:
+        return None
+    b = b.detach()
+    near: torch.Tensor = (a - b).abs() <= atol + rtol * b.abs()
+    return near.all().to(torch.int64)
 
 
 def check(decisions: Sequence[Decision], found: Sequence[torch.Tensor]) -> None:

@@ -300,11 +300,14 @@ class Execution:
 
         An export's first three shapes are, then the first of every bucket of sizes (rounded up to
         powers of two), until sixteen checks of the run are spent. A dimension that changes for the
-        first time is checked in any case: the graph may hold its size.
+        first time is checked in any case: the graph may hold its size. Where the user's
+        code decides by sizes, every new shape is.
         """
         if not self.settings.self_check:
             return False
         if served is None or not served.checked or served.has_new_dimension(shapes):
+            return True
+        if served.export.by_size:
             return True
         known = bucket(shapes) in served.buckets and served.shapes_met >= _FIRST_SHAPES
         return self._checks < _MOST_CHECKS and not known

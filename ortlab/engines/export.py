@@ -43,6 +43,8 @@ class Export:
         """What the user is to know of the cache, in a line."""
         self.decisions: tuple[decisions.Decision, ...] = ()
         """What the graph's last outputs are compared with after each run."""
+        self.by_size = False
+        """Whether forward decides by the sizes of its input, which the graph then holds."""
         self.left_out: tuple[str, ...] = ()
         """Results of the model that are None in the graph's."""
         self.checkpointing: str | None = None
@@ -80,7 +82,7 @@ class Export:
         manager = self.manager
         transitions = manager._graph_transition_manager
         transitions.get_post_processed_model(args, kwargs)
-        self.decisions = decisions.last_decisions()
+        self.decisions, self.by_size = decisions.last_decisions(), decisions.last_by_size()
         self.left_out = outputs.last_left_out()
         manager._initialize_graph_builder(transitions._post_export_processed_model_info)
         manager._detect_from_inputs(args, kwargs)
@@ -108,7 +110,7 @@ class Export:
         try:
             restoring.put_together(self.manager, entry.graphs, entry.facts, args, kwargs)
             self._open_session(entry.graphs.get(restoring.OPTIMIZED))
-            self.left_out = tuple(entry.facts["left out"])
+            self.left_out, self.by_size = tuple(entry.facts["left out"]), entry.facts["by size"]
             saved_s = entry.facts["seconds"] - (time.perf_counter() - started)
         # Whatever an old or damaged file makes of it, an export takes its place.
         except Exception:  # noqa: BLE001
@@ -141,7 +143,8 @@ class Export:
             graphs, facts = restoring.take_apart(self.manager)
             if self._optimized is not None:
                 graphs[restoring.OPTIMIZED] = self._optimized
-            facts |= {"left out": self.left_out, "seconds": self._build_s}
+            facts |= {"left out": self.left_out, "by size": self.by_size}
+            facts |= {"seconds": self._build_s}
             cache.store(name, cache.Entry(graphs, facts))
         except (restoring.NotPlain, cache.Unusable, OSError) as error:
             self.cache_note = f"the graph is not cached: {error}"

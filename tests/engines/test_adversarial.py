@@ -157,7 +157,47 @@ def test_a_value_that_the_graph_does_not_hold_may_be_read(ort: Ort) -> None:
     _assert_trains_as_eager(ort, Guarded(), (torch.ones(2, 3),), (torch.randn(2, 3),))
 
 
+class Compares(nn.Module):
+    def __init__(self, truth: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.truth = truth
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * 2 if self.truth(x, y) else self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        torch.equal,
+        lambda x, y: x.allclose(y, rtol=1e-3),
+        lambda x, y: torch.is_nonzero((x - y).sum()),
+        lambda x, y: 7.0 in y,
+    ],
+    ids=["equal", "allclose", "is_nonzero", "in"],
+)
+def test_what_torch_answers_with_a_truth_is_a_decision(
+    ort: Ort, truth: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> None:
+    x = torch.randn(2, 3)
+    batches = (x, x), (x, torch.full((2, 3), 7.0)), (x, x)
+    _assert_trains_as_eager(ort, Compares(truth), *batches)
+
+
 # --- the sizes of the first input
+
+
+class ByParity(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * 2 if x.shape[0] % 2 == 0 else x)
+
+
+def test_a_decision_by_size_is_checked_for_every_shape(ort: Ort) -> None:
+    """Seven rows come when other sizes of their bucket are known, and from the cache, too."""
+    for _ in range(2):
+        batches = [(torch.randn(rows, 3),) for rows in (8, 6, 10, 12, 7, 6, 7)]
+        _assert_trains_as_eager(ort, ByParity(), *batches)
 
 
 class HoldsLength(nn.Module):
