@@ -179,8 +179,9 @@ def _decided(func: Any, tensor: torch.Tensor, *rest: Any) -> torch.Tensor | None
     if func is _CONTAINS:
         return torch.eq(tensor, rest[0]).any().to(torch.int64)
     if func in _EQUAL:
-        other = rest[0].detach()
-        return torch.eq(tensor, other).all().to(torch.int64) if tensor.shape == other.shape else None
+        if tensor.shape != rest[0].shape:
+            return None
+        return torch.eq(tensor, rest[0].detach()).all().to(torch.int64)
     if func in _CLOSE:
         return _are_close(tensor, *rest)
     if func in _WHOLE_NUMBERS or not (tensor.is_floating_point() or tensor.is_complex()):
