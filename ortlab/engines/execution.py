@@ -24,11 +24,14 @@ from ortlab.engines.batch import tensors
 from ortlab.engines.export import Export
 from ortlab.engines.guard import Guard
 from ortlab.engines.selfcheck import (
+    EagerOnly,
     NoDropout,
+    NotInGraph,
     Observed,
     SelfCheckFailed,
     compare,
     depends_on_seed,
+    inputs_kept,
     observe,
     undisturbed,
 )
@@ -197,12 +200,18 @@ class Execution:
         try:
             if served is None:
                 _refuse_backward_hooks(self.module)
+            if any(0 in shape for shape in shapes) and torch.is_grad_enabled():
+                raise ExportFailed(
+                    f"an input is empty ({', '.join(map(str, map(list, shapes)))}), and some of "
+                    "ORT's CPU gradients end the process on it; leave such batches out, or use "
+                    "engine='eager'"
+                )
             if self._due(served, shapes):
                 served = self._check_or_split(served, key, args, kwargs, why)
             elif served is None:
                 served = self._make(args, kwargs, why)
                 self._keep(served.export)
-        except (ExportFailed, SelfCheckFailed) as error:
+        except (ExportFailed, NotInGraph, SelfCheckFailed) as error:
             if not self.settings.fallback:
                 raise
             outputs = self.module(*args, **kwargs)
@@ -244,7 +253,7 @@ class Execution:
         started = time.perf_counter()
         try:
             export = Export(self._ort_module, self.module, gradient=gradient)
-            with undisturbed(self.module):
+            with undisturbed(self.module), inputs_kept(tensors([args, kwargs])):
                 if not self._cached() or not export.restore(args, kwargs, self._call(args, kwargs)):
                     export.build(args, kwargs)
             options.check_plans(export.manager, self.settings)
@@ -344,12 +353,26 @@ class Execution:
         started, exported_s = time.perf_counter(), self._export_s
         gradients = torch.is_grad_enabled()
         inputs = [value for value in tensors([args, kwargs]) if value.requires_grad]
-        with NoDropout():
+        given = tensors([args, kwargs])
+        parameters = dict(self.module.named_parameters())
+        versions = [parameter._version for parameter in parameters.values()]
+        with NoDropout(), EagerOnly(), inputs_kept(given) as changed:
             reference = observe(
                 functools.partial(self.module, *args, **kwargs),
                 self.module,
                 inputs=inputs,
                 gradients=gradients,
+            )
+        for (name, parameter), version in zip(parameters.items(), versions, strict=True):
+            if parameter._version != version:
+                raise ExportFailed(
+                    f"forward changes its parameter {name} in place (as max_norm of an embedding "
+                    "does), which ORT's graph would not; use engine='eager'"
+                )
+        if changed:
+            shapes = ", ".join(str(list(given[i].shape)) for i in changed)
+            self._remark(
+                f"forward changes its input in place ({shapes}): ORT's graph leaves it as it is"
             )
         if served is None:
             served = self._make(args, kwargs, why)

@@ -58,6 +58,53 @@ class Verdict:
         return text
 
 
+class NotInGraph(Concise, RuntimeError):
+    """Forward does what no graph can; the message says what, and what to do."""
+
+
+@contextlib.contextmanager
+def inputs_kept(inputs: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Gives `inputs` back as they were; the list gets the places of those that were changed.
+
+    Autograd refuses changes of those that require gradients, so they are left out.
+    """
+    changed: list[int] = []
+    kept = [
+        (i, tensor, tensor._version, tensor.clone())
+        for i, tensor in enumerate(inputs)
+        if not tensor.requires_grad and not tensor.is_inference()
+    ]
+    try:
+        yield changed
+    finally:
+        for i, tensor, version, value in kept:
+            if tensor._version != version:
+                changed.append(i)
+                tensor.copy_(value)
+
+
+class EagerOnly(TorchFunctionMode):
+    """Raises NotInGraph where forward hooks a tensor: ORT's backward would never call the hook."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Passes everything else on."""
+        if func in _HOOKING and not args[0].is_leaf:
+            raise NotInGraph(
+                f"forward calls {func.__name__} on a tensor that it computes, which ORT's backward "
+                "would ignore; remove it, or use engine='eager'"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_HOOKING = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
+
 class NoDropout(TorchFunctionMode):
     """Within it, every dropout of torch is the identity; `used` tells whether there was any."""
 

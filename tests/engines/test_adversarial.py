@@ -383,6 +383,67 @@ def test_a_backward_hook_is_refused(ort: Ort) -> None:
         _wrap(ort, model)(torch.randn(2, 3))
 
 
+class Hooks(Branch):
+    """Limits the gradient of what it computes, or keeps it."""
+
+    def __init__(self, how: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        if x.requires_grad:
+            self.how(x)
+        return x.tanh()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [lambda x: x.register_hook(lambda gradient: gradient.clamp(-9, 9)), torch.Tensor.retain_grad],
+    ids=["register_hook", "retain_grad"],
+)
+def test_a_hook_of_what_forward_computes_is_refused(
+    ort: Ort, how: Callable[[torch.Tensor], object]
+) -> None:
+    with pytest.raises(RuntimeError, match=r"forward calls re.*engine='eager'"):
+        _wrap(ort, Hooks(how))(torch.randn(2, 3))
+
+
+# --- what forward changes in place
+
+
+class ChangesInput(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.mul_(2))
+
+
+def test_an_input_that_forward_changes_is_told_and_left(ort: Ort) -> None:
+    model = ChangesInput()
+    wrapped = _wrap(ort, model)
+    for x in (torch.randn(2, 3), torch.randn(2, 3)):
+        before = x.clone()
+        torch.testing.assert_close(wrapped(x), model.layer(before * 2))
+        assert torch.equal(x, before)
+    assert any("changes its input in place" in remark for remark in ort.report(wrapped).remarks)
+
+
+def test_a_parameter_that_forward_changes_is_refused(ort: Ort) -> None:
+    with pytest.raises(ExportFailed, match=r"parameter weight in place"):
+        _wrap(ort, nn.Embedding(5, 3, max_norm=1.0))(torch.tensor([1, 2]))
+
+
+# --- no samples
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(3, 3, 1), nn.Linear(4, 4)], ids=["conv", "linear"])
+def test_an_empty_batch_is_refused(ort: Ort, layer: nn.Module) -> None:
+    """ORT's gradient of a convolution divides by zero, which ends the process."""
+    wrapped = _wrap(ort, layer)
+    wrapped(torch.randn(2, 3, 4)).sum().backward()
+    with pytest.raises(ExportFailed, match=r"an input is empty \(\[0, 3, 4\]\)"):
+        wrapped(torch.randn(0, 3, 4))
+
+
 # --- random numbers besides dropout
 
 
