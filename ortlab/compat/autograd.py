@@ -36,11 +36,13 @@ def gradients(
 
 
 def once_differentiable(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """TrainingManager._create_autofunction_class whose backward refuses to be differentiated.
+    """TrainingManager._create_autofunction_class whose backward runs once, on what forward saw.
 
     What ORT's backward graph gives hangs on no graph of autograd's: with ``create_graph=True`` the
     gradient of a gradient penalty would be zero, without a word. Torch's own decorator of this name
-    notices only where a gradient that comes in requires one itself.
+    notices only where a gradient that comes in requires one itself. ORT's state of a forward is
+    gone after its backward, and reads parameters where they lie: changed meanwhile, as by an
+    optimizer's step, they would give other gradients, where torch raises.
     """
 
     @functools.wraps(create)
@@ -48,7 +50,12 @@ def once_differentiable(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
         import torch
 
         function = create(self)
-        backward = function.backward
+        forward, backward = function.forward, function.backward
+
+        def forward_and_remember(ctx: Any, *inputs: torch.Tensor) -> Any:
+            outputs = forward(ctx, *inputs)
+            ctx.versions = [(each, each._version) for each in inputs if each.requires_grad]
+            return outputs
 
         def first_backward(ctx: Any, *gradients: Any) -> Any:
             if torch.is_grad_enabled():
@@ -56,8 +63,19 @@ def once_differentiable(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
                     "create_graph=True: ORT's gradients cannot be differentiated again; use "
                     "engine='eager' for gradients of gradients"
                 )
+            if not hasattr(ctx.run_info, "state"):
+                raise RuntimeError(
+                    "ORT runs backward once for each forward, retain_graph=True or not: add the "
+                    "losses before backward, call the model again, or use engine='eager'"
+                )
+            if any(each._version != version for each, version in ctx.versions):
+                raise RuntimeError(
+                    "a parameter or an input was changed in place between forward and backward, as "
+                    "by an optimizer's step: call the model again before backward"
+                )
             return backward(ctx, *gradients)
 
+        function.forward = staticmethod(forward_and_remember)
         function.backward = staticmethod(first_backward)
         return function
 

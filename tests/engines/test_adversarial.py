@@ -359,6 +359,25 @@ def test_gradients_of_gradients_are_refused(ort: Ort) -> None:
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
+def test_a_second_backward_is_refused(ort: Ort) -> None:
+    wrapped = _wrap(ort, nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    loss = wrapped(torch.randn(2, 3)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"once for each forward.*engine='eager'"):
+        loss.backward()
+
+
+def test_a_step_between_forward_and_backward_is_refused(ort: Ort) -> None:
+    """As in eager torch: the gradient would be that of other weights."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    optimizer, wrapped = torch.optim.SGD(model.parameters(), lr=0.1), _wrap(ort, model)
+    late = wrapped(torch.randn(2, 3)).sum()
+    wrapped(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+        late.backward()
+
+
 # --- 10: hooks
 
 
