@@ -76,6 +76,22 @@ def _prelu(g: Graph, x: Value, weight: Value) -> Value:
     return _where_positive(g, x, x, lambda negative: g.op("Mul", negative, slope))
 
 
+def _between(g: Graph, x: Value, low: float, high: float) -> Value:
+    least, most = _like(g, x, low), _like(g, x, high)
+    below = g.op("Where", g.op("Less", x, most), x, most)
+    return g.op("Where", g.op("Greater", x, least), below, least)
+
+
+@rule("hardtanh", "at its bends the gradient of Clip is 1, torch's is 0")
+def _hardtanh(g: Graph, x: Value, low: Value, high: Value) -> Value:
+    return _between(g, x, number(low), number(high))
+
+
+@rule("relu6", "as hardtanh: an activation that is 0 gets a gradient")
+def _relu6(g: Graph, x: Value) -> Value:
+    return _between(g, x, 0.0, 6.0)
+
+
 @rule("hardsigmoid", _NO_GRADIENT)
 def _hardsigmoid(g: Graph, x: Value) -> Value:
     moved = g.op("Add", x, _like(g, x, 3.0))

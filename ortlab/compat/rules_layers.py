@@ -60,17 +60,24 @@ def _attention(
     last[-1], last[-2] = last[-2], last[-1]
     scaled = g.op("Mul", query, _scale(g, query, scale))
     scores = g.op("MatMul", scaled, g.op("Transpose", key, perm_i=last))
+    seen = None
     if not missing(is_causal) and literal(is_causal, "i"):
         mask = symbolic_opset14._causal_attention_mask(g, query, key)
     if not missing(mask):
+        kind = dtype(query)
+        lowest = constant(g, torch.finfo(kind).min, kind)
         if dtype(mask) == torch.bool:
+            seen = cast(g, mask, kind)
             # The finite minimum, not infinity: a row that is masked out whole stays finite. Adding
             # it, where filling would do too, keeps the gradient free of a Where.
-            kind = dtype(query)
-            zero, least = constant(g, 0.0, kind), constant(g, torch.finfo(kind).min, kind)
-            mask = g.op("Where", mask, zero, least)
+            mask = g.op("Where", mask, constant(g, 0.0, kind), lowest)
+        elif missing(is_causal) or not literal(is_causal, "i"):
+            seen = cast(g, g.op("GreaterOrEqual", mask, cast(g, lowest, dtype(mask))), kind)
+            mask = g.op("Max", mask, cast(g, lowest, dtype(mask)))
         scores = g.op("Add", scores, mask)
     weights = g.op("Softmax", scores, axis_i=-1)
+    if seen is not None:  # a query that sees no key gets nothing
+        weights = g.op("Mul", weights, g.op("ReduceMax", seen, axes_i=[-1], keepdims_i=1))
     ratio = 0.0 if missing(dropout_p) else float(literal(dropout_p, "f"))
     if ratio > 0:
         weights = dropout(g, weights, ratio)

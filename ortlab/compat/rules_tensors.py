@@ -22,6 +22,7 @@ from ortlab.compat.symbolics import (
     inputs_of,
     literal,
     missing,
+    number,
     rank,
     ranked_like_output,
     rule,
@@ -160,6 +161,31 @@ def _reduction(operator: str, at: int) -> None:
 _reduction("logsumexp", 0)
 _reduction("norm", 1)
 _reduction("linalg_vector_norm", 1)
+
+
+@rule("pairwise_distance", "eps is added to the power: equal rows get a gradient that is NaN")
+def _pairwise_distance(g: Graph, x: Value, y: Value, p: Value, eps: Value, keepdim: Value) -> Value:
+    kind, power, axes = dtype(x), number(p), constant(g, [-1])
+    apart = g.op("Abs", g.op("Add", g.op("Sub", x, y), constant(g, number(eps), kind)))
+    raised = g.op("Mul", apart, apart) if power == 2 else apart
+    if power not in (1, 2):
+        raised = g.op("Pow", apart, constant(g, power, kind))
+    total = g.op("ReduceSum", raised, axes, keepdims_i=literal(keepdim, "i"))
+    if power in (1, 2):
+        return total if power == 1 else g.op("Sqrt", total)
+    return g.op("Pow", total, constant(g, 1 / power, kind))
+
+
+@rule("cosine_similarity", "of a row of zeros the gradient is NaN")
+def _cosine_similarity(g: Graph, x: Value, y: Value, dim: Value, eps: Value) -> Value:
+    axes = constant(g, [literal(dim, "i")])
+    least = constant(g, number(eps) ** 2, dtype(x))
+
+    def total(a: Value, b: Value) -> Value:
+        return g.op("ReduceSum", g.op("Mul", a, b), axes, keepdims_i=0)
+
+    sizes = [g.op("Sqrt", g.op("Clip", total(each, each), least)) for each in (x, y)]
+    return g.op("Div", total(x, y), g.op("Mul", *sizes))
 
 
 @rule("flip", "the gradient ends with 'narrowing_error'")

@@ -97,6 +97,19 @@ def test_attention(ort: Ort, function: Callable[..., Tensor], counts: tuple[int,
         compare(ort, Calling(function, before=before), *batches)
 
 
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_query_that_sees_no_key_gets_nothing(ort: Ort, kind: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = q[..., :1] > k[:, :, :1, :1]
+        if kind == "float":
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    some, none = heads(2, 2, 2), heads(2, 2, 2)
+    none[0][:, :, :2, 0] = -9.0
+    compare(ort, Calling(attention), some, none)
+
+
 def test_attention_drops_at_its_rate(ort: Ort) -> None:
     model = Calling(attend(dropout_p=0.25))
     wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
@@ -230,6 +243,24 @@ REST: dict[str, Callable[[Tensor], Tensor]] = {
     "unflatten": lambda x: x.unflatten(-1, (2, 3)).sum(1),
     "unflatten the first": lambda x: x.unflatten(0, (2, -1)).sum(0),
 }
+
+
+BENT = torch.tensor([0.0, 6.0, 1.0, -1.0, 2.0, 7.0]).repeat(2, 1)
+BENDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu6": F.relu6,
+    "hardtanh": F.hardtanh,
+    "equal rows": lambda x: F.pairwise_distance(x, x.flip(0)),
+    "equal rows, cubed": lambda x: F.pairwise_distance(x, x.flip(0), p=3.0, keepdim=True),
+    "no direction": lambda x: F.cosine_similarity(x, x.floor(), dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", BENDS)
+def test_where_it_bends(ort: Ort, name: str) -> None:
+    """A batch that is nowhere at a bend comes first, as the self-check's does."""
+    layer = Calling(BENDS[name])
+    torch.nn.init.ones_(layer.before)
+    compare(ort, layer, torch.randn(4, 6), BENT, 0 * BENT)
 
 
 def of_each(*functions: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
