@@ -10,8 +10,10 @@ would ignore.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
+import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,7 +162,8 @@ _ATTENTION_P = 10  # where multi_head_attention_forward takes dropout_p
 def undisturbed(module: nn.Module) -> Iterator[set[str]]:
     """Gives buffers, attributes, hooks and random states back. ``.grad`` is never written.
 
-    The set that it yields is filled at the end, with the attributes that were set meanwhile.
+    The set that it yields is filled at the end, with the attributes that were set meanwhile, and
+    the lists, dictionaries and sets among them whose items changed.
     Random states are Python's, numpy's, torch's and CUDA's.
     """
     written: set[str] = set()
@@ -171,6 +174,12 @@ def undisturbed(module: nn.Module) -> Iterator[set[str]]:
         for _, child in modules
         for name, buffer in child._buffers.items()
         if buffer is not None
+    ]
+    contents = [
+        (f"{name or type(child).__name__}.{key}", held, _items(held), copy.copy(held))
+        for name, child in modules
+        for key, held in child.__dict__.items()
+        if type(held) in (list, dict, set) and key not in ("_parameters", "_buffers", "_modules")
     ]
     # Models of transformers register hooks at their first call, and note that in an attribute.
     hooks = [
@@ -186,12 +195,21 @@ def undisturbed(module: nn.Module) -> Iterator[set[str]]:
         for held, registered in hooks:
             held.clear()
             held.update(registered)
+        for name, held, items, before in contents:
+            if len(now := _items(held)) != len(items) or not all(map(operator.is_, now, items)):
+                written.add(name)
+                held.clear()
+                (held.extend if isinstance(held, list) else held.update)(before)
         for name, child, before in attributes:
             written.update(_put_back(name or type(child).__name__, child, before))
         with torch.no_grad():
             for child, name, buffer, value in buffers:
                 child._buffers[name] = buffer.copy_(value)
         states.give_back()
+
+
+def _items(held: list[Any] | dict[Any, Any] | set[Any]) -> list[Any]:
+    return [*held, *held.values()] if isinstance(held, dict) else list(held)
 
 
 def _put_back(path: str, module: nn.Module, before: Mapping[str, Any]) -> Iterator[str]:

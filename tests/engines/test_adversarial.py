@@ -451,6 +451,24 @@ def test_a_parameter_that_forward_changes_is_refused(ort: Ort) -> None:
         _wrap(ort, nn.Embedding(5, 3, max_norm=1.0))(torch.tensor([1, 2]))
 
 
+class Collects(Branch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.losses.append(x.square().mean())
+        return self.layer(x)
+
+
+def test_what_forward_collects_is_told_and_left(ort: Ort) -> None:
+    model = Collects()
+    wrapped = _wrap(ort, model)
+    wrapped(torch.randn(2, 3))
+    assert model.losses == []
+    assert any("forward sets Collects.losses" in remark for remark in ort.report(wrapped).remarks)
+
+
 # --- no samples
 
 
