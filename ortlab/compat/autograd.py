@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import onnx
     import torch
 
 
@@ -35,14 +36,15 @@ def gradients(
     return found
 
 
-def once_differentiable(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """TrainingManager._create_autofunction_class whose backward runs once, on what forward saw.
+def backward_like_torch(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """TrainingManager._create_autofunction_class with torch's rules in its backward.
 
     What ORT's backward graph gives hangs on no graph of autograd's: with ``create_graph=True`` the
-    gradient of a gradient penalty would be zero, without a word. Torch's own decorator of this name
+    gradient of a gradient penalty would be zero, without a word. Torch's ``once_differentiable``
     notices only where a gradient that comes in requires one itself. ORT's state of a forward is
     gone after its backward, and reads parameters where they lie: changed meanwhile, as by an
-    optimizer's step, they would give other gradients, where torch raises.
+    optimizer's step, they would give other gradients, where torch raises. And a parameter that no
+    output in use depends on would get zeros, which an optimizer decays, where torch gives None.
     """
 
     @functools.wraps(create)
@@ -51,6 +53,7 @@ def once_differentiable(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
         function = create(self)
         forward, backward = function.forward, function.backward
+        used: dict[tuple[bool, ...], list[bool]] = {}
 
         def forward_and_remember(ctx: Any, *inputs: torch.Tensor) -> Any:
             outputs = forward(ctx, *inputs)
@@ -73,10 +76,38 @@ def once_differentiable(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
                     "a parameter or an input was changed in place between forward and backward, as "
                     "by an optimizer's step: call the model again before backward"
                 )
-            return backward(ctx, *gradients)
+            found = backward(ctx, *gradients)
+            given = tuple(each is not None for each in gradients)
+            if all(given):
+                return found
+            if given not in used:
+                transitions = self._graph_transition_manager
+                graph = (
+                    transitions._post_export_processed_model_info._post_export_processed_model.graph
+                )
+                used[given] = _inputs_used(graph, given)
+            return tuple(
+                each if use else None for each, use in zip(found, used[given], strict=True)
+            )
 
         function.forward = staticmethod(forward_and_remember)
         function.backward = staticmethod(first_backward)
         return function
 
     return create_autofunction_class
+
+
+def _inputs_used(graph: onnx.GraphProto, outputs: Sequence[bool]) -> list[bool]:
+    """For each input of `graph` whether one of the chosen first `outputs` depends on it."""
+    wanted = {each.name for each, chosen in zip(graph.output, outputs, strict=False) if chosen}
+    for node in reversed(graph.node):
+        if not wanted.isdisjoint(node.output):
+            wanted.update(_read_by(node))
+    return [each.name in wanted for each in graph.input]
+
+
+def _read_by(node: onnx.NodeProto) -> Iterator[str]:
+    yield from node.input
+    for attribute in node.attribute:
+        for inner in attribute.g.node:
+            yield from _read_by(inner)

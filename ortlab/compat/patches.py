@@ -400,10 +400,10 @@ def _locate_failures(_addresses: Addresses) -> None:
             _replace(manager, name, exporting.located)
 
 
-def _no_second_gradients(_addresses: Addresses) -> None:
+def _backward_like_torch(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
-    _replace(TrainingManager, "_create_autofunction_class", autograd.once_differentiable)
+    _replace(TrainingManager, "_create_autofunction_class", autograd.backward_like_torch)
 
 
 def _keep_dropouts(_addresses: Addresses) -> None:
@@ -597,7 +597,7 @@ ROWS = (
         target="TrainingManager._create_autofunction_class",
         symptom="create_graph=True: the gradient of a gradient penalty is zero, without a word",
         link=f"{_ORT}ortmodule/_training_manager.py",
-        apply=_no_second_gradients,
+        apply=_backward_like_torch,
         probe=probes.second_gradients_are_refused,
     ),
     Patch(

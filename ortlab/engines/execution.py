@@ -176,7 +176,7 @@ class Execution:
         key = (
             self._guard.key(),
             self._options,
-            torch.is_grad_enabled() or self.module.training,
+            torch.is_grad_enabled(),  # a check without gradients stands for calls without them
             _signature(args, shapes),
             _signature(kwargs, shapes),
             _autocast(),
@@ -247,8 +247,10 @@ class Execution:
             known.refuse_more()
         if self._kinds and not (known is not None and known.per_shape):
             self._note(f"exported again: {why or change or 'another kind of input'}")
-        trainable = any(p.requires_grad for p in self.module.parameters())
-        gradient = trainable and (torch.is_grad_enabled() or self.module.training)
+        leaves = (*self.module.parameters(), *tensors([args, kwargs]))
+        differentiable = any(leaf.requires_grad for leaf in leaves)
+        # Without gradients ORTModule exports as for evaluation: no dropout, BatchNorm as it is.
+        gradient = differentiable and (torch.is_grad_enabled() or self.module.training)
         tell("exporting the model to ORT")
         started = time.perf_counter()
         try:

@@ -378,6 +378,54 @@ def test_a_step_between_forward_and_backward_is_refused(ort: Ort) -> None:
         late.backward()
 
 
+# --- gradients that nothing asks for, or nothing but an input
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        body = self.body(x).relu()
+        return self.first(body), self.second(body)
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_what_no_output_in_use_depends_on_has_no_gradient(ort: Ort, head: int) -> None:
+    """Zeros would be decayed by AdamW."""
+    model = TwoHeads()
+    twin = copy.deepcopy(model)
+    wrapped = _wrap(ort, model)
+    x = torch.randn(4, 3)
+    wrapped(x)[head].sum().backward()
+    twin(x)[head].sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_frozen_model_has_the_gradient_of_its_input(ort: Ort) -> None:
+    model = TwoHeads().requires_grad_(False)
+    wrapped = _wrap(ort, TwoHeads())
+    wrapped.load_state_dict(model.state_dict())
+    wrapped.requires_grad_(False)
+    x, same = (torch.ones(2, 3, requires_grad=True) for _ in range(2))
+    wrapped(x)[0].sum().backward()
+    model(same)[0].sum().backward()
+    torch.testing.assert_close(x.grad, same.grad)
+
+
+def test_a_check_without_gradients_is_not_for_calls_with_them(ort: Ort) -> None:
+    model = TwoHeads()
+    wrapped = _wrap(ort, model)
+    with torch.no_grad():
+        wrapped(torch.randn(4, 3))
+    wrapped(torch.randn(4, 3))
+    checks = [note for note in ort.report(wrapped).notes if note.startswith("checked")]
+    assert ["gradients" in note for note in checks] == [False, True]
+
+
 # --- 10: hooks
 
 
