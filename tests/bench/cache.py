@@ -124,11 +124,21 @@ def _measure(layers: int, width: int, dropout: float, rounds: int) -> bool:
             print(f"  {name:8} {figures}", flush=True)
         hit = any("from the cache" in note for note in with_cache[-1]["notes"])
         assert hit, with_cache[-1]["notes"]
-    a, b = (statistics.median(one["first_s"] for one in ones) for ones in (without, with_cache))
+    a, b, export, restored, check = (
+        statistics.median(one[figure] for one in ones)
+        for figure, ones in (
+            ("first_s", without),
+            ("first_s", with_cache),
+            ("export_s", without),
+            ("export_s", with_cache),
+            ("check_s", [*without, *with_cache]),
+        )
+    )
     size = cache.usage()
     verdict = "met" if b <= BAR * a else "MISSED"
     line = f"BERT {layers} x {width}, dropout {dropout}: {a:.2f} s uncached, {b:.2f} s cached"
     print(f"{line}, ratio {b / a:.2f}: bar {BAR:.2f} {verdict}; {size}")
+    print(f"  of that export {export:.2f} s, from the cache {restored:.2f} s, check {check:.2f} s")
     if dropout == 0.0:
         same = len({one["digest"] for one in (*without, *with_cache)}) == 1
         print(f"  loss and gradients of the first step: {'bit-identical' if same else 'DIFFERENT'}")
