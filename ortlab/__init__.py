@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ortlab import data
     from ortlab.runs import Run
-    from ortlab.session import check_setup, finetune, list_runs, models, track, unwrap, wrap
+    from ortlab.session import check_setup, finetune, graphs, list_runs, models, track, unwrap, wrap
 
     last_run: Run | None
 
@@ -25,6 +25,7 @@ __all__ = [
     "check_setup",
     "data",
     "finetune",
+    "graphs",
     "last_run",
     "list_runs",
     "load_ipython_extension",

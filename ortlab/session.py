@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ortlab.compat.doctor import Finding
     from ortlab.engines.base import LossFunction, Stepper
+    from ortlab.graph.capture import Graphs
     from ortlab.runs import Run
     from ortlab.telemetry import Watched
     from ortlab.tracking import Tracker
@@ -208,6 +209,17 @@ def models() -> Table[wrapping.ModelRow]:
     Below them which could not be checked, and what ``%%ort`` left as it was, and why.
     """
     return session.wrapped.table()
+
+
+def graphs(model: nn.Module) -> Graphs:
+    """The graphs that ORT made of the wrapped `model`, stage by stage; nothing is trained for it.
+
+    ``graphs(model).gradient`` is one of them, ``graphs(model).diff("exported", "forward")`` what
+    became of the operators. ValueError where it is not wrapped in engine ort or not called yet.
+    """
+    from ortlab.graph.capture import capture
+
+    return capture(model)
 
 
 def list_runs() -> Table[Run]:

@@ -546,6 +546,22 @@ def test_cache_shows_its_size_and_clears(ip: Typist) -> None:
     assert ip.completions("%ort cache ") == ["clear"]
 
 
+@needs_ort
+def test_graph_shows_what_ort_made(ip: Typist) -> None:
+    ip("model = Net()\n%ort wrap model --cache off\nmodel(torch.randn(3, 4)).sum().backward()")
+    stages = ip("%ort graph model")
+    assert repr(ortlab.graphs(ip.shell.user_ns["model"])) in stages
+    operators = ip("%ort graph model --stage gradient")
+    assert "ReluGrad" in operators
+    assert "ReluGrad" in ip("%ort graph model --since forward --stage gradient")
+    assert ip.completions("%ort graph model --stage g") == ["gradient"]
+    assert ip.completions("%ort graph ") == ["model"]
+    assert "did you mean 'forward'" in ip.refused("%ort graph model --stage forwards")
+    assert "no eval graph" in ip.refused("%ort graph model --stage eval")
+    ip("other = Net()")
+    assert "wrap it" in ip.refused("%ort graph other")
+
+
 def test_doctor_lists_every_check(ip: Typist) -> None:
     out = ip("%ort doctor")
     assert repr(ortlab.check_setup()) in out

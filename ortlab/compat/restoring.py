@@ -209,6 +209,19 @@ def _create(manager: Any, optimized: bytes | None, path: Path) -> None:
         manager._onnx_models.optimized_model = built
 
 
+def forward_graph(manager: Any) -> Any:
+    """Forward as ORT optimized it before it built the gradient; made again after `put_together`."""
+    import onnx
+
+    builder: Any = manager._graph_builder
+    if builder is None:
+        processed = manager._graph_transition_manager._post_export_processed_model_info
+        manager._initialize_graph_builder(processed)
+        builder = manager._graph_builder
+        builder.build(manager._get_graph_transformer_config())
+    return onnx.load_model_from_string(builder.get_forward_model())
+
+
 def _within(names: Sequence[str], found: Sequence[str]) -> list[str]:
     return [name for name in names if name in found]
 

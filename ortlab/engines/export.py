@@ -192,6 +192,24 @@ class Export:
         """The module's outputs, of ORT; OtherDecision where this graph is not that of the call."""
         return self.manager.forward(*args, **kwargs)
 
+    def stages(self) -> dict[str, onnx.ModelProto]:
+        """What became of the export, by the names of `ortlab.graph.capture.STAGES`.
+
+        What the session runs is among it where the session told: on a CPU, without recompute plans.
+        """
+        manager = self.manager
+        built = manager._onnx_models.optimized_model
+        if not self.gradient:
+            return {"eval": built}
+        found = {
+            "exported": manager._graph_transition_manager._exported_model_info.exported_model,
+            "forward": restoring.forward_graph(manager),
+            "gradient": built,
+        }
+        if self._optimized is not None:
+            found["execution"] = onnx.load_model_from_string(self._optimized)
+        return found
+
     def without_dropout(self) -> Export:
         """The same graph with all dropout ratios zero; itself when it has no dropout."""
         source, edited = self.manager, onnx.ModelProto()

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import MagicArgumentParser
 
+from ortlab.graph import STAGES
 from ortlab.settings import (
     LOSSES,
     Declaration,
@@ -220,6 +221,16 @@ COMMANDS = {
             ),
             settings=FinetuneSettings,
             extra=(Option("--eval-data", "the data that it is evaluated on", kind="loader"),),
+        ),
+        Command(
+            "graph",
+            "Show the graphs that ORT made of a model.",
+            "With --stage the operators of one, with --since too what became of those of another.",
+            (Positional("model", "wrapped", "a wrapped model"),),
+            extra=(
+                Option("--stage", f"one of {', '.join(STAGES)}", choices=tuple(STAGES)),
+                Option("--since", "the stage to compare it with", choices=tuple(STAGES)),
+            ),
         ),
         Command("runs", "List the runs of this kernel."),
         Command("pause", "Pause a run after the step in flight.", positionals=_RUN),

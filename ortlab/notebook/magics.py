@@ -17,7 +17,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from ortlab.engines import cache
 from ortlab.notebook import cells, completion
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
-from ortlab.session import check_setup, session
+from ortlab.session import check_setup, graphs, session
 from ortlab.settings import EngineSettings, unknown_name
 from ortlab.tables import Table
 from ortlab.wrapping import CellReport, is_model, is_own_name, model_called
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ortlab.compat.doctor import Finding
+    from ortlab.graph.capture import Graphs, Stage
     from ortlab.notebook.charts import Live
     from ortlab.runs import Run
     from ortlab.telemetry import Watched
@@ -163,6 +164,13 @@ class OrtMagics(Magics):
             loss=self._loss(loss),
             **settings,
         )
+
+    def _graph(self, given: Given) -> Graphs | Stage | Table[tuple[str, int, int]]:
+        found = graphs(model_called(given.words["model"], self._ip.user_ns))
+        stage, since = given.words["stage"], given.words["since"]
+        if since is not None:
+            return found.diff(since, stage or "execution")
+        return found if stage is None else found.stage(stage)
 
     def _runs(self, given: Given) -> Table[Run]:  # noqa: ARG002
         return session.table_of_runs()

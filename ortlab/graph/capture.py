@@ -1,0 +1,405 @@
+"""The graphs that ORT makes of a model, stage by stage, as plain ONNX.
+
+They are read from an export that is there; nothing is trained for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import onnx
+from torch import nn
+
+from ortlab.engines.ortmodule import execution_of, is_wrapped
+from ortlab.graph import STAGES
+from ortlab.settings import unknown_name
+from ortlab.tables import Column, Table
+
+_ROOT = "_original_module"
+_YIELD = "YieldOp"
+_GRADIENT, _SUM = "_Grad", "AccumulateGrad_"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of a graph.
+
+    ``op`` is ONNX's name, with its domain where that is not ONNX's own. ``phase`` is forward or
+    backward; the yield, where ORT hands the outputs to torch, is the last of forward. ``module`` is
+    the path of the module that it computes for ("encoder.layer.0"), empty for the model itself or
+    where the graph does not say. ``of`` is the name of the forward node whose gradient it computes.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    phase: str
+    module: str
+    of: str | None
+
+
+class Stage:
+    """One graph: ``model`` is the ONNX model without weights, ``name`` one of `STAGES`.
+
+    `modules` and `trained` are the paths of the user's modules and of the parameters that train.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: onnx.ModelProto,
+        modules: frozenset[str] = frozenset(),
+        trained: frozenset[str] = frozenset(),
+    ) -> None:
+        self.name = name
+        self.model = model
+        self._modules = modules
+        self._trained = trained
+
+    @functools.cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """In the order of the graph, which is one in which it can be computed."""
+        nodes = self.model.graph.node
+        makers = {output: node.name for node in nodes for output in node.output}
+        at = next((i for i, node in enumerate(nodes) if node.op_type == _YIELD), len(nodes))
+        found = []
+        for i, node in enumerate(nodes):
+            of = node.name.rpartition(_GRADIENT + "/")[0]
+            if node.name.startswith(_SUM):
+                # Of what several nodes read: the sum of the gradients that they give.
+                of = makers.get(node.output[0].removesuffix("_grad"), "")
+            found.append(
+                Node(
+                    node.name,
+                    f"{node.domain}.{node.op_type}" if node.domain else node.op_type,
+                    tuple(node.input),
+                    tuple(node.output),
+                    "forward" if i <= at else "backward",
+                    self._module(node),
+                    of or None,
+                )
+            )
+        return tuple(found)
+
+    def _module(self, node: onnx.NodeProto) -> str:
+        """The path of the module that `node` computes for, as its name or that of a result says.
+
+        A node that ORT has made of several often has a name of its own; its results keep theirs.
+        """
+        for name in (node.name, *node.output):
+            _, found, path = name.partition(f"/{_ROOT}/")
+            parts = path.partition(_GRADIENT + "/")[0].split("/")[:-1] if found else []
+            while parts:
+                if (module := _joined(parts)) in self._modules:
+                    return module
+                parts.pop()
+        return ""
+
+    @functools.cached_property
+    def ops(self) -> Counter[str]:
+        """How often each operator is there."""
+        return Counter(node.op for node in self.nodes)
+
+    @functools.cached_property
+    def gradients(self) -> dict[str, tuple[Node, ...]]:
+        """For each forward node that has any, by name, the nodes that compute its gradient."""
+        found: dict[str, tuple[Node, ...]] = {}
+        for node in self.nodes:
+            if node.of is not None:
+                found[node.of] = (*found.get(node.of, ()), node)
+        return found
+
+    @functools.cached_property
+    def parameter_gradients(self) -> dict[str, str]:
+        """The output of the graph that holds the gradient of each parameter, by its own name."""
+        outputs = {value.name for value in self.model.graph.output}
+        return {
+            name: f"{_ROOT}.{name}_grad"
+            for name in sorted(self._trained)
+            if f"{_ROOT}.{name}_grad" in outputs
+        }
+
+    @functools.cached_property
+    def dims(self) -> tuple[str, ...]:
+        """The sizes that a batch decides, by ORT's names: an input's, with the dimension's number.
+
+        Inputs that have a size in common share its name where the exporter knew.
+        """
+        sizes = [size for name in self._inputs for size in self._shapes.get(name, (0, ()))[1]]
+        return tuple(dict.fromkeys(size for size in sizes if isinstance(size, str)))
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the parameters and buffers that the graph reads."""
+        prefix = f"{_ROOT}."
+        return sum(
+            _bytes(kind, shape, {})
+            for name in self._inputs
+            if name.startswith(prefix)
+            for kind, shape in [self._shapes[name]]
+        )
+
+    def activation_bytes(self, **dims: int) -> int:
+        """What all results of forward's nodes take together, for the sizes that are given.
+
+        They are not all there at the same time, and views of one another count each. Results whose
+        size the graph does not tell are left out, see `unsized`. ValueError names a missing size.
+        """
+        missing = [name for name in self.dims if name not in dims]
+        if missing:
+            raise ValueError(f"give the sizes {', '.join(missing)}")
+        return sum(_bytes(*self._shapes[name], dims) for name in self._results if self._sized(name))
+
+    @property
+    def unsized(self) -> tuple[str, ...]:
+        """The results of forward's nodes whose size does not follow from `dims`."""
+        return tuple(name for name in self._results if not self._sized(name))
+
+    @functools.cached_property
+    def _results(self) -> tuple[str, ...]:
+        forward = (node for node in self.nodes if node.phase == "forward")
+        return tuple(name for node in forward for name in node.outputs if name)
+
+    def _sized(self, name: str) -> bool:
+        if name not in self._shapes:
+            return False
+        sizes = self._shapes[name][1]
+        return all(isinstance(size, int) or _follows(size, self.dims) for size in sizes)
+
+    @functools.cached_property
+    def _inputs(self) -> tuple[str, ...]:
+        return tuple(value.name for value in self.model.graph.input)
+
+    @functools.cached_property
+    def _shapes(self) -> dict[str, tuple[int, tuple[int | str, ...]]]:
+        """The element type and sizes of each tensor that the graph tells them of."""
+        graph, found = self.model.graph, {}
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            tensor = value.type.tensor_type
+            if tensor.HasField("shape"):
+                sizes = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
+                found[value.name] = (tensor.elem_type, sizes)
+        return found
+
+    def table(self) -> Table[str]:
+        """How often each operator is there, in forward and in backward."""
+        phases = Counter((node.op, node.phase) for node in self.nodes)
+        columns: list[Column[str]] = [Column("operator", lambda op: op)]
+        for phase in ("forward", "backward"):
+            count = functools.partial(lambda phase, op: str(phases[op, phase]), phase)
+            columns.append(Column(phase, count, number=True))
+        ops = [op for op, _ in self.ops.most_common()]
+        return Table(ops, columns, notes=[f"{len(self.nodes)} nodes {STAGES[self.name]}"])
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+class Graphs:
+    """The stages of one model: ``graphs.gradient`` and so on; shown as a table of them."""
+
+    def __init__(self, model: str, stages: Mapping[str, Stage]) -> None:
+        self.model = model
+        self.stages = dict(stages)
+
+    def stage(self, name: str) -> Stage:
+        """One of `STAGES`; ValueError says why it is not there."""
+        if name not in STAGES:
+            raise ValueError(f"there is no stage {name!r}: {unknown_name(name, STAGES)}")
+        if name not in self.stages:
+            raise ValueError(f"{self.model} has no {name} graph: {_absent(name)}")
+        return self.stages[name]
+
+    @property
+    def exported(self) -> Stage:
+        """What torch's exporter made of forward."""
+        return self.stage("exported")
+
+    @property
+    def forward(self) -> Stage:
+        """Forward as ORT optimized it before it built the gradient."""
+        return self.stage("forward")
+
+    @property
+    def gradient(self) -> Stage:
+        """Forward and backward in one graph, split at the yield."""
+        return self.stage("gradient")
+
+    @property
+    def execution(self) -> Stage:
+        """What ORT's session made of the gradient graph, and runs."""
+        return self.stage("execution")
+
+    @property
+    def eval(self) -> Stage:
+        """Forward alone, as it was exported for evaluation."""
+        return self.stage("eval")
+
+    def diff(self, before: str, after: str) -> Table[tuple[str, int, int]]:
+        """How often each operator is in one stage and in another, where that is not the same."""
+        first, second = self.stage(before).ops, self.stage(after).ops
+        rows = [(op, first[op], second[op]) for op in sorted({*first, *second})]
+        changed = sorted(
+            (row for row in rows if row[1] != row[2]), key=lambda row: -abs(row[2] - row[1])
+        )
+        return Table(
+            changed,
+            (
+                Column("operator", lambda row: row[0]),
+                Column(before, lambda row: str(row[1]), number=True),
+                Column(after, lambda row: str(row[2]), number=True),
+                Column("change", lambda row: f"{row[2] - row[1]:+d}", number=True),
+            ),
+            notes=[f"{sum(first.values())} nodes before, {sum(second.values())} after"],
+            empty=f"{before} and {after} have the same operators",
+        )
+
+    def table(self) -> Table[Stage]:
+        """A row for each stage that is there."""
+        notes = [f"no {name}: {_absent(name)}" for name in STAGES if name not in self.stages]
+        return Table(list(self.stages.values()), _COLUMNS, notes=notes)
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+_COLUMNS: Final[tuple[Column[Stage], ...]] = (
+    Column("stage", lambda stage: stage.name),
+    Column("what it is", lambda stage: STAGES[stage.name]),
+    Column("nodes", lambda stage: str(len(stage.nodes)), number=True),
+    Column("forward", lambda stage: str(_count(stage, "forward")), number=True),
+    Column("backward", lambda stage: str(_count(stage, "backward")), number=True),
+    Column("parameters", lambda stage: f"{stage.parameter_bytes / 2**20:.1f} MiB", number=True),
+    Column("sizes of the batch", lambda stage: ", ".join(stage.dims[:4])),
+    Column("most frequent", lambda stage: _most(stage)),
+)
+
+
+def _absent(name: str) -> str:
+    if name == "execution":
+        return "ORT tells what it runs on a CPU, without recompute plans, after a call in training"
+    if name == "eval":
+        return "call the model once with a batch after model.eval(), under torch.no_grad()"
+    return "call the model once with a batch, in training"
+
+
+def _count(stage: Stage, phase: str) -> int:
+    return sum(node.phase == phase for node in stage.nodes)
+
+
+def _most(stage: Stage) -> str:
+    return ", ".join(f"{count} {op}" for op, count in stage.ops.most_common(4))
+
+
+def capture(model: nn.Module) -> Graphs:
+    """The stages of the exports that the wrapped `model` used last, for training and evaluation.
+
+    ValueError where it is not wrapped in engine ort, has not been called yet, or runs in torch.
+    """
+    if not is_wrapped(model):
+        raise ValueError(
+            f"this {type(model).__name__} has no ORT graphs; wrap it: %%ort, or ortlab.wrap(model)"
+        )
+    execution = execution_of(model)
+    name = type(execution.module).__name__
+    if (reason := execution.report().fallback_reason) is not None:
+        raise ValueError(f"{name} runs in torch and has no graph: {reason}")
+    modules = frozenset(n for n, _ in execution.module.named_modules(remove_duplicate=False))
+    trained = frozenset(n for n, p in execution.module.named_parameters() if p.requires_grad)
+    found: dict[str, Stage] = {}
+    for export in execution.exports():  # the newest last
+        graphs = export.stages()
+        found |= {stage: Stage(stage, graph, modules, trained) for stage, graph in graphs.items()}
+    if not found:
+        raise ValueError(f"{name} has no graph yet; call it once with a batch")
+    return Graphs(name, {stage: found[stage] for stage in STAGES if stage in found})
+
+
+# ---- names and sizes -----------------------------------------------------------------------------
+
+
+def _joined(parts: list[str]) -> str:
+    """ "encoder.layer.0" of the exporter's "encoder", "layer.0"."""
+    path = [_ROOT]
+    for part in filter(None, parts):
+        if path and part.startswith(path[-1] + "."):
+            path.pop()  # an item of a Sequential carries the name of the Sequential
+        path.append(part)
+    return ".".join(path).removeprefix(_ROOT).removeprefix(".")
+
+
+def _bytes(kind: int, sizes: tuple[int | str, ...], dims: Mapping[str, int]) -> int:
+    count = math.prod(_size(size, dims) for size in sizes)
+    return count * int(onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize)
+
+
+_OPERATORS: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
+    "floor": math.floor,
+    "ceiling": math.ceil,
+    "Max": max,
+    "Min": min,
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(size: str) -> ast.expr | None:
+    """A size as shape inference writes it, in sympy's form; None for a name that is no word."""
+    try:
+        return ast.parse(size, mode="eval").body
+    except SyntaxError:
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _follows(size: str, dims: tuple[str, ...]) -> bool:
+    parsed = _parsed(size)
+    if parsed is None:
+        return size in dims
+    names = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
+    return names <= {*dims, *_FUNCTIONS}
+
+
+def _size(size: int | str, dims: Mapping[str, int]) -> int:
+    """What `size` is for `dims`; without Python's eval, for names in it come from a file."""
+    if isinstance(size, int):
+        return size
+    parsed = _parsed(size)
+    return dims[size] if parsed is None else int(_value(parsed, dims))
+
+
+def _value(node: ast.expr, dims: Mapping[str, int]) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return value
+        case ast.Name(id=name):
+            return dims[name]
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_value(inner, dims)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left, dims), _value(right, dims))
+        case ast.Call(func=ast.Name(id=name), args=given) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*(_value(each, dims) for each in given))
+    raise ValueError(f"cannot read the size {ast.unparse(node)!r}")

@@ -1,0 +1,184 @@
+"""What is read from ORT's graphs, held to the model itself and to what onnx counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+import ortlab
+from ortlab import compat
+from ortlab.engines import cache
+from ortlab.graph import STAGES, capture
+from ortlab.graph.capture import Graphs, Stage
+
+pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
+
+BATCH, TOKENS = 2, 8
+
+
+def bert() -> tuple[nn.Module, dict[str, Any]]:
+    config = BertConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
+        vocab_size=100,
+    )  # fmt: skip
+    ids = torch.randint(0, 100, (BATCH, TOKENS))
+    labels = torch.arange(BATCH) % 2
+    return BertForSequenceClassification(config), {"input_ids": ids, "labels": labels}
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, use_cache=False)
+    ids = torch.randint(0, 100, (BATCH, TOKENS))
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+
+def called(model: nn.Module, batch: dict[str, Any], **settings: Any) -> nn.Module:
+    """Wrapped, and called once in training and once for evaluation."""
+    wrapped = ortlab.wrap(model.train(), engine="ort", **settings)
+    wrapped(**batch).loss.backward()
+    wrapped.eval()
+    with torch.no_grad():
+        wrapped(**batch)
+    return wrapped
+
+
+@pytest.fixture(scope="module")
+def graphs() -> Graphs:
+    return ortlab.graphs(called(*bert(), cache=False))
+
+
+def test_every_stage_is_there_and_shown(graphs: Graphs) -> None:
+    assert list(graphs.stages) == list(STAGES)
+    for name in STAGES:
+        assert getattr(graphs, name) is graphs.stages[name]
+        assert name in repr(graphs)
+        assert name in graphs._repr_html_()
+
+
+def test_nodes_are_those_of_the_graph(graphs: Graphs) -> None:
+    for stage in graphs.stages.values():
+        assert [node.name for node in stage.nodes] == [n.name for n in stage.model.graph.node]
+        assert sum(stage.ops.values()) == len(stage.model.graph.node)
+    assert all(node.phase == "forward" for node in graphs.forward.nodes)
+    split = [node.phase for node in graphs.gradient.nodes]
+    assert split == sorted(split, reverse=True), "forward, then backward"
+    assert graphs.gradient.nodes[split.index("backward") - 1].op == "com.microsoft.YieldOp"
+
+
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_forward_and_gradient_are_linked(make: Any) -> None:
+    """A forward node is on a gradient path if a floating-point result of it has a gradient."""
+    model, batch = make()
+    stage = ortlab.graphs(called(model, batch)).gradient
+    results = {output for node in stage.nodes for output in node.outputs}
+    on_path = [
+        node
+        for node in stage.nodes
+        if node.phase == "forward" and any(f"{name}_grad" in results for name in node.outputs)
+    ]
+    linked = [node for node in on_path if node.name in stage.gradients]
+    assert len(on_path) > 50
+    assert len(linked) >= 0.95 * len(on_path)
+    forward = {node.name for node in stage.nodes if node.phase == "forward"}
+    assert set(stage.gradients) <= forward
+    assert set(stage.parameter_gradients) == {name for name, _ in model.named_parameters()}
+
+
+def test_nodes_know_their_module(graphs: Graphs) -> None:
+    modules = dict(bert()[0].named_modules())
+    known = [node.module for node in graphs.gradient.nodes if node.module]
+    assert set(known) <= set(modules)
+    assert len(known) > 0.9 * len(graphs.gradient.nodes)
+    count = Counter(known)
+    assert (
+        count["bert.encoder.layer.0.attention.self"] == count["bert.encoder.layer.1.attention.self"]
+    )
+    (gelu,) = (n for n in graphs.forward.nodes if n.op.endswith("BiasGelu") and "0" in n.module)
+    assert gelu.module == "bert.encoder.layer.0.intermediate.intermediate_act_fn"
+
+
+def test_bytes_are_those_of_the_model(graphs: Graphs) -> None:
+    model, _ = bert()
+    read = [p for name, p in model.named_parameters()]
+    assert graphs.gradient.parameter_bytes >= sum(4 * p.numel() for p in read)
+    linear = nn.Sequential(nn.Linear(3, 5), nn.ReLU())
+    wrapped = ortlab.wrap(linear, engine="ort", cache=False)
+    wrapped(torch.randn(2, 3)).sum().backward()
+    stage = ortlab.graphs(wrapped).forward
+    assert stage.parameter_bytes == 4 * (3 * 5 + 5)
+    batch, width = stage.dims
+    # The product, what ReLU makes of it, and the same under the name of the output.
+    assert stage.activation_bytes(**{batch: 7, width: 3}) == 3 * 4 * 5 * 7
+    assert not stage.unsized
+    with pytest.raises(ValueError, match=f"give the sizes {width}"):
+        stage.activation_bytes(**{batch: 7})
+    assert [node.module for node in stage.nodes] == ["0", "1", ""]
+
+
+def test_sizes_are_read_without_eval() -> None:
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", "m"])
+    sizes = ["floor(n/2 + 1/2)", "Max(2, n)*m", "__import__('os').getpid()", "no-word", 3]
+    values = [
+        onnx.helper.make_tensor_value_info(f"y{i}", onnx.TensorProto.FLOAT, [size])
+        for i, size in enumerate(sizes)
+    ]
+    nodes = [onnx.helper.make_node("Foo", ["x"], [f"y{i}"]) for i in range(len(sizes))]
+    graph = onnx.helper.make_graph(nodes, "graph", [x], [], value_info=values)
+    stage = Stage("exported", onnx.helper.make_model(graph))
+    assert stage.dims == ("n", "m")
+    assert stage.unsized == ("y2", "y3")
+    assert stage.activation_bytes(n=5, m=4) == 4 * (3 + 20 + 3)
+
+
+def test_a_graph_from_the_cache_has_the_same_stages() -> None:
+    cache.clear()
+    found = []
+    for _ in range(2):
+        wrapped = called(*bert())
+        found.append({name: stage.ops for name, stage in ortlab.graphs(wrapped).stages.items()})
+    notes = wrapped.__dict__["_ortlab"].report().notes
+    assert any("graph from the cache" in note for note in notes)
+    for name in ("forward", "gradient", "execution", "eval"):
+        assert found[0][name] == found[1][name], name
+
+
+def test_what_became_of_the_operators(graphs: Graphs) -> None:
+    rows = {op: (before, after) for op, before, after in graphs.diff("exported", "forward")}
+    assert rows["Erf"] == (2, 0)
+    assert rows["com.microsoft.BiasGelu"] == (0, 2)
+    assert all(before != after for before, after in rows.values())
+    assert not graphs.diff("forward", "forward")
+    assert "same operators" in repr(graphs.diff("forward", "forward"))
+
+
+def test_what_is_not_there_is_explained() -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="has no ORT graphs; wrap it"):
+        ortlab.graphs(net)
+    wrapped = ortlab.wrap(net, engine="ort")
+    with pytest.raises(ValueError, match="Linear has no graph yet; call it once"):
+        ortlab.graphs(wrapped)
+    wrapped(torch.randn(2, 2))
+    found = ortlab.graphs(wrapped)
+    with pytest.raises(ValueError, match=r"no eval graph: call .* after model\.eval\(\)"):
+        found.eval  # noqa: B018
+    assert "no eval" in repr(found)
+    with pytest.raises(ValueError, match="did you mean 'gradient'"):
+        found.stage("gradiant")
+
+
+def test_a_model_that_fell_back_has_no_graph() -> None:
+    class Complex(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.fft(super().forward(x)).abs()
+
+    wrapped = ortlab.wrap(Complex(2, 2), engine="ort", fallback=True)
+    wrapped(torch.randn(2, 2))
+    with pytest.raises(ValueError, match="runs in torch and has no graph"):
+        capture.capture(wrapped)
