@@ -6,8 +6,8 @@ hooks, train or eval, the classes and what stands in them, and the lists, dictio
 and configuration objects that hang off a module, two levels deep. Of what the user's code reads
 elsewhere, as far as names lead from forward: globals, closures, defaults, and what that code names
 of other Python modules, classes and objects. It does not see what is deeper, the contents of numpy
-arrays and of objects with slots, 1 becoming 1.0 or True, what an installed package reads elsewhere,
-nor files.
+arrays and of objects with slots, of lists and dictionaries of more than a thousand entries more
+than their number, 1 becoming 1.0 or True, what an installed package reads elsewhere, nor files.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _MEMBERS = ("_parameters", "_buffers", "_modules")
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 2
 _REMEMBERED = 8
+_LONG = 1000
+"""Entries of a list or a dictionary, above which their number alone is watched: a vocabulary's."""
 
 _NOT_ENTERED = (nn.Module, torch.Tensor, type, types.FunctionType, types.ModuleType)
 _GLOBAL_HOOKS = tuple(
@@ -70,8 +72,8 @@ class _Photo:
     versions: list[int]
     reads: list[Callable[[], Any]]
     read: list[Any]
-    hooks: list[dict[int, Any]]
-    hook_lengths: list[int]
+    counted: list[Any]
+    counts: list[int]
     hook_count: int
     key: Hashable = field(repr=False)
     facts: Mapping[str, Hashable] = field(repr=False)
@@ -136,7 +138,7 @@ class Guard:
             and list(map(_version, photo.constants)) == photo.versions
             and all(get() is value for get, value in zip(photo.reads, photo.read, strict=True))
             and _hook_count(RemovableHandle) == photo.hook_count
-            and list(map(len, photo.hooks)) == photo.hook_lengths
+            and list(map(len, photo.counted)) == photo.counts
         )
 
     def _look(self) -> _Photo:
@@ -147,6 +149,18 @@ class Guard:
         inner: list[_Place] = []
         by_identity: list[_Place] = []
         hooks: list[dict[int, Any]] = list(_GLOBAL_HOOKS)
+        long: list[Any] = []
+
+        def look_inside(path: str, values: Mapping[Any, Any]) -> None:
+            for where, container in _containers(path, values, seen):
+                if len(container) > _LONG:
+                    facts[f"the length of {where}"] = len(container)
+                    long.append(container)
+                    continue
+                _record(where, container, facts, constants, atom)
+                if not any(map(_is_array, _items(container).values())):
+                    inner.append(_Place(where, container, copy.copy(container)))
+
         facts["hooks of all modules"] = tuple(atom(h) for kind in hooks for h in kind.values())
         tensors: dict[int, torch.Tensor] = {}
         constants: dict[int, torch.Tensor] = {}
@@ -176,10 +190,7 @@ class Guard:
             _record(path, own, facts, constants, atom)
             places = by_identity if any(map(_is_array, own.values())) else plain
             places.append(_Place(path, module.__dict__, list(module.__dict__.values())))
-            for where, container in _containers(path, own, seen):
-                _record(where, container, facts, constants, atom)
-                if not any(map(_is_array, _items(container).values())):
-                    inner.append(_Place(where, container, copy.copy(container)))
+            look_inside(path, own)
         for cls in classes:
             if cls not in (nn.Module, object, Generic):
                 entries = vars(cls)
@@ -191,10 +202,7 @@ class Guard:
             value = get()
             facts[where] = _fact(value, constants, atom)
             if isinstance(value, dict | list | set):
-                for place, container in _containers("", {where: value}, seen):
-                    _record(place, container, facts, constants, atom)
-                    if not any(map(_is_array, _items(container).values())):
-                        inner.append(_Place(place, container, copy.copy(container)))
+                look_inside("", {where: value})
         watched = list(tensors.values())
         return _Photo(
             modules=[module for _, module in modules],
@@ -210,8 +218,8 @@ class Guard:
             versions=list(map(_version, constants.values())),
             reads=list(elsewhere.reads.values()),
             read=[get() for get in elsewhere.reads.values()],
-            hooks=hooks,
-            hook_lengths=list(map(len, hooks)),
+            counted=[*hooks, *long],
+            counts=list(map(len, [*hooks, *long])),
             hook_count=_hook_count(RemovableHandle),
             key=frozenset(facts.items()),
             facts=facts,
@@ -376,7 +384,7 @@ def _containers(
             seen.add(id(inner))
             where = f"{path}.{name}"
             yield where, inner
-            if depth > 1:
+            if depth > 1 and len(inner) <= _LONG:
                 yield from _containers(where, _items(inner), seen, depth - 1)
 
 

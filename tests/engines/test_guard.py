@@ -247,6 +247,19 @@ def test_another_hook_in_the_place_of_one_is_noticed() -> None:
     assert guard.key() != before
 
 
+def test_a_vocabulary_is_watched_by_its_length() -> None:
+    """Comparing a hundred thousand entries in every call would take longer than the step."""
+    net = Net()
+    net.vocabulary = {f"word {i}": i for i in range(100_000)}
+    guard = Guard(net)
+    before = guard.key()
+    entries = sum(len(place.held) for place in guard._photo.inner)
+    assert entries < 1000
+    net.vocabulary["another"] = 1
+    assert guard.key() != before
+    assert "vocabulary" in guard.change
+
+
 CELL = """
 import argparse, torch
 from torch import nn
