@@ -31,6 +31,14 @@ def test_quick_subset(threads: tuple[str, ...]) -> None:
     assert f"{len(specs.QUICK)} ok" in done.stdout
 
 
+@needs_ort
+@pytest.mark.nightly
+def test_every_cell() -> None:
+    command = [sys.executable, "-m", "tests.zoo.sweep"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_cell_has_a_name_of_its_own() -> None:
     assert len(CELLS) == len(specs.cells())
     assert set(specs.QUICK) <= set(CELLS)
