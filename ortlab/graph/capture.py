@@ -267,8 +267,10 @@ class Graphs:
 
     def table(self) -> Table[Stage]:
         """A row for each stage that is there."""
-        notes = [f"no {name}: {_absent(name)}" for name in STAGES if name not in self.stages]
-        return Table(list(self.stages.values()), _COLUMNS, notes=notes)
+        stages = list(self.stages.values())
+        notes = [f"a batch decides the sizes {', '.join(stages[-1].dims)}"]
+        notes += [f"no {name}: {_absent(name)}" for name in STAGES if name not in self.stages]
+        return Table(stages, _COLUMNS, notes=notes)
 
     def __repr__(self) -> str:
         return repr(self.table())
@@ -284,7 +286,6 @@ _COLUMNS: Final[tuple[Column[Stage], ...]] = (
     Column("forward", lambda stage: str(_count(stage, "forward")), number=True),
     Column("backward", lambda stage: str(_count(stage, "backward")), number=True),
     Column("parameters", lambda stage: f"{stage.parameter_bytes / 2**20:.1f} MiB", number=True),
-    Column("sizes of the batch", lambda stage: ", ".join(stage.dims[:4])),
     Column("most frequent", lambda stage: _most(stage)),
 )
 
@@ -302,7 +303,8 @@ def _count(stage: Stage, phase: str) -> int:
 
 
 def _most(stage: Stage) -> str:
-    return ", ".join(f"{count} {op}" for op, count in stage.ops.most_common(4))
+    ops = ((op.rpartition(".")[2], count) for op, count in stage.ops.most_common(4))
+    return ", ".join(f"{count} {op}" for op, count in ops)
 
 
 def capture(model: nn.Module) -> Graphs:
