@@ -116,7 +116,7 @@ def _from_traceback(error: BaseException) -> Failure:
         operator = str(node.kind())
         scope = "/".join(part.rpartition("::")[2] for part in node.scopeName().split("/"))
         reason = _reason(error, operator)
-        return Failure(operator, _line_of_stack(node.sourceRange()), _module(scope), reason)
+        return Failure(operator, _line_of_stack(node.sourceRange()), module_path(scope), reason)
     function = error.name if isinstance(error, FunctionRefused) else None
     return Failure(function, _line(_frames(error)), None, _reason(error, function))
 
@@ -150,15 +150,15 @@ def _from_text(error: BaseException, nodes: Sequence[Node]) -> Failure:
     if at is None and operator is not None:
         at = next((node for node in nodes if node.operator == operator), None)
     if at is not None:
-        return Failure(at.operator, _line_of_stack(at.stack), _module(_parent(at.name)), reason)
-    return Failure(operator, None, _module(_parent(name.group(1))) if name else None, reason)
+        return Failure(at.operator, _line_of_stack(at.stack), module_path(_parent(at.name)), reason)
+    return Failure(operator, None, module_path(_parent(name.group(1))) if name else None, reason)
 
 
 def _parent(name: str) -> str:
     return name.rpartition("/")[0]
 
 
-def _module(scope: str) -> str | None:
+def module_path(scope: str) -> str | None:
     """ "encoder.layer.0" of the exporter's "/_original_module/encoder/layer.0"."""
     path: list[str] = []
     for name in filter(None, scope.split("/")):

@@ -354,8 +354,8 @@ class Execution:
         """Compares the export with eager torch, after making it where there is none."""
         started, exported_s = time.perf_counter(), self._export_s
         gradients = torch.is_grad_enabled()
-        inputs = [value for value in tensors([args, kwargs]) if value.requires_grad]
         given = tensors([args, kwargs])
+        inputs = [value for value in given if value.requires_grad]
         parameters = dict(self.module.named_parameters())
         versions = [parameter._version for parameter in parameters.values()]
         with NoDropout(), EagerOnly(), inputs_kept(given) as changed:

@@ -197,9 +197,9 @@ class Guard:
                 facts[f"class {cls.__qualname__}"] = tuple(map(atom, entries.values()))
                 places = by_identity if any(map(_is_array, entries.values())) else plain
                 places.append(_Place(cls.__qualname__, entries, list(entries.values())))
-        elsewhere = _Elsewhere(modules, classes, hooks)
-        for where, get in elsewhere.reads.items():
-            value = get()
+        reads = _Elsewhere(modules, classes, hooks).reads
+        read = [get() for get in reads.values()]
+        for where, value in zip(reads, read, strict=True):
             facts[where] = _fact(value, constants, atom)
             if isinstance(value, dict | list | set):
                 look_inside("", {where: value})
@@ -216,8 +216,8 @@ class Guard:
             requires_grad=[tensor.requires_grad for tensor in watched],
             constants=list(constants.values()),
             versions=list(map(_version, constants.values())),
-            reads=list(elsewhere.reads.values()),
-            read=[get() for get in elsewhere.reads.values()],
+            reads=list(reads.values()),
+            read=read,
             counted=[*hooks, *long],
             counts=list(map(len, [*hooks, *long])),
             hook_count=_hook_count(RemovableHandle),
@@ -258,7 +258,7 @@ class _Elsewhere:
 
     def _named(self) -> bool:
         """Meets what code names by now of the owners; False if that is nothing new."""
-        before = len(self.reads), len(self._names), len(self._owners), len(self._followed)
+        before = self._known()
         for path, values, is_read in list(self._owners.values()):
             for name in list(self._names):
                 if name not in values:
@@ -266,9 +266,10 @@ class _Elsewhere:
                 if is_read:
                     self.reads.setdefault(f"{path}.{name}", functools.partial(values.get, name))
                 self._meet(f"{path}.{name}", values[name])
-        return before != (
-            len(self.reads), len(self._names), len(self._owners), len(self._followed)
-        )  # fmt: skip
+        return before != self._known()
+
+    def _known(self) -> list[int]:
+        return list(map(len, (self.reads, self._names, self._owners, self._followed)))
 
     def _meet(self, where: str, value: Any) -> None:
         """Follows a function; remembers what has members, by the name that it has for the user."""
@@ -304,10 +305,8 @@ class _Elsewhere:
         self._names.update(_names_in(code))
         for name in global_names(code):
             # One that is not there may still come, or be one of Python's own.
-            path, read = (
-                f"{home(function)}.{name}",
-                functools.partial(function.__globals__.get, name),
-            )
+            path = f"{home(function)}.{name}"
+            read = functools.partial(function.__globals__.get, name)
             self.reads[path] = read
             self._meet(path, read())
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 import onnx
 from torch import nn
 
+from ortlab.compat.failures import module_path
 from ortlab.engines.ortmodule import execution_of, is_wrapped
 from ortlab.graph import STAGES
 from ortlab.settings import unknown_name
@@ -96,11 +97,10 @@ class Stage:
         """
         for name in (node.name, *node.output):
             _, found, path = name.partition(f"/{_ROOT}/")
-            parts = path.partition(_GRADIENT + "/")[0].split("/")[:-1] if found else []
-            while parts:
-                if (module := _joined(parts)) in self._modules:
-                    return module
-                parts.pop()
+            scope = path.partition(_GRADIENT + "/")[0] if found else ""
+            while scope := scope.rpartition("/")[0]:
+                if (module := module_path(f"{_ROOT}/{scope}")) in self._modules:
+                    return module or ""
         return ""
 
     @functools.cached_property
@@ -331,17 +331,7 @@ def capture(model: nn.Module) -> Graphs:
     return Graphs(name, {stage: found[stage] for stage in STAGES if stage in found})
 
 
-# ---- names and sizes -----------------------------------------------------------------------------
-
-
-def _joined(parts: list[str]) -> str:
-    """ "encoder.layer.0" of the exporter's "encoder", "layer.0"."""
-    path = [_ROOT]
-    for part in filter(None, parts):
-        if path and part.startswith(path[-1] + "."):
-            path.pop()  # an item of a Sequential carries the name of the Sequential
-        path.append(part)
-    return ".".join(path).removeprefix(_ROOT).removeprefix(".")
+# ---- sizes ---------------------------------------------------------------------------------------
 
 
 def _bytes(kind: int, sizes: tuple[int | str, ...], dims: Mapping[str, int]) -> int:
