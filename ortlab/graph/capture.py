@@ -47,6 +47,18 @@ class Node:
     of: str | None
 
 
+@dataclass(frozen=True)
+class Overlay:
+    """A figure for nodes of a stage, by their names: what a view colours them by, and tells of each.
+
+    ``name`` is what it is ("time"), ``unit`` one of "us", "bytes".
+    """
+
+    name: str
+    unit: str
+    values: Mapping[str, float]
+
+
 class Stage:
     """One graph: ``model`` is the ONNX model without weights, ``name`` one of `STAGES`.
 
