@@ -49,7 +49,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Overlay:
-    """A figure for nodes of a stage, by their names: what a view colours them by, and tells of each.
+    """A figure for nodes of a stage, by their names, which a view colours and tells.
 
     ``name`` is what it is ("time"), ``unit`` one of "us", "bytes".
     """
