@@ -145,19 +145,13 @@ class Stage:
 
         Inputs that have a size in common share its name where the exporter knew.
         """
-        sizes = [size for name in self._inputs for size in self._shapes.get(name, (0, ()))[1]]
+        sizes = [size for name in self._inputs for size in self.tensors.get(name, (0, ()))[1]]
         return tuple(dict.fromkeys(size for size in sizes if isinstance(size, str)))
 
     @property
     def parameter_bytes(self) -> int:
         """Of the parameters and buffers that the graph reads."""
-        prefix = f"{_ROOT}."
-        return sum(
-            _bytes(kind, shape, {})
-            for name in self._inputs
-            if name.startswith(prefix)
-            for kind, shape in [self._shapes[name]]
-        )
+        return sum(_bytes(*self.tensors[name], {}) for name in self.parameters.values())
 
     def activation_bytes(self, **dims: int) -> int:
         """What all results of forward's nodes take together, for the sizes that are given.
@@ -168,7 +162,17 @@ class Stage:
         missing = [name for name in self.dims if name not in dims]
         if missing:
             raise ValueError(f"give the sizes {', '.join(missing)}")
-        return sum(_bytes(*self._shapes[name], dims) for name in self._results if self._sized(name))
+        return sum(self.bytes_of(name, dims) or 0 for name in self._results)
+
+    def bytes_of(self, tensor: str, dims: Mapping[str, int]) -> int | None:
+        """What a tensor takes, for values of all `dims`; None where the graph does not tell."""
+        return _bytes(*self.tensors[tensor], dims) if self._sized(tensor) else None
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, str]:
+        """The parameters and buffers that the graph reads: its input for each, by their names."""
+        prefix = f"{_ROOT}."
+        return {n.removeprefix(prefix): n for n in self._inputs if n.startswith(prefix)}
 
     @property
     def unsized(self) -> tuple[str, ...]:
@@ -181,9 +185,9 @@ class Stage:
         return tuple(name for node in forward for name in node.outputs if name)
 
     def _sized(self, name: str) -> bool:
-        if name not in self._shapes:
+        if name not in self.tensors:
             return False
-        sizes = self._shapes[name][1]
+        sizes = self.tensors[name][1]
         return all(isinstance(size, int) or _follows(size, self.dims) for size in sizes)
 
     @functools.cached_property
@@ -191,7 +195,7 @@ class Stage:
         return tuple(value.name for value in self.model.graph.input)
 
     @functools.cached_property
-    def _shapes(self) -> dict[str, tuple[int, tuple[int | str, ...]]]:
+    def tensors(self) -> dict[str, tuple[int, tuple[int | str, ...]]]:
         """The element type and sizes of each tensor that the graph tells them of."""
         graph, found = self.model.graph, {}
         for value in (*graph.input, *graph.value_info, *graph.output):
