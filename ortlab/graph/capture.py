@@ -9,6 +9,7 @@ import ast
 import functools
 import math
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ortlab.tables import Column, Table
 _ROOT = "_original_module"
 _YIELD = "YieldOp"
 _GRADIENT, _SUM = "_Grad", "AccumulateGrad_"
+_CALL = re.compile(r"_\d+$")  # the exporter's mark of a module's second call, and the next
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,10 @@ class Stage:
             _, found, path = name.partition(f"/{_ROOT}/")
             scope = path.partition(_GRADIENT + "/")[0] if found else ""
             while scope := scope.rpartition("/")[0]:
-                if (module := module_path(f"{_ROOT}/{scope}")) in self._modules:
-                    return module or ""
+                path = module_path(f"{_ROOT}/{scope}") or ""
+                for module in (path, _CALL.sub("", path)):
+                    if module in self._modules:
+                        return module
         return ""
 
     @functools.cached_property

@@ -103,6 +103,22 @@ def test_nodes_know_their_module(graphs: Graphs) -> None:
     assert gelu.module == "bert.encoder.layer.0.intermediate.intermediate_act_fn"
 
 
+def test_a_module_that_is_called_again_has_the_nodes_of_every_call() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+            self.block_1 = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block_1(self.block(self.block(x)))
+
+    wrapped = ortlab.wrap(Twice(), engine="ort", cache=False)
+    wrapped(torch.randn(2, 3)).sum().backward()
+    count = Counter(node.module for node in ortlab.graphs(wrapped).exported.nodes)
+    assert (count["block.0"], count["block.1"], count["block_1"]) == (2, 2, 1)
+
+
 def test_bytes_are_those_of_the_model(graphs: Graphs) -> None:
     model, _ = bert()
     read = [p for name, p in model.named_parameters()]
