@@ -33,6 +33,7 @@ from ortlab.engines.selfcheck import (
     depends_on_seed,
     inputs_kept,
     observe,
+    some_rows,
     undisturbed,
 )
 from ortlab.engines.served import OF_A_KIND, ExportFailed, Kind, Served, Shapes, bucket
@@ -332,6 +333,7 @@ class Execution:
         why: str,
     ) -> Served:
         """`_check`; what is right for one shape and wrong for another gets an export for each."""
+        started, exported_s = time.perf_counter(), self._export_s
         try:
             return self._check(served, args, kwargs, why)
         except (ExportFailed, SelfCheckFailed):
@@ -343,6 +345,8 @@ class Execution:
             )
             self._kinds[key].per_shape = True
             return self._check(None, args, kwargs, why)
+        finally:
+            self._check_s += time.perf_counter() - started - (self._export_s - exported_s)
 
     def _check(
         self,
@@ -351,19 +355,65 @@ class Execution:
         kwargs: dict[str, Any],
         why: str,
     ) -> Served:
-        """Compares the export with eager torch, after making it where there is none."""
-        started, exported_s = time.perf_counter(), self._export_s
-        gradients = torch.is_grad_enabled()
+        """Compares the export with eager torch, after making it where there is none.
+
+        A new one is compared on some of the batch's rows: what is right for another batch size than
+        it was exported with is right for its own. Where that does not hold the whole batch decides.
+        """
+        rows = some_rows(self.module, args, kwargs) if served is None else None
+        call = rows or (args, kwargs)
+        try:
+            reference = self._reference(*call)
+        except NotInGraph:
+            raise
+        except Exception:  # whatever forward raises where it needs the whole batch
+            if rows is None:
+                raise
+            rows, call = None, (args, kwargs)
+            reference = self._reference(*call)
+        if served is None:
+            served = self._make(args, kwargs, why)
+            if rows and (served.export.by_size or served.export.decisions):
+                return self._check(served, args, kwargs, why)
+        tell("checking ORT against eager torch")
+        if reference.wrote:
+            names = ", ".join(sorted(reference.wrote)[:3])
+            self._remark(
+                f"forward sets {names}: ORT's graph does not, and keeps what it read there"
+            )
+        if reference.drew and self._random(reference, *call):
+            self._remark("not checked: forward draws random numbers besides dropout")
+        else:
+            try:
+                self._compare(reference, *call, served)
+            except (ExportFailed, SelfCheckFailed):
+                if rows:
+                    return self._check(served, args, kwargs, why)
+                if served.checked or not served.export.from_cache:
+                    raise
+                served.export.forget()
+                self._kinds[self._kind(args, kwargs)[0]].served.pop(0)
+                served = self._make(args, kwargs, "the graph from the cache was wrong")
+                self._compare(reference, *call, served)
+            if not served.checked:
+                self._keep(served.export)
+        for each in (call, (args, kwargs)):
+            served.passed(self._kind(*each)[1])
+        self._checks += 1
+        return served
+
+    def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
+        """What eager torch gives; ExportFailed where forward changes a parameter."""
         given = tensors([args, kwargs])
-        inputs = [value for value in given if value.requires_grad]
         parameters = dict(self.module.named_parameters())
         versions = [parameter._version for parameter in parameters.values()]
         with NoDropout(), EagerOnly(), inputs_kept(given) as changed:
+            call = functools.partial(self.module, *args, **kwargs)
             reference = observe(
-                functools.partial(self.module, *args, **kwargs),
+                call,
                 self.module,
-                inputs=inputs,
-                gradients=gradients,
+                inputs=_differentiable(given),
+                gradients=torch.is_grad_enabled(),
             )
         for (name, parameter), version in zip(parameters.items(), versions, strict=True):
             if parameter._version != version:
@@ -376,35 +426,7 @@ class Execution:
             self._remark(
                 f"forward changes its input in place ({shapes}): ORT's graph leaves it as it is"
             )
-        if served is None:
-            served = self._make(args, kwargs, why)
-        tell("checking ORT against eager torch")
-        if reference.wrote:
-            names = ", ".join(sorted(reference.wrote)[:3])
-            self._remark(
-                f"forward sets {names}: ORT's graph does not, and keeps what it read there"
-            )
-        if reference.drew and self._random(reference, args, kwargs):
-            self._remark("not checked: forward draws random numbers besides dropout")
-        else:
-            compared = functools.partial(
-                self._compare, reference, args, kwargs, inputs=inputs, gradients=gradients
-            )
-            try:
-                compared(served)
-            except (ExportFailed, SelfCheckFailed):
-                if served.checked or not served.export.from_cache:
-                    raise
-                served.export.forget()
-                self._kinds[self._kind(args, kwargs)[0]].served.pop(0)
-                served = self._make(args, kwargs, "the graph from the cache was wrong")
-                compared(served)
-            if not served.checked:
-                self._keep(served.export)
-        served.passed(self._kind(args, kwargs)[1])
-        self._checks += 1
-        self._check_s += time.perf_counter() - started - (self._export_s - exported_s)
-        return served
+        return reference
 
     def _random(self, reference: Observed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether results depend on random numbers; ExportFailed where a graph would keep those.
@@ -426,16 +448,14 @@ class Execution:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         served: Served,
-        *,
-        inputs: Sequence[torch.Tensor],
-        gradients: bool,
     ) -> None:
+        given = tensors([args, kwargs])
         try:
             observed = observe(
                 functools.partial(served.run, args, kwargs, dropout=False),
                 self.module,
-                inputs=inputs,
-                gradients=gradients,
+                inputs=_differentiable(given),
+                gradients=torch.is_grad_enabled(),
             )
         except OtherDecision:
             raise
@@ -451,7 +471,7 @@ class Execution:
                 f"ORT would not train this model right: {error}; use engine='eager', "
                 "or fallback=True to go on in torch"
             ) from None
-        shapes = ", ".join(str(list(value.shape)) for value in tensors([args, kwargs]))
+        shapes = ", ".join(str(list(value.shape)) for value in given)
         self._note(f"checked on {shapes}: {verdict}")
 
     def _cannot_run(self, error: Exception) -> ExportFailed:
@@ -471,6 +491,10 @@ class Execution:
             self._notes.append(text)
         elif len(self._notes) == _MOST_NOTES:
             self._notes.append("and so on: later notes are not kept")
+
+
+def _differentiable(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [value for value in given if value.requires_grad]
 
 
 def _batch_counters(module: nn.Module) -> list[torch.Tensor]:

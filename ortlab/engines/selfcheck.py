@@ -26,6 +26,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ortlab.compat import autograd, interop
+from ortlab.engines.batch import tensors
 from ortlab.errors import Concise
 from ortlab.randomness import RandomStates
 
@@ -36,6 +37,7 @@ LOW_PRECISION_TOLERANCE = 5e-2
 # sides, so errors are never taken relative to less than this share of the whole gradient's norm.
 SMALLEST = 1e-3
 
+_MANY_ROWS = 8
 _SEED = 20210301
 _PIECE = 1 << 16
 
@@ -223,6 +225,42 @@ def _put_back(path: str, module: nn.Module, before: Mapping[str, Any]) -> Iterat
             yield f"{path}.{name}"
 
 
+def some_rows(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A quarter of the batch, evenly spread; None where it has less than eight rows, or none.
+
+    Rows are what all tensors of the arguments have as many of, along their first dimension. A
+    BatchNorm in training needs them all: over few rows its gradient is mostly rounding.
+    """
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+        return None
+    counts = {tensor.shape[0] for tensor in tensors([args, kwargs]) if tensor.dim() > 0}
+    if len(counts) != 1 or (count := counts.pop()) < _MANY_ROWS:
+        return None
+    taken = torch.arange(0, count - 3, 4)
+    try:
+        return tuple(_rows(value, taken) for value in args), _rows(dict(kwargs), taken)
+    except TypeError:
+        return None
+
+
+def _rows(value: Any, taken: torch.Tensor) -> Any:
+    """TypeError where it is not known what of `value` belongs to which row."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0:
+            return value
+        rows = value.detach().index_select(0, taken.to(value.device))
+        return rows.requires_grad_(value.requires_grad)
+    if type(value) is dict:
+        return {name: _rows(item, taken) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_rows(item, taken) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(type(value))
+
+
 @dataclass(frozen=True)
 class Observed:
     """What one run of a module gave: outputs and gradients by name, and buffers afterwards.
@@ -328,8 +366,7 @@ def compare(reference: Observed, other: Observed, *, low_precision: bool) -> Ver
         )
     outputs = _errors(reference.outputs, other.outputs)
     buffers = _errors(reference.buffers, other.buffers)
-    norm = math.sqrt(sum(float(g.float().norm()) ** 2 for g in reference.gradients.values()))
-    gradients = _errors(reference.gradients, other.gradients, floor=SMALLEST * norm)
+    gradients = _errors(reference.gradients, other.gradients, smallest=SMALLEST)
     for kind, errors, tolerance in (
         ("output", outputs, OUTPUT_TOLERANCE),
         ("buffer", buffers, OUTPUT_TOLERANCE),
@@ -358,24 +395,29 @@ def _complaint(kind: str, wrong: Mapping[str, float], total: int, tolerance: flo
 
 
 def _errors(
-    reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], *, floor: float = 0.0
+    reference: Mapping[str, torch.Tensor],
+    other: Mapping[str, torch.Tensor],
+    *,
+    smallest: float = 0.0,
 ) -> dict[str, float]:
-    errors = {}
-    for (name, a), b in zip(reference.items(), other.values(), strict=True):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            errors[name] = math.inf
-        elif a.numel() == 0:
-            errors[name] = 0.0
-        else:
-            errors[name] = _error(a, b, floor)
-    return errors
+    """||a - b|| / ||a|| of each tensor, whose norm counts as `smallest` of that of all at least."""
+    apart = {
+        name: _apart(a, b) for (name, a), b in zip(reference.items(), other.values(), strict=True)
+    }
+    floor = max(smallest * math.hypot(*(norm for _, norm in apart.values())), 1e-12)
+    return {
+        name: difference / max(norm, floor) if difference else 0.0
+        for name, (difference, norm) in apart.items()
+    }
 
 
-def _error(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
-    """||a - b|| / ||a||, in double precision; two NaN, or the same infinity twice, are equal.
+def _apart(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """||a - b|| and ||a||, in double precision; two NaN, or the same infinity twice, are equal.
 
     A piece at a time stays in the processor's cache: all at once takes thirty times as long.
     """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf, 0.0
     difference = norm = 0.0
     pieces = (torch.split(tensor.reshape(-1), _PIECE) for tensor in (a, b))
     for x, y in zip(*pieces, strict=True):
@@ -389,8 +431,4 @@ def _error(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
             x = torch.where(torch.isfinite(x), x, 0.0)
         difference += square
         norm += float(x.dot(x))
-    if difference == 0.0:
-        return 0.0
-    if not math.isfinite(difference):
-        return math.inf
-    return math.sqrt(difference) / max(math.sqrt(norm), floor, 1e-12)
+    return math.sqrt(difference) if math.isfinite(difference) else math.inf, math.sqrt(norm)

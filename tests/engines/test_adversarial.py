@@ -550,6 +550,7 @@ class SkipsLayers(Branch):
 
 
 def test_numpys_random_numbers_are_refused_where_they_matter(ort: Ort) -> None:
+    np.random.seed(0)  # one mask of eight is like that of the other seed
     with pytest.raises(ExportFailed, match="random numbers of Python's or numpy's"):
         _wrap(ort, NumpyMask())(torch.randn(2, 3))
     harmless = NumpyMask()
@@ -627,3 +628,52 @@ def test_a_wrapped_model_saves_what_the_model_would(ort: Ort, tmp_path: Path) ->
     loaded = BertForSequenceClassification.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
     assert list(wrapped.state_dict()) == list(model.state_dict())
+
+
+# --- the first check takes some of the batch's rows
+
+
+class NeedsAll(Branch):
+    """Fewer rows do not fit it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).view(4, -1, 3).mean(1)
+
+
+class HoldsSize(Branch):
+    """Its graph holds the number of rows, which nothing in forward tells."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) / float(x.shape[0])
+
+
+class DecidesBySize(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.shape[0] > 4 else -self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [(Branch, 8), (nn.Linear, 2), (NeedsAll, 8), (HoldsSize, 8), (DecidesBySize, 8)],
+)
+def test_rows_are_checked_where_they_can_tell(ort: Ort, kind: type[nn.Module], rows: int) -> None:
+    model = nn.Linear(3, 3) if kind is nn.Linear else kind()
+    batches = [(torch.rand(rows, 3),) for rows in (8, 8, 12, 3)]
+    if kind is NeedsAll:
+        batches = batches[:3]
+    wrapped = _assert_trains_as_eager(ort, model, *batches)
+    checks = [note for note in ort.report(wrapped).notes if note.startswith("checked on")]
+    assert checks[0].startswith(f"checked on [{rows}, 3]"), checks
+
+
+def test_what_is_wrong_on_rows_and_on_all_is_refused(ort: Ort) -> None:
+    class Averages(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+            return y
+
+    model = Averages(3, 3)
+    model.register_buffer("mean", torch.zeros(3))
+    with pytest.raises(SelfCheckFailed, match="mean"):
+        _wrap(ort, model)(torch.rand(16, 3))

@@ -12,7 +12,14 @@ from torch import nn
 from torch.nn import functional
 
 from ortlab.engines import selfcheck
-from ortlab.engines.selfcheck import NoDropout, Observed, SelfCheckFailed, compare, observe
+from ortlab.engines.selfcheck import (
+    NoDropout,
+    Observed,
+    SelfCheckFailed,
+    compare,
+    observe,
+    some_rows,
+)
 
 
 def _observed(**changes: Any) -> Observed:
@@ -194,3 +201,31 @@ def test_gradients_of_inputs_are_compared_too() -> None:
     seen = observe(functools.partial(model, x, noisy=False), model, inputs=[x], gradients=True)
     assert "input 0" in seen.gradients
     assert x.grad is None
+
+
+def test_rows_are_a_quarter_of_the_batch() -> None:
+    ids, mask = torch.arange(36).reshape(9, 4), torch.ones(9, 4, requires_grad=True)
+    found = some_rows(nn.Linear(4, 4), (ids, 0.5), {"more": {"mask": [mask], "name": "x"}})
+    assert found is not None
+    (rows, number), named = found
+    assert torch.equal(rows, ids[[0, 4]])
+    assert (number, named["more"]["name"]) == (0.5, "x")
+    (taken,) = named["more"]["mask"]
+    assert torch.equal(taken, mask[[0, 4]])
+    assert taken.is_leaf
+    assert taken.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("module", "args"),
+    [
+        (nn.Linear(4, 4), (torch.ones(7, 4),)),
+        (nn.Linear(4, 4), (torch.ones(8, 4), torch.ones(4, 8))),
+        (nn.Linear(4, 4), (torch.ones(8, 4), object())),
+        (nn.Linear(4, 4), (torch.tensor(8.0),)),
+        (nn.Sequential(nn.BatchNorm1d(4)), (torch.ones(8, 4),)),
+    ],
+    ids=["few", "another dimension", "an object", "a number", "BatchNorm"],
+)
+def test_no_rows_where_they_cannot_be_told(module: nn.Module, args: tuple[Any, ...]) -> None:
+    assert some_rows(module, args, {}) is None
