@@ -86,11 +86,13 @@ class Stage:
         makers = {output: node.name for node in nodes for output in node.output}
         at = next((i for i, node in enumerate(nodes) if node.op_type == _YIELD), len(nodes))
         found = []
+        modules: dict[str, str] = {}
         for i, node in enumerate(nodes):
             of = node.name.rpartition(_GRADIENT + "/")[0]
             if node.name.startswith(_SUM):
                 # Of what several nodes read: the sum of the gradients that they give.
                 of = makers.get(node.output[0].removesuffix("_grad"), "")
+            modules[node.name] = self._module(node) or modules.get(of, "")
             found.append(
                 Node(
                     node.name,
@@ -98,7 +100,7 @@ class Stage:
                     tuple(node.input),
                     tuple(node.output),
                     "forward" if i <= at else "backward",
-                    self._module(node),
+                    modules[node.name],
                     of or None,
                 )
             )
