@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import onnx
     import torch
 
+_ADDS_TO_LEAF = "torch::autograd::AccumulateGrad"
+
 
 def gradients(
     outputs: Sequence[torch.Tensor],
@@ -111,3 +113,26 @@ def _read_by(node: onnx.NodeProto) -> Iterator[str]:
     for attribute in node.attribute:
         for inner in attribute.g.node:
             yield from _read_by(inner)
+
+
+def next_number() -> int:
+    """The number that autograd will give to the next node that this thread makes."""
+    from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+
+    return int(_get_sequence_nr())
+
+
+def nodes(roots: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
+    """The nodes of autograd's graph that backward from `roots` runs, each with its number.
+
+    Those that only add to a leaf's ``.grad`` are left out: `gradients` does not run them.
+    """
+    waiting: list[Any] = [root.grad_fn for root in roots]
+    found: dict[Any, int] = {}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found or node.name() == _ADDS_TO_LEAF:
+            continue
+        found[node] = node._sequence_nr()
+        waiting += [following for following, _ in node.next_functions]
+    return list(found.items())

@@ -8,12 +8,13 @@ what the session made of that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import platform
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,48 +166,76 @@ def put_together(
     manager._detect_from_inputs(args, kwargs)
 
 
-def open_session(manager: Any, optimized: bytes | None = None) -> bytes | None:
+def open_session(
+    manager: Any,
+    optimized: bytes | None = None,
+    *,
+    configure: Callable[[Any], None] | None = None,
+) -> bytes | None:
     """Makes the session of `manager`; returns the graph that it runs, or None where that is unsaid.
 
     With `optimized`, which an earlier session gave, that is run as it is: optimizing it takes most
     of a session's time. It is given on CPU alone, and not with recompute plans, which the session
-    applies.
+    applies. `configure` is given ORT's session options, to change them.
     """
     runtime = manager._runtime_options
     planned = runtime.memory_optimizer_is_enabled()
     # ORT makes a session more, only to see what could be recomputed.
     manager._runtime_inspector.memory_ob._is_enabled = planned
+    changes = [] if configure is None else [configure]
     if planned or manager._device.type != "cpu" or manager._debug_options.save_onnx_models.save:
-        manager._create_execution_agent()
+        with _session_options(manager, changes):
+            manager._create_execution_agent()
         return None
+    if optimized is not None:
+        with _session_options(manager, [_as_it_is, *changes]):
+            _create(manager, optimized)
+        return optimized
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "optimized.onnx")
-        _create(manager, optimized, path)
-        return path.read_bytes() if optimized is None else optimized
+        told = functools.partial(_told_in, path)
+        with _session_options(manager, [told, *changes]):
+            manager._create_execution_agent()
+        return path.read_bytes()
 
 
-def _create(manager: Any, optimized: bytes | None, path: Path) -> None:
+def _create(manager: Any, optimized: bytes) -> None:
     import onnx
-    import onnxruntime
 
-    configure, built = manager._get_session_config, manager._onnx_models.optimized_model
-
-    def configured() -> Any:
-        options, *providers = configure()
-        if optimized is None:
-            options.optimized_model_filepath = str(path)
-        else:
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        return options, *providers
-
-    if optimized is not None:
-        manager._onnx_models.optimized_model = onnx.load_model_from_string(optimized)
-    manager._get_session_config = configured
+    built = manager._onnx_models.optimized_model
+    manager._onnx_models.optimized_model = onnx.load_model_from_string(optimized)
     try:
         manager._create_execution_agent()
     finally:
-        del manager._get_session_config
         manager._onnx_models.optimized_model = built
+
+
+def _as_it_is(options: Any) -> None:
+    import onnxruntime
+
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+
+
+def _told_in(path: Path, options: Any) -> None:
+    options.optimized_model_filepath = str(path)
+
+
+@contextlib.contextmanager
+def _session_options(manager: Any, changes: Sequence[Callable[[Any], None]]) -> Iterator[None]:
+    """Has `changes` made to the options of the session that ORTModule makes meanwhile."""
+    configure = manager._get_session_config
+
+    def configured() -> Any:
+        options, *providers = configure()
+        for change in changes:
+            change(options)
+        return options, *providers
+
+    manager._get_session_config = configured
+    try:
+        yield
+    finally:
+        del manager._get_session_config
 
 
 def forward_graph(manager: Any) -> Any:

@@ -162,6 +162,23 @@ def _call(module: nn.Module, inputs: Batch, *, has_loss: bool) -> Any:
         raise
 
 
+def arguments(module: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`batch` as arguments of forward; ValueError where it does not fit forward's parameters."""
+    given = tuple(batch) if isinstance(batch, tuple | list) else ()
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    if isinstance(batch, torch.Tensor):
+        given = (batch,)
+    elif not isinstance(batch, Mapping | tuple | list):
+        raise ValueError(
+            f"a batch is a dictionary, a tuple or a tensor, not a {type(batch).__name__}; "
+            "of a loader give next(iter(loader))"
+        )
+    if (mismatch := _mismatch(module, list(given), named)) is not None:
+        described = describe(batch).removeprefix("(").removesuffix(")")
+        raise ValueError(f"the batch ({described}) does not fit forward: {mismatch}")
+    return given, named
+
+
 def _mismatch(module: nn.Module, arguments: list[Any], named: dict[str, Any]) -> str | None:
     try:
         # torch.compile's module has a forward that takes anything.

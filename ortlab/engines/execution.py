@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ortlab.engines.base import (
     tell,
 )
 from ortlab.engines.batch import tensors
+from ortlab.engines.calls import Form
 from ortlab.engines.export import Export
 from ortlab.engines.guard import Guard
 from ortlab.engines.selfcheck import (
@@ -46,7 +48,6 @@ _MOST_CHECKS = 16
 _MOST_SHAPES = 4096
 _MOST_NOTES = 1000
 _MOST_FALLBACKS = 3
-_ATOMS = (bool, int, float, str, type(None))
 
 
 class Execution:
@@ -74,6 +75,8 @@ class Execution:
         self._remarks: list[str] = []
         self._fallback: tuple[Hashable, str] | None = None
         self._fallbacks = 0
+        self.last_call: Form | None = None
+        """What the last call was given, without its data."""
         # A cell may call a model that a run trains; a check puts buffers and random states back.
         self._lock = threading.RLock()
 
@@ -145,9 +148,10 @@ class Execution:
             return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.last_call = form = Form.of(args, kwargs)
         if self._fallback is not None and self._falls_back():
             return self.module(*args, **kwargs)
-        key, shapes = self._kind(args, kwargs)
+        key, shapes = self._key(form), form.shapes
         kind = self._kinds.get(key) or Kind()
         why = ""
         if (name := kind.redefined()) is not None:
@@ -171,18 +175,46 @@ class Execution:
                 "otherwise; use engine='eager'"
             ) from None
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps calls from other threads waiting meanwhile."""
+        with self._lock:
+            yield
+
+    def export_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Export | None:
+        """The export that serves such a call; None where torch runs the model.
+
+        Where there is none yet, or only a call tells which, the call is made.
+        """
+        with self._lock:
+            if self._fallback is not None and self._falls_back():
+                return None
+            served = self._met(args, kwargs)
+            if served is None or served.definitions or served.export.decisions:
+                self._forward(args, kwargs)
+                served = self._met(args, kwargs)
+            return None if served is None else served.export
+
+    def _met(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | None:
+        """The export that has served such a call."""
+        key, shapes = self._kind(args, kwargs)
+        fitting = self._kinds.get(key, Kind()).fitting(shapes)
+        return next((served for served in fitting if shapes in served.shapes), None)
+
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Shapes]:
         """What an export must fit, and the shapes, which every export should take."""
-        shapes: list[torch.Size] = []
-        key = (
+        form = Form.of(args, kwargs)
+        return self._key(form), form.shapes
+
+    def _key(self, form: Form) -> Hashable:
+        return (
             self._guard.key(),
             self._options,
             torch.is_grad_enabled(),  # a check without gradients stands for calls without them
-            _signature(args, shapes),
-            _signature(kwargs, shapes),
+            form.args,
+            form.kwargs,
             _autocast(),
         )
-        return key, tuple(shapes)
 
     def _first(
         self,
@@ -528,23 +560,6 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
                 f"{name or type(child).__name__} has a backward hook, which ORT would never call; "
                 "remove it, or use engine='eager'"
             )
-
-
-def _signature(value: Any, shapes: list[torch.Size]) -> Hashable:
-    """What of an argument is fixed in an export; the shapes of its tensors go to `shapes`."""
-    if isinstance(value, torch.Tensor):
-        shapes.append(value.shape)
-        return (value.dtype, value.dim(), value.requires_grad, value.device)
-    if isinstance(value, _ATOMS):
-        return (type(value), value if value == value else repr(value))  # NaN is not itself
-    if isinstance(value, Mapping):
-        return (
-            type(value),
-            *((name, _signature(item, shapes)) for name, item in value.items()),
-        )
-    if isinstance(value, tuple | list):
-        return (type(value), *(_signature(item, shapes) for item in value))
-    return (type(value), id(value))
 
 
 def _autocast() -> Hashable:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
 from torch import nn
 
-from ortlab.compat import decisions, interop, outputs, recompute, restoring
+from ortlab.compat import decisions, interop, outputs, profiling, recompute, restoring
 from ortlab.engines import cache, options
 from ortlab.engines.fingerprint import Unknowable, fingerprint
 
@@ -154,11 +155,15 @@ class Export:
         if self._name is not None:
             cache.remove(self._name)
 
-    def _open_session(self, optimized: bytes | None = None) -> None:
+    def _open_session(
+        self,
+        optimized: bytes | None = None,
+        configure: Callable[[Any], None] | None = None,
+    ) -> None:
         manager = self.manager
         if self.gradient:
             self.checkpointing = recompute.replace_checkpointing(manager)
-        self._optimized = restoring.open_session(manager, optimized)
+        self._optimized = restoring.open_session(manager, optimized, configure=configure)
         self._check_outputs(manager._graph_transition_manager)
         if self.gradient:
             manager._gradient_accumulation_manager.initialize(
@@ -212,17 +217,37 @@ class Export:
 
     def without_dropout(self) -> Export:
         """The same graph with all dropout ratios zero; itself when it has no dropout."""
-        source, edited = self.manager, onnx.ModelProto()
-        if self._optimized is not None:
-            edited.ParseFromString(self._optimized)
-        else:
-            edited.CopyFrom(source._onnx_models.optimized_model)
+        edited = self.graph_to_run()
         if not _zero_dropout(edited.graph):
             return self
+        return self._twin(edited)
+
+    def profiled(self, folder: Path) -> Export:
+        """The same graph in a session of its own, which keeps ORT's profile for a file in `folder`.
+
+        Its dropouts draw from generators of their own: those of the model's steps stay as they are.
+        """
+        edited = self.graph_to_run()
+        _seed_dropout(edited.graph)
+        return self._twin(edited, configure=functools.partial(profiling.record, folder))
+
+    def graph_to_run(self) -> onnx.ModelProto:
+        """A copy of what the session runs, or where it did not tell of what it was made of."""
+        copied = onnx.ModelProto()
+        if self._optimized is not None:
+            copied.ParseFromString(self._optimized)
+        else:
+            copied.CopyFrom(self.manager._onnx_models.optimized_model)
+        return copied
+
+    def _twin(
+        self, edited: onnx.ModelProto, configure: Callable[[Any], None] | None = None
+    ) -> Export:
+        """An export that runs `edited`, a changed `graph_to_run`, for the same calls."""
         twin = Export(self._ort_module, self._module, gradient=self.gradient)
         options.share(self.manager, twin.manager, save=False)
         twin.decisions = self.decisions
-        target = twin.manager
+        source, target = self.manager, twin.manager
         given, taking = source._graph_transition_manager, target._graph_transition_manager
         taking._device = given._device
         taking._exported_model_info = given._exported_model_info
@@ -234,7 +259,8 @@ class Export:
         target._onnx_models.optimized_model = edited
         if self.gradient:
             target._gradient_map = source._gradient_map
-        twin._open_session(None if self._optimized is None else edited.SerializeToString())
+        optimized = None if self._optimized is None else edited.SerializeToString()
+        twin._open_session(optimized, configure)
         return twin
 
 
@@ -251,6 +277,9 @@ _RATIOS = {
 """Which input of an operator is its ratio; ORT's ContribOperators.md has those that it fuses."""
 
 
+_DRAWING = {name for name in _RATIOS if not name.endswith("Grad")}
+
+
 def _zero_dropout(graph: onnx.GraphProto) -> int:
     """Sets the ratio of every dropout in `graph` to zero; returns how many there are."""
     nodes = [
@@ -262,3 +291,10 @@ def _zero_dropout(graph: onnx.GraphProto) -> int:
     for node in nodes:
         node.input[_RATIOS[node.op_type]] = _RATIO
     return len(nodes)
+
+
+def _seed_dropout(graph: onnx.GraphProto) -> None:
+    """Gives every dropout in `graph` a seed, and with it a generator of its own in ORT's kernel."""
+    for node in graph.node:
+        if node.op_type in _DRAWING and not any(each.name == "seed" for each in node.attribute):
+            node.attribute.append(onnx.helper.make_attribute("seed", 0))

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from ortlab.engines.execution import _autocast, _signature
+from ortlab.engines.calls import Form
+from ortlab.engines.execution import _autocast
 from ortlab.engines.guard import Guard
 
 ROUNDS, CALLS = 15, 200
@@ -36,7 +37,7 @@ def _call_us(guard: Guard, kwargs: dict[str, torch.Tensor]) -> list[float]:
         started = time.perf_counter()
         for _ in range(CALLS):
             guard.key()
-            _signature(kwargs, [])
+            Form.of((), kwargs)
             _autocast()
         rounds.append((time.perf_counter() - started) / CALLS * 1e6)
     return sorted(rounds)
