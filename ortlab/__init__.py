@@ -14,7 +14,17 @@ if TYPE_CHECKING:
 
     from ortlab import data
     from ortlab.runs import Run
-    from ortlab.session import check_setup, finetune, graphs, list_runs, models, track, unwrap, wrap
+    from ortlab.session import (
+        check_setup,
+        finetune,
+        graphs,
+        list_runs,
+        models,
+        profile,
+        track,
+        unwrap,
+        wrap,
+    )
 
     last_run: Run | None
 
@@ -30,6 +40,7 @@ __all__ = [
     "list_runs",
     "load_ipython_extension",
     "models",
+    "profile",
     "track",
     "unload_ipython_extension",
     "unwrap",

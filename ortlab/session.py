@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ortlab import wrapping
-from ortlab.settings import LOSSES, EngineSettings, FinetuneSettings, unknown_name
+from ortlab.settings import (
+    LOSSES,
+    EngineSettings,
+    FinetuneSettings,
+    ProfileSettings,
+    unknown_name,
+)
 from ortlab.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
     from ortlab.compat.doctor import Finding
     from ortlab.engines.base import LossFunction, Stepper
     from ortlab.graph.capture import Graphs
+    from ortlab.graph.profile import Profile
     from ortlab.runs import Run
     from ortlab.telemetry import Watched
     from ortlab.tracking import Tracker
@@ -124,18 +131,39 @@ class Session:
             raise ValueError(f"no run is called {name!r}: {unknown_name(name, named)}")
         return named[name]
 
+    def profile(self, model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
+        """See `profile` below."""
+        from ortlab.graph import profiler
+
+        chosen = ProfileSettings.of(settings)
+        module = wrapping.check_model("the first argument", model)
+        busy = self._training(module)
+        if busy is not None and busy.state != "paused":
+            raise ValueError(
+                f"{busy.name} is training this model; pause it (%ort pause {busy.name}), or await "
+                "it, to profile the model"
+            )
+        beside = [run.name for run in self.runs if run.state == "running"]
+        notes = [f"{name} trained beside it: both take longer" for name in beside]
+        return profiler.profile(module, batch, chosen.steps, notes)
+
     def _check_free(self, model: nn.Module) -> None:
         """Two runs must not move the same weights."""
+        run = self._training(model)
+        if run is not None:
+            raise ValueError(
+                f"{run.name} is training this model; await it, or stop it "
+                f"(%ort stop {run.name}) before the next run"
+            )
+
+    def _training(self, model: nn.Module) -> Run | None:
+        """The run that moves weights of `model`, or will when it goes on."""
         weights = {id(p) for p in model.parameters() if p.requires_grad}
         for run in self.runs:
-            if run.over():
-                continue
-            busy = run.model
+            busy = None if run.over() else run.model
             if busy is not None and any(id(p) in weights for p in busy.parameters()):
-                raise ValueError(
-                    f"{run.name} is training this model; await it, or stop it "
-                    f"(%ort stop {run.name}) before the next run"
-                )
+                return run
+        return None
 
     def table_of_runs(self) -> Table[Run]:
         """Every run of this process, the last one last."""
@@ -220,6 +248,19 @@ def graphs(model: nn.Module) -> Graphs:
     from ortlab.graph.capture import capture
 
     return capture(model)
+
+
+def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
+    """What a step of the wrapped `model` takes: by phase, module, operator and node, beside torch.
+
+    `batch` is what the model takes: a dictionary, a tuple or a tensor; without it made-up values in
+    the form of the last call. ``steps=5`` is how many steps are timed. Forward and backward from
+    the model's own loss, or from all its outputs, in sessions of its own, without the optimizer;
+    under `torch.autocast` where the model trains so. A model in evaluation mode is called alone.
+    Weights, ``.grad``, buffers and random states stay as they are. ValueError where the model is
+    not wrapped in engine ort, is in training in a run, or the batch does not fit.
+    """
+    return session.profile(model, batch, **settings)
 
 
 def list_runs() -> Table[Run]:

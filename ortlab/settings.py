@@ -357,6 +357,13 @@ class EngineSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileSettings(Settings):
+    """How a model is profiled; the options of ``%ort profile`` and ``ortlab.profile``."""
+
+    steps: int = setting(5, minimum=1, help="steps that are timed, in each engine, after two more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FinetuneSettings(EngineSettings):
     """How a model is fine-tuned; the options of ``%ort finetune`` and ``ortlab.finetune``."""
 

@@ -16,6 +16,7 @@ from ortlab.settings import (
     Declaration,
     EngineSettings,
     FinetuneSettings,
+    ProfileSettings,
     Settings,
     unknown_name,
 )
@@ -231,6 +232,15 @@ COMMANDS = {
                 Option("--stage", f"one of {', '.join(STAGES)}", choices=tuple(STAGES)),
                 Option("--since", "the stage to compare it with", choices=tuple(STAGES)),
             ),
+        ),
+        Command(
+            "profile",
+            "Time a step of a model in ORT and in eager torch.",
+            "By phase, module and operator; without a batch on made-up values in the form of the "
+            "last call. `p = %ort profile model` keeps it: p.by_node(), p.by_module(depth=3).",
+            (Positional("model", "wrapped", "a wrapped model"),),
+            settings=ProfileSettings,
+            extra=(Option("--batch", "what the model is called with", kind="batch"),),
         ),
         Command("runs", "List the runs of this kernel."),
         Command("pause", "Pause a run after the step in flight.", positionals=_RUN),

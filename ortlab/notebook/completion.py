@@ -31,13 +31,14 @@ class Names:
         self._shell = shell
 
     def of(self, kind: str) -> list[str]:
-        """The names of every `kind`: model, wrapped, loader, loss or run."""
+        """The names of every `kind`: model, wrapped, loader, batch, loss or run."""
         if kind == "run":
             return [run.name for run in session.runs if not run.over()]
         holds: dict[str, Callable[[Any], bool]] = {
             "model": is_model,
             "wrapped": lambda value: session.wrapped.entry(value) is not None,
             "loader": _is_loader,
+            "batch": _is_batch,
             "loss": _is_loss,
         }
         hidden = self._shell.user_ns_hidden
@@ -53,6 +54,15 @@ def _is_loader(value: object) -> bool:
         return False
     kind = type(value)
     return hasattr(kind, "__iter__") or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
+
+
+def _is_batch(value: object) -> bool:
+    """A tensor, or a dictionary, tuple or list with tensors in it."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        return any(map(_is_tensor, value))
+    return _is_tensor(value)
 
 
 def _is_tensor(value: object) -> bool:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ortlab.compat.doctor import Finding
     from ortlab.graph.capture import Graphs, Stage
+    from ortlab.graph.profile import Profile
     from ortlab.notebook.charts import Live
     from ortlab.runs import Run
     from ortlab.telemetry import Watched
@@ -172,6 +173,12 @@ class OrtMagics(Magics):
             return found.diff(since, stage or "execution")
         return found if stage is None else found.stage(stage)
 
+    def _profile(self, given: Given) -> Profile:
+        model, name = model_called(given.words["model"], self._ip.user_ns), given.words["batch"]
+        batch = None if name is None else self._value("batch", name)
+        with _progress():
+            return session.profile(model, batch, **given.settings)
+
     def _runs(self, given: Given) -> Table[Run]:  # noqa: ARG002
         return session.table_of_runs()
 
@@ -279,6 +286,11 @@ class Extension:
         """What the cell that is running has shown already."""
         self._live: list[Live] = []
         """What is being shown, and goes with the extension."""
+        self._displays: dict[tuple[str, str], Callable[[Any], None]] = {
+            ("ortlab.runs", "Run"): self._display,
+            ("ortlab.graph.capture", "Graphs"): _display_graphs,
+            ("ortlab.graph.capture", "Stage"): _display_stage,
+        }
 
     def load(self) -> None:
         """Adds the magics, the form of ``%%ort`` cells, completion, and the charts."""
@@ -291,7 +303,8 @@ class Extension:
         session.viewers.append(self._show)
         session.wrapped.namespace = shell.user_ns
         if _has_front_end(shell):
-            self._formatter().for_type_by_name("ortlab.runs", "Run", self._display)
+            for (module, name), display in self._displays.items():
+                self._formatter().for_type_by_name(module, name, display)
 
     def unload(self) -> None:
         """Takes it all back; models stay wrapped and runs go on, unseen."""
@@ -305,7 +318,8 @@ class Extension:
             self._live.pop().close()
         session.wrapped.namespace = None
         if _has_front_end(shell):
-            self._formatter().pop("ortlab.runs.Run", None)
+            for module, name in self._displays:
+                self._formatter().pop(f"{module}.{name}", None)
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop("ort", None)
         del shell.magics_manager.registry[OrtMagics.__name__]
@@ -337,6 +351,22 @@ class Extension:
     def _forget(self, _: object) -> None:
         self._shown.clear()
         self._live = [one for one in self._live if not one.over()]
+
+
+def _display_graphs(graphs: Graphs) -> None:
+    """Graphs as a cell's value: the view, or without its JavaScript the table."""
+    from ortlab.notebook import graphview
+
+    try:
+        graphview.show(graphs)
+    except RuntimeError as error:
+        print(f"{error}\n{graphs!r}")
+
+
+def _display_stage(stage: Stage) -> None:
+    from ortlab.graph.capture import Graphs
+
+    _display_graphs(Graphs("", {stage.name: stage}))
 
 
 def _has_front_end(shell: InteractiveShell) -> bool:

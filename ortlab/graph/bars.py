@@ -1,0 +1,82 @@
+"""Bars of time, as one static picture: what stays in a saved notebook and on a printed page."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Iterator, Mapping, Sequence
+
+Row = tuple[str, Sequence[Mapping[str, float]]]
+"""A label, and under one another its bars: microseconds by the name of the series, end to end."""
+Series = Mapping[str, tuple[str, float]]
+"""The colour and opacity of each series, by name."""
+
+WIDTH, LABELS, NUMBERS = 900, 290, 70
+BAR, GAP, LEGEND = 9, 7, 26
+TEXT = "#7a7a7a"  # 4.3:1 on white, 4.4:1 on JupyterLab's dark #111111
+FONT = 11
+LETTERS = 44  # of a label that fit
+
+
+def svg(rows: Sequence[Row], series: Series) -> str:
+    """The picture of `rows`: widths in proportion, the sum of each bar at its end."""
+    longest = max((sum(bar.values()) for _, bars in rows for bar in bars), default=0.0) or 1.0
+    scale = (WIDTH - LABELS - NUMBERS) / longest
+    used = [name for name in series if any(name in bar for _, bars in rows for bar in bars)]
+    parts, top = list(_legend(used, series)), LEGEND
+    for label, bars in rows:
+        middle = top + len(bars) * BAR / 2
+        parts.append(_text(LABELS - 8, middle, _fitting(label), anchor="end"))
+        for bar in bars:
+            parts += _bar(top, bar, series, scale)
+            top += BAR
+        top += GAP
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" '
+        f'height="{top}" font-family="sans-serif" font-size="{FONT}">{"".join(parts)}</svg>'
+    )
+
+
+def image(picture: str, alt: str) -> str:
+    """An HTML image of an SVG `picture`: nothing in it can act upon the page."""
+    data = base64.b64encode(picture.encode()).decode()
+    return (
+        f'<img alt="{html.escape(alt)}" style="max-width: 100%" '
+        f'src="data:image/svg+xml;base64,{data}">'
+    )
+
+
+def _legend(names: Sequence[str], series: Series) -> Iterator[str]:
+    left = float(LABELS)
+    for name in names:
+        yield _box(left, 4, 10, 10, series[name])
+        yield _text(left + 14, 9, name)
+        left += 28 + 0.6 * FONT * len(name)
+
+
+def _bar(top: float, bar: Mapping[str, float], series: Series, scale: float) -> Iterator[str]:
+    left = float(LABELS)
+    for name, us in bar.items():
+        yield _box(left, top, us * scale, BAR - 1, series[name])
+        left += us * scale
+    yield _text(left + 4, top + BAR / 2, f"{sum(bar.values()) / 1000:.2f} ms", size=FONT - 2)
+
+
+def _fitting(label: str) -> str:
+    """The end of a long path says more than its beginning."""
+    return label if len(label) <= LETTERS else "\N{HORIZONTAL ELLIPSIS}" + label[1 - LETTERS :]
+
+
+def _box(x: float, y: float, width: float, height: float, look: tuple[str, float]) -> str:
+    colour, opacity = look
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.0):.1f}" height="{height}" '
+        f'fill="{colour}" fill-opacity="{opacity}"/>'
+    )
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = FONT) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{TEXT}" font-size="{size}" text-anchor="{anchor}" '
+        f'dominant-baseline="central">{html.escape(text)}</text>'
+    )

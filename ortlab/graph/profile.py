@@ -1,0 +1,311 @@
+"""Where the time of a training step goes: by phase, module, operator and node, beside eager torch.
+
+A figure is the median over the steps, and a sum is one of such medians: what is shown adds up, and
+stands for no single step. Units are microseconds in values, milliseconds in tables.
+"""
+
+from __future__ import annotations
+
+import html
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from ortlab.graph import bars, profile_ort
+from ortlab.graph.capture import Overlay, Stage
+from ortlab.graph.profile_ort import NodeTime, Ort, PhaseTime
+from ortlab.graph.profile_torch import Eager
+from ortlab.tables import Column, Table
+
+K = TypeVar("K", bound=Hashable)
+R = TypeVar("R")
+
+MOST_MODULES = 30
+"""Rows of modules where no depth is given."""
+MOST_NODES, MOST_OPS = 20, 12
+_ITSELF, _AROUND = "(the model itself)", "(around)"
+_SERIES: Final = {
+    "ORT forward": ("#2f7fd0", 1.0),
+    "ORT backward": ("#2f7fd0", 0.5),
+    "eager forward": ("#d9772b", 1.0),
+    "eager backward": ("#d9772b", 0.5),
+}
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """A phase, or the whole step. `ort` is None where torch runs the model."""
+
+    phase: str
+    ort: PhaseTime | None
+    eager_us: float
+
+
+@dataclass(frozen=True)
+class ModuleTime:
+    """A module with what is within it: ORT's kernels and eager torch, by phase.
+
+    The one called "(around)" is what no module owns: between ORT's kernels and around its session,
+    and around the model's forward and between the nodes of backward in eager torch.
+    """
+
+    module: str
+    ort_us: Mapping[str, float]
+    eager_us: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """An operator: how many nodes, and their kernels by phase."""
+
+    op: str
+    nodes: int
+    us: Mapping[str, float]
+
+
+class Profile:
+    """The time of a step of `model` without its optimizer, as tables and a picture.
+
+    `modules` are the paths of its modules in their order; `ort` is None where torch runs the model.
+    `notes` are lines for the user: what the figures stand for.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        modules: Iterable[str],
+        *,
+        ort: Ort | None,
+        eager: Eager,
+        notes: Iterable[str] = (),
+    ) -> None:
+        self.model = model
+        self.modules = tuple(modules)
+        self.ort = ort
+        self.eager = eager
+        self.notes = tuple(notes)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Forward, and backward where there is one."""
+        return tuple(self.eager.unowned_us)
+
+    @property
+    def nodes(self) -> tuple[NodeTime, ...]:
+        """The nodes that ORT ran, in their order."""
+        return () if self.ort is None else self.ort.nodes
+
+    def overlay(self, stage: Stage) -> Overlay:
+        """The time of those nodes of `stage` that ran, or of which ORT's session made what ran.
+
+        What earlier stages were fused into has other names: there only `execution` has it all.
+        """
+        names = {node.name for node in stage.nodes}
+        origins = ((profile_ort.origin(node.node, names), node.us) for node in self.nodes)
+        us = _sums((name, us) for name, us in origins if name is not None)
+        return Overlay("time", "us", us)
+
+    def by_phase(self) -> Table[PhaseRow]:
+        """ORT's kernels, what is between and around them, and eager torch."""
+        rows = []
+        for phase in self.phases:
+            ort = None if self.ort is None else self.ort.phases[phase]
+            rows.append(PhaseRow(phase, ort, self._eager_us(phase)))
+        if len(rows) > 1:
+            rows.append(_total(rows))
+        if rows[-1].ort is None:
+            return Table(rows, _EAGER_PHASE_COLUMNS)
+        return Table(rows, _PHASE_COLUMNS, notes=[_shares(rows[-1].ort)])
+
+    def by_module(self, depth: int | None = None) -> Table[ModuleTime]:
+        """ORT's kernels beside eager torch, module by module in the model's order.
+
+        `depth` is how many parts of a module's path tell rows apart; without it as many as 30 rows
+        have room for. ValueError where it is less than one.
+        """
+        if depth is not None and depth < 1:
+            raise ValueError(f"depth={depth}: a module's path has one part at least")
+        rows = self._rows(depth or self._deepest())
+        return Table(rows, self._module_columns())
+
+    def by_op(self, most: int = MOST_OPS) -> Table[OpTime]:
+        """ORT's kernels by operator: the `most` that take longest."""
+        us: dict[str, dict[str, float]] = {}
+        for node in self.nodes:
+            own = us.setdefault(node.op, dict.fromkeys(self.phases, 0.0))
+            own[node.phase] += node.us
+        counts = _sums((node.op, 1) for node in self.nodes)
+        rows = [OpTime(op, int(counts[op]), own) for op, own in us.items()]
+        rows.sort(key=lambda row: -sum(row.us.values()))
+        notes = _more(len(rows) - most, "operators")
+        columns: list[Column[OpTime]] = [
+            Column("operator", lambda row: row.op),
+            Column("nodes", lambda row: str(row.nodes), number=True),
+            *_times("", self.phases, lambda row: row.us),
+            Column("share", lambda row: self._share(sum(row.us.values())), number=True),
+        ]
+        return Table(rows[:most], columns, notes=notes, empty=_NO_NODES)
+
+    def by_node(self, most: int = MOST_NODES) -> Table[NodeTime]:
+        """The `most` nodes that take longest; `nodes` are all."""
+        rows = sorted(self.nodes, key=lambda node: -node.us)
+        columns: list[Column[NodeTime]] = [
+            Column("node", lambda node: node.node),
+            Column("operator", lambda node: node.op),
+            Column("module", lambda node: node.module or _ITSELF),
+            Column("phase", lambda node: node.phase),
+            Column("us", lambda node: f"{node.us:.0f}", number=True),
+            Column("share", lambda node: self._share(node.us), number=True),
+        ]
+        notes = _more(len(rows) - most, "nodes")
+        return Table(rows[:most], columns, notes=notes, empty=_NO_NODES)
+
+    def picture(self) -> str:
+        """The modules as bars, in SVG."""
+        rows = []
+        for row in self.by_module():
+            series = {f"ORT {phase}": us for phase, us in row.ort_us.items()}
+            eager = {f"eager {phase}": us for phase, us in row.eager_us.items()}
+            rows.append((row.module, [series, eager] if self.ort else [eager]))
+        return bars.svg(rows, _SERIES)
+
+    def __repr__(self) -> str:
+        return "\n\n".join([self.headline, *map(repr, self._tables()), "\n".join(self.notes)])
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        tables = "<br>".join(table._repr_html_() for table in self._tables())
+        picture = bars.image(self.picture(), self.headline)
+        return f"<p><b>{html.escape(self.headline)}</b></p>{picture}{tables}{notes}"
+
+    @property
+    def headline(self) -> str:
+        """What a step takes where nobody watches."""
+        step = "a step without its optimizer" if len(self.phases) > 1 else "a forward pass"
+        takes = f"{_ms(self.eager.plain_us)} ms in eager torch"
+        if self.ort is not None:
+            takes = f"{_ms(self.ort.plain_us)} ms in ORT, {takes}"
+        return f"{self.model}: {step} takes {takes}"
+
+    def _tables(self) -> list[Table[Any]]:
+        tables: list[Table[Any]] = [self.by_phase(), self.by_module()]
+        return tables if self.ort is None else [*tables, self.by_op()]
+
+    def _eager_us(self, phase: str) -> float:
+        owned = sum(us for (_, of), us in self.eager.us.items() if of == phase)
+        return owned + self.eager.unowned_us[phase]
+
+    def _share(self, us: float) -> str:
+        return f"{us / (sum(node.us for node in self.nodes) or 1.0):.1%}"
+
+    def _deepest(self) -> int:
+        """The greatest depth whose rows are few enough, 1 where none is."""
+        longest = max(path.count(".") for path in self.modules) + 1
+        fits = (d for d in range(longest, 1, -1) if len(self._rows(d)) <= MOST_MODULES)
+        return next(fits, 1)
+
+    def _rows(self, depth: int) -> list[ModuleTime]:
+        def fold(path: str) -> str:
+            return ".".join(path.split(".")[:depth])
+
+        ort = _sums(((fold(node.module), node.phase), node.us) for node in self.nodes)
+        eager = _sums(((fold(path), phase), us) for (path, phase), us in self.eager.us.items())
+        seen = {path for path, _ in (*ort, *eager)}
+        rows = [
+            ModuleTime(path or _ITSELF, self._phased(ort, path), self._phased(eager, path))
+            for path in dict.fromkeys(map(fold, self.modules))
+            if path in seen
+        ]
+        around = {} if self.ort is None else self.ort.phases
+        between = {phase: time.between_us + time.around_us for phase, time in around.items()}
+        return [*rows, ModuleTime(_AROUND, between, self.eager.unowned_us)]
+
+    def _phased(self, us: Mapping[tuple[str, str], float], path: str) -> dict[str, float]:
+        return {phase: us.get((path, phase), 0.0) for phase in self.phases}
+
+    def _module_columns(self) -> list[Column[ModuleTime]]:
+        module: Column[ModuleTime] = Column("module", lambda row: row.module)
+        eager: list[Column[ModuleTime]] = _times("eager ", self.phases, lambda row: row.eager_us)
+        if self.ort is None:
+            return [module, *eager]
+        ort: list[Column[ModuleTime]] = _times("ORT ", self.phases, lambda row: row.ort_us)
+        return [module, *ort, *eager, Column("eager/ORT", _module_ratio, number=True)]
+
+
+_NO_NODES = "torch runs the model: there is no graph of ORT's"
+
+
+def _total(rows: Sequence[PhaseRow]) -> PhaseRow:
+    times = [row.ort for row in rows if row.ort is not None]
+    ort = PhaseTime(
+        sum(time.kernels_us for time in times),
+        sum(time.between_us for time in times),
+        sum(time.around_us for time in times),
+    )
+    return PhaseRow("step", ort if times else None, sum(row.eager_us for row in rows))
+
+
+def _shares(ort: PhaseTime) -> str:
+    return (
+        f"of ORT's time {ort.kernels_us / ort.us:.0%} is in kernels, {ort.between_us / ort.us:.0%} "
+        f"between them in its session, {ort.around_us / ort.us:.0%} around it in Python and torch"
+    )
+
+
+def _more(count: int, what: str) -> list[str]:
+    return [f"and {count} {what} more"] if count > 0 else []
+
+
+def _sums(pairs: Iterable[tuple[K, float]]) -> dict[K, float]:
+    found: defaultdict[K, float] = defaultdict(float)
+    for key, value in pairs:
+        found[key] += value
+    return dict(found)
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1000:.2f}"
+
+
+def _ratio(eager_us: float, ort_us: float) -> str:
+    return f"{eager_us / ort_us:.2f}" if eager_us and ort_us else "-"
+
+
+def _module_ratio(row: ModuleTime) -> str:
+    if row.module == _AROUND:
+        return "-"
+    return _ratio(sum(row.eager_us.values()), sum(row.ort_us.values()))
+
+
+def _times(
+    of: str, phases: Iterable[str], us: Callable[[R], Mapping[str, float]]
+) -> list[Column[R]]:
+    """A column of milliseconds for each phase."""
+
+    def column(phase: str) -> Column[R]:
+        return Column(f"{of}{phase} ms", lambda row: _ms(us(row)[phase]), number=True)
+
+    return [column(phase) for phase in phases]
+
+
+def _of_ort(head: str, us: Callable[[PhaseTime], float]) -> Column[PhaseRow]:
+    return Column(head, lambda row: _ms(us(row.ort)) if row.ort else "-", number=True)
+
+
+_PHASE: Final[Column[PhaseRow]] = Column("phase", lambda row: row.phase)
+_EAGER: Final[Column[PhaseRow]] = Column("eager ms", lambda row: _ms(row.eager_us), number=True)
+_EAGER_PHASE_COLUMNS: Final[tuple[Column[PhaseRow], ...]] = (_PHASE, _EAGER)
+_PHASE_COLUMNS: Final[tuple[Column[PhaseRow], ...]] = (
+    _PHASE,
+    _of_ort("kernels ms", lambda time: time.kernels_us),
+    _of_ort("between ms", lambda time: time.between_us),
+    _of_ort("around ms", lambda time: time.around_us),
+    _of_ort("ORT ms", lambda time: time.us),
+    _EAGER,
+    Column(
+        "eager/ORT",
+        lambda row: _ratio(row.eager_us, row.ort.us) if row.ort else "-",
+        number=True,
+    ),
+)

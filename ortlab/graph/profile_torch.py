@@ -1,0 +1,149 @@
+"""What each module takes in eager torch, forward and backward.
+
+Time goes from one owner to the next: a module's forward owns it while it runs, except what the
+modules within it own; a node of autograd's graph gives it to the module that made the node. Which
+one that was tells the node's number, since autograd numbers nodes as forward makes them
+(https://docs.pytorch.org/docs/stable/autograd.html#profiler). So all of it adds up, and
+what no module owns is told.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ortlab.compat import autograd
+from ortlab.graph.steps import PHASES, WARMUP, Clock, Step
+
+Owner = str | None
+"""A module's path, empty for the model itself; None is nobody."""
+
+
+@dataclass(frozen=True)
+class Eager:
+    """Eager torch's time, in microseconds, each the median of the steps.
+
+    ``us`` has it by module and phase, without the modules within; ``unowned_us`` is what no module
+    owns, of every phase. ``plain_us`` is a whole step that nobody watched, ``watched_us`` one that
+    the others are of.
+    """
+
+    us: dict[tuple[str, str], float]
+    unowned_us: dict[str, float]
+    plain_us: float
+    watched_us: float
+
+
+def profile(step: Step, steps: int, device: torch.device) -> Eager:
+    """Times `steps` steps in eager torch, after some to warm up, and as many that are watched."""
+    clock, ledger = Clock(device), Ledger(step.module, device)
+    for _ in range(WARMUP + steps):
+        step.run(step.module, clock)
+    found = []
+    with ledger.watching():
+        for i in range(WARMUP + steps):
+            ledger.us = {}
+            step.run(step.module, ledger)
+            if i >= WARMUP:
+                found.append(ledger.us)
+    us = {
+        key: statistics.median(each.get(key, 0.0) for each in found)
+        for key in dict.fromkeys(key for each in found for key in each)
+    }
+    return Eager(
+        {(owner, phase): value for (owner, phase), value in us.items() if owner is not None},
+        {phase: us[None, phase] for phase in PHASES if (None, phase) in us},
+        clock.median_us(),
+        statistics.median(sum(each.values()) for each in found),
+    )
+
+
+class Ledger:
+    """Whose time it is, from moment to moment: `us` microseconds by owner and phase."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.us: dict[tuple[Owner, str], float] = {}
+        self._module = module
+        self._device = device
+        self._phase = ""
+        self._owners: list[Owner] = [None]
+        self._since = 0.0
+        self._numbers: list[int] = []
+        self._makers: list[Owner] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Has every module of the model say when its forward begins and ends."""
+        handles: list[Any] = []
+
+        def watch(path: str, module: nn.Module) -> None:
+            def begin(*_: object) -> None:
+                self._begin(path)
+
+            def end(*_: object) -> None:
+                self._end()
+
+            handles.append(module.register_forward_pre_hook(begin, prepend=True))
+            handles.append(module.register_forward_hook(end, always_call=True))
+
+        for path, module in self._module.named_modules():
+            watch(path, module)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def within(self, phase: str, roots: Sequence[torch.Tensor]) -> Iterator[None]:
+        """See `Watch`."""
+        if phase == "forward":
+            self._numbers, self._makers = [], []
+        for node, number in autograd.nodes(roots):
+            node.register_prehook(self._taking_over(self._maker(number)))
+        self._phase, self._owners = phase, [None]
+        self._since = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._charge()
+
+    def _begin(self, path: str) -> None:
+        self._charge()
+        self._owners.append(path)
+        self._mark()
+
+    def _end(self) -> None:
+        self._charge()
+        self._owners.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        """Nodes are made by the last owner from now on."""
+        self._numbers.append(autograd.next_number())
+        self._makers.append(self._owners[-1])
+
+    def _maker(self, number: int) -> Owner:
+        at = bisect.bisect_right(self._numbers, number) - 1
+        return self._makers[at] if at >= 0 else None
+
+    def _taking_over(self, owner: Owner) -> Any:
+        def take_over(_: object) -> None:
+            self._charge()
+            self._owners = [owner]
+
+        return take_over
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        key = self._owners[-1], self._phase
+        self.us[key] = self.us.get(key, 0.0) + (now - self._since) * 1e6
+        self._since = now

@@ -1,0 +1,101 @@
+"""Profiles a wrapped model: the batch, and both engines one after the other, undisturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ortlab.compat import interop
+from ortlab.engines.base import Batch, tell
+from ortlab.engines.batch import arguments, describe, tensors
+from ortlab.engines.execution import Execution
+from ortlab.engines.ortmodule import execution_of, is_wrapped
+from ortlab.engines.selfcheck import inputs_kept, undisturbed
+from ortlab.graph import profile_ort, profile_torch
+from ortlab.graph.profile import Profile
+from ortlab.graph.profile_ort import Ort
+from ortlab.graph.profile_torch import Eager
+from ortlab.graph.steps import WARMUP, Step
+
+_MOST_NAMES = 6
+_ALONE = threading.Lock()
+"""Two profiles at a time would measure each other."""
+
+
+def profile(
+    model: nn.Module, batch: Batch | None, steps: int, notes: Iterable[str] = ()
+) -> Profile:
+    """What `steps` steps of the wrapped `model` take in ORT and in eager torch.
+
+    Without a `batch` made-up values stand in for the last call's. `notes` are told with it. The
+    model, its buffers and gradients, random states, and the sessions that it has are left as they
+    are; other threads that call it wait. ValueError where it is not wrapped in engine ort or the
+    batch does not fit.
+    """
+    if not is_wrapped(model):
+        raise ValueError(
+            f"this {type(model).__name__} has no ORT graphs; wrap it: %%ort, or ortlab.wrap(model)"
+        )
+    execution = execution_of(model)
+    args, kwargs = _call(execution, batch)
+    step = Step(execution.module, args, kwargs)
+    device = next(execution.module.parameters()).device
+    with _ALONE, execution.held():
+        with _as_it_was(step), torch.set_grad_enabled(step.module.training):
+            export = execution.export_for(args, kwargs)
+        tell(f"profiling {WARMUP + steps} steps in eager torch")
+        with _as_it_was(step):
+            eager = profile_torch.profile(step, steps, device)
+        ort = None
+        if export is not None:
+            tell(f"profiling {WARMUP + steps} steps in ORT")
+            with _as_it_was(step):
+                ort = profile_ort.profile(step, export, steps, device)
+    told = [_medians(steps, ort, eager), *_notes(execution, step, batch is None, ort), *notes]
+    return Profile(type(step.module).__name__, step.modules, ort=ort, eager=eager, notes=told)
+
+
+@contextlib.contextmanager
+def _as_it_was(step: Step) -> Iterator[None]:
+    given = tensors([step.args, step.kwargs])
+    with undisturbed(step.module), inputs_kept(given), interop.without_reentry():
+        yield
+
+
+def _call(execution: Execution, batch: Batch | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The batch as arguments of forward, or what stands in for those of the last call."""
+    if batch is not None:
+        return arguments(execution.module, batch)
+    if execution.last_call is not None:
+        return execution.last_call.placeholders()
+    names = list(inspect.signature(execution.module.forward).parameters)
+    more = ", ..." if len(names) > _MOST_NAMES else ""
+    raise ValueError(
+        f"{type(execution.module).__name__} has not been called yet: give a batch for "
+        f"forward({', '.join(names[:_MOST_NAMES])}{more})"
+    )
+
+
+def _medians(steps: int, ort: Ort | None, eager: Eager) -> str:
+    took = f"{eager.watched_us / 1000:.2f} ms in eager torch"
+    if ort is not None:
+        took = f"{ort.watched_us / 1000:.2f} ms in ORT, {took}"
+    return f"medians of {steps} steps each; in the tables of steps that were watched: {took}"
+
+
+def _notes(execution: Execution, step: Step, made_up: bool, ort: Ort | None) -> Iterator[str]:
+    if made_up:
+        given = ", ".join(filter(None, (describe(step.args)[1:-1], describe(step.kwargs))))
+        yield f"made-up values in the form of the last call: {given}"
+    if not step.module.training:
+        yield "the model is in evaluation mode: forward alone"
+    if ort is None:
+        yield f"the model runs in torch: {execution.report().fallback_reason}"
+    elif ort.joined < 1:
+        yield f"{ort.joined:.1%} of the kernels' time is in nodes that the graph has"
