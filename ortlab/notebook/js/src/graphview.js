@@ -1,0 +1,310 @@
+// The graphs of a model: forward and gradient side by side, drawn by netron, and their outline.
+//
+// The trait `graph` holds a stage as graphview.py tells it: JSON, compressed with gzip. Custom
+// messages to the kernel: {do: "netron"} asks for netron's modules, {do: "stage", stage} for another
+// stage. From the kernel: {is: "netron", error} with the modules in its buffer.
+import "./graphview.css";
+import { colouring, modes } from "./colours.js";
+import { Details } from "./details.js";
+import { button, make } from "./elements.js";
+import { Graph, MOST } from "./graph.js";
+import { Outline } from "./outline.js";
+import { Pane } from "./pane.js";
+
+const TITLES = { forward: "Forward", backward: "Gradient" };
+const TYPED_MS = 150;
+
+async function unpack(data) {
+  const bytes = new Blob([data]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(bytes).text());
+}
+
+/** Netron's modules: once for the page, whichever view asks first. */
+function netron(model) {
+  const key = Symbol.for("ortlab.netron");
+  globalThis[key] ??= new Promise((resolve, reject) => {
+    const receive = (message, [data]) => {
+      model.off("msg:custom", receive);
+      if (!message.error) return resolve(unpack(data));
+      delete globalThis[key];
+      reject(new Error(message.error));
+    };
+    model.on("msg:custom", receive);
+    model.send({ do: "netron" });
+  });
+  return globalThis[key];
+}
+
+class View {
+  constructor(model, el) {
+    this.model = model;
+    this.panes = new Map(); // phase -> Pane
+    this.mode = "operator";
+    this.selected = { nodes: [], show: () => this.details.clear() };
+    this.#build();
+    el.append(this.root);
+    this.changed = () => this.load();
+    model.on("change:graph", this.changed);
+    // A theme is an attribute or a class of the page's body.
+    this.themed = new MutationObserver(() => this.#theme());
+    for (const target of [document.documentElement, document.body]) this.themed.observe(target, { attributes: true });
+    this.load();
+  }
+
+  #build() {
+    const acts = {
+      toggle: (module) => this.toggle(module),
+      pickModule: (module) => this.pickModule(module),
+      pickNode: (node) => this.pickNode(node),
+      pickTensor: (tensor) => this.details.tensor(this.graph, tensor),
+    };
+    this.details = new Details(acts);
+    this.outline = new Outline(acts);
+    this.title = make("span", "ortlab-title");
+    this.stage = make("select", "ortlab-select", { "aria-label": "stage" });
+    this.stage.addEventListener("change", () => this.model.send({ do: "stage", stage: this.stage.value }));
+    this.colour = make("select", "ortlab-select", { "aria-label": "colour by" });
+    this.colour.addEventListener("change", () => this.#colourBy(this.colour.value));
+    this.search = make("input", "ortlab-search", { type: "search", placeholder: "Search name, operator, module", "aria-label": "search" });
+    this.search.addEventListener("input", () => {
+      clearTimeout(this.typed);
+      this.typed = setTimeout(() => this.#find(), TYPED_MS);
+    });
+    this.search.addEventListener("keydown", (event) => event.key === "Enter" && this.#firstHit());
+    this.legend = make("div", "ortlab-legend", { role: "note", "aria-label": "legend" });
+    this.note = make("p", "ortlab-note", { role: "status", hidden: "" });
+    this.drawing = make("div", "ortlab-panes");
+    this.still = make("style");
+    const fold = button("ortlab-button", "Fold all", "Draw the model's outermost modules only", () => this.#foldAll());
+    const unfold = button("ortlab-button", "Unfold all", "Draw every node", () => this.#unfoldAll());
+    const colours = make("label", "ortlab-labelled", {}, "colour by ", this.colour);
+    // JupyterLab must not take keys away from the fields and buttons.
+    this.root = make(
+      "section", "ortlab-graph", { "data-lm-suppress-shortcuts": "true", hidden: "" },
+      make("div", "ortlab-head", {}, this.title, this.stage, make("span", "ortlab-spring"), fold, unfold, this.search, colours),
+      this.still,
+      this.legend,
+      this.note,
+      make("div", "ortlab-body", {}, this.drawing, this.details.element),
+      this.outline.element,
+    );
+  }
+
+  /** Shows the stage that the kernel told last. */
+  async load() {
+    const told = await unpack(this.model.get("graph"));
+    this.graph = new Graph(told);
+    this.selected = { nodes: [], show: () => this.details.clear() };
+    this.title.textContent = told.model;
+    this.stage.replaceChildren(...Object.entries(told.stages).map(([name, what]) => make("option", "", { value: name, title: what }, name)));
+    this.stage.value = told.stage;
+    const offered = modes(this.graph);
+    if (!offered.some(([name]) => name === this.mode)) this.mode = "operator";
+    this.colour.replaceChildren(...offered.map(([name, label]) => make("option", "", { value: name }, label)));
+    this.colour.value = this.mode;
+    this.search.value = "";
+    this.root.hidden = false;
+    this.#hideStill();
+    this.outline.draw(this.graph);
+    this.details.clear();
+    this.root.dataset.outlined = told.stage;
+    await this.#makePanes();
+  }
+
+  /** Takes the place of the picture that stands for this view where it cannot live. */
+  #hideStill() {
+    const mark = this.model.get("still");
+    if (mark) this.still.textContent = `[data-ortlab-still="${mark}"] { display: none; }`;
+  }
+
+  async #makePanes() {
+    try {
+      const modules = await netron(this.model);
+      this.style = modules.light;
+      this.#closePanes();
+      for (const phase of this.graph.phases) this.#makePane(modules, phase);
+    } catch (error) {
+      this.#fallBack(error.message);
+    }
+  }
+
+  #makePane(modules, phase) {
+    const pane = new Pane(modules, phase, (message) => this.#hear(phase, message));
+    const zoom = (text, title, by) => button("ortlab-zoom", text, title, () => pane.tell({ do: "zoom", by }));
+    pane.words = make("span", "ortlab-hint");
+    const title = this.graph.phases.length > 1 ? TITLES[phase] : "";
+    const head = make(
+      "div", "ortlab-pane-head", {}, make("span", "ortlab-pane-title", {}, title), pane.words, make("span", "ortlab-spring"),
+      zoom("−", `Make the ${phase} graph smaller`, 1 / 1.25), zoom("+", `Make the ${phase} graph larger`, 1.25), zoom("⤢", `Show the whole ${phase} graph`, 0),
+    );
+    pane.box = make("div", "ortlab-pane", { "data-phase": phase }, head, pane.element);
+    this.panes.set(phase, pane);
+    this.drawing.append(pane.box);
+  }
+
+  #hear(phase, message) {
+    const acts = {
+      ready: () => {
+        this.#theme();
+        this.#drawPane(phase, null);
+      },
+      drawn: () => this.#drawn(phase),
+      node: () => (message.id[0] === "m" ? this.pickModule(Number(message.id.slice(1))) : this.pickNode(Number(message.id.slice(1)))),
+      unfold: () => this.toggle(Number(message.id.slice(1))),
+      tensor: () => this.details.tensor(this.graph, message.id),
+      nothing: () => this.#select([], () => this.details.clear()),
+      failed: () => this.#fallBack(message.text),
+    };
+    acts[message.is]();
+  }
+
+  /** Redraws what folding changes; `settle` is the module to keep in sight. */
+  #draw(settle = null) {
+    this.outline.draw(this.graph);
+    this.outline.select(this.#ids().flat());
+    for (const phase of this.panes.keys()) this.#drawPane(phase, settle);
+  }
+
+  #drawPane(phase, settle) {
+    const pane = this.panes.get(phase);
+    delete pane.box.dataset.drawn;
+    const ids = this.graph.drawn(phase);
+    const count = new Set(ids).size;
+    const tooMany = count > MOST;
+    pane.element.hidden = tooMany;
+    const nodes = this.graph.rows[0][phase].toLocaleString("en-US");
+    if (tooMany) {
+      pane.words.textContent = `${count.toLocaleString("en-US")} nodes are too many to draw; fold some modules`;
+      return;
+    }
+    pane.words.textContent = count < this.graph.rows[0][phase] ? `${nodes} nodes, drawn as ${count}` : `${nodes} nodes`;
+    pane.box.classList.add("ortlab-busy");
+    const at = settle == null ? null : this.graph.members(`m${settle}`, phase).map((node) => ids[node - (phase === "forward" ? 0 : this.graph.split)])[0];
+    pane.tell({ do: "draw", graph: this.graph.netron(phase), settle: at });
+  }
+
+  #drawn(phase) {
+    const pane = this.panes.get(phase);
+    pane.box.classList.remove("ortlab-busy");
+    this.#colourPane(phase);
+    const ids = this.#ids()[this.graph.phases.indexOf(phase)];
+    if (ids.length) pane.tell({ do: "select", ids });
+    pane.box.dataset.drawn = String(new Set(this.graph.drawn(phase)).size);
+  }
+
+  #colourBy(mode) {
+    this.mode = mode;
+    for (const phase of this.panes.keys()) this.#colourPane(phase);
+  }
+
+  #colourPane(phase) {
+    const { colours, legend } = colouring(this.graph, this.mode, this.style);
+    this.panes.get(phase).tell({ do: "colour", colours: colours[phase] ?? {} });
+    this.legend.replaceChildren(...legend.map(({ colour, label }) => {
+      const mark = make("span", "ortlab-mark");
+      mark.style.background = colour;
+      return make("span", "ortlab-entry", {}, mark, label);
+    }));
+    this.root.dataset.colour = this.mode;
+  }
+
+  toggle(module) {
+    const { open } = this.graph;
+    if (open.has(module)) open.delete(module);
+    else this.graph.around(module).forEach((each) => open.add(each));
+    this.#draw(module);
+    this.selected.show();
+  }
+
+  #foldAll() {
+    this.graph.open = new Set([0]);
+    this.#draw();
+  }
+
+  #unfoldAll() {
+    this.graph.open = new Set(this.graph.rows.keys());
+    this.#draw();
+  }
+
+  pickModule(module) {
+    this.#unfold(this.graph.rows[module].parent);
+    this.#select(this.graph.within(module), () => this.details.module(this.graph, module), [`m${module}`]);
+  }
+
+  pickNode(node) {
+    this.#unfold(this.graph.nodes.module[node]);
+    this.#select([node, ...this.graph.partners([node])], () => this.details.node(this.graph, node));
+  }
+
+  /** Unfolds a module and those around it, where they are not. */
+  #unfold(module) {
+    const wanted = this.graph.around(module);
+    if (wanted.every((each) => this.graph.open.has(each))) return;
+    wanted.forEach((each) => this.graph.open.add(each));
+    this.#draw(module);
+  }
+
+  #select(nodes, show, rows) {
+    this.selected = { nodes, show, rows };
+    show();
+    const ids = this.#ids();
+    this.graph.phases.forEach((phase, i) => this.panes.get(phase)?.tell({ do: "select", ids: ids[i] }));
+    this.outline.select(rows ?? ids.flat());
+  }
+
+  /** What is selected, by phase, as it is drawn. */
+  #ids() {
+    return this.graph.phases.map((phase) => {
+      const from = phase === "forward" ? 0 : this.graph.split;
+      const ids = this.graph.drawn(phase);
+      const mine = this.selected.nodes.filter((node) => this.graph.phaseOf(node) === phase);
+      return [...new Set(mine.map((node) => ids[node - from]))];
+    });
+  }
+
+  #find() {
+    if (this.search.value.trim()) return this.details.hits(this.graph, this.search.value);
+    return this.selected.show();
+  }
+
+  #firstHit() {
+    const { modules, nodes } = this.details.hits(this.graph, this.search.value);
+    if (modules.length) this.pickModule(modules[0]);
+    else if (nodes.length) this.pickNode(nodes[0]);
+  }
+
+  #theme() {
+    const [red, green, blue] = getComputedStyle(this.root).color.match(/\d+/g).map(Number);
+    const dark = red + green + blue > 3 * 128; // light words are for a dark page
+    this.panes.forEach((pane) => pane.tell({ do: "theme", dark }));
+  }
+
+  /** Without netron's drawing there are the outline and the search still. */
+  #fallBack(reason) {
+    this.#closePanes();
+    this.note.textContent = `The graph is not drawn: ${reason}. The outline has its modules and nodes.`;
+    this.note.hidden = false;
+  }
+
+  #closePanes() {
+    this.panes.forEach((pane) => pane.close());
+    this.panes.clear();
+    this.drawing.replaceChildren();
+  }
+
+  close() {
+    this.model.off("change:graph", this.changed);
+    this.themed.disconnect();
+    clearTimeout(this.typed);
+    this.#closePanes();
+    this.root.remove();
+  }
+}
+
+/** anywidget calls this once for a model; a model may have several views. */
+export default {
+  render({ model, el }) {
+    const view = new View(model, el);
+    return () => view.close();
+  },
+};
