@@ -562,6 +562,39 @@ def test_graph_shows_what_ort_made(ip: Typist) -> None:
     assert "wrap it" in ip.refused("%ort graph other")
 
 
+@needs_ort
+def test_profile_tells_where_a_step_goes(ip: Typist) -> None:
+    ip("model = Net()\n%ort wrap model --cache off\nx, batch = torch.randn(3, 4), batches()[0][:1]")
+    assert "give a batch for forward(x)" in ip.refused("%ort profile model")
+    given = ip("%ort profile model --batch x --steps 1")
+    assert "Net: a step without its optimizer takes" in given
+    assert "a single step each" in given
+    assert "made-up" not in given
+    made_up = ip("kept = %ort profile model\nkept")
+    assert "made-up values in the form of the last call: float32[3, 4]" in made_up
+    assert repr(ip["kept"]) in made_up
+    assert {node.module for node in ip["kept"].nodes} >= {"inner.0", "inner.1", "head"}
+    assert "inner.0" in ip("%ort profile model --batch batch --steps 1")
+    assert ip.completions("%ort profile ") == ["model"]
+    assert ip.completions("%ort profile model --ba") == ["--batch"]
+    assert ip.completions("%ort profile model --batch ") == ["batch", "x"]
+    assert "--steps N" in ip("%ort profile --help")
+
+
+@needs_ort
+def test_profile_refuses_in_a_line(ip: Typist) -> None:
+    ip("model, other = Net(), Net()\n%ort wrap model --cache off\ndata = batches()")
+    ip("x = torch.randn(3, 4)\nmodel(x).sum().backward()")
+    assert "wrap it" in ip.refused("%ort profile other")
+    assert "did you mean 'model'" in ip.refused("%ort profile modle")
+    assert "nothing is called 'y'" in ip.refused("%ort profile model --batch y")
+    assert "steps=0 must be at least 1" in ip.refused("%ort profile model --steps 0")
+    assert "takes a whole number" in ip.refused("%ort profile model --steps few")
+    assert "does not fit forward" in ip.refused("%ort profile model --batch data")
+    ip("loader = torch.utils.data.DataLoader(data)")
+    assert "next(iter(loader))" in ip.refused("%ort profile model --batch loader")
+
+
 def test_doctor_lists_every_check(ip: Typist) -> None:
     out = ip("%ort doctor")
     assert repr(ortlab.check_setup()) in out

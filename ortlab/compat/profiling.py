@@ -7,7 +7,6 @@ The file is a list of events in the form of Chrome's traces
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,7 @@ def record(folder: Path, options: Any) -> None:
 
 def finish(manager: Any) -> list[Ran]:
     """Ends the profile of the session of `manager`, which runs on without, and reads it."""
-    path = Path(manager._execution_agent._inference_session.end_profiling())
-    return runs(json.loads(path.read_bytes()))
+    return read(Path(manager._execution_agent._inference_session.end_profiling()))
 
 
 def close(manager: Any) -> None:
@@ -57,13 +55,14 @@ def close(manager: Any) -> None:
     manager._execution_agent = None
 
 
-def runs(events: Sequence[Mapping[str, Any]]) -> list[Ran]:
-    """The runs in a profile.
+def read(path: Path) -> list[Ran]:
+    """The runs in the profile at `path`.
 
     A node with a branch or a loop in it takes the time of the nodes in there, which are left out.
     """
     found: list[tuple[float, list[Kernel]]] = []
     run_ends = kernel_ends = 0
+    events = json.loads(path.read_bytes())
     for event in sorted(events, key=lambda event: (event.get("ts", 0), -event.get("dur", 0))):
         name = event["name"]
         if name == _RUN and event["ts"] >= run_ends:

@@ -50,7 +50,7 @@ def profile(
         with _as_it_was(step), torch.set_grad_enabled(step.module.training):
             export = execution.export_for(args, kwargs)
         tell(f"profiling {WARMUP + steps} steps in eager torch")
-        with _as_it_was(step):
+        with _as_it_was(step), _fitting() if batch is None else contextlib.nullcontext():
             eager = profile_torch.profile(step, steps, device)
         ort = None
         if export is not None:
@@ -82,11 +82,23 @@ def _call(execution: Execution, batch: Batch | None) -> tuple[tuple[Any, ...], d
     )
 
 
+@contextlib.contextmanager
+def _fitting() -> Iterator[None]:
+    """What made-up values make forward raise, such as an index out of range, asks for a batch."""
+    try:
+        yield
+    # Forward is the user's, and may raise anything.
+    except Exception as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"made-up values do not fit forward ({first}); give a batch") from error
+
+
 def _medians(steps: int, ort: Ort | None, eager: Eager) -> str:
     took = f"{eager.watched_us / 1000:.2f} ms in eager torch"
     if ort is not None:
         took = f"{ort.watched_us / 1000:.2f} ms in ORT, {took}"
-    return f"medians of {steps} steps each; in the tables of steps that were watched: {took}"
+    of = f"medians of {steps} steps each" if steps > 1 else "a single step each"
+    return f"{of}; in the tables of steps that were watched: {took}"
 
 
 def _notes(execution: Execution, step: Step, made_up: bool, ort: Ort | None) -> Iterator[str]:

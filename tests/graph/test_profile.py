@@ -1,0 +1,533 @@
+"""What a profile says adds up, is of the graph that runs, and leaves the model as it was.
+
+No test compares two times that were measured: the machine decides those. What is compared is
+whose time it is, with modules that are busy for a time of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForSequenceClassification
+
+import ortlab
+from ortlab import compat
+from ortlab.compat import profiling
+from ortlab.engines.ortmodule import execution_of
+from ortlab.graph import bars, profile_torch
+from ortlab.graph.capture import Stage
+from ortlab.graph.profile import MOST_MODULES, Profile
+from ortlab.graph.steps import PHASES, Step
+from ortlab.randomness import RandomStates
+from ortlab.session import session
+
+pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """A net with all that a profile could disturb: dropout, statistics, an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 2)
+        self.calls: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(self.norm(self.first(x)).relu()))
+
+
+def wrapped(model: nn.Module, **settings: Any) -> nn.Module:
+    return ortlab.wrap(model.train(), engine="ort", cache=False, **settings)
+
+
+def trained(model: nn.Module, *args: torch.Tensor, **settings: Any) -> nn.Module:
+    """Wrapped, and trained for a step."""
+    found = wrapped(model, **settings)
+    found(*args).sum().backward()
+    return found
+
+
+@pytest.fixture(scope="module")
+def bert() -> tuple[nn.Module, Profile]:
+    """A BERT that has been called once, and its profile on a batch."""
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        vocab_size=100,
+    )  # fmt: skip
+    model = wrapped(BertForSequenceClassification(config))
+    batch = {"input_ids": torch.randint(0, 100, (2, 8)), "labels": torch.arange(2)}
+    model(**batch).loss.backward()
+    return model, ortlab.profile(model, batch, steps=2)
+
+
+def test_sums_add_up(bert: tuple[nn.Module, Profile]) -> None:
+    _, found = bert
+    assert found.ort is not None
+    assert found.phases == PHASES
+    *phases, step = found.by_phase()
+    assert [row.phase for row in phases] == list(PHASES)
+    for row in phases:
+        assert row.ort is not None
+        nodes = sum(node.us for node in found.nodes if node.phase == row.phase)
+        assert row.ort.kernels_us == pytest.approx(nodes)
+        assert nodes > 0
+        for depth in (None, 1, 2, 9):
+            modules = found.by_module(depth)
+            ort = sum(module.ort_us[row.phase] for module in modules)
+            assert ort == pytest.approx(row.ort.us), "modules, and what is around them"
+            eager = sum(module.eager_us[row.phase] for module in modules)
+            assert eager == pytest.approx(row.eager_us)
+        ops = sum(op.us[row.phase] for op in found.by_op(most=1000))
+        assert ops == pytest.approx(nodes)
+    assert step.ort is not None
+    assert step.ort.us == pytest.approx(sum(row.ort.us for row in phases if row.ort))
+    assert step.ort.session_us == pytest.approx(step.ort.kernels_us + step.ort.between_us)
+    assert step.eager_us == pytest.approx(sum(row.eager_us for row in phases))
+    assert sum(op.nodes for op in found.by_op(most=1000)) == len(found.nodes)
+
+
+def test_what_ran_is_what_the_execution_graph_has(bert: tuple[nn.Module, Profile]) -> None:
+    model, found = bert
+    assert found.ort is not None
+    graphs = ortlab.graphs(model)
+    expected = {(n.name, n.op, n.module) for n in graphs.execution.nodes if "Yield" not in n.op}
+    assert {(node.node, node.op, node.module) for node in found.nodes} == expected
+    # What does not depend on the yield may run after it, wherever the graph has it.
+    ran = {node.node for node in found.nodes if node.phase == "backward"}
+    assert {node.name for node in graphs.execution.nodes if node.phase == "backward"} <= ran
+    assert len(ran) < len(found.nodes)
+    assert found.ort.joined == 1
+    total = sum(node.us for node in found.nodes)
+    assert sum(found.overlay(graphs.execution).values.values()) == pytest.approx(total)
+    # The session fuses some transposes and casts into other nodes, whose names tell of which.
+    assert sum(found.overlay(graphs.gradient).values.values()) > 0.95 * total
+    forward = found.overlay(graphs.forward)
+    assert (forward.name, forward.unit) == ("time", "us")
+    assert set(forward.values) <= {node.name for node in graphs.forward.nodes}
+
+
+def test_modules_are_folded_to_a_page(bert: tuple[nn.Module, Profile]) -> None:
+    model, found = bert
+    order = [name for name, _ in ortlab.unwrap(model).named_modules()]
+    rows = [row.module for row in found.by_module()]
+    assert 10 < len(rows) <= MOST_MODULES
+    assert rows[0] == "(the model itself)"
+    assert rows[-1] == "(around)"
+    assert rows[1:-1] == sorted(rows[1:-1], key=order.index)
+    assert [row.module for row in found.by_module(1)][1:-1] == ["bert", "dropout", "classifier"]
+    with pytest.raises(ValueError, match="depth=0: a module's path has one part at least"):
+        found.by_module(0)
+
+
+def test_it_is_shown(bert: tuple[nn.Module, Profile]) -> None:
+    _, found = bert
+    text, page = repr(found), found._repr_html_()
+    assert found.headline.startswith("BertForSequenceClassification: a step without its optimizer")
+    for shown in (found.headline, "bert.encoder.layer.0", "FusedMatMul", "medians of 2 steps"):
+        assert shown in text
+        assert shown in page
+    assert "<img" in page
+    costliest = max(found.nodes, key=lambda node: node.us)
+    assert costliest.node in repr(found.by_node(most=1))
+    assert f"and {len(found.nodes) - 1} nodes more" in repr(found.by_node(most=1))
+
+
+def test_the_picture_escapes_names() -> None:
+    rows = [("<b>&\"'", [{"a": 1000.0, "b": 500.0}]), ("x" * 100, [{"a": 3000.0}])]
+    picture = bars.svg(rows, {"a": ("#123456", 1.0), "b": ("#123456", 0.5)})
+    root = ElementTree.fromstring(picture)
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "<b>&\"'" in texts
+    assert {"1.50 ms", "3.00 ms"} <= set(texts)
+    assert all(len(text) <= bars.LETTERS for text in texts)
+    widths = [float(e.get("width", 0)) for e in root.iter("{http://www.w3.org/2000/svg}rect")]
+    *_, first, second, third = widths
+    assert first == pytest.approx(2 * second, abs=0.1)
+    assert third == pytest.approx(bars.WIDTH - bars.LABELS - bars.NUMBERS, abs=0.1)
+
+
+def test_a_branch_counts_once(tmp_path: Path) -> None:
+    """A profile of ORT's has the nodes within a branch too, whose time is the branch's."""
+    branches = []
+    for name in ("Exp", "Log"):
+        out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n"])
+        nodes = [
+            onnx.helper.make_node(name, ["x"], ["z"], name=f"inner {name}"),
+            onnx.helper.make_node("Sin", ["z"], ["y"], name=f"inner {name} sine"),
+        ]
+        branches.append(onnx.helper.make_graph(nodes, name, [], [out]))
+    nodes = [
+        onnx.helper.make_node("Neg", ["x0"], ["x"], name="before"),
+        onnx.helper.make_node("If", ["c"], ["y"], "branch", then_branch=branches[0],
+                              else_branch=branches[1]),
+    ]  # fmt: skip
+    graph = onnx.helper.make_graph(
+        nodes,
+        "graph",
+        [
+            onnx.helper.make_tensor_value_info("x0", onnx.TensorProto.FLOAT, ["n"]),
+            onnx.helper.make_tensor_value_info("c", onnx.TensorProto.BOOL, []),
+        ],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n"])],
+    )
+    opset = onnx.helper.make_opsetid("", 17)
+    model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8)
+    options = onnxruntime.SessionOptions()
+    profiling.record(tmp_path, options)
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    run = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    given = {"x0": torch.rand(50_000).numpy(), "c": torch.tensor(True).numpy()}
+    for _ in range(3):
+        run.run(None, given)
+    ran = profiling.read(Path(run.end_profiling()))
+    assert [[kernel.node for kernel in one.kernels] for one in ran] == [["before", "branch"]] * 3
+    for one in ran:
+        assert 0 < sum(kernel.us for kernel in one.kernels) <= one.us
+
+
+# ---- whose time it is in eager torch -----------------------------------------------------------
+
+BUSY_S = {"forward": 0.004, "backward": 0.012}
+
+
+def busy(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+class Busy(torch.autograd.Function):
+    """The identity, which takes its time both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        busy(BUSY_S["forward"])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        busy(BUSY_S["backward"])
+        return gradients[0]
+
+
+class Slow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Busy.apply(x)
+
+
+class Outer(nn.Module):
+    """The slow module between quick ones, and its own slow part after them."""
+
+    def __init__(self, *, saves_memory: bool = False) -> None:
+        super().__init__()
+        self.quick = nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.Tanh(), Slow(), nn.Tanh())
+        self.last = nn.Linear(4, 4)
+        self.saves_memory = saves_memory
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.quick(x)
+        x = checkpoint(self.inner, x, use_reentrant=False) if self.saves_memory else self.inner(x)
+        return self.last(Busy.apply(x))
+
+
+def eager_of(model: nn.Module) -> profile_torch.Eager:
+    return profile_torch.profile(Step(model.train(), (torch.randn(2, 4),), {}), 1, CPU)
+
+
+def test_forward_and_backward_time_belong_to_the_module_that_took_it() -> None:
+    found = eager_of(Outer())
+    for phase, seconds in BUSY_S.items():
+        for owner in ("inner.1", ""):  # the model's own part is in no module
+            assert found.us[owner, phase] >= 1e6 * seconds
+    assert found.us["inner.1", "forward"] < found.us["inner.1", "backward"]
+
+
+def test_recomputed_time_belongs_to_backward_of_the_same_module() -> None:
+    found = eager_of(Outer(saves_memory=True))
+    assert found.us["inner.1", "backward"] >= 1e6 * sum(BUSY_S.values())
+    assert found.us["", "backward"] >= 1e6 * BUSY_S["backward"]
+
+
+def test_all_of_the_watched_time_is_somebodys_or_told() -> None:
+    found = eager_of(Outer())
+    assert set(found.unowned_us) == set(PHASES)
+    total = sum(found.us.values()) + sum(found.unowned_us.values())
+    assert total == pytest.approx(found.watched_us), "of a single step, so no median differs"
+    assert total >= 2e6 * sum(BUSY_S.values())
+
+
+def test_a_user_of_hooks_keeps_them() -> None:
+    model, heard = Outer(), []
+    model.quick.register_forward_hook(lambda *_: heard.append("after"))
+    eager_of(model)
+    count = len(heard)
+    assert count > 0
+    model(torch.randn(2, 4))
+    assert len(heard) == count + 1
+    assert sum(len(each._forward_hooks) for each in model.modules()) == 1
+    assert not any(each._forward_pre_hooks for each in model.modules())
+
+
+# ---- what a profile leaves as it was -----------------------------------------------------------
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    given = torch.randn(6, 4)
+    model = trained(Block(), given)
+    own = ortlab.unwrap(model)
+    execution = execution_of(model)
+    (export,) = execution.exports()
+    agent, notes = export.manager._execution_agent, execution.report().notes
+    state = {name: value.clone() for name, value in own.state_dict().items()}
+    gradients = [(p.grad, p.grad.clone()) for p in own.parameters() if p.grad is not None]
+    attributes, random = dict(own.__dict__), RandomStates.now()
+    before = given.clone()
+
+    assert ortlab.profile(model, given, steps=2).ort is not None
+
+    assert gradients
+    assert all(torch.equal(grad, value) for grad, value in gradients)
+    assert [p.grad for p in own.parameters()] == [grad for grad, _ in gradients]
+    assert all(torch.equal(value, state[name]) for name, value in own.state_dict().items())
+    assert own.__dict__ == attributes
+    assert random.same_as(RandomStates.now())
+    assert torch.equal(given, before)
+    assert execution.exports() == [export]
+    assert export.manager._execution_agent is agent
+    assert execution.report().notes == notes
+    model(given).sum().backward()
+    assert execution.report().notes == notes, "the same export goes on"
+    assert not list(tmp_path.iterdir()), "the profile's file is gone"
+
+
+def test_the_numbers_of_dropout_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ORT's dropout has a generator whose state cannot be read: its next numbers are compared."""
+    given = torch.randn(6, 4)
+    model = trained(Block(), given)
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    found = []
+    for profiled in (False, True):
+        compat.ortmodule().set_seed(5)
+        model.load_state_dict(buffers, strict=False)
+        first = model(given)
+        if profiled:
+            ortlab.profile(model, given, steps=1)
+        found.append((first.detach(), model(given).detach()))
+    assert not torch.equal(*found[0]), "dropout is on"
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_two_at_once_do_not_mix() -> None:
+    models = [trained(Block(), torch.randn(3, 4)), trained(Outer(), torch.randn(2, 4))]
+    found: dict[int, Profile] = {}
+
+    def profile(place: int) -> None:
+        found[place] = ortlab.profile(models[place], steps=3)
+
+    threads = [threading.Thread(target=profile, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place, model in enumerate(models):
+        nodes = {
+            node.name for node in ortlab.graphs(model).execution.nodes if node.op[-7:] != "YieldOp"
+        }
+        assert {node.node for node in found[place].nodes} == nodes
+        assert {name for name, _ in found[place].eager.us} <= set(found[place].modules)
+
+
+def test_another_threads_calls_wait() -> None:
+    """BatchNorm counts its batches: none of them is lost to a profile that puts buffers back."""
+    given = torch.randn(6, 4)
+    model = trained(Block(), given)
+    norm: Any = model.norm
+    counted, over = int(norm.num_batches_tracked), threading.Event()
+    calls = 0
+
+    def train() -> None:
+        nonlocal calls
+        while not over.is_set():
+            model(given)
+            calls += 1
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(thread.join)
+        stack.callback(over.set)
+        for _ in range(3):
+            ortlab.profile(model, given, steps=1)
+    assert calls > 0
+    assert int(norm.num_batches_tracked) == counted + calls
+
+
+# ---- what it takes to be profiled --------------------------------------------------------------
+
+
+def test_without_a_batch_the_last_calls_form_is_made_up() -> None:
+    model = trained(Block(), torch.randn(6, 4))
+    found = ortlab.profile(model, steps=1)
+    assert "made-up values in the form of the last call: float32[6, 4]" in found.notes
+    assert len(execution_of(model).exports()) == 1
+    batch = (torch.randn(5, 4),)
+    assert not any("made-up" in note for note in ortlab.profile(model, batch, steps=1).notes)
+
+
+def test_a_model_that_was_never_called_needs_a_batch() -> None:
+    model = wrapped(Block())
+    with pytest.raises(
+        ValueError, match=r"Block has not been called yet: give a batch for forward\(x\)"
+    ):
+        ortlab.profile(model)
+    assert ortlab.profile(model, torch.randn(6, 4), steps=1).ort is not None
+    assert len(execution_of(model).exports()) == 1
+
+
+def test_values_that_do_not_fit_are_no_batch() -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(1, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.words(ids)
+
+    model = trained(Tokens(), torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(
+        ValueError,
+        match=r"made-up values do not fit forward \(index out of range in self\); give a batch",
+    ):
+        ortlab.profile(model, steps=1)
+
+
+def test_evaluation_is_a_forward_pass() -> None:
+    model = trained(Block(), torch.randn(6, 4)).eval()
+    found = ortlab.profile(model, torch.randn(6, 4), steps=1)
+    assert found.phases == ("forward",)
+    assert {node.phase for node in found.nodes} == {"forward"}
+    assert [row.phase for row in found.by_phase()] == ["forward"]
+    assert "the model is in evaluation mode: forward alone" in found.notes
+    assert "a forward pass takes" in repr(found)
+    assert not model.training
+
+
+def test_a_model_that_fell_back_has_eager_torch_alone() -> None:
+    class Complex(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.fft(super().forward(x)).abs()
+
+    model = trained(Complex(4, 2), torch.randn(3, 4), fallback=True)
+    found = ortlab.profile(model, steps=1)
+    assert found.ort is None
+    assert found.eager.us["", "forward"] > 0
+    assert any(note.startswith("the model runs in torch: ORT cannot run") for note in found.notes)
+    for table in (found.by_op(), found.by_node()):
+        assert "there is no graph of ORT's" in repr(table)
+    assert "ORT forward" not in repr(found.by_module())
+    assert not found.overlay(Stage("gradient", onnx.ModelProto())).values
+
+
+def test_a_recomputed_node_is_the_modules_that_it_was() -> None:
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    given = torch.randn(4, 8)
+    found = ortlab.profile(trained(Saving(), given), given, steps=1)
+    again = [node for node in found.nodes if node.node.endswith("_recompute")]
+    assert again
+    assert all(node.phase == "backward" for node in again)
+    assert {node.module for node in again} <= {"inner.0", "inner.1", "inner.2"}
+
+
+def test_more_steps_than_a_profile_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = torch.randn(6, 4)
+    model = trained(Block(), given)
+    monkeypatch.setattr(profiling, "MOST_EVENTS", 1000)
+    with pytest.raises(ValueError, match=r"ORT's profile holds \d+ steps of .*: take fewer steps"):
+        ortlab.profile(model, given, steps=50)
+    assert ortlab.profile(model, given, steps=1).ort is not None
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "said"),
+    [
+        ({"y": torch.randn(2, 4)}, 1, "does not fit forward: missing a required argument: 'x'"),
+        ((torch.randn(2, 4), torch.zeros(2)), 1, "does not fit forward: too many positional"),
+        (iter([]), 1, r"not a list_iterator; of a loader give next\(iter\(loader\)\)"),
+        (torch.randn(2, 4), 0, "steps=0 must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(batch: Any, steps: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as raised:
+        ortlab.profile(wrapped(Block()), batch, steps=steps)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_what_is_no_ort_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="this Linear has no ORT graphs; wrap it"):
+        ortlab.profile(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"is a str, not a torch\.nn\.Module"):
+        ortlab.profile("model")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def ended() -> Iterator[None]:
+    yield
+    for run in session.runs:
+        run.stop()
+        assert run.wait_over(60)
+    session.runs.clear()
+
+
+def test_a_model_in_training_is_refused_and_a_paused_one_not(ended: None) -> None:
+    torch.manual_seed(0)
+    model = wrapped(Block())
+    data = [(torch.randn(6, 4), torch.randint(2, (6,))) for _ in range(8)]
+    run = ortlab.finetune(model, data, loss="cross_entropy", epochs=10_000)
+    assert wait_for(lambda: run.step > 2)
+    with pytest.raises(ValueError, match=f"{run.name} is training this model; pause it"):
+        ortlab.profile(model, data[0][:1], steps=1)
+    run.pause()
+    assert wait_for(lambda: run.state == "paused")
+    step, weights = run.step, {n: v.clone() for n, v in model.state_dict().items()}
+    assert ortlab.profile(model, data[0][:1], steps=1).ort is not None
+    assert run.step == step
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    run.resume()
+    assert wait_for(lambda: run.step > step)
+
+
+def wait_for(condition: Any, timeout_s: float = 60) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    return bool(condition())
