@@ -197,6 +197,13 @@ class Export:
         """The module's outputs, of ORT; OtherDecision where this graph is not that of the call."""
         return self.manager.forward(*args, **kwargs)
 
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the user's tensors in the last call that it ran, by the graph's names."""
+        info = self.manager._graph_transition_manager._post_export_processed_model_info
+        given = info._buffer_for_ort_runs or {}
+        names = info.onnx_graph_input_names_user_defined
+        return {name: tuple(given[name].shape) for name in names if given.get(name) is not None}
+
     def stages(self) -> dict[str, onnx.ModelProto]:
         """What became of the export, by the names of `ortlab.graph.capture.STAGES`.
 

@@ -11,7 +11,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -154,6 +154,12 @@ class Stage:
         sizes = [size for name in self._inputs for size in self.tensors.get(name, (0, ()))[1]]
         return tuple(dict.fromkeys(size for size in sizes if isinstance(size, str)))
 
+    def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """What `dims` are for inputs of these shapes, as far as they tell."""
+        known = ((self.tensors.get(name, (0, ()))[1], shape) for name, shape in shapes.items())
+        pairs = (pair for sizes, shape in known for pair in zip(sizes, shape, strict=False))
+        return {dim: size for dim, size in pairs if isinstance(dim, str)}
+
     @property
     def parameter_bytes(self) -> int:
         """Of the parameters and buffers that the graph reads."""
@@ -229,11 +235,24 @@ class Stage:
 
 
 class Graphs:
-    """The stages of one model: ``graphs.gradient`` and so on; shown as a table of them."""
+    """The stages of one model: ``graphs.gradient`` and so on; shown as a table of them.
 
-    def __init__(self, model: str, stages: Mapping[str, Stage]) -> None:
+    ``sizes`` are those of the last call, for `Stage.dims`; ``measured`` gives figures for the nodes
+    of a stage, one for each kind of figure that is at hand.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        stages: Mapping[str, Stage],
+        *,
+        sizes: Mapping[str, int] | None = None,
+        measured: Iterable[Callable[[Stage], Overlay]] = (),
+    ) -> None:
         self.model = model
         self.stages = dict(stages)
+        self.sizes = dict(sizes or {})
+        self.measured = list(measured)
 
     def stage(self, name: str) -> Stage:
         """One of `STAGES`; ValueError says why it is not there."""
@@ -345,12 +364,17 @@ def capture(model: nn.Module) -> Graphs:
     modules = frozenset(n for n, _ in execution.module.named_modules(remove_duplicate=False))
     trained = frozenset(n for n, p in execution.module.named_parameters() if p.requires_grad)
     found: dict[str, Stage] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for export in execution.exports():  # the newest last
-        graphs = export.stages()
-        found |= {stage: Stage(stage, graph, modules, trained) for stage, graph in graphs.items()}
+        for stage, graph in export.stages().items():
+            found[stage] = Stage(stage, graph, modules, trained)
+            sizes[stage] = found[stage].sizes(export.input_shapes())
     if not found:
         raise ValueError(f"{name} has no graph yet; call it once with a batch")
-    return Graphs(name, {stage: found[stage] for stage in STAGES if stage in found})
+    ordered = {stage: found[stage] for stage in STAGES if stage in found}
+    # Where training and evaluation had different batches, it is training's that counts.
+    last = {dim: size for stage in reversed(ordered) for dim, size in sizes[stage].items()}
+    return Graphs(name, ordered, sizes=last)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

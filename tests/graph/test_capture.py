@@ -139,6 +139,17 @@ def test_bytes_are_those_of_the_model(graphs: Graphs) -> None:
     assert [node.module for node in stage.nodes] == ["0", "1", ""]
 
 
+def test_sizes_are_those_of_the_last_call_in_training() -> None:
+    net, batch = bert()
+    wrapped = called(net, batch, cache=False)
+    assert sorted(ortlab.graphs(wrapped).sizes.values()) == [BATCH, BATCH, TOKENS]
+    ids, labels = torch.ones(3, 5, dtype=torch.long), torch.zeros(3, dtype=torch.long)
+    wrapped.train()(input_ids=ids, labels=labels).loss.backward()
+    graphs = ortlab.graphs(wrapped)
+    assert set(graphs.sizes) == set(graphs.gradient.dims)
+    assert sorted(graphs.sizes.values()) == [3, 3, 5]
+
+
 def test_sizes_are_read_without_eval() -> None:
     x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", "m"])
     sizes = ["floor(n/2 + 1/2)", "Max(2, n)*m", "__import__('os').getpid()", "no-word", 3]
