@@ -5,6 +5,7 @@ Nothing in it trains, draws or knows IPython.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from ortlab.compat.doctor import Finding
     from ortlab.engines.base import LossFunction, Stepper
-    from ortlab.graph.capture import Graphs
+    from ortlab.graph.capture import Graphs, Overlay, Stage
     from ortlab.graph.profile import Profile
     from ortlab.runs import Run
     from ortlab.telemetry import Watched
@@ -44,6 +45,10 @@ class Session:
         self.viewers: list[Callable[[Watched], None]] = []
         self.wrapped = wrapping.Wrapped()
         self.runs: list[Run] = []
+        # By model, and by what is measured: the last measurement takes the place of the one before.
+        self._measured: weakref.WeakKeyDictionary[
+            nn.Module, dict[str, Callable[[Stage], Overlay]]
+        ] = weakref.WeakKeyDictionary()
 
     def bind_cell(
         self,
@@ -145,7 +150,17 @@ class Session:
             )
         beside = [run.name for run in self.runs if run.state == "running"]
         notes = [f"{name} trained beside it: both take longer" for name in beside]
-        return profiler.profile(module, batch, chosen.steps, notes)
+        found = profiler.profile(module, batch, chosen.steps, notes)
+        self._measured.setdefault(module, {})["time"] = found.overlay
+        return found
+
+    def graphs(self, model: nn.Module) -> Graphs:
+        """See `graphs` below."""
+        from ortlab.graph.capture import capture
+
+        found = capture(model)
+        found.measured += self._measured.get(model, {}).values()
+        return found
 
     def _check_free(self, model: nn.Module) -> None:
         """Two runs must not move the same weights."""
@@ -243,11 +258,10 @@ def graphs(model: nn.Module) -> Graphs:
     """The graphs that ORT made of the wrapped `model`, stage by stage; nothing is trained for it.
 
     ``graphs(model).gradient`` is one of them, ``graphs(model).diff("exported", "forward")`` what
-    became of the operators. ValueError where it is not wrapped in engine ort or not called yet.
+    became of the operators. What `profile` measured of the model goes with them. ValueError where
+    it is not wrapped in engine ort or not called yet.
     """
-    from ortlab.graph.capture import capture
-
-    return capture(model)
+    return session.graphs(model)
 
 
 def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:

@@ -27,6 +27,7 @@ from ortlab.tables import Column, Table
 _ROOT = "_original_module"
 _YIELD = "YieldOp"
 _GRADIENT, _SUM = "_Grad", "AccumulateGrad_"
+_module_path = functools.lru_cache(maxsize=2**14)(module_path)  # a scope has many nodes
 _CALL = re.compile(r"_\d+$")  # the exporter's mark of a module's second call, and the next
 
 
@@ -115,7 +116,7 @@ class Stage:
             _, found, path = name.partition(f"/{_ROOT}/")
             scope = path.partition(_GRADIENT + "/")[0] if found else ""
             while scope := scope.rpartition("/")[0]:
-                path = module_path(f"{_ROOT}/{scope}") or ""
+                path = _module_path(f"{_ROOT}/{scope}") or ""
                 for module in (path, _CALL.sub("", path)):
                     if module in self._modules:
                         return module
@@ -179,6 +180,17 @@ class Stage:
     def bytes_of(self, tensor: str, dims: Mapping[str, int]) -> int | None:
         """What a tensor takes, for values of all `dims`; None where the graph does not tell."""
         return _bytes(*self.tensors[tensor], dims) if self._sized(tensor) else None
+
+    def shape_of(self, tensor: str, dims: Mapping[str, int]) -> tuple[int | str, ...] | None:
+        """A tensor's sizes, those that follow from `dims` as numbers; None where none are told."""
+        if tensor not in self.tensors:
+            return None
+        sizes = self.tensors[tensor][1]
+        given = tuple(dims)
+        return tuple(
+            _size(size, dims) if isinstance(size, int) or _follows(size, given) else size
+            for size in sizes
+        )
 
     @functools.cached_property
     def parameters(self) -> dict[str, str]:
@@ -261,6 +273,10 @@ class Graphs:
         if name not in self.stages:
             raise ValueError(f"{self.model} has no {name} graph: {_absent(name)}")
         return self.stages[name]
+
+    def overlays(self, stage: str) -> list[Overlay]:
+        """What was measured of the nodes of a stage."""
+        return [each(self.stage(stage)) for each in self.measured]
 
     @property
     def exported(self) -> Stage:

@@ -32,41 +32,36 @@ ATTRIBUTE = 200
 class GraphView(anywidget.AnyWidget):
     """Forward and gradient side by side, with the outline below.
 
-    It shows the stage called ``stage``, or the fullest there is, and offers the others. ``sizes``
-    are values for `Stage.dims`: without them no bytes are told. ``overlays`` are figures for nodes:
-    one called "time" goes into the outline too. ``still`` is the mark of a picture on the page that
-    the view takes the place of. RuntimeError where the package was installed
-    without its JavaScript.
+    It shows the stage called ``stage``, or the one that trains, and offers the others. Bytes are
+    told for ``graphs.sizes``, and the figures of ``graphs.measured``. Modules are folded until the
+    drawing is easy to take in, or with ``folded=False`` not at all. ``still`` is the mark of a
+    picture on the page that the view takes the place of. RuntimeError where the package was
+    installed without its JavaScript.
     """
 
     _esm = traitlets.Unicode().tag(sync=True)
     _css = traitlets.Unicode().tag(sync=True)
     graph = traitlets.Bytes().tag(sync=True)
+    folded = traitlets.Bool().tag(sync=True)
     still = traitlets.Unicode().tag(sync=True)
 
     def __init__(
-        self,
-        graphs: Graphs,
-        *,
-        stage: str | None = None,
-        sizes: Mapping[str, int] | None = None,
-        overlays: Sequence[Overlay] = (),
-        still: str = "",
+        self, graphs: Graphs, *, stage: str | None = None, folded: bool = True, still: str = ""
     ) -> None:
         self._graphs = graphs
-        self._sizes = dict(sizes or {})
-        self._overlays = tuple(overlays)
         super().__init__(
             _esm=_bundled("graphview.js"),
             _css=_bundled("graphview.css"),
-            graph=self._told(stage or _fullest(graphs)),
+            graph=self._told(stage or main_stage(graphs)),
+            folded=folded,
             still=still,
         )
         self.on_msg(self._receive)
 
     def _told(self, stage: str) -> bytes:
-        told = tell(self._graphs, stage, sizes=self._sizes, overlays=self._overlays)
-        return gzip.compress(json.dumps(told, separators=(",", ":")).encode(), 6, mtime=0)
+        self.outline = outline_of(self._graphs, stage)
+        told = json.dumps(tell(self._graphs, self.outline), separators=(",", ":"))
+        return gzip.compress(told.encode(), 6, mtime=0)
 
     def _receive(self, _: GraphView, content: dict[str, Any], __: list[bytes]) -> None:
         if content["do"] == "stage":
@@ -81,44 +76,30 @@ class GraphView(anywidget.AnyWidget):
             self.send({"is": "netron", "error": str(error)})
 
 
-def show(
-    graphs: Graphs,
-    *,
-    stage: str | None = None,
-    sizes: Mapping[str, int] | None = None,
-    overlays: Sequence[Overlay] = (),
-) -> None:
-    """Shows the view in the cell that is running; the arguments are those of `GraphView`.
+def show(graphs: Graphs, *, folded: bool = True) -> None:
+    """Shows the view in the cell that is running; ``folded=False`` draws every node.
 
     With it go a picture and the outline, which a page shows that has no kernel: a saved notebook,
     an HTML page, a printed one. They are an output of their own, since JupyterLab shows no other
     form of a widget that is gone; the living view hides them.
     """
     mark = uuid.uuid4().hex
-    stage = stage or _fullest(graphs)
-    view = GraphView(graphs, stage=stage, sizes=sizes, overlays=overlays, still=mark)
+    stage = main_stage(graphs)
+    view = GraphView(graphs, stage=stage, folded=folded, still=mark)
     data, metadata = view._repr_mimebundle_() or ({}, {})
     words = f"{graphs.model or 'the model'}: {len(graphs.stage(stage).nodes)} nodes {STAGES[stage]}"
     _publish({**data, "text/plain": words}, metadata)
-    _publish(still(graphs, stage, sizes=sizes, overlays=overlays, mark=mark), {})
+    _publish(still(graphs, view.outline, mark), {})
 
 
-def still(
-    graphs: Graphs,
-    stage: str,
-    *,
-    sizes: Mapping[str, int] | None = None,
-    overlays: Sequence[Overlay] = (),
-    mark: str = "",
-) -> dict[str, str]:
+def still(graphs: Graphs, outline: Outline, mark: str = "") -> dict[str, str]:
     """The folded graph as a picture, with the outline: what a page without a kernel has.
 
     As an image in HTML, since JupyterLab shows no bare SVG in a notebook that is not trusted.
     """
-    outline = _outline(graphs, stage, sizes, overlays)
-    picture = sketch.svg(sketch.sketch(graphs.stage(stage), outline))
+    picture = sketch.svg(sketch.sketch(graphs.stage(outline.name), outline))
     address = "data:image/svg+xml;base64," + base64.b64encode(picture.encode()).decode()
-    alt = f"The {stage} graph, folded to its outermost modules"
+    alt = f"The {outline.name} graph, folded to its outermost modules"
     page = f'<div data-ortlab-still="{mark}"><img src="{address}" alt="{alt}">'
     return {
         "text/html": f"{page}{outline._repr_html_()}</div>",
@@ -127,36 +108,33 @@ def still(
     }
 
 
-def _outline(
-    graphs: Graphs, stage: str, sizes: Mapping[str, int] | None, overlays: Sequence[Overlay]
-) -> Outline:
-    time = next((overlay for overlay in overlays if overlay.name == "time"), None)
-    exported = graphs.stages.get("exported")
-    return Outline(graphs.stage(stage), exported=exported, sizes=sizes, time=time)
+def main_stage(graphs: Graphs) -> str:
+    """The gradient graph where there is one, for it has all: forward, backward, their modules."""
+    return next(name for name in ("gradient", *graphs.stages) if name in graphs.stages)
+
+
+def outline_of(graphs: Graphs, stage: str) -> Outline:
+    """The outline of a stage, with the sizes of the last call and the time that was measured."""
+    return Outline(
+        graphs.stage(stage),
+        exported=graphs.stages.get("exported"),
+        sizes=graphs.sizes,
+        time=next((each for each in graphs.overlays(stage) if each.name == "time"), None),
+    )
 
 
 def _publish(data: dict[str, Any], metadata: dict[str, Any]) -> None:
     publish_display_data(data, metadata)  # type: ignore[no-untyped-call]
 
 
-def _fullest(graphs: Graphs) -> str:
-    return next(name for name in ("gradient", *graphs.stages) if name in graphs.stages)
-
-
-def tell(
-    graphs: Graphs,
-    stage: str,
-    *,
-    sizes: Mapping[str, int],
-    overlays: Sequence[Overlay] = (),
-) -> dict[str, Any]:
-    """All that the browser needs to know of a stage, as JSON has it.
+def tell(graphs: Graphs, outline: Outline) -> dict[str, Any]:
+    """All that the browser needs to know of the outline's stage, as JSON has it.
 
     Nodes and tensors are known by their place; those of forward come first, `split` of them.
     """
-    shown = graphs.stage(stage)
+    shown = graphs.stage(outline.name)
     exported = graphs.stages.get("exported")
-    outline = _outline(graphs, stage, sizes, overlays)
+    sizes = graphs.sizes if set(shown.dims) <= set(graphs.sizes) else None
     places = {node.name: i for i, node in enumerate(shown.nodes) if node.name}
     tensors: dict[str, int] = {}
 
@@ -173,7 +151,7 @@ def tell(
     categories = _categories()
     return {
         "model": graphs.model,
-        "stage": stage,
+        "stage": shown.name,
         "stages": {name: STAGES[name] for name in graphs.stages},
         "split": sum(node.phase == "forward" for node in shown.nodes),
         "nodes": {
@@ -188,8 +166,10 @@ def tell(
         },
         "tensors": {
             "name": list(tensors),
-            "type": [_type(shown, name) for name in tensors],
-            "bytes": [shown.bytes_of(name, sizes) if sizes else None for name in tensors],
+            "kind": [_kind(shown, name) for name in tensors],
+            "sizes": [shown.tensors.get(name, (0, None))[1] for name in tensors],
+            "shape": [shown.shape_of(name, graphs.sizes) for name in tensors],
+            "bytes": [None if sizes is None else shown.bytes_of(name, sizes) for name in tensors],
         },
         "inputs": inputs,
         "outputs": outputs,
@@ -198,7 +178,7 @@ def tell(
         "categories": {op: categories[op] for op in shown.ops if op in categories},
         "fused": fused(shown, exported),
         "recompute": [i for i, n in enumerate(shown.nodes) if n.name.endswith("_recompute")],
-        "overlays": [_figures(overlay, shown) for overlay in overlays],
+        "overlays": [_figures(overlay, shown) for overlay in graphs.overlays(shown.name)],
         "modules": [
             [m.name, m.parent, m.calls, m.forward, m.backward, m.parameters,
              m.activation_bytes, m.forward_us, m.backward_us]
@@ -239,7 +219,7 @@ def _attributes(node: onnx.NodeProto) -> dict[str, str]:
 def _value(attribute: onnx.AttributeProto) -> str:
     if attribute.type == onnx.AttributeProto.TENSOR:
         tensor = attribute.t
-        kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
         shape = f"{kind}[{', '.join(map(str, tensor.dims))}]"
         if onnx.external_data_helper.uses_external_data(tensor):
             return f"{shape} in another file"
@@ -252,12 +232,10 @@ def _value(attribute: onnx.AttributeProto) -> str:
     return text if len(text) <= ATTRIBUTE else f"{text[:ATTRIBUTE]}…"
 
 
-def _type(stage: Stage, tensor: str) -> str:
-    """Of a tensor: "float32[batch, 128]", or nothing where the graph does not tell."""
-    if tensor not in stage.tensors:
-        return ""
-    kind, sizes = stage.tensors[tensor]
-    return f"{onnx.helper.tensor_dtype_to_np_dtype(kind)}[{', '.join(map(str, sizes))}]"
+def _kind(stage: Stage, tensor: str) -> str:
+    """The name of a tensor's element type, or nothing where the graph does not tell."""
+    kind, _ = stage.tensors.get(tensor, (onnx.TensorProto.UNDEFINED, ()))
+    return onnx.TensorProto.DataType.Name(kind).lower() if kind else ""
 
 
 def _categories() -> Mapping[str, str]:

@@ -63,13 +63,14 @@ export class Details {
   }
 
   tensor(graph, tensor) {
-    const { name, type, bytes } = graph.tensors;
+    const { name, bytes } = graph.tensors;
     const maker = graph.makers.get(tensor);
     this.#show(
       "tensor",
       name[tensor],
       this.#facts([
-        ["type", type[tensor]],
+        ["type", graph.typeOf(tensor)],
+        ["sizes", graph.tensors.sizes[tensor]?.some((size) => typeof size === "string") && graph.tensors.sizes[tensor].join(", ")],
         ["bytes", bytes[tensor] != null && amount(bytes[tensor], "bytes")],
         ["parameter", graph.parameters[tensor]],
         ["gradient of", graph.parameterGradients[tensor]],
@@ -116,7 +117,7 @@ export class Details {
 
   #module(graph, module) {
     const path = graph.rows[module].path;
-    return button("ortlab-link", path || graph.model, "Show this module", () => this.acts.pickModule(module));
+    return button("ortlab-link", breakable(path || graph.model), "Show this module", () => this.acts.pickModule(module));
   }
 
   #nodes(graph, nodes) {
@@ -127,7 +128,7 @@ export class Details {
     const { op, name, module } = graph.nodes;
     const link = button("ortlab-link", op[node], name[node] || "Show this node", () => this.acts.pickNode(node));
     const phase = graph.phases.length > 1 && node >= graph.split ? "gradient, " : "";
-    return [link, make("span", "ortlab-hint", {}, ` ${phase}${graph.rows[module[node]].path || graph.model}`)];
+    return [link, make("span", "ortlab-hint", {}, ` ${phase}${breakable(graph.rows[module[node]].path || graph.model)}`)];
   }
 
   #tensors(graph, tensors) {
@@ -135,7 +136,12 @@ export class Details {
       const what = graph.parameters[tensor] ?? (graph.parameterGradients[tensor] && `gradient of ${graph.parameterGradients[tensor]}`);
       const name = what ?? graph.tensors.name[tensor].split("/").at(-1);
       const link = button("ortlab-link", name, graph.tensors.name[tensor], () => this.acts.pickTensor(tensor));
-      return [link, make("span", "ortlab-hint", {}, ` ${graph.tensors.type[tensor]}`)];
+      return [link, make("span", "ortlab-hint", { title: graph.typeOf(tensor, true) }, ` ${graph.typeOf(tensor)}`)];
     });
   }
+}
+
+/** A path that may go on in the next line after a dot. */
+function breakable(path) {
+  return path.replaceAll(".", ".\u200b");
 }

@@ -3,7 +3,7 @@
 // Nodes, tensors and modules are known by their places. What is drawn has an id: "n12" is a node,
 // "m3" a folded module with all that is within it.
 
-const OPENED = 40; // nodes that a pane begins with, at most
+const OPENED = 60; // nodes that a pane begins with, at most
 export const MOST = 6000; // nodes that netron lays out in one pane within seconds
 
 export const PHASES = ["forward", "backward"];
@@ -92,13 +92,12 @@ export class Graph {
     return Array.from({ length: to - from }, (_, i) => from + i);
   }
 
-  /** Whether all of these modules may be unfolded, and `open` again as it was. */
-  canOpen(modules) {
-    const before = this.open;
-    this.open = new Set([...before, ...modules]);
-    const fits = this.most() <= MOST;
-    this.open = before;
-    return fits;
+  foldAll() {
+    this.open = new Set([0]);
+  }
+
+  unfoldAll() {
+    this.open = new Set(this.rows.keys());
   }
 
   /** A module and those around it. */
@@ -148,7 +147,7 @@ export class Graph {
   netron(phase) {
     const values = new Map();
     const value = (tensor) => {
-      if (!values.has(tensor)) values.set(tensor, { id: tensor, name: `t${tensor}`, type: shape(this.tensors.type[tensor]) });
+      if (!values.has(tensor)) values.set(tensor, { id: tensor, name: `t${tensor}`, type: this.#type(tensor) });
       return values.get(tensor);
     };
     const groups = new Map();
@@ -196,13 +195,20 @@ export class Graph {
   }
 
   #weight(tensor) {
-    const type = shape(this.tensors.type[tensor]);
+    const type = this.#type(tensor);
     const name = this.parameters[tensor].split(".").at(-1);
     return { name, value: [{ id: tensor, name: "", type, initializer: { type } }] };
   }
-}
 
-/** Netron's form of "float32[batch, 128]". */
-function shape(text) {
-  return { shape: { dimensions: text.match(/\[(.+)\]$/)?.[1].split(", ") ?? [] }, text };
+  /** "float[8, 128]" of a tensor; with the graph's own names for sizes if `symbolic`. */
+  typeOf(tensor, symbolic = false) {
+    const { kind, sizes, shape } = this.tensors;
+    const known = symbolic ? sizes[tensor] : shape[tensor];
+    return known ? `${kind[tensor]}[${known.join(", ")}]` : kind[tensor];
+  }
+
+  /** Netron's form of a type. */
+  #type(tensor) {
+    return { shape: { dimensions: this.tensors.shape[tensor] ?? [] }, text: this.typeOf(tensor) };
+  }
 }

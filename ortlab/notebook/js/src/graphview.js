@@ -35,6 +35,8 @@ function netron(model) {
   return globalThis[key];
 }
 
+const painted = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+
 class View {
   constructor(model, el) {
     this.model = model;
@@ -43,6 +45,7 @@ class View {
     this.selected = { nodes: [], show: () => this.details.clear() };
     this.#build();
     el.append(this.root);
+    netron(model).catch(() => {}); // asked for at once; whoever needs it hears of a failure
     this.changed = () => this.load();
     model.on("change:graph", this.changed);
     // A theme is an attribute or a class of the page's body.
@@ -94,6 +97,7 @@ class View {
   async load() {
     const told = await unpack(this.model.get("graph"));
     this.graph = new Graph(told);
+    if (!this.model.get("folded")) this.graph.unfoldAll();
     this.selected = { nodes: [], show: () => this.details.clear() };
     this.title.textContent = told.model;
     this.stage.replaceChildren(...Object.entries(told.stages).map(([name, what]) => make("option", "", { value: name, title: what }, name)));
@@ -108,6 +112,7 @@ class View {
     this.outline.draw(this.graph);
     this.details.clear();
     this.root.dataset.outlined = told.stage;
+    await painted();
     await this.#makePanes();
   }
 
@@ -217,12 +222,12 @@ class View {
   }
 
   #foldAll() {
-    this.graph.open = new Set([0]);
+    this.graph.foldAll();
     this.#draw();
   }
 
   #unfoldAll() {
-    this.graph.open = new Set(this.graph.rows.keys());
+    this.graph.unfoldAll();
     this.#draw();
   }
 
@@ -295,6 +300,7 @@ class View {
   close() {
     this.model.off("change:graph", this.changed);
     this.themed.disconnect();
+    this.outline.close();
     clearTimeout(this.typed);
     this.#closePanes();
     this.root.remove();

@@ -1,9 +1,7 @@
-// The modules of a graph as a foldable table, down to its nodes.
+// The modules of a graph as a foldable table, down to its nodes. Only rows in sight are made.
 import { bytesOf } from "./colours.js";
 import { amount } from "./format.js";
 import { button, make } from "./elements.js";
-
-const NODES = 200; // of one module that are listed
 
 /** [head, text of a module's row, text of a node's row]; without figures a column is left out. */
 function columns(graph) {
@@ -21,64 +19,96 @@ function columns(graph) {
   ].filter(Boolean);
 }
 
+const ROW = 21; // pixels of a row, as in graphview.css
+const BEYOND = 20; // rows above and below what is in sight
+
 export class Outline {
   /** `acts` has toggle(module), pickModule(module) and pickNode(node). */
   constructor(acts) {
     this.acts = acts;
+    this.selected = new Set();
     this.element = make("div", "ortlab-outline");
+    this.element.addEventListener("scroll", () => this.#paint());
+    this.resized = new ResizeObserver(() => this.#paint());
+    this.resized.observe(this.element);
   }
 
   draw(graph) {
     this.graph = graph;
     this.columns = columns(graph);
+    this.lines = [];
+    this.#list(0);
     const heads = ["module", ...this.columns.map(([head]) => head)];
     const head = make("thead", "", {}, make("tr", "", {}, ...heads.map((text) => make("th", "", { scope: "col" }, text))));
     this.body = make("tbody");
-    this.#rows(0);
-    this.element.replaceChildren(make("table", "", {}, head, this.body));
+    const focused = this.element.contains(document.activeElement) ? document.activeElement.title : null;
+    this.element.replaceChildren(make("table", "", { "aria-rowcount": this.lines.length }, head, this.body));
+    this.#paint();
+    if (focused) this.#focus(focused);
   }
 
   /** Marks the rows of what is selected: "m3", "n12"; the first comes into sight. */
   select(ids) {
-    const wanted = new Set(ids);
-    for (const row of this.body.rows) row.classList.toggle("ortlab-selected", wanted.has(row.dataset.id));
-    const first = this.body.querySelector(".ortlab-selected");
-    if (!first) return;
+    this.selected = new Set(ids);
+    const first = this.lines.findIndex(({ id }) => this.selected.has(id));
     const { scrollTop, clientHeight } = this.element;
-    const hidden = first.offsetTop < scrollTop + first.offsetHeight || first.offsetTop + first.offsetHeight > scrollTop + clientHeight;
-    if (hidden) this.element.scrollTop = first.offsetTop - clientHeight / 2; // not the page, as scrollIntoView would
+    const top = (first + 1) * ROW; // below the head
+    if (first >= 0 && (top < scrollTop + ROW || top + ROW > scrollTop + clientHeight)) {
+      this.element.scrollTop = top - clientHeight / 2; // not the page, as scrollIntoView would
+    }
+    this.#paint();
   }
 
-  #rows(module) {
+  close() {
+    this.resized.disconnect();
+  }
+
+  /** What there is to see of a module: itself, and unless it is folded all within it. */
+  #list(module) {
     const row = this.graph.rows[module];
-    const open = this.graph.open.has(module);
-    this.body.append(this.#moduleRow(module, row, open));
-    if (!open) return;
-    for (const child of row.children) this.#rows(child);
-    for (const node of row.nodes.slice(0, NODES)) this.body.append(this.#nodeRow(node, row.depth + 1));
-    const left = row.nodes.length - NODES;
-    if (left > 0) this.body.append(this.#row("", row.depth + 1, [`${left.toLocaleString("en-US")} more nodes`], []));
+    this.lines.push({ id: `m${module}`, depth: row.depth, module });
+    if (!this.graph.open.has(module)) return;
+    for (const child of row.children) this.#list(child);
+    for (const node of row.nodes) this.lines.push({ id: `n${node}`, depth: row.depth + 1, node });
   }
 
-  #moduleRow(module, row, open) {
-    const name = row.name || this.graph.model;
-    const fold = `${open ? "Fold" : "Unfold"} ${row.path || name}`;
-    const twisty = button("ortlab-twisty", open ? "▾" : "▸", fold, () => this.acts.toggle(module));
-    twisty.setAttribute("aria-expanded", String(open));
-    const pick = button("ortlab-name", name, row.path || name, () => this.acts.pickModule(module));
-    return this.#row(`m${module}`, row.depth, [twisty, pick], this.columns.map(([, text]) => text(row)));
+  /** Makes the rows that are in sight, and room for the others. */
+  #paint() {
+    if (!this.lines) return;
+    const { scrollTop, clientHeight } = this.element;
+    const from = Math.max(0, Math.floor(scrollTop / ROW) - BEYOND);
+    const to = Math.min(this.lines.length, Math.ceil((scrollTop + clientHeight) / ROW) + BEYOND);
+    const room = (rows) => make("tr", "ortlab-room", { style: `height: ${rows * ROW}px`, "aria-hidden": "true" });
+    this.body.replaceChildren(room(from), ...this.lines.slice(from, to).map((line) => this.#row(line)), room(this.lines.length - to));
   }
 
-  #nodeRow(node, depth) {
-    const { op, name } = this.graph.nodes;
-    const pick = button("ortlab-name ortlab-op", op[node], name[node], () => this.acts.pickNode(node));
-    const phase = node < this.graph.split ? [] : [make("span", "ortlab-hint", {}, "gradient")];
-    return this.#row(`n${node}`, depth, [pick, ...phase], this.columns.map(([, , text]) => text(node)));
-  }
-
-  #row(id, depth, name, cells) {
+  #row({ id, depth, module, node }) {
+    const name = node == null ? this.#moduleName(module) : this.#nodeName(node);
+    const cells = this.columns.map(([, ofModule, ofNode]) => (node == null ? ofModule(this.graph.rows[module]) : ofNode(node)));
     const first = make("th", "", { scope: "row" }, ...name);
     first.style.paddingLeft = `${4 + 14 * depth}px`;
-    return make("tr", "", { "data-id": id }, first, ...cells.map((text) => make("td", "", {}, text)));
+    return make("tr", this.selected.has(id) ? "ortlab-selected" : "", { "data-id": id }, first, ...cells.map((text) => make("td", "", {}, text)));
+  }
+
+  #moduleName(module) {
+    const row = this.graph.rows[module];
+    const open = this.graph.open.has(module);
+    const path = row.path || this.graph.model;
+    const twisty = button("ortlab-twisty", open ? "▾" : "▸", `${open ? "Fold" : "Unfold"} ${path}`, () => this.acts.toggle(module));
+    twisty.setAttribute("aria-expanded", String(open));
+    return [twisty, button("ortlab-name", row.name || this.graph.model, path, () => this.acts.pickModule(module))];
+  }
+
+  #nodeName(node) {
+    const { op, name } = this.graph.nodes;
+    const pick = button("ortlab-name ortlab-op", op[node], name[node] || op[node], () => this.acts.pickNode(node));
+    return node < this.graph.split ? [pick] : [pick, make("span", "ortlab-hint", {}, "gradient")];
+  }
+
+  /** The keyboard stays with a module's button when folding changes its words. */
+  #focus(title) {
+    const path = title.replace(/^(Unfold|Fold) /, "");
+    const titles = [`Fold ${path}`, `Unfold ${path}`];
+    [...this.body.querySelectorAll(".ortlab-twisty")].find((twisty) => titles.includes(twisty.title))?.focus();
   }
 }
