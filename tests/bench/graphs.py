@@ -1,0 +1,92 @@
+"""What it costs to see a model's graphs: python -m tests.bench.graphs
+
+The bar: capture grows in proportion to the nodes, so its milliseconds a node stay what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+import ortlab
+
+LAYERS = (1, 4, 12, 24)
+WIDTH, ROWS, TOKENS = 128, 8, 64
+ROUNDS, PROFILES, STEPS = 5, 3, 5
+
+
+def bert(layers: int) -> nn.Module:
+    """A BERT in engine ort, trained for one step."""
+    config = BertConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        intermediate_size=4 * WIDTH,
+        vocab_size=1000,
+    )
+    model = ortlab.wrap(BertForSequenceClassification(config).train(), engine="ort", cache=False)
+    ids = torch.randint(0, 1000, (ROWS, TOKENS))
+    model(input_ids=ids, labels=torch.arange(ROWS) % 2).loss.backward()
+    return model
+
+
+def capture(model: nn.Module) -> None:
+    """Every stage, read to the last node, and the gradients of its nodes."""
+    for stage in ortlab.graphs(model).stages.values():
+        len(stage.gradients)
+
+
+MEASURES: Mapping[str, Callable[[nn.Module], object]] = {"capture": capture}
+"""What is done with a model, by name; each gets a column."""
+
+
+def median_ms(work: Callable[[], object]) -> float:
+    """Of some rounds, after one to warm up."""
+    rounds = []
+    for _ in range(ROUNDS + 1):
+        started = time.perf_counter()
+        work()
+        rounds.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(rounds[1:])
+
+
+def graphs() -> None:
+    """Prints a line for each number of layers."""
+    heads = "".join(f"{name + ' ms':>14}{'ms a node':>11}" for name in MEASURES)
+    print(f"BERT of width {WIDTH}, medians of {ROUNDS}\nlayers  nodes of all stages{heads}")
+    for layers in LAYERS:
+        model = bert(layers)
+        nodes = sum(len(stage.nodes) for stage in ortlab.graphs(model).stages.values())
+        line = f"{layers:6}{nodes:21}"
+        for measure in MEASURES.values():
+            took_ms = median_ms(functools.partial(measure, model))
+            line += f"{took_ms:14.1f}{took_ms / nodes:11.4f}"
+        print(line, flush=True)
+
+
+def profiles() -> None:
+    """Prints what watching adds to a step, in the least disturbed of some profiles."""
+    print(
+        f"\na step in ms, unwatched and watched: the least of {PROFILES} profiles of {STEPS} steps"
+    )
+    print("layers      ORT   watched               eager   watched")
+    for layers in LAYERS:
+        model = bert(layers)
+        found = [ortlab.profile(model, steps=STEPS) for _ in range(PROFILES)]
+        line = f"{layers:6}"
+        for times in ([each.ort for each in found], [each.eager for each in found]):
+            plain = min(each.plain_us for each in times if each) / 1e3
+            watched = min(each.watched_us for each in times if each) / 1e3
+            line += f"{plain:9.2f} {watched:9.2f} ({watched / plain - 1:+.1%})  "
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    graphs()
+    profiles()
