@@ -271,8 +271,9 @@ def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
     the form of the last call. ``steps=5`` is how many steps are timed. Forward and backward from
     the model's own loss, or from all its outputs, in sessions of its own, without the optimizer;
     under `torch.autocast` where the model trains so. A model in evaluation mode is called alone.
-    Weights, ``.grad``, buffers and random states stay as they are. ValueError where the model is
-    not wrapped in engine ort, is in training in a run, or the batch does not fit.
+    Weights, ``.grad``, buffers and random states stay as they are; meanwhile there is a second
+    session, with the memory that it takes. ValueError where the model is not wrapped in engine ort,
+    is in training in a run, or the batch does not fit.
     """
     return session.profile(model, batch, **settings)
 

@@ -127,7 +127,10 @@ class Profile:
         if depth is not None and depth < 1:
             raise ValueError(f"depth={depth}: a module's path has one part at least")
         rows = self._rows(depth or self._deepest())
-        return Table(rows, self._module_columns())
+        notes = (
+            ["ORT's columns are kernels; the rest of a session is no module's"] if self.ort else []
+        )
+        return Table(rows, self._module_columns(), notes=notes)
 
     def by_op(self, most: int = MOST_OPS) -> Table[OpTime]:
         """ORT's kernels by operator: the `most` that take longest."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,10 @@ def profile(step: Step, steps: int, device: torch.device) -> Eager:
 
 
 class Ledger:
-    """Whose time it is, from moment to moment: `us` microseconds by owner and phase."""
+    """Whose time it is, from moment to moment: `us` microseconds by owner and phase.
+
+    Calls from threads that are not at work on the step are none of it.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.us: dict[tuple[Owner, str], float] = {}
@@ -75,6 +79,7 @@ class Ledger:
         self._device = device
         self._phase = ""
         self._owners: list[Owner] = [None]
+        self._thread = 0
         self._since = 0.0
         self._numbers: list[int] = []
         self._makers: list[Owner] = []
@@ -86,10 +91,12 @@ class Ledger:
 
         def watch(path: str, module: nn.Module) -> None:
             def begin(*_: object) -> None:
-                self._begin(path)
+                if threading.get_ident() == self._thread:
+                    self._begin(path)
 
             def end(*_: object) -> None:
-                self._end()
+                if threading.get_ident() == self._thread:
+                    self._end()
 
             handles.append(module.register_forward_pre_hook(begin, prepend=True))
             handles.append(module.register_forward_hook(end, always_call=True))
@@ -109,7 +116,7 @@ class Ledger:
             self._numbers, self._makers = [], []
         for node, number in autograd.nodes(roots):
             node.register_prehook(self._taking_over(self._maker(number)))
-        self._phase, self._owners = phase, [None]
+        self._phase, self._owners, self._thread = phase, [None], threading.get_ident()
         self._since = time.perf_counter()
         yield
         if self._device.type == "cuda":
@@ -138,7 +145,7 @@ class Ledger:
     def _taking_over(self, owner: Owner) -> Any:
         def take_over(_: object) -> None:
             self._charge()
-            self._owners = [owner]
+            self._owners, self._thread = [owner], threading.get_ident()  # a device has its own
 
         return take_over
 

@@ -277,6 +277,16 @@ def test_all_of_the_watched_time_is_somebodys_or_told() -> None:
     assert total >= 2e6 * sum(BUSY_S.values())
 
 
+def test_another_threads_calls_are_none_of_it() -> None:
+    model = Outer()
+    ledger = profile_torch.Ledger(model, CPU)
+    other = threading.Thread(target=model, args=(torch.randn(2, 4),))
+    with ledger.watching(), ledger.within("forward", ()):
+        other.start()
+        other.join()
+    assert set(ledger.us) == {(None, "forward")}
+
+
 def test_a_user_of_hooks_keeps_them() -> None:
     model, heard = Outer(), []
     model.quick.register_forward_hook(lambda *_: heard.append("after"))
@@ -341,7 +351,8 @@ def test_the_numbers_of_dropout_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_at_once_do_not_mix() -> None:
-    models = [trained(Block(), torch.randn(3, 4)), trained(Outer(), torch.randn(2, 4))]
+    other = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    models = [trained(Block(), torch.randn(3, 4)), trained(other, torch.randn(2, 4))]
     found: dict[int, Profile] = {}
 
     def profile(place: int) -> None:
