@@ -157,7 +157,8 @@ class Stage:
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """What `dims` are for inputs of these shapes, as far as they tell."""
-        known = ((self.tensors.get(name, (0, ()))[1], shape) for name, shape in shapes.items())
+        told = _tensors(self.model.graph.input)
+        known = ((told[name][1], shape) for name, shape in shapes.items() if name in told)
         pairs = (pair for sizes, shape in known for pair in zip(sizes, shape, strict=False))
         return {dim: size for dim, size in pairs if isinstance(dim, str)}
 
@@ -221,13 +222,8 @@ class Stage:
     @functools.cached_property
     def tensors(self) -> dict[str, tuple[int, tuple[int | str, ...]]]:
         """The element type and sizes of each tensor that the graph tells them of."""
-        graph, found = self.model.graph, {}
-        for value in (*graph.input, *graph.value_info, *graph.output):
-            tensor = value.type.tensor_type
-            if tensor.HasField("shape"):
-                sizes = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
-                found[value.name] = (tensor.elem_type, sizes)
-        return found
+        graph = self.model.graph
+        return _tensors((*graph.input, *graph.value_info, *graph.output))
 
     def table(self) -> Table[str]:
         """How often each operator is there, in forward and in backward."""
@@ -391,6 +387,16 @@ def capture(model: nn.Module) -> Graphs:
     # Where training and evaluation had different batches, it is training's that counts.
     last = {dim: size for stage in reversed(ordered) for dim, size in sizes[stage].items()}
     return Graphs(name, ordered, sizes=last)
+
+
+def _tensors(values: Iterable[onnx.ValueInfoProto]) -> dict[str, tuple[int, tuple[int | str, ...]]]:
+    found = {}
+    for value in values:
+        tensor = value.type.tensor_type
+        if tensor.HasField("shape"):
+            sizes = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
+            found[value.name] = (tensor.elem_type, sizes)
+    return found
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
