@@ -24,6 +24,7 @@ from ortlab.graph.profile_torch import Eager
 from ortlab.graph.steps import WARMUP, Step
 
 _MOST_NAMES = 6
+_FAR = 1.5
 _ALONE = threading.Lock()
 """Two profiles at a time would measure each other."""
 
@@ -57,7 +58,7 @@ def profile(
             tell(f"profiling {WARMUP + steps} steps in ORT")
             with _as_it_was(step):
                 ort = profile_ort.profile(step, export, steps, device)
-    told = [_medians(steps, ort, eager), *_notes(execution, step, batch is None, ort), *notes]
+    told = [*medians(steps, ort, eager), *_notes(execution, step, batch is None, ort), *notes]
     return Profile(type(step.module).__name__, step.modules, ort=ort, eager=eager, notes=told)
 
 
@@ -93,12 +94,16 @@ def _fitting() -> Iterator[None]:
         raise ValueError(f"made-up values do not fit forward ({first}); give a batch") from error
 
 
-def _medians(steps: int, ort: Ort | None, eager: Eager) -> str:
+def medians(steps: int, ort: Ort | None, eager: Eager) -> Iterator[str]:
+    """What the figures are of, and whether to trust them, in lines."""
     took = f"{eager.watched_us / 1000:.2f} ms in eager torch"
     if ort is not None:
         took = f"{ort.watched_us / 1000:.2f} ms in ORT, {took}"
     of = f"medians of {steps} steps each" if steps > 1 else "a single step each"
-    return f"{of}; in the tables of steps that were watched: {took}"
+    yield f"{of}; in the tables of steps that were watched: {took}"
+    both = (eager,) if ort is None else (eager, ort)
+    if any(max(t.watched_us, t.plain_us) > _FAR * min(t.watched_us, t.plain_us) for t in both):
+        yield "watched steps are far from others: the model is small, or the machine busy"
 
 
 def _notes(execution: Execution, step: Step, made_up: bool, ort: Ort | None) -> Iterator[str]:

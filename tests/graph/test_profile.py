@@ -27,7 +27,7 @@ import ortlab
 from ortlab import compat
 from ortlab.compat import profiling
 from ortlab.engines.ortmodule import execution_of
-from ortlab.graph import bars, profile_torch
+from ortlab.graph import bars, profile_torch, profiler
 from ortlab.graph.capture import Stage
 from ortlab.graph.profile import MOST_MODULES, Profile
 from ortlab.graph.steps import PHASES, Step
@@ -433,6 +433,16 @@ def test_values_that_do_not_fit_are_no_batch() -> None:
         match=r"made-up values do not fit forward \(index out of range in self\); give a batch",
     ):
         ortlab.profile(model, steps=1)
+
+
+@pytest.mark.parametrize(("watched_us", "said"), [(140.0, False), (160.0, True), (60.0, True)])
+def test_steps_that_differ_are_told(watched_us: float, said: bool) -> None:
+    eager = profile_torch.Eager({}, {"forward": 0.0}, 100.0, watched_us)
+    notes = list(profiler.medians(3, None, eager))
+    assert notes[0].endswith(
+        f"of steps that were watched: {watched_us / 1000:.2f} ms in eager torch"
+    )
+    assert any("watched steps are far from others" in note for note in notes) == said
 
 
 def test_evaluation_is_a_forward_pass() -> None:
