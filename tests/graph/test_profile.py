@@ -7,6 +7,7 @@ whose time it is, with modules that are busy for a time of their own.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 import threading
 import time
@@ -351,24 +352,35 @@ def test_the_numbers_of_dropout_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_at_once_do_not_mix() -> None:
-    other = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    models = [trained(Block(), torch.randn(3, 4)), trained(other, torch.randn(2, 4))]
-    found: dict[int, Profile] = {}
+    calls: list[str] = []
+    own = {"a": Block(), "b": nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))}
 
-    def profile(place: int) -> None:
-        found[place] = ortlab.profile(models[place], steps=3)
+    def logged(name: str) -> None:
+        busy(BUSY_S["forward"])  # a thread's turn ends within a call or two
+        calls.append(name)
 
-    threads = [threading.Thread(target=profile, args=(place,)) for place in range(2)]
+    for name, model in own.items():
+        model.register_forward_hook(lambda *_, name=name: logged(name))
+    models = {name: trained(model, torch.randn(3, 4)) for name, model in own.items()}
+    calls.clear()
+    found: dict[str, Profile] = {}
+    both = threading.Barrier(2)
+
+    def profile(name: str) -> None:
+        both.wait()
+        found[name] = ortlab.profile(models[name], steps=3)
+
+    threads = [threading.Thread(target=profile, args=(name,)) for name in models]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for place, model in enumerate(models):
-        nodes = {
-            node.name for node in ortlab.graphs(model).execution.nodes if node.op[-7:] != "YieldOp"
-        }
-        assert {node.node for node in found[place].nodes} == nodes
-        assert {name for name, _ in found[place].eager.us} <= set(found[place].modules)
+    assert len(list(itertools.groupby(calls))) == 2, "one after the other"
+    for name, model in models.items():
+        graph = ortlab.graphs(model).execution
+        nodes = {node.name for node in graph.nodes if not node.op.endswith("YieldOp")}
+        assert {node.node for node in found[name].nodes} == nodes
+        assert {path for path, _ in found[name].eager.us} <= set(found[name].modules)
 
 
 def test_another_threads_calls_wait() -> None:
