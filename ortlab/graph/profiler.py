@@ -37,7 +37,8 @@ def profile(
     Without a `batch` made-up values stand in for the last call's. `notes` are told with it. The
     model, its buffers and gradients, random states, and the sessions that it has are left as they
     are; other threads that call it wait. ValueError where it is not wrapped in engine ort or the
-    batch does not fit.
+    batch does not fit. On a GPU, which is not tested, nodes and modules have the time that it takes
+    to launch their kernels, and phases all of it.
     """
     if not is_wrapped(model):
         raise ValueError(
