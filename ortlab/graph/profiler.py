@@ -21,7 +21,7 @@ from ortlab.graph import profile_ort, profile_torch
 from ortlab.graph.profile import Profile
 from ortlab.graph.profile_ort import Ort
 from ortlab.graph.profile_torch import Eager
-from ortlab.graph.steps import WARMUP, Step
+from ortlab.graph.steps import Step
 
 _MOST_NAMES = 6
 _FAR = 1.5
@@ -51,12 +51,12 @@ def profile(
     with _ALONE, execution.held():
         with _as_it_was(step), torch.set_grad_enabled(step.module.training):
             export = execution.export_for(args, kwargs)
-        tell(f"profiling {WARMUP + steps} steps in eager torch")
-        with _as_it_was(step), _fitting() if batch is None else contextlib.nullcontext():
+        tell(f"timing {steps} steps in eager torch")
+        with _as_it_was(step), _fitting(made_up=batch is None):
             eager = profile_torch.profile(step, steps, device)
         ort = None
         if export is not None:
-            tell(f"profiling {WARMUP + steps} steps in ORT")
+            tell(f"timing {steps} steps in ORT")
             with _as_it_was(step):
                 ort = profile_ort.profile(step, export, steps, device)
     told = [*medians(steps, ort, eager), *_notes(execution, step, batch is None, ort), *notes]
@@ -85,12 +85,14 @@ def _call(execution: Execution, batch: Batch | None) -> tuple[tuple[Any, ...], d
 
 
 @contextlib.contextmanager
-def _fitting() -> Iterator[None]:
+def _fitting(*, made_up: bool) -> Iterator[None]:
     """What made-up values make forward raise, such as an index out of range, asks for a batch."""
     try:
         yield
     # Forward is the user's, and may raise anything.
     except Exception as error:
+        if not made_up:
+            raise
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"made-up values do not fit forward ({first}); give a batch") from error
 
