@@ -261,7 +261,6 @@ def test_forward_and_backward_time_belong_to_the_module_that_took_it() -> None:
     for phase, seconds in BUSY_S.items():
         for owner in ("inner.1", ""):  # the model's own part is in no module
             assert found.us[owner, phase] >= 1e6 * seconds
-    assert found.us["inner.1", "forward"] < found.us["inner.1", "backward"]
 
 
 def test_recomputed_time_belongs_to_backward_of_the_same_module() -> None:
@@ -388,7 +387,7 @@ def test_another_threads_calls_wait() -> None:
     given = torch.randn(6, 4)
     model = trained(Block(), given)
     norm: Any = model.norm
-    counted, over = int(norm.num_batches_tracked), threading.Event()
+    counted, called, over = int(norm.num_batches_tracked), threading.Event(), threading.Event()
     calls = 0
 
     def train() -> None:
@@ -396,15 +395,16 @@ def test_another_threads_calls_wait() -> None:
         while not over.is_set():
             model(given)
             calls += 1
+            called.set()
 
     thread = threading.Thread(target=train)
     thread.start()
     with contextlib.ExitStack() as stack:
         stack.callback(thread.join)
         stack.callback(over.set)
+        assert called.wait(60)
         for _ in range(3):
             ortlab.profile(model, given, steps=1)
-    assert calls > 0
     assert int(norm.num_batches_tracked) == counted + calls
 
 
