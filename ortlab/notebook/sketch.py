@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortlab.graph.capture import Stage
-from ortlab.graph.outline import Outline
+from ortlab.graph.outline import Module, Outline
 
-ROWS: Final = 20
+ROWS: Final = 24
 """That a picture has, at most, where folding can do it."""
+_ENOUGH = 6  # rows, from which on only what has more than half of all nodes is unfolded
 _BOX, _HIGH, _STEP, _SIDE, _TOP = 210, 22, 34, 70, 26  # pixels
 _TEXT, _LINE = "#7a7a7a", "#8a8a8a"
 _FILL: Final[Mapping[str, str]] = {"forward": "#2f7fd0", "backward": "#d9772b"}
@@ -34,61 +35,62 @@ class Row:
 
 @dataclass(frozen=True)
 class Sketch:
-    """The picture before it is drawn: rows from above, edges between rows for each phase."""
+    """The picture before it is drawn: rows from above, edges between rows for each phase.
+
+    `between` counts the nodes of modules that are unfolded: they are edges here.
+    """
 
     rows: Sequence[Row]
     edges: Mapping[str, Sequence[tuple[int, int]]]
+    between: int
 
 
 def sketch(stage: Stage, outline: Outline) -> Sketch:
     """`stage` in as many rows as are easy to take in; `outline` is of the same stage."""
     row_of = _folded(outline)
-    groups = [row_of[module] for module in outline.module_of]
-    counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
-    ops: defaultdict[int, Counter[str]] = defaultdict(Counter)
     places: defaultdict[int, list[int]] = defaultdict(list)
+    counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
     edges: dict[str, dict[tuple[int, int], None]] = {phase: {} for phase in _TITLES}
-    made: dict[tuple[str, str], int] = {}
-    for i, (node, group) in enumerate(zip(stage.nodes, groups, strict=True)):
-        counts[group][node.phase] += 1
-        ops[group][node.op.rpartition(".")[2]] += 1
-        places[group].append(i)
-        for name in node.inputs:
-            if (maker := made.get((node.phase, name), group)) != group:
-                edges[node.phase][maker, group] = None
-        made |= {(node.phase, name): group for name in node.outputs}
-    means = {group: sum(found) / len(found) for group, found in places.items()}
-    order = _order(means, edges["forward"])
-    row = {group: i for i, group in enumerate(order)}
+    origins: dict[tuple[str, str], frozenset[int]] = {}
+    for i, (node, module) in enumerate(zip(stage.nodes, outline.module_of, strict=True)):
+        row, phase = row_of[module], node.phase
+        sources = frozenset().union(*(origins.get((phase, n), ()) for n in node.inputs))
+        if row is not None:
+            edges[phase] |= {(source, row): None for source in sources if source != row}
+            places[row].append(i)
+            counts[row][phase] += 1
+            sources = frozenset((row,))
+        origins |= {(phase, name): sources for name in node.outputs}
+    order = _order({row: sum(at) / len(at) for row, at in places.items()}, edges["forward"])
+    at = {row: i for i, row in enumerate(order)}
     return Sketch(
-        [Row(_label(outline, group, row_of, ops[group]), counts[group]) for group in order],
-        {phase: [(row[a], row[b]) for a, b in found] for phase, found in edges.items()},
+        [Row(_label(outline.modules[row]), counts[row]) for row in order],
+        {phase: [(at[a], at[b]) for a, b in found] for phase, found in edges.items()},
+        len(stage.nodes) - sum(map(len, places.values())),
     )
 
 
-def _folded(outline: Outline) -> list[int]:
-    """For each module the one that it is folded into; an unfolded one stands for itself alone.
+def _folded(outline: Outline) -> list[int | None]:
+    """For each module the one that it is folded into; None for those that are unfolded.
 
     The largest are unfolded first, those that are alike together.
     """
     modules = outline.modules
     opened: set[int] = set()
     while True:
-        folded = [
-            i for i, m in enumerate(modules) if i not in opened and (m.parent in opened or i == 0)
-        ]
-        sizes = [modules[i].forward + modules[i].backward for i in folded]
-        largest = [i for i, size in zip(folded, sizes, strict=True) if size > 0.9 * max(sizes)]
-        if not any(module.parent in largest for module in modules):
+        folded = [i for i, m in enumerate(modules) if i not in opened and m.parent in opened]
+        sizes = {i: modules[i].forward + modules[i].backward for i in folded or [0]}
+        largest = {i for i, size in sizes.items() if size > 0.9 * max(sizes.values())}
+        within = sum(module.parent in largest for module in modules)
+        rows = len(sizes) - len(largest) + within
+        even = 2 * max(sizes.values()) <= len(outline.module_of)
+        if not within or rows > ROWS or (even and len(sizes) >= _ENOUGH):
             break
-        wider = opened | set(largest)
-        if sum(m.parent in wider or i in wider for i, m in enumerate(modules)) > ROWS:
-            break
-        opened = wider
-    found: list[int] = []
+        opened |= largest
+    found: list[int | None] = []
     for i, module in enumerate(modules):
-        above = -1 if i == 0 or module.parent in opened else found[module.parent]
-        found.append(above if above >= 0 else i)
+        above = found[module.parent] if i else None
+        found.append(None if i in opened else i if above is None else above)
     return found
 
 
@@ -106,17 +108,10 @@ def _order(groups: Mapping[int, float], edges: Collection[tuple[int, int]]) -> l
     return order
 
 
-def _label(outline: Outline, group: int, row_of: Sequence[int], ops: Counter[str]) -> str:
-    module = outline.modules[group]
+def _label(module: Module) -> str:
+    """ "layer.0" says more than "0"."""
     parts = module.path.split(".")
-    name = ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
-    unfolded = any(
-        other.parent == group and row_of[i] == i for i, other in enumerate(outline.modules)
-    )
-    if not unfolded:
-        return name or "the model"
-    # Of a module that is unfolded, a row has what it computes itself.
-    return f"{name or 'the model'}: {', '.join(ops) if len(ops) < 3 else 'its own operators'}"
+    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:]) or "the model"
 
 
 def svg(picture: Sketch) -> str:
@@ -126,8 +121,11 @@ def svg(picture: Sketch) -> str:
     ]
     left = {phase: _SIDE + i * (_BOX + 36) for i, phase in enumerate(phases)}
     width = _SIDE + len(phases) * (_BOX + 36) - 36 + _SIDE
-    height = _TOP + _STEP * len(picture.rows)
+    height = _TOP + _STEP * len(picture.rows) + (16 if picture.between else 0)
     parts = []
+    if picture.between:
+        words = f"{picture.between:,} more nodes lie between these modules"
+        parts.append(_text(_SIDE, height - 6, words, "start"))
     for phase in phases:
         x = left[phase]
         parts.append(_text(x + _BOX / 2, 14, _TITLES[phase], "middle", bold=True))

@@ -20,7 +20,7 @@ function columns(graph) {
 }
 
 const ROW = 21; // pixels of a row, as in graphview.css
-const BEYOND = 20; // rows above and below what is in sight
+const BEYOND = 40; // rows above and below what is in sight
 
 export class Outline {
   /** `acts` has toggle(module), pickModule(module) and pickNode(node). */
@@ -28,8 +28,9 @@ export class Outline {
     this.acts = acts;
     this.selected = new Set();
     this.element = make("div", "ortlab-outline");
-    this.element.addEventListener("scroll", () => this.#paint());
-    this.resized = new ResizeObserver(() => this.#paint());
+    this.made = [0, 0]; // the lines from and to which there are rows
+    this.element.addEventListener("scroll", () => this.#follow());
+    this.resized = new ResizeObserver(() => this.#follow());
     this.resized.observe(this.element);
   }
 
@@ -56,7 +57,8 @@ export class Outline {
     if (first >= 0 && (top < scrollTop + ROW || top + ROW > scrollTop + clientHeight)) {
       this.element.scrollTop = top - clientHeight / 2; // not the page, as scrollIntoView would
     }
-    this.#paint();
+    this.#follow();
+    for (const row of this.body.rows) row.classList.toggle("ortlab-selected", this.selected.has(row.dataset.id));
   }
 
   close() {
@@ -72,14 +74,24 @@ export class Outline {
     for (const node of row.nodes) this.lines.push({ id: `n${node}`, depth: row.depth + 1, node });
   }
 
-  /** Makes the rows that are in sight, and room for the others. */
-  #paint() {
-    if (!this.lines) return;
+  #inSight() {
     const { scrollTop, clientHeight } = this.element;
-    const from = Math.max(0, Math.floor(scrollTop / ROW) - BEYOND);
-    const to = Math.min(this.lines.length, Math.ceil((scrollTop + clientHeight) / ROW) + BEYOND);
+    return [Math.floor(scrollTop / ROW), Math.min(this.lines.length, Math.ceil((scrollTop + clientHeight) / ROW))];
+  }
+
+  /** Makes other rows only when the view comes to the end of those that are there. */
+  #follow() {
+    const [first, last] = this.lines ? this.#inSight() : [0, 0];
+    if (first < this.made[0] || last > this.made[1]) this.#paint();
+  }
+
+  /** Makes the rows in sight and those next to them, and room for the others. */
+  #paint() {
+    const [first, last] = this.#inSight();
+    const [from, to] = [Math.max(0, first - BEYOND), Math.min(this.lines.length, last + BEYOND)];
     const room = (rows) => make("tr", "ortlab-room", { style: `height: ${rows * ROW}px`, "aria-hidden": "true" });
     this.body.replaceChildren(room(from), ...this.lines.slice(from, to).map((line) => this.#row(line)), room(this.lines.length - to));
+    this.made = [from, to];
   }
 
   #row({ id, depth, module, node }) {
