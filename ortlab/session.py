@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ortlab.compat.doctor import Finding
     from ortlab.engines.base import LossFunction, Stepper
     from ortlab.graph.capture import Graphs, Overlay, Stage
+    from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
     from ortlab.runs import Run
     from ortlab.telemetry import Watched
@@ -154,12 +155,22 @@ class Session:
         self._measured.setdefault(module, {})["time"] = found.overlay
         return found
 
-    def graphs(self, model: nn.Module) -> Graphs:
+    def graphs(self, model: nn.Module, batch: Any = None) -> Graphs:
         """See `graphs` below."""
         from ortlab.graph.capture import capture
 
-        found = capture(model)
+        found = capture(model, batch)
         found.measured += self._measured.get(model, {}).values()
+        return found
+
+    def memory_plan(
+        self, model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
+    ) -> MemoryPlan:
+        """See `memory_plan` below."""
+        from ortlab.graph.memory import plan
+
+        found = plan(self.graphs(model, batch), model, optimizer=optimizer)
+        self._measured.setdefault(model, {})["memory"] = found.overlay
         return found
 
     def _check_free(self, model: nn.Module) -> None:
@@ -254,14 +265,25 @@ def models() -> Table[wrapping.ModelRow]:
     return session.wrapped.table()
 
 
-def graphs(model: nn.Module) -> Graphs:
+def graphs(model: nn.Module, batch: Any = None) -> Graphs:
     """The graphs that ORT made of the wrapped `model`, stage by stage; nothing is trained for it.
 
     ``graphs(model).gradient`` is one of them, ``graphs(model).diff("exported", "forward")`` what
-    became of the operators. What `profile` measured of the model goes with them. ValueError where
-    it is not wrapped in engine ort or not called yet.
+    became of the operators. What `profile` measured of the model goes with them. A model that was
+    not called yet is exported for `batch`: a dictionary, a tuple or a tensor. ValueError where it
+    is not wrapped in engine ort, or neither called nor given a batch.
     """
-    return session.graphs(model)
+    return session.graphs(model, batch)
+
+
+def memory_plan(model: nn.Module, batch: Any = None, *, optimizer: str = "adamw") -> MemoryPlan:
+    """What a training step of the wrapped `model` takes of memory, for any batch; nothing is run.
+
+    ``memory_plan(model).peak_bytes(batch=32, seq=256)`` is the peak, with parameters, gradients and
+    the state of the `optimizer` ("adamw" or "sgd"); ``.max_batch("16GiB", seq=256)`` the largest
+    batch that fits; ``.dims`` are the names of the sizes. `batch` is as in `graphs`.
+    """
+    return session.memory_plan(model, batch, optimizer=optimizer)
 
 
 def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:

@@ -285,6 +285,11 @@ class EngineSettings(Settings):
         source="JSON UseMemoryEfficientGradient",
         help="keep outputs rather than inputs for the backward pass where either will do",
     )
+    arena: bool = setting(
+        True,
+        source="SessionOptions.enable_cpu_mem_arena",
+        help="on a CPU keep freed memory for the next step; off takes only what %ort memory says",
+    )
     memory_level: int = setting(
         0,
         minimum=0,

@@ -582,6 +582,33 @@ def test_profile_tells_where_a_step_goes(ip: Typist) -> None:
 
 
 @needs_ort
+def test_memory_of_a_step(ip: Typist) -> None:
+    ip("model = Net()\n%ort wrap model --cache off\nx = torch.randn(3, 4)")
+    assert "give a batch for forward(x)" in ip.refused("%ort memory model")
+    ip("model(x)")
+    assert "for batch 3," in ip("%ort memory model")
+    assert "for batch 500," in ip("%ort memory model batch=500")
+    assert "with sgd" in ip("%ort memory model --optimizer sgd")
+    ip("plan = %ort memory model --budget 1MiB")
+    assert ip["plan"].peak_bytes() <= 2**20 < 1.05 * ip["plan"].peak_bytes()
+    assert "is the largest that fits into 1MiB" in ip("%ort memory model --budget 1MiB")
+    assert ip.completions("%ort memory ") == ["model"]
+    assert ip.completions("%ort memory model b") == ["batch="]
+    assert "did you mean 'batch'" in ip.refused("%ort memory model bach=3")
+    assert "type NAME=NUMBER" in ip.refused("%ort memory model batch=many")
+    assert "no size of memory" in ip.refused("%ort memory model --budget lots")
+    ip("other = Net()")
+    assert "wrap it" in ip.refused("%ort memory other")
+
+
+@needs_ort
+def test_a_batch_makes_the_graphs_of_a_new_model(ip: Typist) -> None:
+    ip("model = Net()\n%ort wrap model --cache off\nx = torch.randn(3, 4)")
+    assert "gradient" in ip("%ort graph model --batch x --stage gradient")
+    assert "does not fit forward" in ip.refused("y = x, x, x, x\n%ort graph model --batch y")
+
+
+@needs_ort
 def test_profile_refuses_in_a_line(ip: Typist) -> None:
     ip("model, other = Net(), Net()\n%ort wrap model --cache off\ndata = batches()")
     ip("x = torch.randn(3, 4)\nmodel(x).sum().backward()")

@@ -175,15 +175,18 @@ def open_session(
     """Makes the session of `manager`; returns the graph that it runs, or None where that is unsaid.
 
     With `optimized`, which an earlier session gave, that is run as it is: optimizing it takes most
-    of a session's time. It is given on CPU alone, and not with recompute plans, which the session
-    applies. `configure` is given ORT's session options, to change them.
+    of a session's time; not with recompute plans, which the session applies. The graph is told on
+    a CPU alone. `configure` is given ORT's session options, to change them.
     """
     runtime = manager._runtime_options
     planned = runtime.memory_optimizer_is_enabled()
     # ORT makes a session more, only to see what could be recomputed.
     manager._runtime_inspector.memory_ob._is_enabled = planned
-    changes = [] if configure is None else [configure]
-    if planned or manager._device.type != "cpu" or manager._debug_options.save_onnx_models.save:
+    changes: list[Callable[[Any], None]] = [
+        functools.partial(_with_arena, runtime.enable_cpu_mem_arena)
+    ]
+    changes += [] if configure is None else [configure]
+    if manager._device.type != "cpu" or manager._debug_options.save_onnx_models.save:
         with _session_options(manager, changes):
             manager._create_execution_agent()
         return None
@@ -214,6 +217,10 @@ def _as_it_is(options: Any) -> None:
     import onnxruntime
 
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+
+
+def _with_arena(on: bool, options: Any) -> None:
+    options.enable_cpu_mem_arena = on
 
 
 def _told_in(path: Path, options: Any) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from ortlab.engines.base import Batch, LossFunction
 from ortlab.settings import LOSSES, unknown_name
 
+_MOST_NAMES = 6
 _TARGETS = ("labels", "label", "target", "targets")
 
 _LOSS_FUNCTIONS: dict[str, LossFunction] = {
@@ -177,6 +178,13 @@ def arguments(module: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[st
         described = describe(batch).removeprefix("(").removesuffix(")")
         raise ValueError(f"the batch ({described}) does not fit forward: {mismatch}")
     return given, named
+
+
+def signature(module: nn.Module) -> str:
+    """What forward takes, for an error message: "forward(input_ids, attention_mask, ...)"."""
+    names = list(inspect.signature(module.forward).parameters)
+    more = ", ..." if len(names) > _MOST_NAMES else ""
+    return f"forward({', '.join(names[:_MOST_NAMES])}{more})"
 
 
 def _mismatch(module: nn.Module, arguments: list[Any], named: dict[str, Any]) -> str | None:

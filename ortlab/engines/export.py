@@ -37,6 +37,7 @@ class Export:
         self._module = module
         self.gradient = gradient
         self._name: str | None = None
+        self._executed: bytes | None = None
         self._optimized: bytes | None = None
         self._build_s = 0.0
         self.from_cache = False
@@ -163,7 +164,10 @@ class Export:
         manager = self.manager
         if self.gradient:
             self.checkpointing = recompute.replace_checkpointing(manager)
-        self._optimized = restoring.open_session(manager, optimized, configure=configure)
+        self._executed = restoring.open_session(manager, optimized, configure=configure)
+        # Recompute plans are the session's: what it made by them is no graph for another one.
+        planned = manager._runtime_options.memory_optimizer_is_enabled()
+        self._optimized = None if planned else self._executed
         self._check_outputs(manager._graph_transition_manager)
         if self.gradient:
             manager._gradient_accumulation_manager.initialize(
@@ -207,7 +211,7 @@ class Export:
     def stages(self) -> dict[str, onnx.ModelProto]:
         """What became of the export, by the names of `ortlab.graph.capture.STAGES`.
 
-        What the session runs is among it where the session told: on a CPU, without recompute plans.
+        What the session runs is among it where the session told, which is on a CPU.
         """
         manager = self.manager
         built = manager._onnx_models.optimized_model
@@ -218,8 +222,8 @@ class Export:
             "forward": restoring.forward_graph(manager),
             "gradient": built,
         }
-        if self._optimized is not None:
-            found["execution"] = onnx.load_model_from_string(self._optimized)
+        if self._executed is not None:
+            found["execution"] = onnx.load_model_from_string(self._executed)
         return found
 
     def without_dropout(self) -> Export:

@@ -194,6 +194,7 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.propagate_cast_ops_level = settings.cast_level
     options.propagate_cast_ops_allow = [op.strip() for op in settings.cast_ops.split(",") if op]
     options.use_memory_efficient_gradient = settings.memory_efficient_gradient
+    options.enable_cpu_mem_arena = settings.arena  # for `restoring.open_session`
     options.memory_optimization_level = type(options.memory_optimization_level)(
         settings.memory_level
     )

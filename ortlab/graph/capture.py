@@ -16,10 +16,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import onnx
+import torch
 from torch import nn
 
 from ortlab.compat.failures import module_path
+from ortlab.engines.base import Batch
+from ortlab.engines.batch import arguments, signature, tensors
+from ortlab.engines.execution import Execution
 from ortlab.engines.ortmodule import execution_of, is_wrapped
+from ortlab.engines.selfcheck import inputs_kept, undisturbed
 from ortlab.graph import STAGES
 from ortlab.settings import unknown_name
 from ortlab.tables import Column, Table
@@ -345,7 +350,7 @@ _COLUMNS: Final[tuple[Column[Stage], ...]] = (
 
 def _absent(name: str) -> str:
     if name == "execution":
-        return "ORT tells what it runs on a CPU, without recompute plans, after a call in training"
+        return "ORT tells what it runs on a CPU, after a call in training"
     if name == "eval":
         return "call the model once with a batch after model.eval(), under torch.no_grad()"
     return "call the model once with a batch, in training"
@@ -360,9 +365,10 @@ def _most(stage: Stage) -> str:
     return ", ".join(f"{count} {op}" for op, count in ops)
 
 
-def capture(model: nn.Module) -> Graphs:
+def capture(model: nn.Module, batch: Batch | None = None) -> Graphs:
     """The stages of the exports that the wrapped `model` used last, for training and evaluation.
 
+    With a `batch` those that serve it, made now where there are none; the model stays as it is.
     ValueError where it is not wrapped in engine ort, has not been called yet, or runs in torch.
     """
     if not is_wrapped(model):
@@ -371,6 +377,8 @@ def capture(model: nn.Module) -> Graphs:
         )
     execution = execution_of(model)
     name = type(execution.module).__name__
+    if batch is not None:
+        _export(execution, batch)
     if (reason := execution.report().fallback_reason) is not None:
         raise ValueError(f"{name} runs in torch and has no graph: {reason}")
     modules = frozenset(n for n, _ in execution.module.named_modules(remove_duplicate=False))
@@ -382,7 +390,8 @@ def capture(model: nn.Module) -> Graphs:
             found[stage] = Stage(stage, graph, modules, trained)
             sizes[stage] = found[stage].sizes(export.input_shapes())
     if not found:
-        raise ValueError(f"{name} has no graph yet; call it once with a batch")
+        takes = signature(execution.module)
+        raise ValueError(f"{name} has no graph yet; call it once, or give a batch for {takes}")
     ordered = {stage: found[stage] for stage in STAGES if stage in found}
     # Where training and evaluation had different batches, it is training's that counts.
     last = {dim: size for stage in reversed(ordered) for dim, size in sizes[stage].items()}
@@ -397,6 +406,15 @@ def _tensors(values: Iterable[onnx.ValueInfoProto]) -> dict[str, tuple[int, tupl
             sizes = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
             found[value.name] = (tensor.elem_type, sizes)
     return found
+
+
+def _export(execution: Execution, batch: Batch) -> None:
+    """Exports the model for `batch`, where no export serves it yet."""
+    module = execution.module
+    args, kwargs = arguments(module, batch)
+    kept = inputs_kept(tensors([args, kwargs]))
+    with kept, undisturbed(module), torch.set_grad_enabled(module.training):
+        execution.export_for(args, kwargs)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

@@ -229,8 +229,28 @@ COMMANDS = {
             "With --stage the operators of one, with --since too what became of those of another.",
             (Positional("model", "wrapped", "a wrapped model"),),
             extra=(
+                Option(
+                    "--batch", "what the model is exported for, if it was not called", kind="batch"
+                ),
                 Option("--stage", f"one of {', '.join(STAGES)}", choices=tuple(STAGES)),
                 Option("--since", "the stage to compare it with", choices=tuple(STAGES)),
+            ),
+        ),
+        Command(
+            "memory",
+            "Show what a training step of a model takes of memory, for any batch; nothing is run.",
+            "A size is NAME=NUMBER (batch=32 seq=256); those left out are the last call's. With "
+            "--budget the largest batch that fits.",
+            (
+                Positional("model", "wrapped", "a wrapped model"),
+                Positional("sizes", "size", "NAME=NUMBER: a size, as in batch=32", "*"),
+            ),
+            extra=(
+                Option("--budget", "memory that there is, as in 16GiB"),
+                Option(
+                    "--batch", "what the model is exported for, if it was not called", kind="batch"
+                ),
+                Option("--optimizer", "whose state counts", choices=("adamw", "sgd")),
             ),
         ),
         Command(

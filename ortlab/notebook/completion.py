@@ -30,6 +30,14 @@ class Names:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
 
+    def sizes(self, model: str) -> list[str]:
+        """The beginnings of sizes that a batch of the wrapped model of this name has: "batch="."""
+        try:
+            found = session.memory_plan(self._shell.user_ns[model]).dims
+        except (KeyError, ValueError):  # nothing is offered for what has no graph yet
+            return []
+        return [f"{dim}=" for dim in found]
+
     def of(self, kind: str) -> list[str]:
         """The names of every `kind`: model, wrapped, loader, batch, loss or run."""
         if kind == "run":
@@ -130,6 +138,8 @@ def _words(command: Command, words: list[str], names: Names) -> Iterable[str]:
     at = min(len(before), len(places) - 1) if many else len(before)
     if at >= len(places):
         return ()
+    if places[at].kind == "size":
+        return names.sizes(before[0])
     offered = places[at].choices or names.of(places[at].kind)
     return (name for name in offered if name not in before)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ortlab.compat.doctor import Finding
     from ortlab.graph.capture import Graphs, Stage
+    from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
     from ortlab.notebook.charts import Live
     from ortlab.runs import Run
@@ -167,17 +168,34 @@ class OrtMagics(Magics):
         )
 
     def _graph(self, given: Given) -> Graphs | Stage | Table[tuple[str, int, int]]:
-        found = graphs(model_called(given.words["model"], self._ip.user_ns))
+        model = model_called(given.words["model"], self._ip.user_ns)
+        with _progress():
+            found = graphs(model, self._batch(given))
         stage, since = given.words["stage"], given.words["since"]
         if since is not None:
             return found.diff(since, stage or "execution")
         return found if stage is None else found.stage(stage)
 
-    def _profile(self, given: Given) -> Profile:
-        model, name = model_called(given.words["model"], self._ip.user_ns), given.words["batch"]
-        batch = None if name is None else self._value("batch", name)
+    def _memory(self, given: Given) -> MemoryPlan:
+        model = model_called(given.words["model"], self._ip.user_ns)
+        optimizer = given.words["optimizer"] or "adamw"
         with _progress():
-            return session.profile(model, batch, **given.settings)
+            plan = session.memory_plan(model, self._batch(given), optimizer=optimizer)
+        sizes = dict(map(_size, given.words["sizes"]))
+        if given.words["budget"] is not None:
+            most = plan.at(**sizes).max_batch(given.words["budget"])
+            print(f"batch={most} is the largest that fits into {given.words['budget']}")
+            sizes["batch"] = most
+        return plan.at(**sizes)
+
+    def _profile(self, given: Given) -> Profile:
+        model = model_called(given.words["model"], self._ip.user_ns)
+        with _progress():
+            return session.profile(model, self._batch(given), **given.settings)
+
+    def _batch(self, given: Given) -> object | None:
+        name = given.words["batch"]
+        return None if name is None else self._value("batch", name)
 
     def _runs(self, given: Given) -> Table[Run]:  # noqa: ARG002
         return session.table_of_runs()
@@ -230,6 +248,14 @@ def _compiled(tree: ast.Module | ast.Expression, shell: InteractiveShell, name: 
     mode = "exec" if isinstance(tree, ast.Module) else "eval"
     code: CodeType = compile(tree, name, mode, flags=shell.compile.flags, dont_inherit=True)
     return code
+
+
+def _size(word: str) -> tuple[str, int]:
+    """A size as it is typed: batch=32."""
+    name, _, number = word.partition("=")
+    if not name or not number.isdecimal():
+        raise UsageError(f"%ort memory: {word!r} is no size; type NAME=NUMBER, as in batch=32")
+    return name, int(number)
 
 
 def _say(report: CellReport, settings: EngineSettings) -> None:

@@ -42,7 +42,15 @@ def capture(model: nn.Module) -> None:
         len(stage.gradients)
 
 
-MEASURES: Mapping[str, Callable[[nn.Module], object]] = {"capture": capture}
+def plan_memory(model: nn.Module) -> None:
+    """With the capture: lifetimes, and the peak for a batch."""
+    ortlab.memory_plan(model).peak_bytes(batch=64)
+
+
+MEASURES: Mapping[str, Callable[[nn.Module], object]] = {
+    "capture": capture,
+    "memory plan": plan_memory,
+}
 """What is done with a model, by name; each gets a column."""
 
 

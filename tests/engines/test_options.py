@@ -8,6 +8,9 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
+import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -222,6 +225,31 @@ def test_cast_propagation(more_casts: dict[str, Any], fewer_casts: dict[str, Any
     _, more = trained(Halves(), x, half=True, **more_casts)
     _, fewer = trained(Halves(), x, half=True, **fewer_casts)
     assert gradient_ops(more)["Cast"] > gradient_ops(fewer)["Cast"]
+
+
+def test_arena() -> None:
+    """The process gives back what a step took but the batch, 16 MiB, or keeps it."""
+    assert _kept_bytes(arena=False) < 24 * 2**20 < _kept_bytes(arena=True)
+
+
+def _kept_bytes(*, arena: bool) -> int:
+    """What the process has more after a step than before, of 64 MiB that a step takes."""
+    code = f"""
+        import ctypes, os, torch
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # what is freed is given back at once
+        import ortlab
+        model = ortlab.wrap(torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(4)),
+                            torch.nn.Linear(64, 1)), arena={arena}, cache=False)
+        pages = lambda: int(open("/proc/self/statm").read().split()[1])
+        model(torch.ones(8, 64)).sum().backward()
+        model(torch.ones(16, 64)).sum().backward()
+        before = pages()
+        model(torch.ones(1 << 16, 64)).sum().backward()
+        print((pages() - before) * os.sysconf("SC_PAGESIZE"))
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return int(done.stdout.splitlines()[-1])
 
 
 def test_memory_efficient_gradient() -> None:

@@ -1,0 +1,466 @@
+"""What a training step takes of memory, read from its graph before it is run.
+
+A tensor is there from the node that computes it to the last one that reads it, in the order in
+which ORT's session runs them; views share the storage that they look at. That is how ORT's planner
+allocates in training, where it reuses no buffers
+(onnxruntime/core/framework/allocation_planner.cc). What an arena keeps beyond that is not in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import onnx
+from torch import nn
+
+from ortlab.graph import timeline
+from ortlab.graph.capture import Graphs, Node, Overlay, Stage
+from ortlab.settings import unknown_name
+from ortlab.tables import Column, Table
+
+KINDS: Final = ("parameter", "optimizer state", "batch", "activation", "gradient", "workspace")
+"""What tensors are for. Workspace is what a kernel takes for itself while it runs."""
+LARGEST = 10
+_IDLE = ("parameter", "optimizer state", "batch")
+_MARGIN = 0.01
+"""What `max_batch` leaves free: predictions are 0.2% below what was measured at most times."""
+_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
+_HOLD_SIZES = frozenset({"Shape", "Size", "com.microsoft.ConcatTraining"})
+"""Operators whose last output is sizes."""
+_YIELD = "com.microsoft.YieldOp"
+_WORKSPACE: Final[Mapping[str, tuple[int, str, int]]] = {
+    "com.microsoft.LayerNormalizationGrad": (4, "input", 1),
+    "com.microsoft.SimplifiedLayerNormalizationGrad": (4, "input", 1),
+    "com.microsoft.BiasGelu": (1, "output", 0),
+    "com.microsoft.BiasGeluGrad_dX": (1, "output", 0),
+}
+"""How many times which input or output of its own a CPU kernel allocates beside its results.
+
+From ORT's orttraining/training_ops/cpu/nn/layer_norm.cc and activation/bias_gelu_helper of 1.19.
+"""
+_STATE: Final = {"adamw": 2, "sgd": 0}
+"""Copies of a trained parameter that an optimizer of `ortlab.settings` keeps."""
+_TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+_TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds")
+_DIM = re.compile(r"(.+)_dim(\d+)")
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Storage that a step allocates, under the name of the tensor that it was allocated for.
+
+    It is there while nodes ``born`` to ``dies`` run; the node after the last is the optimizer's
+    step. ``size_of`` is the tensor whose shape it has, which is another one for a workspace and
+    where the graph does not tell its own; ``times`` is how often that is taken.
+    """
+
+    name: str
+    kind: str
+    module: str
+    node: str
+    born: int
+    dies: int
+    size_of: str
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor and its bytes, for given sizes."""
+
+    tensor: Tensor
+    size_bytes: int
+
+
+class MemoryPlan:
+    """Memory of one training step of a model: forward, backward and the optimizer's step.
+
+    Sizes are given by keyword under the names in `dims`; those that are left out are the last
+    call's. All figures are bytes, and leave out Python, the libraries and the memory that an arena
+    keeps. The outputs of the model count as held until the step ends, as in
+    ``outputs = model(**batch)``.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        sizes: Mapping[str, int],
+        *,
+        optimizer: str = "adamw",
+        encoder_decoder: bool = False,
+    ) -> None:
+        if optimizer not in _STATE:
+            raise ValueError(f"optimizer={optimizer!r}: {unknown_name(optimizer, _STATE)}")
+        self.stage = stage
+        self.optimizer = optimizer
+        self._names = _dims(stage, encoder_decoder=encoder_decoder)
+        self._last = dict(sizes)
+        self.tensors = tuple(_lifetimes(stage, optimizer))
+        self._born = np.array([tensor.born for tensor in self.tensors])
+        self._dies = np.array([tensor.dies for tensor in self.tensors])
+
+    @property
+    def dims(self) -> dict[str, int | None]:
+        """The sizes that a batch decides, by name, and what they were in the last call."""
+        return {
+            name: next((self._last[dim] for dim in dims if dim in self._last), None)
+            for name, dims in self._names.items()
+        }
+
+    @property
+    def unsized(self) -> tuple[str, ...]:
+        """Tensors whose size the graph does not tell; they count as nothing.
+
+        Those that hold sizes themselves are not among them: they are a few numbers each.
+        """
+        sizes = dict.fromkeys(self.stage.dims, 2)
+        hold_sizes = {n.outputs[-1] for n in self.stage.nodes if n.op in _HOLD_SIZES}
+        return tuple(
+            tensor.name
+            for tensor in self.tensors
+            if tensor.name not in hold_sizes and self.stage.bytes_of(tensor.size_of, sizes) is None
+        )
+
+    def at(self, **sizes: int) -> MemoryPlan:
+        """The plan for these sizes: what it shows, and what is taken where a size is left out."""
+        found = copy.copy(self)
+        found._last = self._known(sizes)
+        return found
+
+    def peak_bytes(self, **sizes: int) -> int:
+        """The most that is there at once, with parameters, optimizer state and the batch.
+
+        ValueError names a size that is missing or unknown.
+        """
+        return int(self._curve(self._bytes(sizes)).max())
+
+    def idle_bytes(self, **sizes: int) -> int:
+        """Between steps: parameters, buffers, optimizer state, the batch that ORTModule keeps."""
+        found = zip(self.tensors, self._bytes(sizes), strict=True)
+        return int(sum(size for tensor, size in found if tensor.kind in _IDLE))
+
+    def step_bytes(self, **sizes: int) -> int:
+        """What a step takes at its peak beyond `idle_bytes`."""
+        return self.peak_bytes(**sizes) - self.idle_bytes(**sizes)
+
+    def curve(self, **sizes: int) -> np.ndarray:
+        """Bytes while each node runs, in their order, and in the end while the optimizer steps."""
+        return self._curve(self._bytes(sizes))
+
+    def peak_node(self, **sizes: int) -> Node | None:
+        """The node that runs when most is there; None for the optimizer's step."""
+        at = int(self.curve(**sizes).argmax())
+        return self.stage.nodes[at] if at < len(self.stage.nodes) else None
+
+    def at_peak(self, **sizes: int) -> list[Held]:
+        """What is there at the peak, the largest first."""
+        found = self._bytes(sizes)
+        at = self._curve(found).argmax()
+        held = [
+            Held(tensor, int(size))
+            for tensor, size in zip(self.tensors, found, strict=True)
+            if tensor.born <= at <= tensor.dies and size
+        ]
+        return sorted(held, key=lambda each: -each.size_bytes)
+
+    def max_batch(self, budget: int | str, *, dim: str = "batch", **sizes: int) -> int:
+        """The largest batch whose peak is within `budget`: bytes, or text such as "16GiB".
+
+        A hundredth of the budget is left free. `dim` is the size that is looked for. ValueError
+        says what the smallest takes where not even that fits.
+        """
+        limit = parse_bytes(budget)
+        if dim not in self._names:
+            raise ValueError(f"dim={dim!r}: {unknown_name(dim, self._names)}")
+
+        def fits(size: int) -> bool:
+            return self.peak_bytes(**{**sizes, dim: size}) <= limit * (1 - _MARGIN)
+
+        if not fits(1):
+            least = self.peak_bytes(**{**sizes, dim: 1})
+            raise ValueError(
+                f"{dim} 1 takes {memory(least)}, more than {memory(limit)}; between steps "
+                f"{memory(self.idle_bytes(**{**sizes, dim: 1}))} of it is there"
+            )
+        most = 1
+        while fits(2 * most):
+            most *= 2
+            if most > 2**40:
+                raise ValueError(f"{dim} does not change what the step takes")
+        step = most // 2
+        while step:
+            most += step if fits(most + step) else 0
+            step //= 2
+        return most
+
+    def overlay(self, stage: Stage) -> Overlay:
+        """Bytes that each node's results take, as far as a stage has the node, for the last sizes.
+
+        Results that are views take none.
+        """
+        names = {node.name for node in stage.nodes}
+        figures: dict[str, float] = defaultdict(float)
+        for tensor, size in zip(self.tensors, self._bytes({}), strict=True):
+            if tensor.node in names:
+                figures[tensor.node] += float(size)
+        return Overlay("memory", "bytes", dict(figures))
+
+    def table(self, **sizes: int) -> Table[Held]:
+        """The ten largest tensors at the peak; the notes tell the peak, where it is and of what."""
+        held = self.at_peak(**sizes)
+        return Table(held[:LARGEST], _COLUMNS, notes=self._notes(held, sizes))
+
+    def picture(self, **sizes: int) -> str:
+        """The step as an SVG: tensors stacked, over the nodes in their order; hover names one."""
+        found = self._bytes(sizes)
+        nodes = self.stage.nodes
+        split = next((i for i, n in enumerate(nodes) if n.phase == "backward"), len(nodes))
+        return timeline.svg(
+            [
+                timeline.Area(t.name, t.kind, t.module, t.born, t.dies, int(size))
+                for t, size in zip(self.tensors, found, strict=True)
+                if size
+            ],
+            length=len(nodes) + 1,
+            phases=(("forward", 0), ("backward", split), ("", len(nodes))),
+            kinds=KINDS,
+        )
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return f"{self.picture()}{self.table()._repr_html_()}"
+
+    def _notes(self, held: Sequence[Held], sizes: Mapping[str, int]) -> list[str]:
+        known = {**self.dims, **sizes}
+        at = ", ".join(f"{name} {size}" for name, size in known.items())
+        node = self.peak_node(**sizes)
+        where = "in the optimizer's step" if node is None else f"at {node.op} of {_place(node)}"
+        kinds = {
+            kind: sum(each.size_bytes for each in held if each.tensor.kind == kind)
+            for kind in KINDS
+        }
+        parts = ", ".join(f"{kind} {memory(size)}" for kind, size in kinds.items() if size)
+        notes = [
+            f"peak {memory(sum(each.size_bytes for each in held))} for {at}, {where}",
+            f"at the peak: {parts}",
+            f"between steps {memory(self.idle_bytes(**sizes))} with {self.optimizer}; Python, "
+            "libraries and what ORT's arena keeps (--arena off: nothing) come on top",
+        ]
+        if unsized := self.unsized:
+            some = ", ".join(unsized[:3])
+            notes.append(f"{len(unsized)} tensors of unknown size are left out: {some}")
+        return notes
+
+    def _bytes(self, sizes: Mapping[str, int]) -> np.ndarray:
+        """Of each tensor."""
+        given = self._sizes(sizes)
+        known: dict[tuple[int, tuple[int | str, ...]], int] = {}
+        return np.array([self._size(tensor, given, known) for tensor in self.tensors])
+
+    def _size(
+        self,
+        tensor: Tensor,
+        sizes: Mapping[str, int],
+        known: dict[tuple[int, tuple[int | str, ...]], int],
+    ) -> int:
+        shape = self.stage.tensors.get(tensor.size_of)
+        if shape is None:
+            return 0
+        if shape not in known:
+            known[shape] = self.stage.bytes_of(tensor.size_of, sizes) or 0
+        return tensor.times * known[shape]
+
+    def _sizes(self, given: Mapping[str, int]) -> dict[str, int]:
+        """By ORT's names, all of them; ValueError names one that is missing."""
+        found = self._known(given)
+        missing = [
+            name for name, dims in self._names.items() if any(dim not in found for dim in dims)
+        ]
+        if missing:
+            raise ValueError(f"give the sizes {', '.join(missing)}")
+        return found
+
+    def _known(self, given: Mapping[str, int]) -> dict[str, int]:
+        """By ORT's names, as far as they are known."""
+        found = dict(self._last)
+        for name, size in given.items():
+            if name not in self._names:
+                raise ValueError(f"no size {name!r}: {unknown_name(name, self._names)}")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r} is no size; give a whole number above 0")
+            found |= dict.fromkeys(self._names[name], size)
+        return found
+
+    def _curve(self, found: np.ndarray) -> np.ndarray:
+        change = np.zeros(len(self.stage.nodes) + 2, dtype=np.int64)
+        np.add.at(change, self._born, found)
+        np.subtract.at(change, self._dies + 1, found)
+        return change.cumsum()[:-1]
+
+
+def plan(graphs: Graphs, model: nn.Module, *, optimizer: str = "adamw") -> MemoryPlan:
+    """The plan of `model`, whose `graphs` these are, for the session's graph.
+
+    Where ORT did not tell that, for the one with the gradient, which is a little larger.
+    """
+    stage = graphs.stages.get("execution") or graphs.gradient
+    both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return MemoryPlan(stage, graphs.sizes, optimizer=optimizer, encoder_decoder=both)
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a number, or of text with a unit: "16GiB", "500 MB"; ValueError shows the form."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
+        raise ValueError(f"{size!r} is no size of memory; give bytes or such as 16GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def memory(size_bytes: float) -> str:
+    """Bytes in GiB or MiB."""
+    gib = size_bytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{size_bytes / 2**20:.1f} MiB"
+
+
+# ---- lifetimes -----------------------------------------------------------------------------------
+
+
+def _lifetimes(stage: Stage, optimizer: str) -> Iterator[Tensor]:
+    nodes = stage.nodes
+    end = len(nodes)
+    storage = _storage(nodes)
+    last = _last_uses(stage, storage, end)
+    views: dict[str, list[str]] = defaultdict(list)
+    for view, looked_at in storage.items():
+        views[looked_at].append(view)
+    for name, tensor in stage.parameters.items():
+        yield Tensor(name, "parameter", _owner(name), "", 0, end, tensor)
+        if name in stage.parameter_gradients and _STATE[optimizer]:
+            copies = _STATE[optimizer]
+            yield Tensor(name, "optimizer state", _owner(name), "", 0, end, tensor, copies)
+    held = set(stage.parameters.values())
+    for value in stage.model.graph.input:
+        if value.name not in held:
+            yield Tensor(value.name, "batch", "", "", 0, end, value.name)
+    for at, node in enumerate(nodes):
+        # torch makes the gradients that ORT's yield gives when backward begins.
+        born = at + 1 if node.op == _YIELD else at
+        for name in node.outputs:
+            if name and name not in storage:
+                dies = max(last.get(name, born), born)
+                kind = "activation" if _is_activation(node) else "gradient"
+                size_of = _sized_like(stage, name, views[name])
+                yield Tensor(name, kind, node.module, node.name, born, dies, size_of)
+        if node.op in _WORKSPACE:
+            times, side, place = _WORKSPACE[node.op]
+            like = (node.inputs if side == "input" else node.outputs)[place]
+            size_of = _sized_like(stage, like, views[like])
+            yield Tensor(node.name, "workspace", node.module, node.name, at, at, size_of, times)
+
+
+def _is_activation(node: Node) -> bool:
+    return (node.phase == "forward" and node.op != _YIELD) or node.name.endswith("_recompute")
+
+
+def _storage(nodes: Sequence[Node]) -> dict[str, str]:
+    """For each view, the tensor whose storage it looks at.
+
+    What goes first to the yield, and with it to torch, is a copy.
+    """
+    readers: dict[str, str] = {}
+    for node in nodes:
+        for name in node.inputs:
+            readers.setdefault(name, node.op)
+    found: dict[str, str] = {}
+    for node in nodes:
+        if node.op in _VIEWS and readers.get(node.outputs[0]) != _YIELD:
+            found[node.outputs[0]] = found.get(node.inputs[0], node.inputs[0])
+    return found
+
+
+def _last_uses(stage: Stage, storage: Mapping[str, str], end: int) -> dict[str, int]:
+    """The last node that reads each tensor or a view of it.
+
+    What the graph gives and what forward gave its caller is there until the step ends.
+    """
+    found: dict[str, int] = {}
+    for at, node in enumerate(stage.nodes):
+        for name in node.inputs:
+            found[storage.get(name, name)] = (
+                end if node.op == _YIELD else max(at, found.get(storage.get(name, name), 0))
+            )
+    for value in stage.model.graph.output:
+        found[storage.get(value.name, value.name)] = end
+    return found
+
+
+def _sized_like(stage: Stage, name: str, views: Sequence[str]) -> str:
+    """The tensor that tells its size: a view, what it is a gradient of or computed once more."""
+    likes = (name, *views, name.removesuffix("_grad"), name.removesuffix("_recompute"))
+    return next((like for like in likes if like in stage.tensors), name)
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _place(node: Node) -> str:
+    return node.module or node.name
+
+
+# ---- names of sizes ------------------------------------------------------------------------------
+
+
+def _dims(stage: Stage, *, encoder_decoder: bool) -> dict[str, tuple[str, ...]]:
+    """What users call the sizes, and ORT's names for each.
+
+    The first of every input is the batch. The second of text is its length, the source's or the
+    target's where a model has both. Others of whole numbers keep ORT's name; those of fractions
+    are features, which the weights decide.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    for dim in stage.dims:
+        match = _DIM.fullmatch(dim)
+        name, place = (match[1], int(match[2])) if match else (dim, -1)
+        if place == 0:
+            found["batch"].append(dim)
+        elif place == 1 and name in (*_TEXT, *_TARGETS):
+            length = "target" if name in _TARGETS else "source"
+            found[length if encoder_decoder else "seq"].append(dim)
+        elif not _is_fraction(stage, name):
+            found[dim].append(dim)
+    return {name: tuple(dims) for name, dims in found.items()}
+
+
+def _is_fraction(stage: Stage, name: str) -> bool:
+    kind = stage.tensors.get(name, (onnx.TensorProto.INT64, ()))[0]
+    return kind not in (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL)
+
+
+_COLUMNS: Final[tuple[Column[Held], ...]] = (
+    Column("tensor", lambda held: held.tensor.name),
+    Column("kind", lambda held: held.tensor.kind),
+    Column("module", lambda held: held.tensor.module),
+    Column("size", lambda held: memory(held.size_bytes), number=True),
+)

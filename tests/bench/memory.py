@@ -1,0 +1,310 @@
+"""Memory that a step was predicted to take, beside what it took: python -m tests.bench.memory
+
+Each line is of a process of its own. The plan is made after a step with a quarter of the sizes; the
+peak is the process's while a step runs, less what it has with weights and optimizer state loaded,
+without an arena. malloc is told to give back what is freed, which the figures would hide otherwise.
+The bar: within 5%, within 10% where recompute plans are on. `--budget` finds the largest batch of
+three models for some memory, and runs that one and 1.1 times as much: the bar is that the first
+stays within it and the second does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import ortlab
+
+BAR, BAR_PLANNED = 0.05, 0.10
+BUDGET_BYTES = 600 * 2**20
+"""Beyond what the process has before the model is made."""
+_WORDS = 8000
+_M_MMAP_THRESHOLD = -3
+_SMALL = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of some size and what it is trained on; ``plans`` are recompute plans."""
+
+    kind: str
+    width: int
+    layers: int
+    sizes: Mapping[str, int]
+    plans: tuple[str, ...] = ()
+
+
+CASES = (
+    Case("mlp", 512, 4, {"batch": 8192}),
+    Case("mlp", 1024, 4, {"batch": 8192}),
+    Case("mlp", 512, 12, {"batch": 6000}),
+    Case("bert", 256, 6, {"batch": 16, "seq": 256}),
+    Case("bert", 512, 4, {"batch": 8, "seq": 256}),
+    Case("bert", 128, 8, {"batch": 32, "seq": 128}),
+    Case("gpt2", 256, 4, {"batch": 8, "seq": 256}),
+    Case("gpt2", 384, 4, {"batch": 8, "seq": 192}),
+    Case("gpt2", 128, 6, {"batch": 16, "seq": 256}),
+    Case("t5", 256, 3, {"batch": 16, "source": 192, "target": 64}),
+    Case("t5", 384, 3, {"batch": 8, "source": 192, "target": 128}),
+    Case("t5", 128, 5, {"batch": 16, "source": 256, "target": 128}),
+    Case("vit", 256, 6, {"batch": 24}),
+    Case("vit", 384, 4, {"batch": 24}),
+    Case("vit", 192, 8, {"batch": 32}),
+    Case("llama", 256, 4, {"batch": 8, "seq": 256}),
+    Case("llama", 384, 4, {"batch": 8, "seq": 192}),
+    Case("llama", 128, 6, {"batch": 16, "seq": 256}),
+    Case("bert", 256, 6, {"batch": 16, "seq": 256}, ("BiasGelu+:1:-1",)),
+    Case(
+        "bert",
+        256,
+        6,
+        {"batch": 16, "seq": 256},
+        (
+            "BiasGelu+:1:-1",
+            "FusedMatMul+Add+Reshape+Transpose+:1:-1",
+            "MatMul+Reshape+Transpose+Reshape+:1:-1",
+            "LayerNormalization+:1:-1",
+            "Add+:1:-1",
+        ),
+    ),
+    Case("gpt2", 256, 4, {"batch": 8, "seq": 256}, ("FastGelu+Reshape+:1:-1", "Add+:1:-1")),
+)
+BUDGETED = (CASES[0], CASES[3], CASES[9])
+
+
+class _Mlp(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        parts: list[nn.Module] = []
+        for _ in range(layers):
+            parts += [nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Dropout(0.1)]
+        self.net = nn.Sequential(*parts, nn.Linear(width, 10))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.net(x), labels)}
+
+
+def _model(case: Case) -> nn.Module:
+    width, layers = case.width, case.layers
+    heads = max(1, width // 64)
+    match case.kind:
+        case "mlp":
+            return _Mlp(width, layers)
+        case "bert":
+            return transformers.BertForSequenceClassification(
+                transformers.BertConfig(
+                    vocab_size=_WORDS,
+                    hidden_size=width,
+                    num_hidden_layers=layers,
+                    num_attention_heads=heads,
+                    intermediate_size=4 * width,
+                )
+            )
+        case "gpt2":
+            config = transformers.GPT2Config(
+                vocab_size=_WORDS, n_embd=width, n_layer=layers, n_head=heads
+            )
+            return transformers.GPT2LMHeadModel(config)
+        case "t5":
+            return transformers.T5ForConditionalGeneration(
+                transformers.T5Config(
+                    vocab_size=_WORDS,
+                    d_model=width,
+                    d_ff=4 * width,
+                    d_kv=64,
+                    num_layers=layers,
+                    num_heads=heads,
+                    decoder_start_token_id=0,
+                )
+            )
+        case "vit":
+            return transformers.ViTForImageClassification(
+                transformers.ViTConfig(
+                    hidden_size=width,
+                    num_hidden_layers=layers,
+                    num_attention_heads=heads,
+                    intermediate_size=4 * width,
+                    num_labels=10,
+                )
+            )
+        case "llama":
+            return transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(
+                    vocab_size=_WORDS,
+                    hidden_size=width,
+                    num_hidden_layers=layers,
+                    num_attention_heads=heads,
+                    num_key_value_heads=max(1, heads // 2),
+                    intermediate_size=3 * width,
+                )
+            )
+    raise ValueError(case.kind)
+
+
+def _batch(case: Case, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    rows = sizes["batch"]
+    if case.kind == "mlp":
+        return {"x": torch.randn(rows, case.width), "labels": torch.randint(0, 10, (rows,))}
+    if case.kind == "vit":
+        return {
+            "pixel_values": torch.randn(rows, 3, 224, 224),
+            "labels": torch.randint(0, 10, (rows,)),
+        }
+    length = sizes["source" if case.kind == "t5" else "seq"]
+    ids = torch.randint(0, _WORDS, (rows, length))
+    labels = ids
+    if case.kind == "bert":
+        labels = torch.arange(rows) % 2
+    elif case.kind == "t5":
+        labels = torch.randint(0, _WORDS, (rows, sizes["target"]))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+class _Training:
+    """A wrapped model and its optimizer, in this process."""
+
+    def __init__(self, case: Case, folder: str) -> None:
+        torch.manual_seed(0)
+        self.case = case
+        settings: dict[str, Any] = {"arena": False, "cache": False}
+        if case.plans:
+            plans = Path(folder, "plans.json")
+            plans.write_text(json.dumps(case.plans), encoding="utf-8")
+            settings["memory_plans"] = str(plans)
+        model = _model(case).train()
+        self.model = ortlab.wrap(model, **settings)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        self.step(_batch(case, {name: max(2, size // _SMALL) for name, size in case.sizes.items()}))
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> None:
+        outputs = self.model(**batch)
+        outputs["loss"].backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def measure(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Bytes of the process when idle, and at its peak in a step with a batch of these sizes."""
+        self.step(_batch(self.case, sizes))  # an export may have its shapes checked
+        self.step(_batch(self.case, sizes))
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        idle = _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        self.step(_batch(self.case, sizes))
+        return idle, _resident("VmHWM")
+
+
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+def _child(case: Case, budget: int | None) -> dict[str, float]:
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    with tempfile.TemporaryDirectory() as folder:
+        if budget is not None:
+            return _at_the_limit(case, folder, budget)
+        training = _Training(case, folder)
+        plan = ortlab.memory_plan(training.model)
+        predicted = plan.step_bytes(**case.sizes)
+        idle, peak = training.measure(case.sizes)
+        return {"predicted": predicted, "measured": peak - idle}
+
+
+def _at_the_limit(case: Case, folder: str, budget: int) -> dict[str, float]:
+    """The largest batch by the plan, what that takes with the model, and what 1.1 times it does."""
+    training = _Training(case, folder)
+    plan = ortlab.memory_plan(training.model)
+    others = {name: size for name, size in case.sizes.items() if name != "batch"}
+    most = plan.max_batch(budget, **others)
+    more = math.ceil(1.1 * most)
+    found = {"batch": float(most), "more": float(more)}
+    for name, batch in (("taken", most), ("taken_by_more", more)):
+        idle, peak = training.measure({**others, "batch": batch})
+        found[name] = plan.idle_bytes(**others, batch=batch) + peak - idle
+    return found
+
+
+def _run(number: int, budget: int | None) -> dict[str, float]:
+    words = [sys.executable, "-m", "tests.bench.memory", "--child", str(number)]
+    words += [] if budget is None else ["--limit", str(budget)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def predicted_and_measured(case: Case) -> tuple[float, float]:
+    """Bytes of one step, in a fresh process."""
+    found = _run(CASES.index(case), None)
+    return found["predicted"], found["measured"]
+
+
+def limits(case: Case, budget: int = BUDGET_BYTES) -> dict[str, float]:
+    """What `max_batch` promised for `budget` bytes and what was taken, in a fresh process."""
+    return _run(CASES.index(case), budget)
+
+
+def _predictions(cases: Sequence[Case]) -> bool:
+    """Prints a line for each; whether all are within the bar."""
+    met = True
+    for case in cases:
+        predicted, measured = predicted_and_measured(case)
+        off = predicted / measured - 1
+        within = abs(off) <= (BAR_PLANNED if case.plans else BAR)
+        met &= within
+        sizes = ", ".join(f"{name} {size}" for name, size in case.sizes.items())
+        name = f"{case.kind} {case.layers} x {case.width}, {sizes}"
+        plans = f", {len(case.plans)} recompute plans" if case.plans else ""
+        print(
+            f"{name}{plans}: predicted {predicted / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, "
+            f"{off:+.1%} {'' if within else 'MISSED'}",
+            flush=True,
+        )
+    return met
+
+
+def _limits() -> bool:
+    met = True
+    for case in BUDGETED:
+        found = limits(case)
+        within = found["taken"] <= BUDGET_BYTES < found["taken_by_more"]
+        met &= within
+        print(
+            f"{case.kind} {case.layers} x {case.width}: batch {found['batch']:.0f} fits into "
+            f"{BUDGET_BYTES / 2**20:.0f} MiB and took {found['taken'] / 2**20:.1f}; "
+            f"{found['more']:.0f} took {found['taken_by_more'] / 2**20:.1f} "
+            f"{'' if within else 'MISSED'}",
+            flush=True,
+        )
+    return met
+
+
+def main() -> int:
+    """Prints the table; 1 where a bar is missed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--budget", action="store_true")
+    parser.add_argument("--child", type=int)
+    parser.add_argument("--limit", type=int)
+    given = parser.parse_args()
+    if given.child is not None:
+        print(json.dumps(_child(CASES[given.child], given.limit)))
+        return 0
+    return int(not (_limits() if given.budget else _predictions(CASES)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""What a step is said to take of memory: held to a graph counted by hand, and to what one took."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
+
+import ortlab
+from ortlab import compat
+from ortlab.graph.capture import Stage
+from ortlab.graph.memory import MemoryPlan, memory, parse_bytes
+from tests.bench import memory as bench
+
+needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
+
+ROOT = "_original_module"
+
+
+def _by_hand() -> Stage:
+    """Two layers with a view between, forward and backward, and rows called x_dim0."""
+    node = helper.make_node
+    nodes = [
+        node("Relu", ["x"], ["a"], "/_original_module/first/Relu"),  # 0
+        node("Reshape", ["a", "s"], ["v"], "view"),  # 1
+        node("MatMul", ["v", f"{ROOT}.second.w"], ["b"], "/_original_module/second/MatMul"),  # 2
+        node("YieldOp", ["b"], ["b_grad"], "yield", domain="com.microsoft"),  # 3
+        node("LayerNormalizationGrad", ["b_grad", "v"], ["c"], "norm", domain="com.microsoft"),  # 4
+        node("MatMul", ["c", "v"], [f"{ROOT}.second.w_grad"], "w_grad"),  # 5
+        node("Relu", ["c"], ["d"], "last"),  # 6
+    ]
+
+    def value(name: str, *sizes: int | str) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes)
+
+    graph = helper.make_graph(
+        nodes,
+        "by hand",
+        [value("x", "x_dim0", 4), value(f"{ROOT}.second.w", 4, 4), value("s", 2)],
+        [value(f"{ROOT}.second.w_grad", 4, 4)],
+        value_info=[
+            value("a", "x_dim0", 4),
+            value("v", "x_dim0", 2, 2),
+            value("b", "x_dim0", 4),
+            value("c", "x_dim0", 4),
+            value("d", "x_dim0", 4),
+        ],
+    )
+    stage = Stage(
+        "execution", helper.make_model(graph), frozenset({"", "first", "second"}), {"second.w"}
+    )
+    return stage
+
+
+def test_a_graph_counted_by_hand() -> None:
+    """In rows of 16 bytes: a is there for the view of it, b for who called the model."""
+    rows = 10
+    always = 64 + 2 * 64 + 16 * rows + 8  # w, its two moments, x and s
+    row = 16 * rows
+    a, b, b_grad, c, d, work, w_grad = row, row, row, row, row, 4 * row, 64
+    expected = [
+        a,
+        a,
+        a + b,
+        a + b,
+        a + b + b_grad + c + work,
+        a + b + c + w_grad,
+        b + c + d + w_grad,
+        b + w_grad,  # the optimizer's step
+    ]
+    plan = MemoryPlan(_by_hand(), {})
+    assert plan.curve(batch=rows).tolist() == [always + each for each in expected]
+    assert plan.peak_bytes(batch=rows) == always + a + b + b_grad + c + work
+    assert plan.step_bytes(batch=rows) == a + b + b_grad + c + work
+    node = plan.peak_node(batch=rows)
+    assert node is not None
+    assert node.name == "norm"
+    assert not plan.unsized
+    without = MemoryPlan(_by_hand(), {}, optimizer="sgd")
+    assert without.idle_bytes(batch=rows) == always - 2 * 64
+
+
+def test_what_is_there_at_the_peak() -> None:
+    plan = MemoryPlan(_by_hand(), {"x_dim0": 100})
+    held = plan.at_peak()
+    assert sum(each.size_bytes for each in held) == plan.peak_bytes()
+    assert [each.size_bytes for each in held] == sorted((e.size_bytes for e in held), reverse=True)
+    kinds = {each.tensor.name: each.tensor.kind for each in held}
+    assert kinds["norm"] == "workspace"
+    assert kinds["a"] == "activation"
+    assert kinds["c"] == "gradient"
+    assert kinds["second.w"] in ("parameter", "optimizer state")
+    modules = {each.tensor.name: each.tensor.module for each in held}
+    assert modules["a"] == "first"
+    assert modules["b"] == modules["second.w"] == "second"
+    text = repr(plan)
+    assert "batch 100" in text
+    assert "workspace" in text
+
+
+def test_the_largest_batch() -> None:
+    plan = MemoryPlan(_by_hand(), {})
+    most = plan.max_batch("1MiB")
+    limit = 0.99 * 2**20
+    assert plan.peak_bytes(batch=most) <= limit < plan.peak_bytes(batch=most + 1)
+    with pytest.raises(ValueError, match=r"batch 1 takes .* more than"):
+        plan.max_batch(64)
+    with pytest.raises(ValueError, match="dim='seq': choose from batch"):
+        plan.max_batch("1MiB", dim="seq")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({}, "give the sizes batch"),
+        ({"batsh": 2}, "did you mean 'batch'"),
+        ({"batch": 0}, "whole number above 0"),
+        ({"batch": 1.5}, "whole number above 0"),
+        ({"batch": True}, "whole number above 0"),
+    ],
+)
+def test_sizes_that_are_none(sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        MemoryPlan(_by_hand(), {}).peak_bytes(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(7, 7), ("7", 7), ("2KiB", 2048), ("1.5 GB", 1_500_000_000), ("16gib", 16 * 2**30)],
+)
+def test_sizes_of_memory(text: int | str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "GiB", "0", 0, -1, "-1GiB", "1 PB", True, "1e9"])
+def test_sizes_of_memory_that_are_none(text: int | str) -> None:
+    with pytest.raises(ValueError, match="no size of memory"):
+        parse_bytes(text)
+
+
+def test_memory_reads_as_people_write_it() -> None:
+    assert memory(2**30) == "1.00 GiB"
+    assert memory(3 * 2**19) == "1.5 MiB"
+
+
+def test_an_unknown_optimizer() -> None:
+    with pytest.raises(ValueError, match="did you mean 'adamw'"):
+        MemoryPlan(_by_hand(), {}, optimizer="adam")
+
+
+def test_the_picture_has_every_tensor_by_name() -> None:
+    """Names of others are text in it, never markup."""
+    stage = _by_hand()
+    evil = "</title><script>alert(1)</script>"
+    for node in stage.model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [evil if name == "a" else name for name in names]
+    for value in stage.model.graph.value_info:
+        value.name = evil if value.name == "a" else value.name
+    plan = MemoryPlan(stage, {"x_dim0": 1000})
+    root = ElementTree.fromstring(plan.picture())
+    titles = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}title")]
+    for name in (evil, "b", "c", "norm"):
+        assert any(title.startswith(f"{name}\n") for title in titles), titles
+    assert not list(root.iter("{http://www.w3.org/2000/svg}script"))
+    assert f"peak {plan.peak_bytes() / 2**20:.0f} MiB" in titles[0]
+    assert plan._repr_html_().count("<svg") == 1
+
+
+def test_figures_for_a_view() -> None:
+    stage = _by_hand()
+    overlay = MemoryPlan(stage, {"x_dim0": 10}).overlay(stage)
+    assert (overlay.name, overlay.unit) == ("memory", "bytes")
+    assert overlay.values["/_original_module/first/Relu"] == 160
+    assert "view" not in overlay.values
+    assert overlay.values["norm"] == 160 + 4 * 160  # with what the kernel takes for itself
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@needs_ort
+def test_a_model_that_was_never_called() -> None:
+    model = ortlab.wrap(_Net())
+    with pytest.raises(ValueError, match=r"give a batch for forward\(x\)"):
+        ortlab.memory_plan(model)
+    plan = ortlab.memory_plan(model, torch.randn(5, 6))
+    assert plan.dims == {"batch": 5}
+    assert plan.peak_bytes() == plan.peak_bytes(batch=5) < plan.peak_bytes(batch=50)
+    assert all(p.grad is None for p in model.parameters())
+    count = sum(p.numel() for p in model.parameters())
+    assert plan.idle_bytes() == 3 * 4 * count + 5 * 6 * 4
+    assert plan.at(batch=50).peak_bytes() == plan.peak_bytes(batch=50)
+
+
+@needs_ort
+def test_a_decoder_has_two_lengths() -> None:
+    config = T5Config(
+        vocab_size=50, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = ortlab.wrap(T5ForConditionalGeneration(config), cache=False)
+    batch = {
+        "input_ids": torch.ones(2, 7, dtype=torch.long),
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        "labels": torch.ones(2, 5, dtype=torch.long),
+    }
+    plan = ortlab.memory_plan(model, batch)
+    assert plan.dims == {"batch": 2, "source": 7, "target": 5}
+    assert plan.peak_bytes(target=500) > plan.peak_bytes()
+    assert plan.peak_bytes(source=700) > plan.peak_bytes()
+
+
+@needs_ort
+def test_a_step_takes_what_was_predicted() -> None:
+    """Measured in a process of its own."""
+    predicted, measured = bench.predicted_and_measured(bench.CASES[0])
+    assert measured > 200e6
+    assert predicted == pytest.approx(measured, rel=bench.BAR)
+
+
+@pytest.mark.nightly
+@needs_ort
+@pytest.mark.parametrize("case", bench.CASES, ids=lambda case: f"{case.kind}-{case.width}")
+def test_every_step_takes_what_was_predicted(case: bench.Case) -> None:
+    predicted, measured = bench.predicted_and_measured(case)
+    assert measured > 200e6
+    bar = bench.BAR_PLANNED if case.plans else bench.BAR
+    assert predicted == pytest.approx(measured, rel=bar)
+
+
+@pytest.mark.nightly
+@needs_ort
+@pytest.mark.parametrize("case", bench.BUDGETED, ids=lambda case: case.kind)
+def test_the_largest_batch_fits_and_more_does_not(case: bench.Case) -> None:
+    found = bench.limits(case)
+    assert found["taken"] <= bench.BUDGET_BYTES < found["taken_by_more"]
