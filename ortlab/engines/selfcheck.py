@@ -33,6 +33,12 @@ from ortlab.randomness import RandomStates
 OUTPUT_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 5e-2
+_TOLERANCES = {
+    "output": OUTPUT_TOLERANCE,
+    "buffer": OUTPUT_TOLERANCE,
+    "gradient": GRADIENT_TOLERANCE,
+}
+_NEAR = 3.0
 # A gradient that is zero in exact arithmetic (an attention key's bias) is rounding noise on both
 # sides, so errors are never taken relative to less than this share of the whole gradient's norm.
 SMALLEST = 1e-3
@@ -239,26 +245,49 @@ def some_rows(
     if len(counts) != 1 or (count := counts.pop()) < _MANY_ROWS:
         return None
     taken = torch.arange(0, count - 3, 4)
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.index_select(0, taken.to(tensor.device)) if tensor.dim() else tensor
+
+    return _changed(args, kwargs, rows)
+
+
+def in_double(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
+    """A copy of `module` and the call's arguments in double precision; None where there is none."""
+    call = _changed(
+        args, kwargs, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor
+    )
     try:
-        return tuple(_rows(value, taken) for value in args), _rows(dict(kwargs), taken)
-    except TypeError:
+        return None if call is None else (copy.deepcopy(module).double(), *call)
+    # What a module holds need not be made to be copied, and may raise anything.
+    except Exception:  # noqa: BLE001
         return None
 
 
-def _rows(value: Any, taken: torch.Tensor) -> Any:
-    """TypeError where it is not known what of `value` belongs to which row."""
-    if isinstance(value, torch.Tensor):
-        if value.dim() == 0:
+def _changed(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments with `change` made to all tensors; None where they may be in what is not known."""
+
+    def each(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value.detach()).detach().requires_grad_(value.requires_grad)
+        if type(value) is dict:
+            return {name: each(item) for name, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(map(each, value))
+        if value is None or isinstance(value, bool | int | float | str):
             return value
-        rows = value.detach().index_select(0, taken.to(value.device))
-        return rows.requires_grad_(value.requires_grad)
-    if type(value) is dict:
-        return {name: _rows(item, taken) for name, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_rows(item, taken) for item in value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(type(value))
+        raise TypeError(type(value))
+
+    try:
+        return tuple(map(each, args)), each(dict(kwargs))
+    except TypeError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -364,25 +393,61 @@ def compare(reference: Observed, other: Observed, *, low_precision: bool) -> Ver
         raise SelfCheckFailed(
             f"eager torch gives {len(reference.outputs)} outputs, ORT {len(other.outputs)}"
         )
-    outputs = _errors(reference.outputs, other.outputs)
-    buffers = _errors(reference.buffers, other.buffers)
-    gradients = _errors(reference.gradients, other.gradients, smallest=SMALLEST)
-    for kind, errors, tolerance in (
-        ("output", outputs, OUTPUT_TOLERANCE),
-        ("buffer", buffers, OUTPUT_TOLERANCE),
-        ("gradient", gradients, GRADIENT_TOLERANCE),
-    ):
-        if low_precision:
-            tolerance = LOW_PRECISION_TOLERANCE
-        wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    errors = _all_errors(reference, other)
+    for kind, of_kind in errors.items():
+        tolerance = LOW_PRECISION_TOLERANCE if low_precision else _TOLERANCES[kind]
+        wrong = {name: error for name, error in of_kind.items() if not error <= tolerance}
         if wrong:
-            raise SelfCheckFailed(_complaint(kind, wrong, len(errors), tolerance))
+            raise SelfCheckFailed(_complaint(kind, wrong, len(of_kind), tolerance))
+    outputs, gradients = errors["output"], errors["gradient"]
     return Verdict(
         outputs=len(outputs),
         gradients=len(gradients),
         output_error=max(outputs.values(), default=0.0),
         gradient_error=max(gradients.values(), default=0.0),
     )
+
+
+def is_rounding(reference: Observed, other: Observed, exact: Observed) -> bool:
+    """Whether `other` is off by no more than rounding is: `exact` is eager's in double precision.
+
+    So it is where each error against that is within the tolerance, or at most three times what
+    eager torch's own is in single precision: at a kink such as ReLU's, rounding decides the side.
+    """
+    if not len(exact.outputs) == len(other.outputs) == len(reference.outputs):
+        return False
+    ours, theirs = (_all_errors(exact, _in_double(each)) for each in (other, reference))
+    return all(
+        error <= max(_TOLERANCES[kind], _NEAR * theirs[kind][name])
+        for kind, errors in ours.items()
+        for name, error in errors.items()
+    )
+
+
+def _in_double(observed: Observed) -> Observed:
+    """With all fractions in double precision; other outputs are not among what is compared."""
+
+    def doubled(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: value.double() if value.is_floating_point() else value
+            for name, value in values.items()
+        }
+
+    return dataclasses.replace(
+        observed,
+        outputs=doubled(observed.outputs),
+        gradients=doubled(observed.gradients),
+        buffers=doubled(observed.buffers),
+    )
+
+
+def _all_errors(reference: Observed, other: Observed) -> dict[str, dict[str, float]]:
+    """By kind and name."""
+    return {
+        "output": _errors(reference.outputs, other.outputs),
+        "buffer": _errors(reference.buffers, other.buffers),
+        "gradient": _errors(reference.gradients, other.gradients, smallest=SMALLEST),
+    }
 
 
 def _complaint(kind: str, wrong: Mapping[str, float], total: int, tolerance: float) -> str:

@@ -17,6 +17,8 @@ from ortlab.engines.selfcheck import (
     Observed,
     SelfCheckFailed,
     compare,
+    in_double,
+    is_rounding,
     observe,
     some_rows,
 )
@@ -229,3 +231,38 @@ def test_rows_are_a_quarter_of_the_batch() -> None:
 )
 def test_no_rows_where_they_cannot_be_told(module: nn.Module, args: tuple[Any, ...]) -> None:
     assert some_rows(module, args, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "rounding"),
+    [(0.0, 5e-4, True), (0.0, 5e-3, False), (1e-2, 2e-2, True), (1e-2, 4e-2, False)],
+)
+def test_an_error_is_rounding_where_eager_torch_has_one_like_it(
+    theirs: float, ours: float, rounding: bool
+) -> None:
+    """Each is off from double precision by that share, in one gradient."""
+    exact, seen = _observed(), {}
+    for name, off in (("eager", theirs), ("ort", ours)):
+        bias = exact.gradients["bias"] * (1 + off)
+        seen[name] = _observed(gradients={**exact.gradients, "bias": bias})
+    doubled = selfcheck._in_double(exact)
+    assert is_rounding(seen["eager"], seen["ort"], doubled) is rounding
+
+
+def test_another_number_of_outputs_is_no_rounding() -> None:
+    exact = selfcheck._in_double(_observed())
+    assert not is_rounding(_observed(), _observed(outputs={}), exact)
+
+
+def test_double_precision_is_that_of_a_copy() -> None:
+    model, x = nn.Linear(3, 2), torch.ones(2, 3, requires_grad=True)
+    call = in_double(model, (x, 1), {"ids": [torch.ones(2, dtype=torch.long)]})
+    assert call is not None
+    module, (given, one), kwargs = call
+    assert given.dtype == torch.float64
+    assert given.requires_grad
+    assert one == 1
+    assert kwargs["ids"][0].dtype == torch.long
+    assert module(given).dtype == torch.float64
+    assert model.weight.dtype == torch.float32
+    assert in_double(model, (object(),), {}) is None
