@@ -185,8 +185,11 @@ def _calls(rows: Sequence[Module], nodes: Iterable[Node]) -> list[int]:
     return found
 
 
-def _mebibytes(value: int | None) -> str:
-    return "" if value is None else f"{value / 2**20:,.1f} MiB"
+def _amount(value: int | None) -> str:
+    if value is None:
+        return ""
+    power = min(3, max(0, value.bit_length() - 1) // 10)
+    return f"{value / 1024**power:,.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def _milliseconds(value: float | None) -> str:
@@ -200,7 +203,7 @@ _COLUMNS: Final[tuple[Column[Module], ...]] = (
     Column("nodes", lambda row: f"{row.forward:,}", number=True),
     Column("gradient nodes", lambda row: f"{row.backward:,}", number=True),
     Column("parameters", lambda row: f"{row.parameters:,}", number=True),
-    Column("activations", lambda row: _mebibytes(row.activation_bytes), number=True),
+    Column("activations", lambda row: _amount(row.activation_bytes), number=True),
     Column("forward time", lambda row: _milliseconds(row.forward_us), number=True),
     Column("backward time", lambda row: _milliseconds(row.backward_us), number=True),
 )

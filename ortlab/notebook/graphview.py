@@ -25,6 +25,11 @@ from ortlab.graph.outline import Outline
 from ortlab.notebook import netron, sketch
 
 STATIC = Path(__file__).parent / "static"
+# A widget that is gone leaves a line of JupyterLab's, in the output before that of the picture.
+_NO_DEAD_LINE = (
+    '<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child [data-ortlab-still="{mark}"])'
+    ":not(:has(.ortlab-graph)) {{display: none}}</style>"
+)
 ATTRIBUTE = 200
 """Characters of an attribute's value that are shown."""
 
@@ -102,7 +107,7 @@ def still(graphs: Graphs, outline: Outline, mark: str = "") -> dict[str, str]:
     alt = f"The {outline.name} graph, folded to its outermost modules"
     page = f'<div data-ortlab-still="{mark}"><img src="{address}" alt="{alt}">'
     return {
-        "text/html": f"{page}{outline._repr_html_()}</div>",
+        "text/html": f"{_NO_DEAD_LINE.format(mark=mark)}{page}{outline._repr_html_()}</div>",
         "image/svg+xml": picture,
         "text/plain": repr(outline),
     }

@@ -182,7 +182,9 @@ class View {
       pane.words.textContent = `${count.toLocaleString("en-US")} nodes are too many to draw; fold some modules`;
       return;
     }
-    pane.words.textContent = count < this.graph.rows[0][phase] ? `${nodes} nodes, drawn as ${count}` : `${nodes} nodes`;
+    const folded = count < this.graph.rows[0][phase];
+    pane.words.textContent = folded ? `${nodes} nodes as ${count.toLocaleString("en-US")}` : `${nodes} nodes`;
+    pane.words.title = folded ? "Modules that are folded are drawn as one node each" : "";
     pane.box.classList.add("ortlab-busy");
     const at = settle == null ? null : this.graph.members(`m${settle}`, phase).map((node) => ids[node - (phase === "forward" ? 0 : this.graph.split)])[0];
     pane.tell({ do: "draw", graph: this.graph.netron(phase), settle: at });

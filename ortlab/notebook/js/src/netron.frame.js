@@ -50,7 +50,9 @@ class Host {
   }
 }
 
-const EDGE = 70; // of the empty edge that netron leaves, pixels that need not be seen at first
+const MARGIN = 100; // pixels that netron leaves empty around a drawing
+const EDGE = 70; // of them that need not be seen at first
+const READABLE = 0.7;
 
 /** Methods do not travel with messages: netron asks a type for its text. */
 const TYPE = {
@@ -95,9 +97,20 @@ class Pane {
     await this.view.render(graph, null);
     for (const node of graph.nodes) if (node.type.nodes) this.#unfolds(node);
     if (this.byId.has(settle)) this.reveal([settle], "instant");
-    else document.getElementById("target").scrollTop = EDGE * this.view.target.zoom;
+    else this.#begin();
     await new Promise((painted) => requestAnimationFrame(() => setTimeout(painted)));
     this.tell({ is: "drawn", ms: performance.now() - began });
+  }
+
+  /** The beginning of the drawing, and its whole width where that stays easy to read. */
+  #begin() {
+    const pane = document.getElementById("target");
+    const { width } = document.getElementById("origin").getBBox();
+    const fits = pane.clientWidth / (width + 2 * (MARGIN - EDGE));
+    this.view.target.zoom = Math.min(1, Math.max(READABLE, fits));
+    const zoom = this.view.target.zoom;
+    if (width * zoom <= pane.clientWidth) pane.scrollLeft = (MARGIN + width / 2) * zoom - pane.clientWidth / 2;
+    pane.scrollTop = EDGE * zoom;
   }
 
   /** Netron draws a node that has a definition with a button for it, which here unfolds. */

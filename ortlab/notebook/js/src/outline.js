@@ -20,6 +20,8 @@ function columns(graph) {
 }
 
 const ROW = 21; // pixels of a row, as in graphview.css
+const COLUMN = 108; // and of a column of figures
+const NAME = 220; // of the modules' column, at least
 const BEYOND = 40; // rows above and below what is in sight
 
 export class Outline {
@@ -43,7 +45,8 @@ export class Outline {
     const head = make("thead", "", {}, make("tr", "", {}, ...heads.map((text) => make("th", "", { scope: "col" }, text))));
     this.body = make("tbody");
     const focused = this.element.contains(document.activeElement) ? document.activeElement.title : null;
-    this.element.replaceChildren(make("table", "", { "aria-rowcount": this.lines.length }, head, this.body));
+    const style = `min-width: ${NAME + COLUMN * this.columns.length}px`;
+    this.element.replaceChildren(make("table", "", { "aria-rowcount": this.lines.length, style }, head, this.body));
     this.#paint();
     if (focused) this.#focus(focused);
   }
@@ -113,7 +116,7 @@ export class Outline {
 
   #nodeName(node) {
     const { op, name } = this.graph.nodes;
-    const pick = button("ortlab-name ortlab-op", op[node], name[node] || op[node], () => this.acts.pickNode(node));
+    const pick = button("ortlab-name ortlab-op", op[node].split(".").at(-1), name[node] || op[node], () => this.acts.pickNode(node));
     return node < this.graph.split ? [pick] : [pick, make("span", "ortlab-hint", {}, "gradient")];
   }
 

@@ -1,0 +1,310 @@
+"""The graphs in JupyterLab: a person looks, clicks, searches, folds, saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from playwright.sync_api import FrameLocator, Locator, Page, expect
+
+from ortlab import compat
+from tests.browser.lab import Lab, Notebook
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable())),
+]
+
+Opens = Callable[[Sequence[str]], Notebook]
+Takes = Callable[[str], None]
+
+MODEL = """
+%load_ext ortlab
+import torch, ortlab
+from transformers import BertConfig, BertForSequenceClassification
+model = BertForSequenceClassification(BertConfig(
+    num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128,
+    vocab_size=100))
+model = ortlab.wrap(model.train(), engine="ort", self_check=False)
+ids = torch.randint(0, 100, (2, 8))
+model(input_ids=ids, labels=torch.arange(2)).loss.backward()
+"""
+STAGE = """
+%load_ext ortlab
+import onnx
+from ortlab.graph.capture import Graphs, Stage
+def stage(names):
+    nodes = [onnx.helper.make_node("Relu", [f"t{i}"], [f"t{i + 1}"], name=name)
+             for i, name in enumerate(names)]
+    x = onnx.helper.make_tensor_value_info("t0", onnx.TensorProto.FLOAT, ["n"])
+    return Stage("exported", onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [x], [])),
+                 frozenset(names) | {""})
+"""
+SHOW = "%ort graph model"
+
+
+def graph(book: Notebook, which: int = 0) -> Locator:
+    """A view on the page, once its panes are drawn; what nobody sees, the browser does not draw."""
+    view = book.page.locator(".ortlab-graph").nth(which)
+    expect(view).to_be_visible()
+    book.check()
+    view.scroll_into_view_if_needed()
+    drawn(view)
+    return view
+
+
+def drawn(view: Locator) -> None:
+    """Waits until all panes of a view are drawn."""
+    expect(view.locator(".ortlab-pane[data-drawn]").first).to_be_visible(timeout=20_000)
+    expect(view.locator(".ortlab-pane:not([data-drawn])")).to_have_count(0, timeout=20_000)
+
+
+def pane(view: Locator, phase: str) -> FrameLocator:
+    return view.frame_locator(f".ortlab-pane[data-phase={phase}] iframe")
+
+
+def node(frame: FrameLocator, text: str) -> Locator:
+    """A node of the drawing, by what is written on it; netron draws a dot of its own."""
+    return frame.locator(".graph-node", has_text=text.replace(".", "\u2024")).first
+
+
+def row(view: Locator, name: str) -> Locator:
+    """A row of the outline by its module's path."""
+    return view.locator("tr", has=view.page.get_by_role("button", name=name, exact=True))
+
+
+def test_a_click_selects_the_partner(notebook: Opens, screenshot: Takes) -> None:
+    book = notebook([MODEL, SHOW])
+    book.run()
+    view = graph(book)
+    forward, gradient = pane(view, "forward"), pane(view, "backward")
+    screenshot("graph-light")
+    layer = "bert.encoder.layer.1"
+    click(view.get_by_role("button", name=f"Fold {layer}", exact=True))
+    drawn(view)
+    click(node(forward, "layer.1"))
+    expect(node(forward, "layer.1")).to_have_class("node graph-node select")
+    expect(node(gradient, "layer.1")).to_have_class("node graph-node select")
+    expect(gradient.locator(".graph-node.select")).to_have_count(1)
+    expect(row(view, layer)).to_have_class("ortlab-selected")
+    expect(view.locator(".ortlab-path")).to_have_text(layer)
+
+    reveal(view, "BiasGelu")
+    click(node(forward, "BiasGelu"))
+    expect(view.locator(".ortlab-kind")).to_have_text("com.microsoft.BiasGelu")
+    expect(gradient.locator(".graph-node.select")).to_have_count(2)  # of the input, of the bias
+    details = view.locator(".ortlab-details")
+    expect(details).to_contain_text("float[2, 8, 128]")
+    expect(details).to_contain_text("8 KiB of results")
+    screenshot("graph-selected")
+    click(details.get_by_role("button", name="BiasGelu_Grad/BiasGeluGrad_dX", exact=False))
+    expect(view.locator(".ortlab-kind")).to_have_text("com.microsoft.BiasGeluGrad_dX")
+    expect(forward.locator(".graph-node.select")).to_have_count(1)
+    expect(forward.locator(".graph-node.select")).to_contain_text("BiasGelu")
+
+
+def click(what: Locator) -> None:
+    """Clicks when the page has settled: where a frame was until then, it still takes the click."""
+    what.scroll_into_view_if_needed()
+    for _ in range(2):
+        what.page.evaluate(
+            "() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
+        )
+    what.click()
+
+
+def reveal(view: Locator, text: str) -> None:
+    """Unfolds what the first hit of a search is in."""
+    view.get_by_role("searchbox").fill(text)
+    view.get_by_role("searchbox").press("Enter")
+    drawn(view)
+
+
+def fill(shown: Locator) -> str:
+    colour: str = shown.locator(".node-item path").first.evaluate("e => getComputedStyle(e).fill")
+    return colour
+
+
+def test_colours(notebook: Opens, page: Page, screenshot: Takes) -> None:
+    book = notebook([MODEL, SHOW])
+    book.run()
+    view = graph(book)
+    choose = view.get_by_label("colour by")
+    legend = view.get_by_label("legend")
+    offered = choose.locator("option")
+    expect(offered).to_have_text(["operator", "phase", "bytes of results", "fusion"])
+    expect(legend).to_contain_text("normalization")
+    reveal(view, "BiasGelu")
+    choose.select_option("phase")
+    forward = node(pane(view, "forward"), "BiasGelu")
+    gradient = node(pane(view, "backward"), "DropoutGrad")
+    expect(legend).to_have_text("forwardbackward")
+    blue, orange = fill(forward), fill(gradient)
+    assert blue != orange
+    assert fill(node(pane(view, "forward"), "embeddings")) == blue
+    choose.select_option("fusion")
+    expect(legend).to_contain_text("put in by ORT for several nodes")
+    assert fill(forward) != fill(gradient)
+    assert fill(forward) != blue
+    # What is not measured is not offered; once it is, the next view has it.
+    book.run_next("%ort profile model --steps 1")
+    book.run_next(SHOW)
+    expect(page.locator(".ortlab-graph")).to_have_count(2, timeout=20_000)
+    later = graph(book, 1)
+    expect(later.get_by_label("colour by").locator("option")).to_contain_text(["time"])
+    later.get_by_label("colour by").select_option("time")
+    expect(later.get_by_label("legend")).to_contain_text("µs")
+    expect(later.locator("thead")).to_contain_text("backward time")
+    later.scroll_into_view_if_needed()
+    screenshot("graph-time")
+
+
+def test_search_and_folding(notebook: Opens, page: Page, screenshot: Takes) -> None:
+    count = "print(sum('biasgelu' in f'{n.name} {n.op} {n.module}'.lower() for n in nodes))"
+    book = notebook([MODEL, SHOW, f"nodes = ortlab.graphs(model).gradient.nodes\n{count}"])
+    book.run()
+    view = graph(book)
+    forward = pane(view, "forward")
+    forward_pane = view.locator(".ortlab-pane[data-phase=forward]")
+    click(view.get_by_role("button", name="Draw the model's outermost modules only"))
+    drawn(view)
+    folded = int(forward_pane.get_attribute("data-drawn") or 0)
+    assert folded < 12
+    expect(node(forward, "bert")).to_be_visible()
+    search = view.get_by_role("searchbox")
+    search.fill("BiasGelu")
+    hits = view.locator(".ortlab-hits li")
+    found = book.outputs()[2][0]["text"].strip()
+    expect(view.locator(".ortlab-details")).to_contain_text(f"{found} found")
+    expect(hits).to_have_count(int(found))
+    screenshot("graph-search")
+    click(hits.first.get_by_role("button"))
+    expect(forward.locator(".graph-node.select")).to_contain_text("BiasGelu")
+    expect(row(view, "Fold bert.encoder.layer.0.intermediate")).to_be_visible()
+    # The outline folds the graph, and the graph the outline.
+    click(view.get_by_role("button", name="Fold bert.encoder.layer.0", exact=True))
+    expect(node(forward, "layer.0")).to_be_visible()
+    expect(forward.locator(".graph-node", has_text="BiasGelu")).to_have_count(0)
+    node(forward, "layer.0").dblclick()
+    expect(view.get_by_role("button", name="Fold bert.encoder.layer.0", exact=True)).to_be_visible()
+    click(view.get_by_role("button", name="Draw every node"))
+    drawn(view)
+    total = "print(sum(n.phase == 'forward' for n in nodes))"
+    book.run_next(total)
+    page.wait_for_function("() => window.panel.content.widgets.at(-1).model.outputs.length > 0")
+    assert forward_pane.get_attribute("data-drawn") == book.outputs()[-1][0]["text"].strip()
+    view.get_by_label("stage").select_option("exported")
+    expect(view).to_have_attribute("data-outlined", "exported")
+    drawn(view)
+    expect(view.locator(".ortlab-pane")).to_have_count(1)
+
+
+def test_nothing_leaves_the_page(notebook: Opens, page: Page, lab: Lab) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    sent: list[int] = []
+
+    def received(frame: str | bytes) -> None:
+        raw = frame.encode() if isinstance(frame, str) else frame
+        if b'"is": "netron"' in raw:
+            sent.append(len(raw))
+
+    page.on("websocket", lambda socket: socket.on("framereceived", received))
+    book = notebook([MODEL, SHOW, SHOW])
+    book.run()
+    graph(book, 0)
+    graph(book, 1)
+    own = lab.address("").split("/lab/")[0]
+    assert [url for url in asked if not url.startswith((own, "blob:", "data:", "about:"))] == []
+    assert len(sent) == 1, "netron travels once for a page"
+    assert sent[0] < 150_000
+    for frame in page.frames[1:]:
+        assert frame.evaluate("() => window.origin") == "null"
+        assert frame.evaluate("() => fetch('/').then(() => 'open', () => 'closed')") == "closed"
+        assert frame.evaluate("() => document.body.innerText").count("cookies") == 0
+
+
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        ("netron.MODULES += ('gone.js',)", "netron 9.3.3 has no gone.js"),
+        (
+            "import gzip, json\nwhole = json.loads(gzip.decompress(netron.bundle()))\n"
+            "whole['modules']['view.js'] = 'export const View = 1;'\n"
+            "netron.bundle = lambda: gzip.compress(json.dumps(whole).encode())",
+            "View is not a constructor",
+        ),
+    ],
+    ids=["missing", "changed"],
+)
+def test_without_netron_there_is_the_outline(
+    notebook: Opens, screenshot: Takes, breaks: str, says: str
+) -> None:
+    show = "Graphs('Net', {'exported': stage(['/_original_module/relu/Relu'])})"
+    book = notebook([STAGE, f"from ortlab.notebook import netron\n{breaks}", show])
+    book.run()
+    view = book.page.locator(".ortlab-graph")
+    expect(view.get_by_role("status").first).to_contain_text("The graph is not drawn: ")
+    expect(view.get_by_role("status").first).to_contain_text(says)
+    expect(view.locator("iframe")).to_have_count(0)
+    click(view.get_by_role("button", name="Net", exact=True))
+    expect(view.locator(".ortlab-kind")).to_have_text("module")
+    screenshot(f"graph-without-netron-{len(says)}")
+
+
+def test_odd_graphs(notebook: Opens, page: Page) -> None:
+    odd = "Graphs('<b>Net</b>', {'exported': stage(['</script><b>x</b>', '', '<img src=x>'])})"
+    flat = "Graphs('Flat', {'exported': stage([''] * 50_000)})"
+    book = notebook([STAGE, odd, flat])
+    book.run()
+    page.wait_for_function("() => document.querySelectorAll('.ortlab-graph').length === 2")
+    first, second = page.locator(".ortlab-graph").first, page.locator(".ortlab-graph").last
+    relus = pane(first, "forward").locator(".graph-node")
+    expect(relus).to_have_count(3)
+    click(relus.first)
+    expect(first.locator(".ortlab-path")).to_have_text("</script><b>x</b>")
+    click(relus.nth(1))
+    expect(first.locator(".ortlab-path")).to_have_text("without a name")
+    assert first.locator("b, img").count() == 0
+    assert pane(first, "forward").locator("b, img").count() == 0
+    expect(second.locator(".ortlab-pane")).to_contain_text("50,000 nodes as 1")
+    click(second.get_by_role("button", name="Unfold Flat", exact=True))
+    expect(second.locator(".ortlab-pane")).to_contain_text("50,000 nodes are too many to draw")
+    expect(second.locator("tbody tr")).not_to_have_count(50_000)
+    expect(second.locator("tbody")).to_contain_text("Relu")
+
+
+def test_a_saved_page_has_the_picture(notebook: Opens, page: Page, screenshot: Takes) -> None:
+    book = notebook([MODEL, SHOW])
+    book.run()
+    graph(book)
+    picture = page.locator("[data-ortlab-still] img")
+    expect(picture).to_be_hidden()
+    book.theme("JupyterLab Dark")
+    page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+    dark = pane(page.locator(".ortlab-graph"), "forward").locator("style").nth(-1)
+    assert dark.evaluate("e => e.disabled") is False
+    screenshot("graph-dark")
+    book.save()
+    page.evaluate("() => window.panel.sessionContext.shutdown()")
+    book.reload()
+    expect(picture).to_be_visible(timeout=20_000)
+    assert picture.evaluate("e => e.naturalWidth") > 300
+    expect(page.locator(".ortlab-table")).to_contain_text("parameters")
+    expect(page.get_by_text("Loading widget")).to_be_hidden()
+    screenshot("graph-saved-dark")
+
+
+def test_nothing_is_cut_off_on_a_narrow_page(
+    notebook: Opens, page: Page, screenshot: Takes
+) -> None:
+    page.set_viewport_size({"width": 760, "height": 1200})
+    book = notebook([MODEL, SHOW])
+    book.run()
+    view = graph(book)
+    click(node(pane(view, "forward"), "embeddings"))
+    screenshot("graph-narrow")
+    wide = """view => [...view.querySelectorAll('*')].filter(e => e.scrollWidth > e.clientWidth + 1
+        && e.clientWidth > 0 && !e.closest('.ortlab-outline') && !e.closest('.ortlab-pane-head')
+    ).map(e => `${e.tagName} ${e.className}`)"""
+    assert view.evaluate(wide) == []
