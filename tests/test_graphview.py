@@ -181,6 +181,7 @@ def test_a_netron_that_changed_is_refused_in_words(
 def test_another_stage_is_told_when_asked(graphs: Graphs) -> None:
     view = graphview.GraphView(graphs)
     assert json.loads(gzip.decompress(view.graph))["stage"] == "gradient"
+    assert graphs.forward.graphs is graphs, "a stage that is shown alone offers the others"
     view._receive(view, {"do": "stage", "stage": "forward"}, [])
     assert json.loads(gzip.decompress(view.graph))["stage"] == "forward"
 

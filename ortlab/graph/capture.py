@@ -82,6 +82,8 @@ class Stage:
     ) -> None:
         self.name = name
         self.model = model
+        self.graphs: Graphs | None = None
+        """The stages that it is one of."""
         self._modules = modules
         self._trained = trained
 
@@ -264,6 +266,8 @@ class Graphs:
     ) -> None:
         self.model = model
         self.stages = dict(stages)
+        for stage in self.stages.values():
+            stage.graphs = self
         self.sizes = dict(sizes or {})
         self.measured = list(measured)
 

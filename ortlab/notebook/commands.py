@@ -226,7 +226,8 @@ COMMANDS = {
         Command(
             "graph",
             "Show the graphs that ORT made of a model.",
-            "With --stage the operators of one, with --since too what became of those of another.",
+            "A notebook has forward and gradient side by side, with an outline of the modules. "
+            "With --stage one of the graphs, with --since too what became of another's operators.",
             (Positional("model", "wrapped", "a wrapped model"),),
             extra=(
                 Option(

@@ -81,15 +81,15 @@ class GraphView(anywidget.AnyWidget):
             self.send({"is": "netron", "error": str(error)})
 
 
-def show(graphs: Graphs, *, folded: bool = True) -> None:
-    """Shows the view in the cell that is running; ``folded=False`` draws every node.
+def show(graphs: Graphs, *, stage: str | None = None, folded: bool = True) -> None:
+    """Shows the view in the cell that is running; the arguments are those of `GraphView`.
 
     With it go a picture and the outline, which a page shows that has no kernel: a saved notebook,
     an HTML page, a printed one. They are an output of their own, since JupyterLab shows no other
     form of a widget that is gone; the living view hides them.
     """
     mark = uuid.uuid4().hex
-    stage = main_stage(graphs)
+    stage = stage or main_stage(graphs)
     view = GraphView(graphs, stage=stage, folded=folded, still=mark)
     data, metadata = view._repr_mimebundle_() or ({}, {})
     words = f"{graphs.model or 'the model'}: {len(graphs.stage(stage).nodes)} nodes {STAGES[stage]}"
@@ -155,7 +155,7 @@ def tell(graphs: Graphs, outline: Outline) -> dict[str, Any]:
     outputs = place([value.name for value in shown.model.graph.output])
     categories = _categories()
     return {
-        "model": graphs.model,
+        "model": graphs.model or "the model",
         "stage": shown.name,
         "stages": {name: STAGES[name] for name in graphs.stages},
         "split": sum(node.phase == "forward" for node in shown.nodes),

@@ -379,12 +379,12 @@ class Extension:
         self._live = [one for one in self._live if not one.over()]
 
 
-def _display_graphs(graphs: Graphs) -> None:
+def _display_graphs(graphs: Graphs, stage: str | None = None) -> None:
     """Graphs as a cell's value: the view, or without its JavaScript the table."""
     from ortlab.notebook import graphview
 
     try:
-        graphview.show(graphs)
+        graphview.show(graphs, stage=stage)
     except RuntimeError as error:
         print(f"{error}\n{graphs!r}")
 
@@ -392,7 +392,7 @@ def _display_graphs(graphs: Graphs) -> None:
 def _display_stage(stage: Stage) -> None:
     from ortlab.graph.capture import Graphs
 
-    _display_graphs(Graphs("", {stage.name: stage}))
+    _display_graphs(stage.graphs or Graphs("", {stage.name: stage}), stage.name)
 
 
 def _has_front_end(shell: InteractiveShell) -> bool:

@@ -84,12 +84,13 @@ function scale(graph, figure, unit) {
       most = Math.max(most, sum ?? 0);
     }
   }
-  const colour = (sum) => (sum == null ? NONE : ramp(most ? sum / most : 0));
+  // By the root: a few nodes have nearly all, and the others differ among themselves.
+  const colour = (sum) => (sum == null ? NONE : ramp(most ? Math.sqrt(sum / most) : 0));
   const colours = {};
   for (const phase of graph.phases) {
     colours[phase] = Object.fromEntries([...sums[phase]].map(([id, sum]) => [id, [colour(sum), TEXT]]));
   }
-  const stops = [0, 0.25, 0.5, 1].map((part) => ({ colour: ramp(part), label: amount(part * most, unit) }));
+  const stops = [0, 0.25, 0.5, 1].map((part) => ({ colour: ramp(part), label: amount(part ** 2 * most, unit) }));
   return { colours, legend: [...stops, { colour: NONE, label: "no figure" }] };
 }
 

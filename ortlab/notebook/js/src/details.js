@@ -49,7 +49,7 @@ export class Details {
       "module",
       row.path || graph.model,
       this.#facts([
-        ["calls", number(row.calls)],
+        ["calls", row.calls != null && number(row.calls)],
         ["nodes", number(row.forward)],
         ["gradient", row.backward > 0 && `${number(row.backward)} nodes`],
         ["parameters", number(row.parameters)],

@@ -3,13 +3,13 @@ import { bytesOf } from "./colours.js";
 import { amount } from "./format.js";
 import { button, make } from "./elements.js";
 
-/** [head, text of a module's row, text of a node's row]; without figures a column is left out. */
+/** [head, text of a module's row, text of a node's row]; what has nothing to tell is left out. */
 function columns(graph) {
   const whole = graph.rows[0];
   const time = graph.overlays.find(({ name }) => name === "time");
   const took = (node, phase) => (time && graph.phaseOf(node) === phase ? amount(time.values[node], "us") : "");
   return [
-    ["calls", (row) => row.calls, () => ""],
+    graph.rows.some((row) => row.calls > 1) && ["calls", (row) => row.calls, () => ""],
     ["nodes", (row) => row.forward.toLocaleString("en-US"), () => ""],
     whole.backward && ["gradient nodes", (row) => row.backward.toLocaleString("en-US"), () => ""],
     ["parameters", (row) => (row.parameters ? row.parameters.toLocaleString("en-US") : ""), () => ""],
@@ -20,7 +20,7 @@ function columns(graph) {
 }
 
 const ROW = 21; // pixels of a row, as in graphview.css
-const COLUMN = 108; // and of a column of figures
+const COLUMN = 114; // and of a column of figures
 const NAME = 220; // of the modules' column, at least
 const BEYOND = 40; // rows above and below what is in sight
 
