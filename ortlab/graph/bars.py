@@ -39,11 +39,22 @@ def svg(rows: Sequence[Row], series: Series) -> str:
 
 def image(picture: str, alt: str) -> str:
     """An HTML image of an SVG `picture`: nothing in it can act upon the page."""
-    data = base64.b64encode(picture.encode()).decode()
+    return f'<img alt="{html.escape(alt)}" style="max-width: 100%" src="{_address(picture)}">'
+
+
+def hoverable(picture: str, alt: str) -> str:
+    """The same, whose titles are shown on hover, which a browser does in no image.
+
+    Where a page allows no objects (JupyterLab in a notebook that is not trusted) it is an image.
+    """
     return (
-        f'<img alt="{html.escape(alt)}" style="max-width: 100%" '
-        f'src="data:image/svg+xml;base64,{data}">'
+        f'<object type="image/svg+xml" style="max-width: 100%" data="{_address(picture)}">'
+        f"{image(picture, alt)}</object>"
     )
+
+
+def _address(picture: str) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(picture.encode()).decode()
 
 
 def _legend(names: Sequence[str], series: Series) -> Iterator[str]:

@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from torch import nn
 
-from ortlab.graph import timeline
+from ortlab.graph import bars, timeline
 from ortlab.graph.capture import Graphs, Node, Overlay, Stage
 from ortlab.settings import unknown_name
 from ortlab.tables import Column, Table
@@ -49,6 +49,7 @@ _STATE: Final = {"adamw": 2, "sgd": 0}
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 _TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds")
 _DIM = re.compile(r"(.+)_dim(\d+)")
+_SCOPE = re.compile(r"^(/_original_module/(.*/)?|_original_module\.)")
 _UNITS: Final = {
     "": 1,
     "B": 1,
@@ -79,6 +80,12 @@ class Tensor:
     dies: int
     size_of: str
     times: int = 1
+
+    @property
+    def label(self) -> str:
+        """Its name without its scope, which the module tells."""
+        name = _SCOPE.sub("", self.name)
+        return name.removeprefix(f"{self.module}.")
 
 
 @dataclass(frozen=True)
@@ -234,7 +241,7 @@ class MemoryPlan:
         split = next((i for i, n in enumerate(nodes) if n.phase == "backward"), len(nodes))
         return timeline.svg(
             [
-                timeline.Area(t.name, t.kind, t.module, t.born, t.dies, int(size))
+                timeline.Area(t.label, t.kind, t.module, t.born, t.dies, int(size))
                 for t, size in zip(self.tensors, found, strict=True)
                 if size
             ],
@@ -247,7 +254,8 @@ class MemoryPlan:
         return repr(self.table())
 
     def _repr_html_(self) -> str:
-        return f"{self.picture()}{self.table()._repr_html_()}"
+        alt = f"Memory over the nodes of a step, peak {memory(self.peak_bytes())}"
+        return f"{bars.hoverable(self.picture(), alt)}{self.table()._repr_html_()}"
 
     def _notes(self, held: Sequence[Held], sizes: Mapping[str, int]) -> list[str]:
         known = {**self.dims, **sizes}
@@ -338,9 +346,11 @@ def parse_bytes(size: int | str) -> int:
 
 
 def memory(size_bytes: float) -> str:
-    """Bytes in GiB or MiB."""
-    gib = size_bytes / 2**30
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{size_bytes / 2**20:.1f} MiB"
+    """Bytes in GiB, MiB or KiB."""
+    if size_bytes >= 2**30:
+        return f"{size_bytes / 2**30:.2f} GiB"
+    unit, power = ("MiB", 20) if size_bytes >= 2**20 else ("KiB", 10)
+    return f"{size_bytes / 2**power:.1f} {unit}"
 
 
 # ---- lifetimes -----------------------------------------------------------------------------------
@@ -459,7 +469,7 @@ def _is_fraction(stage: Stage, name: str) -> bool:
 
 
 _COLUMNS: Final[tuple[Column[Held], ...]] = (
-    Column("tensor", lambda held: held.tensor.name),
+    Column("tensor", lambda held: held.tensor.label),
     Column("kind", lambda held: held.tensor.kind),
     Column("module", lambda held: held.tensor.module),
     Column("size", lambda held: memory(held.size_bytes), number=True),

@@ -51,7 +51,9 @@ def svg(
     born = np.array([area.born for area in areas])
     dies = np.array([area.dies for area in areas])
     sizes = np.array([area.size_bytes for area in areas])
-    nodes = _columns(born, dies, sizes, length)
+    stretches = np.array_split(np.arange(length), min(COLUMNS, length))
+    nodes = _highest(stretches, _curve(born, dies, sizes, length))
+    edges = np.array([*(stretch[0] for stretch in stretches), length])
     # [areas, columns]
     there = (born[:, None] <= nodes) & (nodes <= dies[:, None])
     heights = there * sizes[:, None]
@@ -61,7 +63,7 @@ def svg(
     parts = [*_axis(place), *_phases(phases, place), *_legend({a.kind for a in areas}, kinds)]
     base = np.zeros(len(nodes))
     for label, kind, height in _stacked(areas, heights, kinds):
-        parts.append(_polygon(label, kind, base, height, nodes, place))
+        parts.append(_polygon(label, kind, base, height, edges, place))
         base = base + height
     parts += _peak(int(nodes[total.argmax()]), most, place)
     return (
@@ -87,13 +89,16 @@ class _Place:
         return HEIGHT - BOTTOM - size_bytes * self._up
 
 
-def _columns(born: np.ndarray, dies: np.ndarray, sizes: np.ndarray, length: int) -> np.ndarray:
-    """The nodes that are drawn: of each stretch of nodes the one with the most memory."""
+def _curve(born: np.ndarray, dies: np.ndarray, sizes: np.ndarray, length: int) -> np.ndarray:
+    """Bytes while each node runs."""
     change = np.zeros(length + 1, dtype=np.int64)
     np.add.at(change, born, sizes)
     np.subtract.at(change, dies + 1, sizes)
-    curve = change.cumsum()[:length]
-    stretches = np.array_split(np.arange(length), min(COLUMNS, length))
+    return change.cumsum()[:length]
+
+
+def _highest(stretches: Sequence[np.ndarray], curve: np.ndarray) -> np.ndarray:
+    """The nodes that are drawn: of each stretch of nodes the one with the most memory."""
     return np.array([stretch[curve[stretch].argmax()] for stretch in stretches])
 
 
@@ -122,7 +127,7 @@ def _label(area: Area) -> str:
 
 
 def _polygon(
-    label: str, kind: str, base: np.ndarray, height: np.ndarray, nodes: np.ndarray, place: _Place
+    label: str, kind: str, base: np.ndarray, height: np.ndarray, edges: np.ndarray, place: _Place
 ) -> str:
     """Steps along the bottom and back along the top, where the tensor is there."""
     drawn = np.flatnonzero(height)
@@ -130,8 +135,8 @@ def _polygon(
         return ""
     path = []
     for run in np.split(drawn, np.flatnonzero(np.diff(drawn) > 1) + 1):
-        lower = _steps(run, base, nodes, place)
-        upper = _steps(run, base + height, nodes, place)
+        lower = _steps(run, base, edges, place)
+        upper = _steps(run, base + height, edges, place)
         path.append("M" + "L".join([*lower, *reversed(upper)]) + "Z")
     return (
         f'<path d="{"".join(path)}" fill="{_COLOURS[kind]}" stroke="#ffffff" '
@@ -139,9 +144,8 @@ def _polygon(
     )
 
 
-def _steps(run: np.ndarray, level: np.ndarray, nodes: np.ndarray, place: _Place) -> list[str]:
+def _steps(run: np.ndarray, level: np.ndarray, edges: np.ndarray, place: _Place) -> list[str]:
     """The corners of a line of steps at `level` along the columns of `run`."""
-    edges = np.append(nodes, nodes[-1] + 1)
     points: list[str] = []
     start = run[0]
     for column in [*run[1:], None]:
@@ -190,7 +194,7 @@ def _legend(used: set[str], kinds: Sequence[str]) -> Iterator[str]:
         if kind in used:
             yield (f'<rect x="{left:.1f}" y="4" width="10" height="10" fill="{_COLOURS[kind]}"/>')
             yield _text(left + 14, 9, kind)
-            left += 30 + 0.58 * FONT * len(kind)
+            left += 32 + 0.5 * FONT * len(kind)
 
 
 def _peak(node: int, most: int, place: _Place) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import re
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
@@ -14,8 +16,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import ortlab
 from ortlab import compat
+from ortlab.graph import timeline
 from ortlab.graph.capture import Stage
-from ortlab.graph.memory import MemoryPlan, memory, parse_bytes
+from ortlab.graph.memory import KINDS, MemoryPlan, Tensor, memory, parse_bytes
 from tests.bench import memory as bench
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
@@ -147,6 +150,7 @@ def test_sizes_of_memory_that_are_none(text: int | str) -> None:
 def test_memory_reads_as_people_write_it() -> None:
     assert memory(2**30) == "1.00 GiB"
     assert memory(3 * 2**19) == "1.5 MiB"
+    assert memory(2**9) == "0.5 KiB"
 
 
 def test_an_unknown_optimizer() -> None:
@@ -170,7 +174,39 @@ def test_the_picture_has_every_tensor_by_name() -> None:
         assert any(title.startswith(f"{name}\n") for title in titles), titles
     assert not list(root.iter("{http://www.w3.org/2000/svg}script"))
     assert f"peak {plan.peak_bytes() / 2**20:.0f} MiB" in titles[0]
-    assert plan._repr_html_().count("<svg") == 1
+    page = plan._repr_html_()
+    assert "<svg" not in page, "a page that shows no svg would show its titles as text"
+    pictures = {base64.b64decode(data).decode() for data in re.findall(r"base64,([^\"]+)", page)}
+    assert pictures == {plan.picture()}
+
+
+def test_the_picture_goes_from_the_first_node_to_the_last() -> None:
+    """Where there are more nodes than columns too: each column is as wide as its nodes."""
+    length = 2 * timeline.COLUMNS + 7
+    always = timeline.Area("w", "parameter", "", 0, length - 1, 2**20)
+    most = timeline.Area("t", "activation", "", length - 2, length - 2, 2**20)
+    picture = timeline.svg([always, most], length=length, phases=[], kinds=KINDS)
+    across = [
+        [float(x) for x in re.findall(r"[ML](\S+)", path.get("d", ""))]
+        for path in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}path")
+    ]
+    right = timeline.WIDTH - timeline.RIGHT
+    assert (min(across[0]), max(across[0])) == (timeline.LEFT, right)
+    assert max(across[1]) == right
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("/_original_module/fc/layer.0/MatMul_output_0", "MatMul_output_0"),
+        ("_original_module.fc.weight_grad", "weight_grad"),
+        ("fc.weight", "weight"),
+        ("fc2.weight", "fc2.weight"),
+        ("a/b", "a/b"),
+    ],
+)
+def test_a_tensor_is_called_without_its_scope(name: str, label: str) -> None:
+    assert Tensor(name, "activation", "fc", "node", 0, 0, name).label == label
 
 
 def test_figures_for_a_view() -> None:
