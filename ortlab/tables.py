@@ -19,6 +19,8 @@ _STYLE = """
 </style>
 """
 
+_WORDS, _NUMBER = "text-align: left", "text-align: right; white-space: nowrap"
+
 
 @dataclass(frozen=True)
 class Column(Generic[R]):
@@ -94,8 +96,7 @@ class Table(Sequence[R]):
         return "<tr>{}</tr>".format(
             "".join(
                 # In place, since JupyterLab's own rule for tables goes before a style sheet's.
-                f'<{tag} style="text-align: {"right" if column.number else "left"}">'
-                f"{html.escape(cell)}</{tag}>"
+                f'<{tag} style="{_NUMBER if column.number else _WORDS}">{html.escape(cell)}</{tag}>'
                 for cell, column in zip(cells, self._columns, strict=True)
             )
         )

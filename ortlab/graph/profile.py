@@ -174,13 +174,13 @@ class Profile:
         return bars.svg(rows, _SERIES)
 
     def __repr__(self) -> str:
-        return "\n\n".join([self.headline, *map(repr, self._tables()), "\n".join(self.notes)])
+        return "\n\n".join(["\n".join([self.headline, *self.notes]), *map(repr, self._tables())])
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         tables = "<br>".join(table._repr_html_() for table in self._tables())
         picture = bars.image(self.picture(), self.headline)
-        return f"<p><b>{html.escape(self.headline)}</b></p>{picture}{tables}{notes}"
+        return f"<p><b>{html.escape(self.headline)}</b></p>{notes}{picture}{tables}"
 
     @property
     def headline(self) -> str:

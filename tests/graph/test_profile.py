@@ -145,7 +145,8 @@ def test_it_is_shown(bert: tuple[nn.Module, Profile]) -> None:
     for shown in (found.headline, "bert.encoder.layer.0", "FusedMatMul", "medians of 2 steps"):
         assert shown in text
         assert shown in page
-    assert "<img" in page
+    assert text.index("medians of") < text.index("ORT ms"), "whether to trust them comes first"
+    assert page.index("medians of") < page.index("<img")
     costliest = max(found.nodes, key=lambda node: node.us)
     assert costliest.node in repr(found.by_node(most=1))
     assert f"and {len(found.nodes) - 1} nodes more" in repr(found.by_node(most=1))
