@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import os
 import re
 import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ortlab.compat import recompute
@@ -27,7 +26,7 @@ EXPORT = threading.RLock()
 """Held during an export."""
 
 _NOISE = (
-    rb"^Torch IR graph at exception: .*?^  return \([^\n]*\n+"
+    rb"^(Torch IR graph at exception|Exported graph): .*?^  return \([^\n]*\n+"
     rb"|^(\[W|Warning: )[^\n]*\n"
     rb"|^[^\n]*type is missing, so it may result in wrong shape inference[^\n]*\n"
 )
@@ -56,6 +55,7 @@ def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs["autograd_inlining"]:  # how ORTModule says that its support for them is off
             tracing["refuse"] = "is not exported: custom_autograd is off"
         kwargs |= {"dynamo": False, "training": TrainingMode.PRESERVE, "autograd_inlining": False}
+        kwargs["verbose"] = True  # every node with the stack of its making, see `_take_stacks`
         with interop.traced(**tracing) as seen:
             try:
                 result = export(*args, **kwargs)
@@ -63,56 +63,54 @@ def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
                 failures.attach(error)
                 raise
         _last.checkpoints = seen.checkpoints
-        model, inputs, _file = args
-        _last.again = lambda: _nodes(export, model, inputs, kwargs, tracing)
         return result
 
     return export_module
 
 
 class _Last:
-    """The last export: what it met, and how to make it again with the stack of every node."""
+    """The last export: what it met, and its nodes until its session is made."""
 
     checkpoints: int = 0
-    again: Callable[[], list[Node]] | None = None
+    nodes: Sequence[Node] = ()
 
 
 _last = _Last()
 
 
-def _nodes(
-    export: Callable[..., Any], model: Any, inputs: Any, options: Any, tracing: Any
-) -> list[Node]:
-    import onnx
+def _take_stacks(graph: Any) -> list[Node]:
+    """The nodes of `graph` with the user's line; of each one's stack its own line is left to it.
 
-    from ortlab.compat import interop
-    from ortlab.compat.failures import Node
+    A stack takes kilobytes, and ORT would carry them along.
+    """
+    from ortlab.compat import failures
 
-    file = io.BytesIO()
-    with streams_filtered(noise=b".+"), _undisturbed(model), interop.traced(**tracing):
-        export(model, inputs, file, **{**options, "verbose": True})
-    graph = onnx.load_model_from_string(file.getvalue()).graph
-    return [Node(node.name, node.op_type, node.doc_string) for node in graph.node]
+    found = []
+    for node in graph.node:
+        lines = failures.lines_of_stack(node.doc_string)
+        found.append(failures.Node(node.name, node.op_type, lines.users))
+        node.doc_string = lines.innermost
+    return found
 
 
 def located(build: Callable[..., Any]) -> Callable[..., Any]:
     """A method that makes ORT's graph or session of an export, whose failures name the line.
 
-    ORT names a node or an operator only. Where in the model that is, a second export tells.
+    ORT names a node or an operator only. Where in the model that is, the exporter told.
     """
 
     @functools.wraps(build)
     def build_or_locate(self: Any, *args: Any, **kwargs: Any) -> Any:
         from ortlab.compat import failures
 
-        again, _last.again = _last.again, None  # it holds the model and a batch
+        nodes, _last.nodes = _last.nodes, ()
         try:
             result = build(self, *args, **kwargs)
         except Exception as error:
-            failures.attach_nodes(error, again() if again is not None else ())
+            failures.attach_nodes(error, nodes)
             raise
         if build.__name__ == "_build_graph":  # the session is still to come
-            _last.again = again
+            _last.nodes = nodes
         return result
 
     return build_or_locate
@@ -131,6 +129,7 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
         with _undisturbed(flattened_module):
             result = export_model(flattened_module=flattened_module, device=device, **kwargs)
             recompute.mark(result[0], _last.checkpoints)
+            _last.nodes = _take_stacks(result[0].graph)
         if device.type == "cpu" and flattened_module.training:
             _refuse_wrong_gradients(result[0].graph)
         return result
@@ -151,8 +150,7 @@ def _refuse_wrong_gradients(graph: Any) -> None:
         if node.op_type == "MaxPool" or (node.op_type == "Conv" and groups > 1):
             what = "grouped convolutions" if node.op_type == "Conv" else "max pooling"
             error = RuntimeError(f"ORT's gradient of {what} ('{node.name}') is wrong")
-            again, _last.again = _last.again, None
-            failures.attach_nodes(error, again() if again is not None else ())
+            failures.attach_nodes(error, _last.nodes)
             raise error
 
 

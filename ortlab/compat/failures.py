@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import sysconfig
 import traceback
@@ -35,11 +37,22 @@ class Failure:
 
 @dataclass(frozen=True)
 class Node:
-    """A node of an exported graph, with the stack of its making: the exporter's verbose form."""
+    """A node of an exported graph, and the user's line that it comes from; None where unknown."""
 
     name: str
     operator: str
-    stack: str
+    line: str | None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Where a node comes from: the user's line, and the innermost outside of torch and ORT.
+
+    The first is "file:line: code" or None; of the second the file has no folder, or it is empty.
+    """
+
+    users: str | None
+    innermost: str
 
 
 _ATTRIBUTE = "_ortlab_failure"
@@ -49,6 +62,7 @@ _OWN = {Path(__file__).with_name(f"{n}.py") for n in ("exporting", "decisions", 
 _LIBRARIES = tuple(
     Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")
 )
+_EXPORTERS = ("torch", "onnxruntime")
 _ENTRY = "/onnxruntime/training/ortmodule/_io.py"
 """Where ORT calls the model's forward; what lies outside of it is not the model."""
 _NO_KERNEL, _NO_TYPE = "ORT has no kernel for {operator}", "ORT's {operator} takes no {type}"
@@ -116,7 +130,9 @@ def _from_traceback(error: BaseException) -> Failure:
         operator = str(node.kind())
         scope = "/".join(part.rpartition("::")[2] for part in node.scopeName().split("/"))
         reason = _reason(error, operator)
-        return Failure(operator, _line_of_stack(node.sourceRange()), module_path(scope), reason)
+        return Failure(
+            operator, lines_of_stack(node.sourceRange()).users, module_path(scope), reason
+        )
     function = error.name if isinstance(error, FunctionRefused) else None
     return Failure(function, _line(_frames(error)), None, _reason(error, function))
 
@@ -150,7 +166,7 @@ def _from_text(error: BaseException, nodes: Sequence[Node]) -> Failure:
     if at is None and operator is not None:
         at = next((node for node in nodes if node.operator == operator), None)
     if at is not None:
-        return Failure(at.operator, _line_of_stack(at.stack), module_path(_parent(at.name)), reason)
+        return Failure(at.operator, at.line, module_path(_parent(at.name)), reason)
     return Failure(operator, None, module_path(_parent(name.group(1))) if name else None, reason)
 
 
@@ -168,11 +184,18 @@ def module_path(scope: str) -> str | None:
     return ".".join(path).removeprefix("_original_module").strip(".") or None
 
 
-def _line_of_stack(stack: str) -> str | None:
-    """The user's line in a TorchScript source range: lines of "file(12): function"."""
+@functools.lru_cache(maxsize=4096)
+def lines_of_stack(stack: str) -> Lines:
+    """What a TorchScript source range says, in lines of "file(12): function"."""
     inside = stack.partition(_ENTRY + "(")[0]
     found = re.findall(r"^(?:## )?(.+)\((\d+)\): ", inside, re.MULTILINE)
-    return _line([(file, int(line)) for file, line in reversed(found)])  # the innermost comes first
+    frames = [(file, int(line)) for file, line in reversed(found)]  # the innermost comes first
+    innermost = next((f for f in reversed(frames) if not _belongs_to(f[0], *_EXPORTERS)), None)
+    if innermost is None:
+        return Lines(_line(frames), "")
+    path, line = innermost
+    said = place(path, line).removeprefix(f"{Path(path).parent}{os.sep}")
+    return Lines(_line(frames), _short(said, 120))
 
 
 def _line(frames: Sequence[tuple[str, int]]) -> str | None:
@@ -180,13 +203,14 @@ def _line(frames: Sequence[tuple[str, int]]) -> str | None:
 
     Where all is library code (a model of transformers), the last frame outside of torch and ORT.
     """
-    inside = [f for f in frames if not _belongs_to(f[0], "torch", "onnxruntime")]
+    inside = [f for f in frames if not _belongs_to(f[0], *_EXPORTERS)]
     chosen = [f for f in inside if not _is_library(f[0])] or inside
     if not chosen:
         return None
     return _short(place(*chosen[-1]), 200)
 
 
+@functools.cache
 def _belongs_to(file: str, *packages: str) -> bool:
     path = Path(file)
     return path in _OWN or any(
@@ -194,6 +218,7 @@ def _belongs_to(file: str, *packages: str) -> bool:
     )
 
 
+@functools.cache
 def _is_library(file: str) -> bool:
     return file.startswith("<frozen") or any(root in Path(file).parents for root in _LIBRARIES)
 

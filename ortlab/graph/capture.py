@@ -31,8 +31,8 @@ from ortlab.tables import Column, Table
 
 _ROOT = "_original_module"
 _YIELD = "YieldOp"
+_LINE = re.compile(r"(?:\S.*\.\w+:\d+|cell line \d+)(?:: |$)")
 _GRADIENT, _SUM = "_Grad", "AccumulateGrad_"
-_module_path = functools.lru_cache(maxsize=2**14)(module_path)  # a scope has many nodes
 _CALL = re.compile(r"_\d+$")  # the exporter's mark of a module's second call, and the next
 
 
@@ -44,6 +44,8 @@ class Node:
     backward; the yield, where ORT hands the outputs to torch, is the last of forward. ``module`` is
     the path of the module that it computes for ("encoder.layer.0"), empty for the model itself or
     where the graph does not say. ``of`` is the name of the forward node whose gradient it computes.
+    ``source`` is the line that it comes from, outside of torch ("model.py:12: return x + y"); empty
+    where the exporter did not keep it. A gradient has that of its forward node.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Node:
     phase: str
     module: str
     of: str | None
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Overlay:
 class Stage:
     """One graph: ``model`` is the ONNX model without weights, ``name`` one of `STAGES`.
 
-    `modules` and `trained` are the paths of the user's modules and of the parameters that train.
+    `modules` and `trained` are the paths of the user's modules and of the parameters that train,
+    `before` is the stage that this one was made of.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Stage:
         model: onnx.ModelProto,
         modules: frozenset[str] = frozenset(),
         trained: frozenset[str] = frozenset(),
+        before: Stage | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -86,6 +91,8 @@ class Stage:
         """The stages that it is one of."""
         self._modules = modules
         self._trained = trained
+        self._before = before
+        self._scopes: dict[str, str | None] = {}  # a scope has many nodes
 
     @functools.cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -94,13 +101,13 @@ class Stage:
         makers = {output: node.name for node in nodes for output in node.output}
         at = next((i for i, node in enumerate(nodes) if node.op_type == _YIELD), len(nodes))
         found = []
-        modules: dict[str, str] = {}
+        modules = {node.name: self._module(node) for node in nodes}
+        lines = {node.name: self._line(node) for node in nodes}
         for i, node in enumerate(nodes):
             of = node.name.rpartition(_GRADIENT + "/")[0]
             if node.name.startswith(_SUM):
                 # Of what several nodes read: the sum of the gradients that they give.
                 of = makers.get(node.output[0].removesuffix("_grad"), "")
-            modules[node.name] = self._module(node) or modules.get(of, "")
             found.append(
                 Node(
                     node.name,
@@ -108,11 +115,27 @@ class Stage:
                     tuple(node.input),
                     tuple(node.output),
                     "forward" if i <= at else "backward",
-                    modules[node.name],
+                    modules[node.name] or modules.get(of, ""),
                     of or None,
+                    lines[node.name] or lines.get(of, ""),
                 )
             )
         return tuple(found)
+
+    def _line(self, node: onnx.NodeProto) -> str:
+        """As the exporter told, or of a node before that gave the same result.
+
+        ORT writes of its own into some: only what has the form of a line is one.
+        """
+        if _LINE.match(node.doc_string):
+            return node.doc_string
+        known = {} if self._before is None else self._before.lines
+        return next((known[name] for name in node.output if name in known), "")
+
+    @functools.cached_property
+    def lines(self) -> dict[str, str]:
+        """The line that each result comes from, as far as it is known."""
+        return {name: node.source for node in self.nodes if node.source for name in node.outputs}
 
     def _module(self, node: onnx.NodeProto) -> str:
         """The path of the module that `node` computes for, as its name or that of a result says.
@@ -121,13 +144,20 @@ class Stage:
         """
         for name in (node.name, *node.output):
             _, found, path = name.partition(f"/{_ROOT}/")
-            scope = path.partition(_GRADIENT + "/")[0] if found else ""
-            while scope := scope.rpartition("/")[0]:
-                path = _module_path(f"{_ROOT}/{scope}") or ""
-                for module in (path, _CALL.sub("", path)):
-                    if module in self._modules:
-                        return module
+            scope = path.partition(_GRADIENT + "/")[0].rpartition("/")[0] if found else ""
+            if scope and (module := self._module_of(scope)) is not None:
+                return module
         return ""
+
+    def _module_of(self, scope: str) -> str | None:
+        """The innermost module whose call the exporter calls `scope`, or part of it."""
+        if scope not in self._scopes:
+            path = module_path(f"{_ROOT}/{scope}") or ""
+            known = [each for each in (path, _CALL.sub("", path)) if each in self._modules]
+            around = scope.rpartition("/")[0]
+            module = known[0] if known else self._module_of(around) if around else None
+            self._scopes[scope] = module
+        return self._scopes[scope]
 
     @functools.cached_property
     def ops(self) -> Counter[str]:
@@ -390,8 +420,9 @@ def capture(model: nn.Module, batch: Batch | None = None) -> Graphs:
     found: dict[str, Stage] = {}
     sizes: dict[str, dict[str, int]] = {}
     for export in execution.exports():  # the newest last
+        before: Stage | None = None
         for stage, graph in export.stages().items():
-            found[stage] = Stage(stage, graph, modules, trained)
+            found[stage] = before = Stage(stage, graph, modules, trained, before)
             sizes[stage] = found[stage].sizes(export.input_shapes())
     if not found:
         takes = signature(execution.module)

@@ -114,8 +114,6 @@ def test_log_level(capfd: pytest.CaptureFixture[str]) -> None:
     _, talking = trained(Net(), log_level="info")
     said = capfd.readouterr().err
     assert "ORT info: Exporting the PyTorch model to ONNX" in said
-    assert not any(node.doc_string for node in exported(quiet).graph.node)
-    assert any("test_options.py" in node.doc_string for node in exported(talking).graph.node)
     severity = [
         export.manager._get_session_config()[0].log_severity_level for export in (quiet, talking)
     ]

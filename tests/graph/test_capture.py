@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers.models.bert import modeling_bert
 
 import ortlab
 from ortlab import compat
@@ -211,3 +213,38 @@ def test_a_model_that_fell_back_has_no_graph() -> None:
     wrapped(torch.randn(2, 2))
     with pytest.raises(ValueError, match="runs in torch and has no graph"):
         capture.capture(wrapped)
+
+
+def test_nodes_know_their_line(graphs: Graphs) -> None:
+    """All of forward that computes, also what ORT has made of several, and most of backward."""
+    lines = inspect.getsource(modeling_bert).splitlines()
+    for stage in (graphs.exported, graphs.forward, graphs.gradient, graphs.execution):
+        forward = [n for n in stage.nodes if n.phase == "forward" and n.op not in _OF_ORTS_OWN]
+        assert not [n for n in forward if not n.source]
+        for node in forward:
+            where, _, code = node.source.partition(": ")
+            file, _, line = where.partition(":")
+            if file == "modeling_bert.py":
+                assert lines[int(line) - 1].strip() == code
+    for name, nodes in graphs.gradient.gradients.items():
+        (forward_node,) = (n for n in graphs.gradient.nodes if n.name == name)
+        assert {node.source for node in nodes} == {forward_node.source}
+    backward = [n for n in graphs.execution.nodes if n.phase == "backward"]
+    assert sum(bool(n.source) for n in backward) > 0.9 * len(backward)
+
+
+_OF_ORTS_OWN = {"Constant", "Unsqueeze", "Identity", "Shape", "Reshape", "com.microsoft.YieldOp"}
+
+
+def test_a_line_of_the_users_own_model() -> None:
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).tanh()  # its line
+
+    wrapped = ortlab.wrap(Net(3, 2), engine="ort", cache=False)
+    wrapped(torch.randn(2, 3)).sum().backward()
+    sources = {node.source for node in ortlab.graphs(wrapped).execution.nodes if node.source}
+    assert len(sources) == 1
+    (source,) = sources
+    assert source.startswith("test_capture.py:")
+    assert source.endswith("return super().forward(x).tanh()  # its line")
