@@ -297,7 +297,7 @@ class Graphs:
         self.model = model
         self.stages = dict(stages)
         for stage in self.stages.values():
-            stage.graphs = self
+            stage.graphs = stage.graphs or self
         self.sizes = dict(sizes or {})
         self.measured = list(measured)
 

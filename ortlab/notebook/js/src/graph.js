@@ -8,11 +8,19 @@ export const MOST = 6000; // nodes that netron lays out in one pane within secon
 
 export const PHASES = ["forward", "backward"];
 
+const NO_NODES = {
+  split: 0,
+  nodes: { name: [], op: [], module: [], of: [], reads: [], gives: [], attributes: [], source: [] },
+  tensors: { name: [], kind: [], sizes: [], shape: [], bytes: [] },
+  inputs: [], outputs: [], parameters: {}, parameterGradients: {}, categories: {}, fused: [], recompute: [], overlays: [],
+};
+
 export class Graph {
-  constructor(told) {
-    Object.assign(this, told);
-    this.count = told.nodes.name.length;
-    this.rows = told.modules.map(
+  /** Of the modules alone, or with their nodes. */
+  constructor(modules, nodes = NO_NODES) {
+    Object.assign(this, modules, nodes);
+    this.count = nodes.nodes.name.length;
+    this.rows = modules.modules.map(
       ([name, parent, calls, forward, backward, parameters, activations, forwardUs, backwardUs]) =>
         ({ name, parent, calls, forward, backward, parameters, activations, forwardUs, backwardUs, children: [], nodes: [] }),
     );
@@ -22,14 +30,18 @@ export class Graph {
       row.depth = above ? above.depth + 1 : 0;
       above?.children.push(i);
     });
-    told.nodes.module.forEach((module, i) => this.rows[module].nodes.push(i));
+    for (const row of this.rows) {
+      const within = (phase) => row.children.reduce((sum, child) => sum + this.rows[child][phase], 0);
+      row.own = Object.fromEntries(PHASES.map((phase) => [phase, row[phase] - within(phase)]));
+    }
+    this.nodes.module.forEach((module, i) => this.rows[module].nodes.push(i));
     this.gradients = Array.from({ length: this.count }, () => []);
-    told.nodes.of.forEach((of, i) => of >= 0 && this.gradients[of].push(i));
+    this.nodes.of.forEach((of, i) => of >= 0 && this.gradients[of].push(i));
     this.makers = new Map();
     this.readers = new Map();
     for (let i = 0; i < this.count; i++) {
-      for (const tensor of told.nodes.gives[i]) this.makers.set(tensor, i);
-      for (const tensor of told.nodes.reads[i]) {
+      for (const tensor of this.nodes.gives[i]) this.makers.set(tensor, i);
+      for (const tensor of this.nodes.reads[i]) {
         if (!this.readers.has(tensor)) this.readers.set(tensor, []);
         this.readers.get(tensor).push(i);
       }
@@ -56,16 +68,18 @@ export class Graph {
       if (largest < 2 || !next.length) return;
       const before = this.open;
       this.open = new Set([...before, ...next]);
-      if (this.most() > OPENED) {
+      if (PHASES.some((phase) => this.size(phase) > OPENED)) {
         this.open = before;
         return;
       }
     }
   }
 
-  /** How many nodes the fuller pane has. */
-  most() {
-    return Math.max(...PHASES.map((phase) => new Set(this.drawn(phase)).size));
+  /** How many nodes the pane of a phase has. */
+  size(phase) {
+    const folded = this.#folded(phase);
+    const drawn = ({ own, [phase]: all }, i) => (folded[i] < 0 ? own[phase] : Number(folded[i] === i && all > 0));
+    return this.rows.reduce((sum, row, i) => sum + drawn(row, i), 0);
   }
 
   /** For each module, the folded module that it is drawn in, or -1. One node needs no folding. */

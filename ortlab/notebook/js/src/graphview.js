@@ -1,7 +1,7 @@
 // The graphs of a model: forward and gradient side by side, drawn by netron, and their outline.
 //
-// The trait `graph` holds a stage as graphview.py tells it: JSON, compressed with gzip. Custom
-// messages to the kernel: {do: "netron"} asks for netron's modules, {do: "stage", stage} for another
+// The trait `modules` has what the outline needs of a stage, `graph` all else, a moment later: JSON,
+// compressed with gzip, as graphview.py tells it. Custom messages to the kernel: {do: "netron"} asks for netron's modules, {do: "stage", stage} for another
 // stage. From the kernel: {is: "netron", error} with the modules in its buffer.
 import "./graphview.css";
 import { colouring, modes } from "./colours.js";
@@ -93,27 +93,34 @@ class View {
     );
   }
 
-  /** Shows the stage that the kernel told last. */
+  /** Shows the stage that the kernel told last: its modules at once, its nodes when they are there. */
   async load() {
-    const told = await unpack(this.model.get("graph"));
-    this.graph = new Graph(told);
-    if (!this.model.get("folded")) this.graph.unfoldAll();
+    const modules = this.model.get("modules");
+    const data = this.model.get("graph");
+    const graph = data.byteLength ? new Graph(modules, await unpack(data)) : new Graph(modules);
+    if (this.graph?.modules === graph.modules) graph.open = this.graph.open; // what was folded meanwhile
+    else if (!this.model.get("folded")) graph.unfoldAll();
+    this.#show(graph);
+    if (!data.byteLength) return;
+    await painted();
+    await this.#makePanes();
+  }
+
+  #show(graph) {
+    this.graph = graph;
     this.selected = { nodes: [], show: () => this.details.clear() };
-    this.title.textContent = told.model;
-    this.stage.replaceChildren(...Object.entries(told.stages).map(([name, what]) => make("option", "", { value: name, title: what }, name)));
-    this.stage.value = told.stage;
-    const offered = modes(this.graph);
+    this.title.textContent = graph.model;
+    this.stage.replaceChildren(...Object.entries(graph.stages).map(([name, what]) => make("option", "", { value: name, title: what }, name)));
+    this.stage.value = graph.stage;
+    const offered = modes(graph);
     if (!offered.some(([name]) => name === this.mode)) this.mode = "operator";
     this.colour.replaceChildren(...offered.map(([name, label]) => make("option", "", { value: name }, label)));
     this.colour.value = this.mode;
-    this.search.value = "";
     this.root.hidden = false;
     this.#hideStill();
-    this.outline.draw(this.graph);
+    this.outline.draw(graph);
     this.details.clear();
-    this.root.dataset.outlined = told.stage;
-    await painted();
-    await this.#makePanes();
+    this.root.dataset.outlined = graph.stage;
   }
 
   /** Takes the place of the picture that stands for this view where it cannot live. */
@@ -174,7 +181,7 @@ class View {
     const pane = this.panes.get(phase);
     delete pane.box.dataset.drawn;
     const ids = this.graph.drawn(phase);
-    const count = new Set(ids).size;
+    const count = this.graph.size(phase);
     const tooMany = count > MOST;
     pane.element.hidden = tooMany;
     const nodes = this.graph.rows[0][phase].toLocaleString("en-US");
@@ -196,7 +203,7 @@ class View {
     this.#colourPane(phase);
     const ids = this.#ids()[this.graph.phases.indexOf(phase)];
     if (ids.length) pane.tell({ do: "select", ids });
-    pane.box.dataset.drawn = String(new Set(this.graph.drawn(phase)).size);
+    pane.box.dataset.drawn = String(this.graph.size(phase));
   }
 
   #colourBy(mode) {
