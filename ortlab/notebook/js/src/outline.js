@@ -11,7 +11,7 @@ function columns(graph) {
   return [
     graph.rows.some((row) => row.calls > 1) && ["calls", (row) => row.calls, () => ""],
     ["nodes", (row) => row.forward.toLocaleString("en-US"), () => ""],
-    whole.backward && ["gradient nodes", (row) => row.backward.toLocaleString("en-US"), () => ""],
+    whole.backward && ["gradient", (row) => row.backward.toLocaleString("en-US"), () => ""],
     ["parameters", (row) => (row.parameters ? row.parameters.toLocaleString("en-US") : ""), () => ""],
     whole.activations != null && ["activations", (row) => amount(row.activations, "bytes"), (node) => (node < graph.split ? amount(bytesOf(graph, node), "bytes") : "")],
     whole.forwardUs != null && ["forward time", (row) => amount(row.forwardUs, "us"), (node) => took(node, "forward")],
@@ -20,7 +20,7 @@ function columns(graph) {
 }
 
 const ROW = 21; // pixels of a row, as in graphview.css
-const COLUMN = 114; // and of a column of figures
+const COLUMN = 106; // and of a column of figures
 const NAME = 220; // of the modules' column, at least
 const BEYOND = 40; // rows above and below what is in sight
 
