@@ -183,6 +183,13 @@ class Execution:
         with self._lock:
             yield
 
+    def edited(self) -> str | None:
+        """What of the model is not as in any export at hand; None where one is of this model."""
+        with self._lock:
+            now = self._guard.key()
+            made_of = [key[0] for key in self._kinds if isinstance(key, tuple)]
+            return None if now in made_of else self._guard.change or "the model"
+
     def export_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Export | None:
         """The export that serves such a call; None where torch runs the model.
 

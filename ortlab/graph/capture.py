@@ -283,7 +283,7 @@ class Graphs:
     """The stages of one model: ``graphs.gradient`` and so on; shown as a table of them.
 
     ``sizes`` are those of the last call, for `Stage.dims`; ``measured`` gives figures for the nodes
-    of a stage, one for each kind of figure that is at hand.
+    of a stage, one for each kind of figure that is at hand; ``notes`` are to be told with them.
     """
 
     def __init__(
@@ -293,6 +293,7 @@ class Graphs:
         *,
         sizes: Mapping[str, int] | None = None,
         measured: Iterable[Callable[[Stage], Overlay]] = (),
+        notes: Iterable[str] = (),
     ) -> None:
         self.model = model
         self.stages = dict(stages)
@@ -300,6 +301,7 @@ class Graphs:
             stage.graphs = stage.graphs or self
         self.sizes = dict(sizes or {})
         self.measured = list(measured)
+        self.notes = tuple(notes)
 
     def stage(self, name: str) -> Stage:
         """One of `STAGES`; ValueError says why it is not there."""
@@ -360,7 +362,7 @@ class Graphs:
     def table(self) -> Table[Stage]:
         """A row for each stage that is there."""
         stages = list(self.stages.values())
-        notes = [f"a batch decides the sizes {', '.join(stages[-1].dims)}"]
+        notes = [*self.notes, f"a batch decides the sizes {', '.join(stages[-1].dims)}"]
         notes += [f"no {name}: {_absent(name)}" for name in STAGES if name not in self.stages]
         return Table(stages, _COLUMNS, notes=notes)
 
@@ -430,7 +432,9 @@ def capture(model: nn.Module, batch: Batch | None = None) -> Graphs:
     ordered = {stage: found[stage] for stage in STAGES if stage in found}
     # Where training and evaluation had different batches, it is training's that counts.
     last = {dim: size for stage in reversed(ordered) for dim, size in sizes[stage].items()}
-    return Graphs(name, ordered, sizes=last)
+    edited = execution.edited()
+    notes = [] if edited is None else [f"changed since the graph was made: {edited}"]
+    return Graphs(name, ordered, sizes=last, notes=notes)
 
 
 def _tensors(values: Iterable[onnx.ValueInfoProto]) -> dict[str, tuple[int, tuple[int | str, ...]]]:

@@ -383,6 +383,8 @@ def _display_graphs(graphs: Graphs, stage: str | None = None) -> None:
     """Graphs as a cell's value: the view, or without its JavaScript the table."""
     from ortlab.notebook import graphview
 
+    for note in graphs.notes:
+        print(note)
     try:
         graphview.show(graphs, stage=stage)
     except RuntimeError as error:

@@ -248,3 +248,16 @@ def test_a_line_of_the_users_own_model() -> None:
     (source,) = sources
     assert source.startswith("test_capture.py:")
     assert source.endswith("return super().forward(x).tanh()  # its line")
+
+
+def test_a_change_since_is_told() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 2))
+    wrapped = ortlab.wrap(model, engine="ort", cache=False)
+    wrapped(torch.randn(2, 3)).sum().backward()
+    assert not ortlab.graphs(wrapped).notes
+    model[1].p = 0.5
+    (note,) = ortlab.graphs(wrapped).notes
+    assert note == "changed since the graph was made: 1.p: 0.1 -> 0.5"
+    assert note in repr(ortlab.graphs(wrapped))
+    wrapped(torch.randn(2, 3)).sum().backward()
+    assert not ortlab.graphs(wrapped).notes
