@@ -67,6 +67,11 @@ _watch()
 del _watch
 '''
 
+HEADS = (
+    f"  {'run':<44} {'state':<9} {'steps':>6} {'loss':>10} {'accuracy':>9} "
+    f"{'samples/s':>10} {'peak MiB':>10}"
+)
+
 
 class OwnKernel(AsyncKernelManager):
     """A kernel of this very Python, whatever kernels the user has."""
@@ -169,10 +174,8 @@ def main(folder: Path) -> int:
         for number, picture in enumerate(executed.pictures(), 1):
             (folder / f"{path.stem}-{number}.png").write_bytes(picture)
         print(f"{path.name}: {'FAILED' if executed.failed else 'done'} in {executed.seconds:.0f} s")
-        print(
-            f"  {'run':<44} {'state':<9} {'steps':>6} {'loss':>10} {'accuracy':>9} "
-            f"{'samples/s':>10} {'peak MiB':>10}"
-        )
+        if executed.runs:
+            print(HEADS)
         for run in executed.runs:
             print(row(run))
             if run["error"]:

@@ -1,8 +1,8 @@
 """Pictures of the tutorials in JupyterLab: ``python -m tests.browser.screenshots [THEME]``.
 
-Runs every notebook in a headless Chromium and writes into build/screenshots NAME-live.png and
-NAME-charts.png, taken while a run trains, and NAME-done.png, the whole notebook. Exits 1 when a
-cell raised.
+Runs every notebook in a headless Chromium and writes into build/screenshots NAME-done.png, the
+whole notebook, and where it trains NAME-live.png and NAME-charts.png, taken meanwhile. Exits 1 when
+a cell raised.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from tests.browser.lab import CHROMIUM_ARGUMENTS, Lab, Notebook
 from tests.chromium import find
 
 TUTORIALS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-ALL_RAN = """() => window.panel.content.widgets
-    .every(cell => cell.model.type !== 'code' || cell.model.executionState !== 'running')
-    && window.panel.sessionContext.session.kernel.status === 'idle'"""
+ALL_RAN = """() => {
+    const models = window.panel.content.widgets.map(cell => cell.model);
+    const cells = models.filter(model => model.type === 'code');
+    const raised = cells.some(cell => cell.outputs.toJSON().some(o => o.output_type === 'error'));
+    return (raised || cells.every(cell => cell.executionCount !== null))
+        && window.panel.sessionContext.session.kernel.status === 'idle';
+}"""
 LIVE = """() => Number(document.querySelector('.ortlab-chart')?.dataset.points) > 30
     && document.querySelectorAll('.ortlab-run canvas').length === 4"""
+DRAWN = """() => document.querySelectorAll('.ortlab-graph[hidden]').length === 0
+    && [...document.querySelectorAll('.ortlab-pane')].every(pane => pane.dataset.drawn)"""
 WHOLE_HEIGHT = """() => {
     const cells = [...document.querySelectorAll('.jp-NotebookPanel .jp-Cell')];
     cells[0].scrollIntoView();
@@ -33,18 +39,21 @@ WHOLE_HEIGHT = """() => {
 
 
 def take(browser: Browser, lab: Lab, tutorial: Path) -> None:
-    """Both pictures of one notebook."""
+    """The pictures of one notebook."""
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
     shutil.copy(tutorial, lab.root)
     book = Notebook(page, lab, tutorial.name)
     page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area')")
     book.start()
-    page.wait_for_function(LIVE, timeout=300_000)
-    page.locator(".ortlab-run").first.scroll_into_view_if_needed()
-    page.screenshot(path=SCREENSHOTS / f"{tutorial.stem}-live.png")
-    page.locator(".ortlab-run").first.screenshot(path=SCREENSHOTS / f"{tutorial.stem}-charts.png")
+    page.wait_for_function(f"() => ({LIVE})() || ({ALL_RAN})()", timeout=300_000)
+    run = page.locator(".ortlab-run")
+    if run.count():
+        run.first.scroll_into_view_if_needed()
+        page.screenshot(path=SCREENSHOTS / f"{tutorial.stem}-live.png")
+        run.first.screenshot(path=SCREENSHOTS / f"{tutorial.stem}-charts.png")
     page.wait_for_function(ALL_RAN, timeout=600_000)
     page.set_viewport_size({"width": 1280, "height": page.evaluate(WHOLE_HEIGHT)})
+    page.wait_for_function(DRAWN)
     page.locator(".jp-NotebookPanel .jp-Cell").first.scroll_into_view_if_needed()
     page.screenshot(path=SCREENSHOTS / f"{tutorial.stem}-done.png")
     book.check()
