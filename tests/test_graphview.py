@@ -215,16 +215,17 @@ def test_the_picture_runs_down_and_up(make: Any) -> None:
 
 
 def test_a_module_that_is_called_again_closes_a_circle() -> None:
-    names = ["a/Relu", "b/Relu", "a_1/Relu"]
+    names = ["a<i>/Relu", "b/Relu", "a<i>_1/Relu"]
     nodes = [
         onnx.helper.make_node("Relu", [f"t{i}"], [f"t{i + 1}"], name=f"/_original_module/{name}")
         for i, name in enumerate(names)
     ]
     graph = onnx.helper.make_graph(nodes, "graph", [], [])
-    stage = Stage("exported", onnx.helper.make_model(graph), frozenset({"", "a", "b"}))
+    stage = Stage("exported", onnx.helper.make_model(graph), frozenset({"", "a<i>", "b"}))
     graphs = Graphs("", {"exported": stage})
     picture = sketch.sketch(stage, graphview.outline_of(graphs, "exported"))
-    assert [row.label for row in picture.rows] == ["a", "b"]
+    assert [row.label for row in picture.rows] == ["a<i>", "b"]
+    assert "<i>" not in sketch.svg(picture)
     assert picture.edges["forward"] == [(0, 1), (1, 0)]
 
 

@@ -126,6 +126,14 @@ def chain(names: list[str]) -> list[onnx.NodeProto]:
     ]
 
 
+def test_the_export_tells_the_order() -> None:
+    names = [f"/_original_module/{module}/Relu" for module in ("norm", "attention")]
+    exported, later = (graph(chain(each), {"norm", "attention"}) for each in (names, names[::-1]))
+    later.name = "forward"
+    for stage, order in ((None, ["attention", "norm"]), (exported, ["norm", "attention"])):
+        assert [row.name for row in Outline(later, exported=stage).modules[1:]] == order
+
+
 def test_a_graph_without_modules_is_one_row() -> None:
     outline = Outline(graph(chain(["", "", "a"]), set()), sizes={})
     (row,) = outline.modules
