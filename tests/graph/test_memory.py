@@ -89,6 +89,22 @@ def test_a_graph_counted_by_hand() -> None:
     assert without.idle_bytes(batch=rows) == always - 2 * 64
 
 
+def test_what_goes_to_torch_is_a_copy() -> None:
+    """ORT's planner shares no storage with the yield (allocation_planner.cc)."""
+    stage = _by_hand()
+    nodes = stage.model.graph.node
+    nodes[3].input[0] = "out"
+    nodes.insert(3, helper.make_node("Identity", ["b"], ["out"], "copy"))
+    stage.model.graph.value_info.append(
+        helper.make_tensor_value_info("out", TensorProto.FLOAT, ["x_dim0", 4])
+    )
+    row = 160
+    plan = MemoryPlan(stage, {"x_dim0": 10})
+    above = plan.curve() - plan.idle_bytes()
+    assert above[2:5].tolist() == [2 * row, 3 * row, 2 * row]  # a and b, out too, then without b
+    assert above[-1] == row + 64  # out, and the gradient of w
+
+
 def test_what_is_there_at_the_peak() -> None:
     plan = MemoryPlan(_by_hand(), {"x_dim0": 100})
     held = plan.at_peak()
