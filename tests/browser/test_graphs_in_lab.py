@@ -160,7 +160,7 @@ def test_colours(notebook: Opens, page: Page, screenshot: Takes) -> None:
 
 
 def test_search_and_folding(notebook: Opens, page: Page, screenshot: Takes) -> None:
-    count = "print(sum('biasgelu' in f'{n.name} {n.op} {n.module}'.lower() for n in nodes))"
+    count = "print(sum('com.microsoft.BiasGelu' in n.op for n in nodes))"
     book = notebook([MODEL, SHOW, f"nodes = ortlab.graphs(model).gradient.nodes\n{count}"])
     book.run()
     view = graph(book)
@@ -172,12 +172,18 @@ def test_search_and_folding(notebook: Opens, page: Page, screenshot: Takes) -> N
     assert folded < 12
     expect(node(forward, "bert")).to_be_visible()
     search = view.get_by_role("searchbox")
-    search.fill("BiasGelu")
+    search.fill("COM.microsoft.BiasGelu")  # in the operators' names alone
     hits = view.locator(".ortlab-hits li")
     found = book.outputs()[2][0]["text"].strip()
     expect(view.locator(".ortlab-details")).to_contain_text(f"{found} found")
     expect(hits).to_have_count(int(found))
     screenshot("graph-search")
+    search.fill("intermediate_act")
+    expect(hits.first).to_have_text(
+        "bert.\u200bencoder.\u200blayer.\u200b0.\u200bintermediate.\u200bintermediate_act_fn module"
+    )
+    search.fill("BiasGelu")
+    expect(hits.first).to_contain_text("com.microsoft.BiasGelu")
     click(hits.first.get_by_role("button"))
     expect(forward.locator(".graph-node.select")).to_contain_text("BiasGelu")
     expect(row(view, "Fold bert.encoder.layer.0.intermediate")).to_be_visible()
