@@ -15,7 +15,6 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-VERSION: Final = "9.3.3"
 MODULES: Final = ("base.js", "dagre.js", "grapher.js", "view.js")
 """Its JavaScript modules, each after those that it imports."""
 _DARK: Final = "@media (prefers-color-scheme: dark) {"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import FrameLocator, Locator, Page, expect
@@ -314,3 +315,17 @@ def test_nothing_is_cut_off_on_a_narrow_page(
         && e.clientWidth > 0 && !e.closest('.ortlab-outline') && !e.closest('.ortlab-pane-head')
     ).map(e => `${e.tagName} ${e.className}`)"""
     assert view.evaluate(wide) == []
+
+
+def test_a_busy_kernel_is_waited_for(notebook: Opens, page: Page, tmp_path: Path) -> None:
+    free = tmp_path / "free"
+    show = "Graphs('Net', {'exported': stage(['a', 'b'])})"
+    wait = f"import time, pathlib\nwhile not pathlib.Path({str(free)!r}).exists(): time.sleep(0.05)"
+    book = notebook([STAGE, f"display({show})\n{wait}"])
+    book.start()
+    view = page.locator(".ortlab-graph")
+    expect(view.locator("tbody")).to_contain_text("Net", timeout=20_000)
+    expect(view.get_by_role("status").first).to_contain_text("drawn when the kernel is free")
+    free.touch()
+    assert graph(book).locator(".ortlab-pane").count() == 1
+    expect(view.get_by_role("status").first).to_be_hidden()

@@ -13,6 +13,7 @@ import { Pane } from "./pane.js";
 
 const TITLES = { forward: "Forward", backward: "Gradient" };
 const TYPED_MS = 150;
+const BUSY_MS = 1500; // a kernel that runs no cell answers sooner
 
 async function unpack(data) {
   const bytes = new Blob([data]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -130,14 +131,23 @@ class View {
   }
 
   async #makePanes() {
+    const waiting = setTimeout(() => this.#say("The graph is drawn when the kernel is free: once for each page it gives netron’s part."), BUSY_MS);
     try {
       const modules = await netron(this.model);
+      this.note.hidden = true;
       this.style = modules.light;
       this.#closePanes();
       for (const phase of this.graph.phases) this.#makePane(modules, phase);
     } catch (error) {
       this.#fallBack(error.message);
+    } finally {
+      clearTimeout(waiting);
     }
+  }
+
+  #say(words) {
+    this.note.textContent = words;
+    this.note.hidden = false;
   }
 
   #makePane(modules, phase) {
@@ -296,8 +306,7 @@ class View {
   /** Without netron's drawing there are the outline and the search still. */
   #fallBack(reason) {
     this.#closePanes();
-    this.note.textContent = `The graph is not drawn: ${reason}. The outline has its modules and nodes.`;
-    this.note.hidden = false;
+    this.#say(`The graph is not drawn: ${reason}. The outline has its modules and nodes.`);
   }
 
   #closePanes() {
