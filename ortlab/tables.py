@@ -16,10 +16,12 @@ _STYLE = """
 .ortlab-table th {border-bottom: 1px solid var(--jp-border-color1, currentColor)}
 .ortlab-table td {font-variant-numeric: tabular-nums}
 .ortlab-table p {margin: 4px 0; color: var(--jp-content-font-color2, inherit)}
+.ortlab-table p {overflow-wrap: anywhere}
 </style>
 """
 
-_WORDS, _NUMBER = "text-align: left", "text-align: right; white-space: nowrap"
+LONGEST = 40
+"""Letters of a word that is never broken; longer ones are paths, which leave figures their room."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,14 @@ class Table(Sequence[R]):
         return "<tr>{}</tr>".format(
             "".join(
                 # In place, since JupyterLab's own rule for tables goes before a style sheet's.
-                f'<{tag} style="{_NUMBER if column.number else _WORDS}">{html.escape(cell)}</{tag}>'
+                f'<{tag} style="{_style(tag, cell, column)}">{html.escape(cell)}</{tag}>'
                 for cell, column in zip(cells, self._columns, strict=True)
             )
         )
+
+
+def _style(tag: str, cell: str, column: Column[R]) -> str:
+    if column.number:
+        return "text-align: right" + ("; white-space: nowrap" if tag == "td" else "")
+    longest = max(map(len, cell.split()), default=0)
+    return "text-align: left" + ("; overflow-wrap: anywhere" if longest > LONGEST else "")

@@ -361,7 +361,11 @@ def test_a_table_s_cells_are_escaped_and_its_records_kept() -> None:
     assert "&lt;i&gt;" in page
     assert "&lt;head&gt;" in page
     assert "<i>" not in page
-    assert page.count("text-align: right; white-space: nowrap") == 3
+    assert page.count("text-align: right") == 3
+    assert page.count("text-align: right; white-space: nowrap") == 2
+    assert "overflow-wrap: anywhere" not in page.partition("<table>")[2]
+    path = Table(["bert.encoder." * 8, "a b " * 20], [Column("module", str)])._repr_html_()
+    assert path.partition("<table>")[2].count("overflow-wrap: anywhere") == 1
     assert (len(table), list(table), table[-1], table[:1]) == (2, ["<i>", "&"], "&", ("<i>",))
 
 

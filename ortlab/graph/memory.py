@@ -436,7 +436,7 @@ def _owner(parameter: str) -> str:
 
 
 def _place(node: Node) -> str:
-    return node.module or node.name
+    return node.module or _SCOPE.sub("", node.name)
 
 
 # ---- names of sizes ------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ class Profile:
         return "\n\n".join(["\n".join([self.headline, *self.notes]), *map(repr, self._tables())])
 
     def _repr_html_(self) -> str:
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        notes = "<p>" + "<br>".join(map(html.escape, self.notes)) + "</p>"
         tables = "<br>".join(table._repr_html_() for table in self._tables())
         picture = bars.image(self.picture(), self.headline)
         return f"<p><b>{html.escape(self.headline)}</b></p>{notes}{picture}{tables}"
