@@ -145,19 +145,32 @@ class Stage:
         for name in (node.name, *node.output):
             _, found, path = name.partition(f"/{_ROOT}/")
             scope = path.partition(_GRADIENT + "/")[0].rpartition("/")[0] if found else ""
-            if scope and (module := self._module_of(scope)) is not None:
-                return module
+            if scope:
+                return self._module_of(scope) or ""
         return ""
 
     def _module_of(self, scope: str) -> str | None:
         """The innermost module whose call the exporter calls `scope`, or part of it."""
         if scope not in self._scopes:
             path = module_path(f"{_ROOT}/{scope}") or ""
-            known = [each for each in (path, _CALL.sub("", path)) if each in self._modules]
+            paths = (path, _CALL.sub("", path))
+            known = [each for each in paths if each in self._modules]
+            known = known or [module for each in paths if (module := self._contained(each))]
             around = scope.rpartition("/")[0]
             module = known[0] if known else self._module_of(around) if around else None
             self._scopes[scope] = module
         return self._scopes[scope]
+
+    def _contained(self, path: str) -> str | None:
+        """The one module that the exporter may call `path`, which leaves out what is not called.
+
+        That is a ModuleDict, or another module that only holds some: "wte" for "transformer.wte".
+        The number of an item stays with its list.
+        """
+        names = re.split(r"\.(?!\d)", path)
+        form = re.compile(r"(.+\.)?" + r"\.(.+\.)?".join(map(re.escape, names)))
+        found = [m for m in self._modules if m.endswith(names[-1]) and form.fullmatch(m)]
+        return found[0] if len(found) == 1 else None
 
     @functools.cached_property
     def ops(self) -> Counter[str]:

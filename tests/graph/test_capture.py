@@ -123,6 +123,42 @@ def test_a_module_that_is_called_again_has_the_nodes_of_every_call() -> None:
     assert (count["block.0"], count["block.1"], count["block_1"]) == (2, 2, 1)
 
 
+def test_modules_in_containers_that_are_not_called() -> None:
+    """The exporter's names leave those out; where two modules may be meant, it is neither."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.ModuleDict({"fc": nn.Linear(4, 4), "act": nn.Tanh()})
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.mlp["act"](self.mlp["fc"](x))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = nn.ModuleList(Block() for _ in range(11))
+            self.body = nn.ModuleDict({"h": blocks, "norm": nn.LayerNorm(4)})
+            self.left = nn.ModuleDict({"head": nn.Linear(4, 2)})
+            self.right = nn.ModuleDict({"head": nn.Linear(4, 2)})
+
+        def forward(self, x: torch.Tensor) -> Any:
+            for block in self.body["h"]:  # type: ignore[union-attr]
+                x = block(x)
+            x = self.body["norm"](x)
+            return (self.left["head"](x) + self.right["head"](x)).sum()
+
+    model = ortlab.wrap(Net(), engine="ort")
+    model(torch.ones(2, 4)).backward()
+    found = ortlab.graphs(model)
+    for stage in (found.exported, found.gradient):
+        of = {op: {n.module for n in stage.nodes if n.op == op} for op in stage.ops}
+        assert of["Tanh"] == {f"body.h.{i}.mlp.act" for i in range(11)}
+        assert of["LayerNormalization"] == {"body.norm"}
+        heads = [n.module for n in stage.nodes if n.op == "Gemm" and "/head/" in n.name]
+        assert set(heads) == {""}
+
+
 def test_bytes_are_those_of_the_model(graphs: Graphs) -> None:
     model, _ = bert()
     read = [p for name, p in model.named_parameters()]
