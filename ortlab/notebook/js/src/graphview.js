@@ -1,8 +1,9 @@
 // The graphs of a model: forward and gradient side by side, drawn by netron, and their outline.
 //
 // The trait `modules` has what the outline needs of a stage, `graph` all else, a moment later: JSON,
-// compressed with gzip, as graphview.py tells it. Custom messages to the kernel: {do: "netron"} asks for netron's modules, {do: "stage", stage} for another
-// stage. From the kernel: {is: "netron", error} with the modules in its buffer.
+// compressed with gzip, as graphview.py tells it. Custom messages to the kernel: {do: "netron"} asks
+// for netron's modules, {do: "stage", stage} for another stage. From the kernel: {is: "netron",
+// error}, with the modules in its buffer where there is no error.
 import "./graphview.css";
 import { colouring, modes } from "./colours.js";
 import { Details } from "./details.js";
@@ -13,6 +14,7 @@ import { Pane } from "./pane.js";
 
 const TITLES = { forward: "Forward", backward: "Gradient" };
 const TYPED_MS = 150;
+const WAITING = "The graph is drawn when the kernel is free: once for each page it gives netron’s part.";
 const BUSY_MS = 1500; // a kernel that runs no cell answers sooner
 
 async function unpack(data) {
@@ -69,7 +71,8 @@ class View {
     this.stage.addEventListener("change", () => this.model.send({ do: "stage", stage: this.stage.value }));
     this.colour = make("select", "ortlab-select", { "aria-label": "colour by" });
     this.colour.addEventListener("change", () => this.#colourBy(this.colour.value));
-    this.search = make("input", "ortlab-search", { type: "search", placeholder: "Search name, operator, module", "aria-label": "search" });
+    const placeholder = "Search name, operator, module";
+    this.search = make("input", "ortlab-search", { type: "search", placeholder, "aria-label": "search" });
     this.search.addEventListener("input", () => {
       clearTimeout(this.typed);
       this.typed = setTimeout(() => this.#find(), TYPED_MS);
@@ -131,7 +134,7 @@ class View {
   }
 
   async #makePanes() {
-    const waiting = setTimeout(() => this.#say("The graph is drawn when the kernel is free: once for each page it gives netron’s part."), BUSY_MS);
+    const waiting = setTimeout(() => this.#say(WAITING), BUSY_MS);
     try {
       const modules = await netron(this.model);
       this.note.hidden = true;
@@ -203,7 +206,8 @@ class View {
     pane.words.textContent = folded ? `${nodes} nodes as ${count.toLocaleString("en-US")}` : `${nodes} nodes`;
     pane.words.title = folded ? "Modules that are folded are drawn as one node each" : "";
     pane.box.classList.add("ortlab-busy");
-    const at = settle == null ? null : this.graph.members(`m${settle}`, phase).map((node) => ids[node - (phase === "forward" ? 0 : this.graph.split)])[0];
+    const from = phase === "forward" ? 0 : this.graph.split;
+    const at = settle == null ? null : ids[this.graph.members(`m${settle}`, phase)[0] - from];
     pane.tell({ do: "draw", graph: this.graph.netron(phase), settle: at });
   }
 
