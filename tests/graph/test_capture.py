@@ -129,10 +129,10 @@ def test_modules_in_containers_that_are_not_called() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.mlp = nn.ModuleDict({"fc": nn.Linear(4, 4), "act": nn.Tanh()})
+            self.mlp = nn.ModuleDict({"fc": nn.Linear(4, 4), "act": nn.Sequential(nn.Tanh())})
 
         def forward(self, x: torch.Tensor) -> Any:
-            return self.mlp["act"](self.mlp["fc"](x))
+            return x - self.mlp["act"](self.mlp["fc"](x))
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -153,7 +153,8 @@ def test_modules_in_containers_that_are_not_called() -> None:
     found = ortlab.graphs(model)
     for stage in (found.exported, found.gradient):
         of = {op: {n.module for n in stage.nodes if n.op == op} for op in stage.ops}
-        assert of["Tanh"] == {f"body.h.{i}.mlp.act" for i in range(11)}
+        assert of["Tanh"] == {f"body.h.{i}.mlp.act.0" for i in range(11)}
+        assert of["Sub"] == {f"body.h.{i}" for i in range(11)}
         assert of["LayerNormalization"] == {"body.norm"}
         heads = [n.module for n in stage.nodes if n.op == "Gemm" and "/head/" in n.name]
         assert set(heads) == {""}
