@@ -151,6 +151,8 @@ def test_netrons_modules_are_whole() -> None:
         earlier = list(bundle["modules"])[: list(bundle["modules"]).index(name)]
         assert set(imported) <= set(earlier), f"{name} needs {imported}"
     assert {"view.js", "grapher.js", "dagre.js"} <= known
+    assert r"\u27e8" in bundle["modules"]["view.js"]  # a bracket that common fonts have
+    assert r"\u3008" not in bundle["modules"]["view.js"]
     assert "prefers-color-scheme" not in bundle["light"] + bundle["dark"]
     assert ".node-item-type path" in bundle["light"]
     assert ".node-item-type path" in bundle["dark"]

@@ -36,7 +36,7 @@ def bundle() -> bytes:
         raise Unusable(f"netron {_version()} has no dark style")
     content = {
         "version": _version(),
-        "modules": {name: _text(name) for name in MODULES},
+        "modules": {name: _with_common_brackets(_text(name)) for name in MODULES},
         "light": light,
         "dark": dark.rpartition("}")[0],
     }
@@ -57,6 +57,11 @@ def categories() -> dict[str, str]:
         if category := operator.get("category"):
             found[name] = category
     return found
+
+
+def _with_common_brackets(script: str) -> str:
+    """Netron writes shapes in brackets that only Chinese and Japanese fonts have."""
+    return script.replace(r"\u3008", r"\u27e8").replace(r"\u3009", r"\u27e9")
 
 
 def _text(name: str) -> str:
