@@ -47,8 +47,10 @@ def hoverable(picture: str, alt: str) -> str:
 
     Where a page allows no objects (JupyterLab in a notebook that is not trusted) it is an image.
     """
+    # A document of another scheme than the page's would get a background of its own.
+    style = "max-width: 100%; color-scheme: light"
     return (
-        f'<object type="image/svg+xml" style="max-width: 100%" data="{_address(picture)}">'
+        f'<object type="image/svg+xml" style="{style}" data="{_address(picture)}">'
         f"{image(picture, alt)}</object>"
     )
 

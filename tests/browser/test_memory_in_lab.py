@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 
 import nbformat
 import pytest
+from PIL import Image
 from playwright.sync_api import Page, expect
 
 from ortlab import compat
@@ -49,6 +51,16 @@ def test_hover_names_a_tensor(book: Notebook, page: Page) -> None:
     (picture,) = (frame for frame in page.frames if frame.url.startswith("data:image/svg"))
     assert picture.evaluate(NAMED) > 3
     assert picture.evaluate("() => window.origin") == "null"
+
+
+def test_a_dark_page_is_behind_it(book: Notebook, page: Page) -> None:
+    book.theme("JupyterLab Dark")
+    page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+    picture = page.locator("object")
+    picture.scroll_into_view_if_needed()
+    corner = Image.open(io.BytesIO(picture.screenshot())).convert("L").getpixel((1, 1))
+    assert isinstance(corner, int)
+    assert corner < 64
 
 
 def test_an_untrusted_notebook_shows_an_image(book: Notebook, page: Page, lab: Lab) -> None:
