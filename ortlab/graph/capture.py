@@ -5,15 +5,12 @@ They are read from an export that is there; nothing is trained for it.
 
 from __future__ import annotations
 
-import ast
 import functools
-import math
-import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import onnx
 import torch
@@ -26,6 +23,7 @@ from ortlab.engines.execution import Execution
 from ortlab.engines.ortmodule import execution_of, is_wrapped
 from ortlab.engines.selfcheck import inputs_kept, undisturbed
 from ortlab.graph import STAGES
+from ortlab.graph.sizes import bytes_of, follows, size_of
 from ortlab.settings import unknown_name
 from ortlab.tables import Column, Table
 
@@ -215,7 +213,7 @@ class Stage:
     @property
     def parameter_bytes(self) -> int:
         """Of the parameters and buffers that the graph reads."""
-        return sum(_bytes(*self.tensors[name], {}) for name in self.parameters.values())
+        return sum(bytes_of(*self.tensors[name], {}) for name in self.parameters.values())
 
     def activation_bytes(self, **dims: int) -> int:
         """What all results of forward's nodes take together, for the sizes that are given.
@@ -230,7 +228,7 @@ class Stage:
 
     def bytes_of(self, tensor: str, dims: Mapping[str, int]) -> int | None:
         """What a tensor takes, for values of all `dims`; None where the graph does not tell."""
-        return _bytes(*self.tensors[tensor], dims) if self._sized(tensor) else None
+        return bytes_of(*self.tensors[tensor], dims) if self._sized(tensor) else None
 
     def shape_of(self, tensor: str, dims: Mapping[str, int]) -> tuple[int | str, ...] | None:
         """A tensor's sizes, those that follow from `dims` as numbers; None where none are told."""
@@ -239,7 +237,7 @@ class Stage:
         sizes = self.tensors[tensor][1]
         given = tuple(dims)
         return tuple(
-            _size(size, dims) if isinstance(size, int) or _follows(size, given) else size
+            size_of(size, dims) if isinstance(size, int) or follows(size, given) else size
             for size in sizes
         )
 
@@ -263,7 +261,7 @@ class Stage:
         if name not in self.tensors:
             return False
         sizes = self.tensors[name][1]
-        return all(isinstance(size, int) or _follows(size, self.dims) for size in sizes)
+        return all(isinstance(size, int) or follows(size, self.dims) for size in sizes)
 
     @functools.cached_property
     def _inputs(self) -> tuple[str, ...]:
@@ -467,69 +465,3 @@ def _export(execution: Execution, batch: Batch) -> None:
     kept = inputs_kept(tensors([args, kwargs]))
     with kept, undisturbed(module), torch.set_grad_enabled(module.training):
         execution.export_for(args, kwargs)
-
-
-# ---- sizes ---------------------------------------------------------------------------------------
-
-
-def _bytes(kind: int, sizes: tuple[int | str, ...], dims: Mapping[str, int]) -> int:
-    count = math.prod(_size(size, dims) for size in sizes)
-    return count * int(onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize)
-
-
-_OPERATORS: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-_FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
-    "floor": math.floor,
-    "ceiling": math.ceil,
-    "Max": max,
-    "Min": min,
-}
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed(size: str) -> ast.expr | None:
-    """A size as shape inference writes it, in sympy's form; None for a name that is no word."""
-    try:
-        return ast.parse(size, mode="eval").body
-    except SyntaxError:
-        return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _follows(size: str, dims: tuple[str, ...]) -> bool:
-    parsed = _parsed(size)
-    if parsed is None:
-        return size in dims
-    names = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
-    return names <= {*dims, *_FUNCTIONS}
-
-
-def _size(size: int | str, dims: Mapping[str, int]) -> int:
-    """What `size` is for `dims`; without Python's eval, for names in it come from a file."""
-    if isinstance(size, int):
-        return size
-    parsed = _parsed(size)
-    return dims[size] if parsed is None else int(_value(parsed, dims))
-
-
-def _value(node: ast.expr, dims: Mapping[str, int]) -> Any:
-    match node:
-        case ast.Constant(value=int() | float() as value):
-            return value
-        case ast.Name(id=name):
-            return dims[name]
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_value(inner, dims)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(left, dims), _value(right, dims))
-        case ast.Call(func=ast.Name(id=name), args=given) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*(_value(each, dims) for each in given))
-    raise ValueError(f"cannot read the size {ast.unparse(node)!r}")

@@ -1,9 +1,7 @@
 """What a training step takes of memory, read from its graph before it is run.
 
-A tensor is there from the node that computes it to the last one that reads it, in the order in
-which ORT's session runs them; views share the storage that they look at. That is how ORT's planner
-allocates in training, where it reuses no buffers
-(onnxruntime/core/framework/allocation_planner.cc). What an arena keeps beyond that is not in it.
+It is the sum of the tensors that are there at a time, see `lifetimes`. What an arena keeps beyond
+that is not in it.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,35 +19,17 @@ from torch import nn
 
 from ortlab.graph import bars, timeline
 from ortlab.graph.capture import Graphs, Node, Overlay, Stage
+from ortlab.graph.lifetimes import HOLD_SIZES, KINDS, SCOPE, STATE, Tensor, lifetimes
 from ortlab.settings import unknown_name
 from ortlab.tables import Column, Table
 
-KINDS: Final = ("parameter", "optimizer state", "batch", "activation", "gradient", "workspace")
-"""What tensors are for. Workspace is what a kernel takes for itself while it runs."""
 LARGEST = 10
 _IDLE = ("parameter", "optimizer state", "batch")
 _MARGIN = 0.01
 """What `max_batch` leaves free: predictions are 0.2% below what was measured at most times."""
-_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
-_HOLD_SIZES = frozenset({"Shape", "Size", "com.microsoft.ConcatTraining"})
-"""Operators whose last output is sizes."""
-_YIELD = "com.microsoft.YieldOp"
-_WORKSPACE: Final[Mapping[str, tuple[int, str, int]]] = {
-    "com.microsoft.LayerNormalizationGrad": (4, "input", 1),
-    "com.microsoft.SimplifiedLayerNormalizationGrad": (4, "input", 1),
-    "com.microsoft.BiasGelu": (1, "output", 0),
-    "com.microsoft.BiasGeluGrad_dX": (1, "output", 0),
-}
-"""How many times which input or output of its own a CPU kernel allocates beside its results.
-
-From ORT's orttraining/training_ops/cpu/nn/layer_norm.cc and activation/bias_gelu_helper of 1.19.
-"""
-_STATE: Final = {"adamw": 2, "sgd": 0}
-"""Copies of a trained parameter that an optimizer of `ortlab.settings` keeps."""
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 _TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds")
 _DIM = re.compile(r"(.+)_dim(\d+)")
-_SCOPE = re.compile(r"^(/_original_module/(.*/)?|_original_module\.)")
 _UNITS: Final = {
     "": 1,
     "B": 1,
@@ -61,31 +41,6 @@ _UNITS: Final = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """Storage that a step allocates, under the name of the tensor that it was allocated for.
-
-    It is there while nodes ``born`` to ``dies`` run; the node after the last is the optimizer's
-    step. ``size_of`` is the tensor whose shape it has, which is another one for a workspace and
-    where the graph does not tell its own; ``times`` is how often that is taken.
-    """
-
-    name: str
-    kind: str
-    module: str
-    node: str
-    born: int
-    dies: int
-    size_of: str
-    times: int = 1
-
-    @property
-    def label(self) -> str:
-        """Its name without its scope, which the module tells."""
-        name = _SCOPE.sub("", self.name)
-        return name.removeprefix(f"{self.module}.")
 
 
 @dataclass(frozen=True)
@@ -113,13 +68,13 @@ class MemoryPlan:
         optimizer: str = "adamw",
         encoder_decoder: bool = False,
     ) -> None:
-        if optimizer not in _STATE:
-            raise ValueError(f"optimizer={optimizer!r}: {unknown_name(optimizer, _STATE)}")
+        if optimizer not in STATE:
+            raise ValueError(f"optimizer={optimizer!r}: {unknown_name(optimizer, STATE)}")
         self.stage = stage
         self.optimizer = optimizer
         self._names = _dims(stage, encoder_decoder=encoder_decoder)
         self._last = dict(sizes)
-        self.tensors = tuple(_lifetimes(stage, optimizer))
+        self.tensors = tuple(lifetimes(stage, optimizer))
         self._born = np.array([tensor.born for tensor in self.tensors])
         self._dies = np.array([tensor.dies for tensor in self.tensors])
 
@@ -138,7 +93,7 @@ class MemoryPlan:
         Those that hold sizes themselves are not among them: they are a few numbers each.
         """
         sizes = dict.fromkeys(self.stage.dims, 2)
-        hold_sizes = {n.outputs[-1] for n in self.stage.nodes if n.op in _HOLD_SIZES}
+        hold_sizes = {n.outputs[-1] for n in self.stage.nodes if n.op in HOLD_SIZES}
         return tuple(
             tensor.name
             for tensor in self.tensors
@@ -353,90 +308,8 @@ def memory(size_bytes: float) -> str:
     return f"{size_bytes / 2**power:.1f} {unit}"
 
 
-# ---- lifetimes -----------------------------------------------------------------------------------
-
-
-def _lifetimes(stage: Stage, optimizer: str) -> Iterator[Tensor]:
-    nodes = stage.nodes
-    end = len(nodes)
-    storage = _storage(nodes)
-    last = _last_uses(stage, storage, end)
-    views: dict[str, list[str]] = defaultdict(list)
-    for view, looked_at in storage.items():
-        views[looked_at].append(view)
-    for name, tensor in stage.parameters.items():
-        yield Tensor(name, "parameter", _owner(name), "", 0, end, tensor)
-        if name in stage.parameter_gradients and _STATE[optimizer]:
-            copies = _STATE[optimizer]
-            yield Tensor(name, "optimizer state", _owner(name), "", 0, end, tensor, copies)
-    held = set(stage.parameters.values())
-    for value in stage.model.graph.input:
-        if value.name not in held:
-            yield Tensor(value.name, "batch", "", "", 0, end, value.name)
-    for at, node in enumerate(nodes):
-        # torch makes the gradients that ORT's yield gives when backward begins.
-        born = at + 1 if node.op == _YIELD else at
-        for name in node.outputs:
-            if name and name not in storage:
-                dies = max(last.get(name, born), born)
-                kind = "activation" if _is_activation(node) else "gradient"
-                size_of = _sized_like(stage, name, views[name])
-                yield Tensor(name, kind, node.module, node.name, born, dies, size_of)
-        if node.op in _WORKSPACE:
-            times, side, place = _WORKSPACE[node.op]
-            like = (node.inputs if side == "input" else node.outputs)[place]
-            size_of = _sized_like(stage, like, views[like])
-            yield Tensor(node.name, "workspace", node.module, node.name, at, at, size_of, times)
-
-
-def _is_activation(node: Node) -> bool:
-    return (node.phase == "forward" and node.op != _YIELD) or node.name.endswith("_recompute")
-
-
-def _storage(nodes: Sequence[Node]) -> dict[str, str]:
-    """For each view, the tensor whose storage it looks at.
-
-    What goes first to the yield, and with it to torch, is a copy.
-    """
-    readers: dict[str, str] = {}
-    for node in nodes:
-        for name in node.inputs:
-            readers.setdefault(name, node.op)
-    found: dict[str, str] = {}
-    for node in nodes:
-        if node.op in _VIEWS and readers.get(node.outputs[0]) != _YIELD:
-            found[node.outputs[0]] = found.get(node.inputs[0], node.inputs[0])
-    return found
-
-
-def _last_uses(stage: Stage, storage: Mapping[str, str], end: int) -> dict[str, int]:
-    """The last node that reads each tensor or a view of it.
-
-    What the graph gives and what forward gave its caller is there until the step ends.
-    """
-    found: dict[str, int] = {}
-    for at, node in enumerate(stage.nodes):
-        for name in node.inputs:
-            found[storage.get(name, name)] = (
-                end if node.op == _YIELD else max(at, found.get(storage.get(name, name), 0))
-            )
-    for value in stage.model.graph.output:
-        found[storage.get(value.name, value.name)] = end
-    return found
-
-
-def _sized_like(stage: Stage, name: str, views: Sequence[str]) -> str:
-    """The tensor that tells its size: a view, what it is a gradient of or computed once more."""
-    likes = (name, *views, name.removesuffix("_grad"), name.removesuffix("_recompute"))
-    return next((like for like in likes if like in stage.tensors), name)
-
-
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
-
-
 def _place(node: Node) -> str:
-    return node.module or _SCOPE.sub("", node.name)
+    return node.module or SCOPE.sub("", node.name)
 
 
 # ---- names of sizes ------------------------------------------------------------------------------
