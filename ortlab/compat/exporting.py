@@ -132,9 +132,19 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
             _last.nodes = _take_stacks(result[0].graph)
         if device.type == "cpu" and flattened_module.training:
             _refuse_wrong_gradients(result[0].graph)
-        return result
+        *rest, differentiated = result
+        return *rest, _without_frozen(differentiated, flattened_module)
 
     return export_and_restore
+
+
+def _without_frozen(names: Sequence[str], module: Any) -> list[str]:
+    """The inputs of a graph that it is to have gradients of: ORT takes frozen parameters for such.
+
+    It would compute theirs, and backward through all that comes before, for nobody.
+    """
+    frozen = {name for name, each in module.named_parameters() if not each.requires_grad}
+    return [name for name in names if name not in frozen]
 
 
 def _refuse_wrong_gradients(graph: Any) -> None:

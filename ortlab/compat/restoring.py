@@ -14,7 +14,7 @@ import hashlib
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,11 +126,8 @@ def put_together(
     unknown = set(names) - parameters - buffers - set(call.onnx_graph_input_names)
     if unknown:
         raise ValueError(f"the graph asks for {', '.join(sorted(unknown))}")
-    differentiated = [
-        name
-        for name in names
-        if name in parameters or name in call.onnx_graph_input_names_require_grad
-    ]
+    trained = {n for n, p in manager._flattened_module.named_parameters() if p.requires_grad}
+    differentiated = _within(names, {*trained, *call.onnx_graph_input_names_require_grad})
     transitions._model_info_for_export = call
     transitions._exported_model_info = _graph_transition_manager.ExportedModelInfo(
         module_forward_args_schema=call.onnx_graph_input_arg_schema,
@@ -258,7 +255,7 @@ def forward_graph(manager: Any) -> Any:
     return onnx.load_model_from_string(builder.get_forward_model())
 
 
-def _within(names: Sequence[str], found: Sequence[str]) -> list[str]:
+def _within(names: Sequence[str], found: Collection[str]) -> list[str]:
     return [name for name in names if name in found]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
+import ortlab
 from ortlab.engines.ortmodule import Ort
 from ortlab.engines.selfcheck import SelfCheckFailed
 from ortlab.engines.served import ExportFailed
@@ -677,3 +678,33 @@ def test_what_is_wrong_on_rows_and_on_all_is_refused(ort: Ort) -> None:
     model.register_buffer("mean", torch.zeros(3))
     with pytest.raises(SelfCheckFailed, match="mean"):
         _wrap(ort, model)(torch.rand(16, 3))
+
+
+# --- frozen parameters
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_nothing_is_computed_for_frozen_parameters(ort: Ort, cached: bool) -> None:
+    """ORTModule would: fine-tuning a head alone cost the whole backward pass."""
+    x = torch.randn(4, 3)
+    if cached:
+        _wrap(ort, _with_frozen_body())(x).sum().backward()
+    model = _with_frozen_body()
+    wrapped = _assert_trains_as_eager(ort, model, (x,))
+    notes = ort.report(wrapped).notes
+    assert any("from the cache" in note for note in notes) is cached, notes
+    stage = ortlab.graphs(wrapped).gradient
+    assert set(stage.parameter_gradients) == {"2.weight", "2.bias"}
+    assert len(stage.model.graph.output) == 2
+    assert not [node for node in stage.nodes if node.op == "TanhGrad"]
+    model.requires_grad_(True)
+    model.zero_grad()
+    wrapped(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def _with_frozen_body() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    model[0].requires_grad_(False)
+    return model
