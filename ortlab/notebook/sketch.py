@@ -120,7 +120,7 @@ def svg(picture: Sketch) -> str:
         phase for phase in ("forward", "backward") if any(r.counts[phase] for r in picture.rows)
     ]
     left = {phase: _SIDE + i * (_BOX + 36) for i, phase in enumerate(phases)}
-    width = _SIDE + len(phases) * (_BOX + 36) - 36 + _SIDE
+    width = _SIDE + max(len(phases), 2) * (_BOX + 36) - 36 + _SIDE  # room for the words below too
     height = _TOP + _STEP * len(picture.rows) + (16 if picture.between else 0)
     parts = []
     if picture.between:

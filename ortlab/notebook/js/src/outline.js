@@ -20,7 +20,7 @@ function columns(graph) {
 }
 
 const ROW = 21; // pixels of a row, as in graphview.css
-const COLUMN = 106; // and of a column of figures
+const COLUMN = 114; // and of a column of figures
 const NAME = 220; // of the modules' column, at least
 const BEYOND = 40; // rows above and below what is in sight
 
