@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -167,8 +167,16 @@ class Stage:
         """
         names = re.split(r"\.(?!\d)", path)
         form = re.compile(r"(.+\.)?" + r"\.(.+\.)?".join(map(re.escape, names)))
-        found = [m for m in self._modules if m.endswith(names[-1]) and form.fullmatch(m)]
+        ending_alike = self._modules_by_ending[_ending(path)]
+        found = [module for module in ending_alike if form.fullmatch(module)]
         return found[0] if len(found) == 1 else None
+
+    @functools.cached_property
+    def _modules_by_ending(self) -> Mapping[str, Sequence[str]]:
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for module in self._modules:
+            found[_ending(module)].append(module)
+        return found
 
     @functools.cached_property
     def ops(self) -> Counter[str]:
@@ -288,6 +296,10 @@ class Stage:
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+
+def _ending(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 class Graphs:

@@ -66,7 +66,7 @@ def median_ms(work: Callable[[], object]) -> float:
 
 def graphs() -> None:
     """Prints a line for each number of layers."""
-    heads = "".join(f"{name + ' ms':>14}{'ms a node':>11}" for name in MEASURES)
+    heads = "".join(f"{name + ' ms':>16}{'ms a node':>11}" for name in MEASURES)
     print(f"BERT of width {WIDTH}, medians of {ROUNDS}\nlayers  nodes of all stages{heads}")
     for layers in LAYERS:
         model = bert(layers)
@@ -74,7 +74,7 @@ def graphs() -> None:
         line = f"{layers:6}{nodes:21}"
         for measure in MEASURES.values():
             took_ms = median_ms(functools.partial(measure, model))
-            line += f"{took_ms:14.1f}{took_ms / nodes:11.4f}"
+            line += f"{took_ms:16.1f}{took_ms / nodes:11.4f}"
         print(line, flush=True)
 
 
