@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ortlab import compat
+from ortlab.compat import interop
 from ortlab.compat.decisions import OtherDecision
 from ortlab.engines import options
 from ortlab.engines.base import (
@@ -193,9 +194,17 @@ class Execution:
     def export_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Export | None:
         """The export that serves such a call; None where torch runs the model.
 
-        Where there is none yet, or only a call tells which, the call is made.
+        Where there is none yet, or only a call tells which, the call is made, with gradients in
+        training; the model and the arguments are left as they are.
         """
-        with self._lock:
+        kept = inputs_kept(tensors([args, kwargs]))
+        with (
+            self._lock,
+            undisturbed(self.module),
+            kept,
+            interop.without_reentry(),
+            torch.set_grad_enabled(self.module.training),
+        ):
             if self._fallback is not None and self._falls_back():
                 return None
             served = self._met(args, kwargs)

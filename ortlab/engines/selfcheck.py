@@ -236,8 +236,8 @@ def some_rows(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A quarter of the batch, evenly spread; None where it has less than eight rows, or none.
 
-    Rows are what all tensors of the arguments have as many of, along their first dimension. A
-    BatchNorm in training needs them all: over few rows its gradient is mostly rounding.
+    Rows are what all tensors of the arguments have as many of, along their first dimension. With a
+    BatchNorm none will do: over few rows its gradient is mostly rounding.
     """
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
         return None
@@ -256,9 +256,11 @@ def in_double(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
     """A copy of `module` and the call's arguments in double precision; None where there is none."""
-    call = _changed(
-        args, kwargs, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor
-    )
+
+    def doubled(tensor: torch.Tensor) -> torch.Tensor:  # a copy, which forward may change
+        return tensor.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+    call = _changed(args, kwargs, doubled)
     try:
         return None if call is None else (copy.deepcopy(module).double(), *call)
     # What a module holds need not be made to be copied, and may raise anything.
@@ -418,7 +420,8 @@ def is_rounding(reference: Observed, other: Observed, exact: Observed) -> bool:
         return False
     ours, theirs = (_all_errors(exact, _in_double(each)) for each in (other, reference))
     return all(
-        error <= max(_TOLERANCES[kind], _NEAR * theirs[kind][name])
+        math.isfinite(theirs[kind][name])
+        and error <= max(_TOLERANCES[kind], _NEAR * theirs[kind][name])
         for kind, errors in ours.items()
         for name, error in errors.items()
     )

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import onnx
-import torch
 from torch import nn
 
 from ortlab.compat.failures import module_path
 from ortlab.engines.base import Batch
-from ortlab.engines.batch import arguments, signature, tensors
+from ortlab.engines.batch import arguments, signature
 from ortlab.engines.execution import Execution
 from ortlab.engines.ortmodule import execution_of, is_wrapped
-from ortlab.engines.selfcheck import inputs_kept, undisturbed
 from ortlab.graph import STAGES
 from ortlab.graph.sizes import bytes_of, follows, size_of
 from ortlab.settings import unknown_name
@@ -424,20 +422,25 @@ def _most(stage: Stage) -> str:
     return ", ".join(f"{count} {op}" for op, count in ops)
 
 
+def execution_behind(model: nn.Module) -> Execution:
+    """How the wrapped `model` runs; ValueError where it is not wrapped in engine ort."""
+    if not is_wrapped(model):
+        raise ValueError(
+            f"this {type(model).__name__} has no ORT graphs; wrap it: %%ort, or ortlab.wrap(model)"
+        )
+    return execution_of(model)
+
+
 def capture(model: nn.Module, batch: Batch | None = None) -> Graphs:
     """The stages of the exports that the wrapped `model` used last, for training and evaluation.
 
     With a `batch` those that serve it, made now where there are none; the model stays as it is.
     ValueError where it is not wrapped in engine ort, has not been called yet, or runs in torch.
     """
-    if not is_wrapped(model):
-        raise ValueError(
-            f"this {type(model).__name__} has no ORT graphs; wrap it: %%ort, or ortlab.wrap(model)"
-        )
-    execution = execution_of(model)
+    execution = execution_behind(model)
     name = type(execution.module).__name__
     if batch is not None:
-        _export(execution, batch)
+        execution.export_for(*arguments(execution.module, batch))
     if (reason := execution.report().fallback_reason) is not None:
         raise ValueError(f"{name} runs in torch and has no graph: {reason}")
     modules = frozenset(n for n, _ in execution.module.named_modules(remove_duplicate=False))
@@ -468,12 +471,3 @@ def _tensors(values: Iterable[onnx.ValueInfoProto]) -> dict[str, tuple[int, tupl
             sizes = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
             found[value.name] = (tensor.elem_type, sizes)
     return found
-
-
-def _export(execution: Execution, batch: Batch) -> None:
-    """Exports the model for `batch`, where no export serves it yet."""
-    module = execution.module
-    args, kwargs = arguments(module, batch)
-    kept = inputs_kept(tensors([args, kwargs]))
-    with kept, undisturbed(module), torch.set_grad_enabled(module.training):
-        execution.export_for(args, kwargs)

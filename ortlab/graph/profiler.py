@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from ortlab.compat import interop
 from ortlab.engines.base import Batch, tell
-from ortlab.engines.batch import arguments, describe, tensors
+from ortlab.engines.batch import arguments, describe, signature, tensors
 from ortlab.engines.execution import Execution
-from ortlab.engines.ortmodule import execution_of, is_wrapped
 from ortlab.engines.selfcheck import inputs_kept, undisturbed
 from ortlab.graph import profile_ort, profile_torch
+from ortlab.graph.capture import execution_behind
 from ortlab.graph.profile import Profile
 from ortlab.graph.profile_ort import Ort
 from ortlab.graph.profile_torch import Eager
 from ortlab.graph.steps import Step
 
-_MOST_NAMES = 6
 _FAR = 1.5
 _ALONE = threading.Lock()
 """Two profiles at a time would measure each other."""
@@ -40,17 +37,12 @@ def profile(
     batch does not fit. On a GPU, which is not tested, nodes and modules have the time that it takes
     to launch their kernels, and phases all of it.
     """
-    if not is_wrapped(model):
-        raise ValueError(
-            f"this {type(model).__name__} has no ORT graphs; wrap it: %%ort, or ortlab.wrap(model)"
-        )
-    execution = execution_of(model)
+    execution = execution_behind(model)
     args, kwargs = _call(execution, batch)
     step = Step(execution.module, args, kwargs)
     device = next(execution.module.parameters()).device
     with _ALONE, execution.held():
-        with _as_it_was(step), torch.set_grad_enabled(step.module.training):
-            export = execution.export_for(args, kwargs)
+        export = execution.export_for(args, kwargs)
         tell(f"timing {steps} steps in eager torch")
         with _as_it_was(step), _fitting(made_up=batch is None):
             eager = profile_torch.profile(step, steps, device)
@@ -76,12 +68,8 @@ def _call(execution: Execution, batch: Batch | None) -> tuple[tuple[Any, ...], d
         return arguments(execution.module, batch)
     if execution.last_call is not None:
         return execution.last_call.placeholders()
-    names = list(inspect.signature(execution.module.forward).parameters)
-    more = ", ..." if len(names) > _MOST_NAMES else ""
-    raise ValueError(
-        f"{type(execution.module).__name__} has not been called yet: give a batch for "
-        f"forward({', '.join(names[:_MOST_NAMES])}{more})"
-    )
+    name, takes = type(execution.module).__name__, signature(execution.module)
+    raise ValueError(f"{name} has not been called yet: give a batch for {takes}")
 
 
 @contextlib.contextmanager

@@ -235,7 +235,14 @@ def test_no_rows_where_they_cannot_be_told(module: nn.Module, args: tuple[Any, .
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "rounding"),
-    [(0.0, 5e-4, True), (0.0, 5e-3, False), (1e-2, 2e-2, True), (1e-2, 4e-2, False)],
+    [
+        (0.0, 5e-4, True),
+        (0.0, 5e-3, False),
+        (1e-2, 2e-2, True),
+        (1e-2, 4e-2, False),
+        (float("inf"), 0.5, False),
+        (float("nan"), 0.5, False),
+    ],
 )
 def test_an_error_is_rounding_where_eager_torch_has_one_like_it(
     theirs: float, ours: float, rounding: bool
