@@ -126,7 +126,9 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(export_model)
     def export_and_restore(*, flattened_module: Any, device: Any, **kwargs: Any) -> Any:
-        with _undisturbed(flattened_module):
+        from ortlab.compat import symbolics
+
+        with _undisturbed(flattened_module), symbolics.gradients_for(flattened_module):
             result = export_model(flattened_module=flattened_module, device=device, **kwargs)
             recompute.mark(result[0], _last.checkpoints)
             _last.nodes = _take_stacks(result[0].graph)

@@ -391,6 +391,14 @@ def _register_rules(_addresses: Addresses) -> None:
     symbolics.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
 
 
+def _fit_masks(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule.graph_optimizer_registry import register_graph_optimizer
+
+    from ortlab.compat import symbolics
+
+    register_graph_optimizer()(symbolics.ask_for_what_is_taken)
+
+
 def _locate_failures(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._inference_manager import InferenceManager
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
@@ -585,6 +593,13 @@ ROWS = (
         link=f"{_ORT}ortmodule/_custom_op_symbolic_registry.py",
         apply=_register_rules,
         probe=probes.rules_are_registered,
+    ),
+    Patch(
+        target="GraphOptimizerRegistry",
+        symptom="'invalid index -1' in backward, of a convolution with a frozen weight or bias",
+        link=f"{_ORT}ortmodule/graph_optimizer_registry.py",
+        apply=_fit_masks,
+        probe=probes.frozen_parameters_get_nothing,
     ),
     Patch(
         target="TrainingManager._build_graph",

@@ -275,6 +275,19 @@ def rules_are_registered() -> bool:
     return all(node.op_type != "ConvGrad" for node in graph.node)
 
 
+def frozen_parameters_get_nothing() -> bool:
+    try:
+        module = _Grouped()
+        for parameter in list(module.parameters())[1:]:
+            parameter.requires_grad = False
+        _wrapped(module)(torch.ones(1, 4, 3)).sum().backward()
+    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+        return False
+    return [p.grad is None for p in module.parameters()] == [
+        not p.requires_grad for p in module.parameters()
+    ]
+
+
 class _Determinant(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = torch.linalg.det(super().forward(x))

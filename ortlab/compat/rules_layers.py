@@ -147,7 +147,7 @@ def _convolution(
         return stock("_convolution")(
             g, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *rest
         )
-    x = with_gradient(g, x, weight)
+    x = with_gradient(g, x, weight, bias)
     if missing(bias):
         bias = _zero_bias(g, weight, int(literal(groups, "i")) if literal(transposed, "i") else 0)
     settings = (stride, padding, dilation, transposed, output_padding, groups)
@@ -178,7 +178,7 @@ def _convolution_mode(
             total = steps[i % len(steps)] * (size(g, 1, 2 + i) - 1)
             before[i], after[i] = total // 2, total - total // 2
     pads = constant(g, [0, 0, *before, 0, 0, *after])
-    x = g.op("Pad", with_gradient(g, x, weight), pads, mode_s="constant")
+    x = g.op("Pad", with_gradient(g, x, weight, bias), pads, mode_s="constant")
     if missing(bias):
         bias = _zero_bias(g, weight, 0)
     nothing = constant(g, [0] * spatial)
@@ -257,11 +257,22 @@ def _batch_norm(
         bias = g.op("Mul", total, constant(g, 0.0, dtype(x)))
         weight = g.op("Add", bias, constant(g, 1.0, dtype(x)))
     else:
-        x = with_gradient(g, x, weight)
+        x = with_gradient(g, x, weight, bias)
     numbers = (cast(g, number, torch.float32) for number in (momentum, eps))
     # Torch's kernel updates the running statistics in place, in the module's own buffers.
     inputs = (x, weight, bias, mean, variance, training, *numbers)
     return ranked_like_output(g, aten(g, "native_batch_norm", *inputs, outputs=3)[0])
+
+
+@rule(
+    "group_norm",
+    "'Const_0 is not a valid intermediate output' where its input needs no gradient",
+)
+def _group_norm(
+    g: Graph, x: Value, groups: Value, weight: Value, bias: Value, eps: Value, cudnn: Value
+) -> Value:
+    x = with_gradient(g, x, weight, bias)
+    return stock("group_norm")(g, x, groups, weight, bias, eps, cudnn)
 
 
 # ---- recurrence ----------------------------------------------------------------------------------

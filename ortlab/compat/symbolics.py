@@ -6,11 +6,15 @@ nodes call torch's own kernel; their gradients are declared beside the rule.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from onnx import numpy_helper
+from onnx.helper import make_tensor_value_info
 from torch.onnx import symbolic_helper
 from torch.onnx._internal.torchscript_exporter import registration
 from torch.onnx._internal.torchscript_exporter._type_utils import JitScalarType
@@ -41,6 +45,7 @@ class Rule:
 RULES: list[Rule] = []
 _OPSET = 17  # what ORTModule exports at
 _stock: dict[str, Callable[..., Any]] = {}
+_trained: set[str] = set()  # names of the parameters of the export under way
 
 
 def register(registry: Any, gradients: Any) -> None:
@@ -65,6 +70,16 @@ def register(registry: Any, gradients: Any) -> None:
                 stop([0], _ATEN, "ATen", kernel, overload)
             else:
                 gradients.register(_ATEN, "ATen", (kernel, overload), nodes)
+
+
+@contextlib.contextmanager
+def gradients_for(module: torch.nn.Module) -> Iterator[None]:
+    """Tells the rules of an export of `module` which of its parameters are trained."""
+    _trained.update(name for name, each in module.named_parameters() if each.requires_grad)
+    try:
+        yield
+    finally:
+        _trained.clear()
 
 
 def stock(operator: str) -> Callable[..., Any]:
@@ -188,15 +203,45 @@ def inputs_of(value: Value) -> Iterator[str]:
             waiting += fresh
 
 
-def with_gradient(g: Graph, x: Value, weight: Value) -> Value:
-    """`x`, or where no parameter lies before it, `x` plus a zero that depends on `weight`.
+def with_gradient(g: Graph, x: Value, *parameters: Value) -> Value:
+    """`x`, or where nothing trained lies before it, `x` plus a zero of one of `parameters`.
 
     ORT drops the inner nodes of a declared gradient when the first input needs none.
     """
-    if any(name in g.params_dict for name in inputs_of(x)):
+    values = (v for v in (x, *parameters) if not _trained.isdisjoint(inputs_of(v)))
+    trained = next(values, x)
+    if trained is x:
         return x
-    total = g.op("ReduceSum", weight, keepdims_i=0)
-    return g.op("Add", x, g.op("Mul", total, constant(g, 0.0, dtype(weight))))
+    total = g.op("ReduceSum", trained, keepdims_i=0)
+    return g.op("Add", x, g.op("Mul", total, constant(g, 0.0, dtype(trained))))
+
+
+def ask_for_what_is_taken(graph: Any) -> None:
+    """Masks of gradients in a built `graph` (`all_three`) leave out those that nobody takes.
+
+    Those of frozen parameters have no name in the graph. Some kernels give one all the same (that
+    of a weight along with its bias's), for which ORT needs a place.
+    """
+    masks = {
+        node.output[0]: numpy_helper.to_array(node.attribute[0].t)
+        for node in graph.node
+        if node.op_type == "Constant" and node.attribute[0].name == "value"
+    }
+    masks |= {each.name: numpy_helper.to_array(each) for each in graph.initializer}
+    values = (*graph.value_info, *graph.input, *graph.output)
+    types = {each.name: each.type.tensor_type.elem_type for each in values}
+    for node in graph.node:
+        asked = masks.get(node.input[-1]) if node.op_type == "ATen" and node.input else None
+        taken = np.array([bool(name) for name in node.output])
+        if asked is None or asked.dtype != bool or asked.shape != taken.shape or taken.all():
+            continue
+        name = f"{node.input[-1]}_taken"
+        graph.initializer.append(numpy_helper.from_array(asked & taken, name))
+        node.input[-1] = name
+        kind = next(types[name] for name in (*node.output, *node.input) if name in types)
+        for place in np.flatnonzero(~taken):
+            node.output[place] = f"{node.name}_untaken_{place}"
+            graph.value_info.append(make_tensor_value_info(node.output[place], kind, None))
 
 
 def size(g: Graph, position: int, dim: int) -> int:

@@ -156,13 +156,27 @@ def test_no_grouped_convolution_reaches_orts_own_gradient(ort: Ort) -> None:
         assert not operators & {"Conv", "ConvGrad", "ConvTranspose"}, name
 
 
-@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4)], ids=type)
+SEVERAL_GRADIENTS = [
+    nn.Conv2d(4, 4, 3, groups=2),
+    nn.Conv2d(4, 4, 3, groups=2, padding="same"),
+    nn.BatchNorm2d(4),
+    nn.GroupNorm(2, 4),
+]
+
+
+@pytest.mark.parametrize("layer", SEVERAL_GRADIENTS, ids=str)
 def test_frozen_parameters(ort: Ort, layer: nn.Module) -> None:
-    for before, weight, bias in itertools.product((True, False), repeat=3):
-        model = Calling(copy.deepcopy(layer), before=before)
+    for before, weight, bias in itertools.product(
+        (None, False, True), (True, False), (True, False)
+    ):
+        model = Calling(copy.deepcopy(layer), before=before is not None)
+        if model.before is not None:
+            model.before.requires_grad = bool(before)
         model.inner.weight.requires_grad = weight  # type: ignore[union-attr]
         model.inner.bias.requires_grad = bias  # type: ignore[union-attr]
         compare(ort, model, torch.randn(2, 4, 5, 5))
+        for name, each in model.named_parameters():
+            assert (each.grad is not None) == each.requires_grad, (name, before, weight, bias)
 
 
 @pytest.mark.parametrize(("affine", "bias"), list(itertools.product((True, False), repeat=2)))
