@@ -196,6 +196,7 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
 
 
 ENGINES = ("eager", "compile", "ort")
+PRECISIONS = ("fp32", "bf16")
 LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
 OPSETS = (14, 17)
 """The oldest and the newest ONNX opset that ORTModule's export rules are checked at."""
@@ -207,6 +208,11 @@ class EngineSettings(Settings):
     """How a model is executed; the options of ``%%ort`` and ``ortlab.wrap``."""
 
     engine: str = setting("ort", choices=ENGINES, help="what executes the model")
+    precision: str = setting(
+        "fp32",
+        choices=PRECISIONS,
+        help="of matrix products; weights, gradients and optimizer stay fp32",
+    )
     self_check: bool = setting(
         True, help="compare ORT's outputs and gradients with eager torch before the first step"
     )

@@ -73,6 +73,11 @@ def changed(before: EngineSettings, after: EngineSettings) -> str:
 
 def check(settings: EngineSettings) -> None:
     """ValueError names an option that cannot work here, and why; warns of what has no effect."""
+    if settings.precision != "fp32":
+        raise ValueError(
+            f"precision={settings.precision!r} is not there yet for engine 'ort'; use "
+            "engine='eager', or leave it out"
+        )
     gpu = torch.cuda.is_available()
     declared = EngineSettings.declarations()
     chosen = [name for name in names() if getattr(settings, name) != declared[name].default]

@@ -5,10 +5,12 @@ Their stepper trains any module through autograd and a torch optimizer, the ORT 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -60,6 +62,7 @@ class TorchStepper:
     """Trains `module` through autograd: the `Stepper` of every engine whose model is a module.
 
     `owner` is the user's own module, whose parameters `module` trains and whose names are saved.
+    Forward and loss run within `autocast`.
 
     A loss or a gradient norm that is not finite sets a flag on the device, which the fused
     optimizer reads as ``found_inf``: from that step on no weight changes, and nobody waits.
@@ -75,6 +78,7 @@ class TorchStepper:
         device: torch.device,
         report: Callable[[], Report],
         close: Callable[[], None] = lambda: None,
+        autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._module = module
         self._owner = owner
@@ -85,6 +89,7 @@ class TorchStepper:
         self._device = device
         self._clip_norm = settings.clip_norm
         self._report = report
+        self._autocast = autocast
         self._optimizer = optimizer_for(module, settings)
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._bad = torch.zeros((), device=device)
@@ -101,7 +106,8 @@ class TorchStepper:
         for batch in batches_:
             started = time.perf_counter()
             batch = batches.to_device(batch, self._device)
-            loss = batches.forward(self._module, batch, self._loss).loss / len(batches_)
+            with self._autocast():
+                loss = batches.forward(self._module, batch, self._loss).loss / len(batches_)
             forwarded = time.perf_counter()
             loss.backward()  # type: ignore[no-untyped-call]
             backward_s += time.perf_counter() - forwarded
@@ -151,7 +157,7 @@ class TorchStepper:
         modes, was_training = _modes(self._owner), self._module.training
         self._module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._autocast():
                 batch = batches.to_device(batch, self._device)
                 result = batches.forward(self._module, batch, self._loss)
         finally:
@@ -210,8 +216,9 @@ class Eager:
         """See `Engine.unavailable`."""
         return None
 
-    def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:  # noqa: ARG002
-        """`model` itself."""
+    def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
+        """`model` itself. ValueError for another precision: a loop's own autocast gives that."""
+        _refuse_precision(settings)
         return model
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
@@ -240,10 +247,13 @@ class Compile:
             return None
         return "engine 'compile' needs a C++ compiler: apt-get install g++, or use engine='eager'"
 
-    def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:  # noqa: ARG002
-        """torch.compile's module; the first call of a new kind of input compiles."""
-        compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
-        return compiled
+    def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
+        """torch.compile's module; the first call of a new kind of input compiles.
+
+        ValueError for another precision: a loop's own autocast gives that.
+        """
+        _refuse_precision(settings)
+        return _compiled(model)
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         """See `Engine.unwrap`."""
@@ -258,8 +268,29 @@ class Compile:
         self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
     ) -> TorchStepper:
         """See `Engine.prepare`."""
-        compiled = model if hasattr(model, "_orig_mod") else self.wrap(model, settings)
+        compiled = model if hasattr(model, "_orig_mod") else _compiled(model)
         return _stepper(self, compiled, loss, settings)
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
+    return compiled
+
+
+def _refuse_precision(settings: EngineSettings) -> None:
+    """A wrapped model stands in the user's own loop, which torch's autocast is for."""
+    if settings.precision != "fp32":
+        raise ValueError(
+            f"precision={settings.precision!r} of engine {settings.engine!r} is for runs: choose "
+            "it in finetune, or put torch.autocast around forward and loss of your loop"
+        )
+
+
+def autocast_for(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """What forward runs within for torch to compute in `precision` on `device`."""
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
 
 
 def _stepper(
@@ -278,4 +309,5 @@ def _stepper(
         owner=engine.unwrap(module),
         device=device,
         report=functools.partial(engine.report, module),
+        autocast=functools.partial(autocast_for, settings.precision, device),
     )

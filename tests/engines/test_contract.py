@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from ortlab.engines.base import Engine, EngineUnavailable, NotFinite, engine
-from ortlab.settings import ENGINES, FinetuneSettings
+from ortlab.settings import ENGINES, EngineSettings, FinetuneSettings
 
 LOSS_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3
@@ -377,3 +377,27 @@ def test_not_finite_is_an_error_of_its_own() -> None:
 def test_an_unknown_engine_offers_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'eager'"):
         engine("eagr")
+
+
+def test_bf16_steps_are_those_of_autocast() -> None:
+    model, call = _bert(), _tokens(4, 8)[1]
+    twin = copy.deepcopy(model)
+    settings = FinetuneSettings(
+        engine="eager", precision="bf16", clip_norm=None, device="cpu", weight_decay=0.0
+    )
+    stepper = engine("eager").prepare(model, None, settings)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+    for _ in range(3):
+        loss = stepper.step([call], lr=1e-3).loss
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = twin(**call).loss
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert float(loss) == float(expected.detach())
+
+
+@pytest.mark.parametrize("name", ["eager", "compile"])
+def test_a_wrapped_torch_model_leaves_autocast_to_its_loop(name: str) -> None:
+    with pytest.raises(ValueError, match=r"put torch\.autocast around"):
+        engine(name).wrap(_mlp(), EngineSettings(engine=name, precision="bf16"))
