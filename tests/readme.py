@@ -1,21 +1,40 @@
 """The parts of README.md that are made from, or checked against, the code.
 
-``python -m tests.readme`` writes the tables of settings into README.md anew.
+``python -m tests.readme`` writes the tables of settings into README.md anew, and those of speed
+from the benchmark that `ortlab bench engines --json tests/bench/results/engines.json` stores.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 
+from ortlab.bench.result import EngineBench
 from ortlab.settings import Declaration, EngineSettings, FinetuneSettings
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-TABLES = re.compile(r"(<!-- (settings|options) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
+BENCHMARK = ROOT / "tests" / "bench" / "results" / "engines.json"
+TABLES = re.compile(r"(<!-- (settings|options|speed) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
 
 
 def tables() -> dict[str, str]:
+    """What belongs between each of README.md's pairs of marks, by the mark's name."""
+    made = _settings()
+    return made | {"speed": speed(BENCHMARK)} if BENCHMARK.exists() else made
+
+
+def speed(path: Path) -> str:
+    """The tables of a stored benchmark; ValueError where it is none, or not a whole one."""
+    result = EngineBench.from_dict(json.loads(path.read_text()))
+    if result.settings.quick or result.interrupted or result.machine.busy:
+        raise ValueError(f"{path.name} is quick, interrupted or of a busy machine; run it again")
+    return result.summary() + "\n"
+
+
+def _settings() -> dict[str, str]:
     """Every setting as a row of a Markdown table, from the declarations.
 
     ORTModule's own options have a table of theirs, which names where ORTModule takes them from.
@@ -71,4 +90,8 @@ def code_map() -> list[str]:
 
 if __name__ == "__main__":
     made = tables()
+    if unmarked := set(made) - set(stored_tables()):
+        sys.exit(
+            f"README.md has no marks for {', '.join(unmarked)}: <!-- x --> and <!-- end of x -->"
+        )
     README.write_text(TABLES.sub(lambda m: m.group(1) + made[m.group(2)], README.read_text()))

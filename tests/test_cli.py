@@ -63,7 +63,16 @@ def test_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("doctr",), ("doctor", "--bild"), ("cache", "claer"), ("cache", "--build")]
+    "arguments",
+    [
+        (),
+        ("doctr",),
+        ("doctor", "--bild"),
+        ("cache", "claer"),
+        ("cache", "--build"),
+        ("bench",),
+        ("bench", "engine"),
+    ],
 )
 def test_what_it_does_not_know(arguments: tuple[str, ...]) -> None:
     answer = run(*arguments)

@@ -202,7 +202,7 @@ def test_map_is_complete() -> None:
             assert file in paths or file.startswith(folders), f"README.md's map lacks {file}"
 
 
-def test_settings_tables_are_current() -> None:
+def test_generated_tables_are_current() -> None:
     assert stored_tables() == tables(), "run: python -m tests.readme"
 
 

@@ -1,0 +1,159 @@
+"""The models of the benchmark, with a batch for each: fixed shapes, random weights, no download.
+
+All are transformers' own, with dropout of 0.1 wherever their configuration has one and torch's
+scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    Task = tuple[nn.Module, dict[str, torch.Tensor]]
+
+SEED = 0
+_DROPOUT = 0.1
+_CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model by its shape, `about` in words; `build(quick)` makes it, tiny where quick."""
+
+    about: str
+    build: Callable[[bool], Task]
+
+
+def build(name: str, *, quick: bool = False) -> Task:
+    """The model called `name` in training mode, and the batch that it trains on.
+
+    The weights and the batch are the same each time; the random states are left as they are.
+    """
+    import torch
+    from torch.random import fork_rng
+
+    with fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model, batch = MODELS[name].build(quick)
+    return model.train(), batch
+
+
+def _ids(vocabulary: int, *shape: int) -> torch.Tensor:
+    import torch
+
+    return torch.randint(vocabulary, shape)
+
+
+def _bert(quick: bool, *, hidden: int, rows: int, tokens: int) -> Task:
+    """A classifier; every token counts, and the batch says so as a tokenizer's does."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    layers, hidden, vocabulary = (1, 32, 100) if quick else (4, hidden, 30522)
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2 if quick else hidden // 64,
+        intermediate_size=4 * hidden,
+        hidden_dropout_prob=_DROPOUT,
+        attention_probs_dropout_prob=_DROPOUT,
+        **_classes(2),
+    )
+    ids = _ids(vocabulary, rows, tokens)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": _ids(2, rows)}
+    return BertForSequenceClassification(config), batch
+
+
+def _gpt2(quick: bool) -> Task:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, hidden, heads, vocabulary = (1, 32, 2, 100) if quick else (4, 768, 12, 50257)
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=_DROPOUT,
+        embd_pdrop=_DROPOUT,
+        attn_pdrop=_DROPOUT,
+        bos_token_id=vocabulary - 1,
+        eos_token_id=vocabulary - 1,
+        use_cache=False,
+        **_common(),
+    )
+    ids = _ids(vocabulary, *((2, 16) if quick else (4, 256)))
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+
+def _t5(quick: bool) -> Task:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    layers, hidden, heads, vocabulary = (1, 32, 2, 100) if quick else (6, 512, 8, 32128)
+    config = T5Config(
+        vocab_size=vocabulary,
+        d_model=hidden,
+        d_kv=hidden // heads,
+        d_ff=4 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        dropout_rate=_DROPOUT,
+        use_cache=False,
+        **_common(decoder_start_token_id=0),
+    )
+    shape = (2, 16) if quick else (4, 64)
+    batch = {"input_ids": _ids(vocabulary, *shape), "labels": _ids(vocabulary, *shape)}
+    return T5ForConditionalGeneration(config), batch
+
+
+def _vit(quick: bool) -> Task:
+    import torch
+    from transformers import ViTConfig, ViTForImageClassification
+
+    layers, hidden, heads, pixels = (1, 32, 2, 32) if quick else (12, 384, 6, 224)
+    config = ViTConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * hidden,
+        image_size=pixels,
+        patch_size=16,
+        hidden_dropout_prob=_DROPOUT,
+        attention_probs_dropout_prob=_DROPOUT,
+        **_classes(_CLASSES),
+    )
+    rows = 4
+    batch = {"pixel_values": torch.randn(rows, 3, pixels, pixels), "labels": _ids(_CLASSES, rows)}
+    return ViTForImageClassification(config), batch
+
+
+def _common(**more: Any) -> dict[str, Any]:
+    """What every configuration takes besides its declared fields, with `more` of it."""
+    return {"attn_implementation": "sdpa", **more}
+
+
+def _classes(number: int) -> dict[str, Any]:
+    """A classifier's. Its first call would else choose the problem's type and edit the model."""
+    return _common(num_labels=number, problem_type="single_label_classification")
+
+
+def _berts(hidden: int, rows: int, tokens: int) -> Model:
+    about = f"BERT 4 x {hidden}, {rows} x {tokens} tokens"
+    return Model(about, functools.partial(_bert, hidden=hidden, rows=rows, tokens=tokens))
+
+
+MODELS = {
+    "bert-768": _berts(768, 8, 128),
+    "bert-256/8x64": _berts(256, 8, 64),
+    "bert-256/2x128": _berts(256, 2, 128),
+    "bert-256/16x32": _berts(256, 16, 32),
+    "gpt2-768": Model("GPT-2 4 x 768, 4 x 256 tokens", _gpt2),
+    "t5-small": Model("T5-small, 4 x 64 tokens to 4 x 64", _t5),
+    "vit-small": Model("ViT-small, 4 images of 224 x 224", _vit),
+}

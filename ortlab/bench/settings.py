@@ -1,0 +1,55 @@
+"""What can be chosen of a benchmark; the options of ``ortlab bench engines``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ortlab.bench.models import MODELS
+from ortlab.settings import ENGINES, PRECISIONS, Settings, setting
+
+Cell = tuple[str, str]
+"""An engine and a precision."""
+
+REFERENCE: Cell = ("eager", "fp32")
+"""What every other cell is compared with; it is always measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(Settings):
+    """What is measured, and how long."""
+
+    models: str = setting(
+        ",".join(MODELS),
+        choices=tuple(MODELS),
+        many=True,
+        help="models to train, with commas; see below",
+    )
+    engines: str = setting(
+        ",".join(ENGINES), choices=ENGINES, many=True, help="engines to compare, with commas"
+    )
+    precisions: str = setting(
+        ",".join(PRECISIONS),
+        choices=PRECISIONS,
+        many=True,
+        help="precisions of matrix products, with commas",
+    )
+    rounds: int = setting(
+        10, minimum=1, help="rounds that count; in each every engine has its turn in each precision"
+    )
+    threads: int | None = setting(
+        None,
+        minimum=1,
+        help="threads that torch computes with, else its own choice; ORT has one for each core",
+    )
+    device: str = setting(
+        "auto", choices=("auto", "cpu", "cuda"), help="where the models train; cuda is not tested"
+    )
+    quick: bool = setting(
+        False, help="tiny models, to see that everything runs here: no benchmark, and marked so"
+    )
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """What is measured of each model, the reference first."""
+        chosen = [(e, p) for p in self.precisions.split(",") for e in self.engines.split(",")]
+        return tuple(dict.fromkeys([REFERENCE, *chosen]))

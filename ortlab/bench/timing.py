@@ -1,0 +1,310 @@
+"""Measures: every cell of a model trains on a copy of its own, and all take turns.
+
+What others do to the machine meanwhile then meets all of them, and speeds are compared within a
+round. No weight changes: the learning rate is 0, which costs an optimizer as much as another. So
+the losses of all steps have one expected value, and a fast engine that computes something else
+shows; they differ by dropout's masks alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import datetime
+import gc
+import itertools
+import math
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ortlab import history
+from ortlab.bench import models
+from ortlab.bench.machine import machine
+from ortlab.bench.result import Cell, EngineBench
+from ortlab.bench.settings import REFERENCE, BenchSettings
+from ortlab.bench.settings import Cell as Key
+from ortlab.engines.base import Stepper, engine, tell
+from ortlab.engines.torch_native import training_device
+from ortlab.randomness import undisturbed_random
+from ortlab.settings import FinetuneSettings
+
+WARMUP = 2
+"""Rounds before the first that counts."""
+SHORTEST_MS = 30
+"""A turn makes as many steps as take so long in eager torch, at most `MOST_STEPS`."""
+MOST_STEPS = 50
+_PAUSE_S = 0.02
+"""Before a turn: idle workers of the engine before it stop spinning."""
+_INTERRUPTED = "interrupted before it was timed"
+
+
+def engines(settings: BenchSettings) -> EngineBench:
+    """See `ortlab.bench.engines`."""
+    cells: list[Cell] = []
+    interrupted = False
+    device = training_device(settings.device).type
+    chosen = settings.models.split(",")
+    with _threads(settings.threads), undisturbed_random():
+        result = EngineBench(
+            settings=settings,
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            environment=history.environment(),
+            machine=machine(device),
+            models={name: models.MODELS[name].about for name in chosen},
+            cells=(),
+        )
+        try:
+            if not settings.quick:
+                with _nothing_compiled(settings):
+                    _load(settings, device)
+            began = time.perf_counter()
+            for done, name in enumerate(chosen):
+                left = _left(done, len(chosen), time.perf_counter() - began)
+                tell(f"{name}, model {done + 1} of {len(chosen)}{left}")
+                with (
+                    _nothing_compiled(settings),
+                    _racing(Race(name, settings, device), cells) as race,
+                ):
+                    race.run()
+        except KeyboardInterrupt:
+            interrupted = True
+    return dataclasses.replace(result, cells=tuple(cells), interrupted=interrupted)
+
+
+def _left(done: int, number: int, took_s: float) -> str:
+    """What `done` models of `number` say of the rest; of the first one nothing is known."""
+    if not done:
+        return ""
+    left_min = took_s / done * (number - done) / 60
+    return f"; about {max(left_min, 1):.0f} min left, if the others are like those before"
+
+
+@contextlib.contextmanager
+def _racing(race: Race, cells: list[Cell]) -> Iterator[Race]:
+    """Adds the cells of `race` to `cells` at the end, however it ends, and frees its memory."""
+    try:
+        yield race
+    finally:
+        cells.extend(race.cells())
+        race.close()
+
+
+class Race:
+    """The cells of one model, in training side by side."""
+
+    def __init__(self, name: str, settings: BenchSettings, device: str) -> None:
+        self.name = name
+        self.rounds: list[dict[Key, float]] = []
+        """Milliseconds of a step in each round that counts, by cell."""
+        self._settings = settings
+        self._device = device
+        self._model, self._batch = models.build(name, quick=settings.quick)
+        self._cells = {key: Cell(name, *key, reason=_INTERRUPTED) for key in settings.cells}
+        self.steppers: dict[Key, Stepper] = {}
+        """Those that run, by cell."""
+        self._losses: dict[Key, list[float]] = {}
+        self._norms: dict[Key, list[float]] = {}
+        self._turns = 0
+        self.steps = 1
+        """Steps of a turn, the same for all cells."""
+
+    def run(self) -> None:
+        """The first step of each cell, rounds to warm up, and the rounds that count."""
+        for key in self._settings.cells:
+            self._begin(key)
+        orders = rounds(list(self.steppers), WARMUP + self._settings.rounds)
+        tell(f"{self.name}: {WARMUP} rounds to warm up")
+        for order in itertools.islice(orders, WARMUP):
+            self.steps = max(self.steps, self._enough(self._round(order)))
+        began = time.perf_counter()
+        for number, order in enumerate(orders, start=1):
+            self.rounds.append(self._round(order))
+            left_s = (time.perf_counter() - began) / number * (self._settings.rounds - number)
+            left = f"about {left_s:.0f} s left of this model"
+            tell(f"{self.name}: round {number} of {self._settings.rounds}, {left}")
+
+    def cells(self) -> tuple[Cell, ...]:
+        """What was measured so far; a cell that cannot run, or was not timed, says why."""
+        return tuple(self._cell(key) for key in self._cells)
+
+    def close(self) -> None:
+        """Gives back what the engines hold."""
+        while self.steppers:
+            self.steppers.popitem()[1].close()
+        self._model = nn.Module()
+        gc.collect()
+
+    def _begin(self, key: Key) -> None:
+        """The first step of a cell, from the plain module on: everything cold."""
+        name, precision = key
+        tell(f"{self.name}: first step of {name} in {precision}")
+        settings = _finetune(key, self._device)
+        self._losses[key], self._norms[key] = [], []
+        with _reason(self, key):
+            # An engine that cannot run says so before the model is copied.
+            chosen = engine(name)
+            model = copy.deepcopy(self._model)
+            self._synchronize()
+            started = time.perf_counter()
+            self.steppers[key] = chosen.prepare(model, None, settings)
+            self._turn(key, steps=1)
+            first_s = time.perf_counter() - started
+            report = self.steppers[key].report()
+            self._cells[key] = dataclasses.replace(
+                self._cells[key],
+                first_step_s=first_s,
+                export_s=report.export_s,
+                check_s=report.check_s,
+                remarks=report.remarks,
+            )
+
+    def _round(self, order: Sequence[Key]) -> dict[Key, float]:
+        """Milliseconds of a step for each cell, one turn after the other."""
+        took = {}
+        gc.collect()
+        self._turns += 1
+        for key in order:
+            if key in self.steppers:
+                time.sleep(_PAUSE_S)
+                with _reason(self, key):
+                    took[key] = self._turn(key, steps=self.steps)
+        return took
+
+    def _turn(self, key: Key, *, steps: int) -> float:
+        """Milliseconds of a step. Cells that draw dropout as eager torch does get its masks."""
+        stepper = self.steppers[key]
+        torch.manual_seed(self._turns)
+        with _no_gc():
+            started = time.perf_counter()
+            for _ in range(steps):
+                result = stepper.step([self._batch], lr=0.0)
+            self._synchronize()
+            took_s = time.perf_counter() - started
+        assert result.grad_norm is not None
+        self._losses[key].append(float(result.loss))
+        self._norms[key].append(float(result.grad_norm))
+        return took_s / steps * 1e3
+
+    def _enough(self, took: dict[Key, float]) -> int:
+        """Steps that make a turn of eager torch long enough to time."""
+        step_ms = took.get(REFERENCE, SHORTEST_MS)
+        wanted = 1 if self._settings.quick else math.ceil(SHORTEST_MS / step_ms)
+        return min(wanted, MOST_STEPS)
+
+    def _synchronize(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def refuse(self, key: Key, reason: str) -> None:
+        """Leaves a cell out from now on."""
+        tell(f"{self.name}: {key[0]} in {key[1]} does not run: {reason}")
+        self._cells[key] = Cell(self.name, *key, reason=reason)
+        if (stepper := self.steppers.pop(key, None)) is not None:
+            stepper.close()
+
+    def _cell(self, key: Key) -> Cell:
+        cell = self._cells[key]
+        step_ms = tuple(took[key] for took in self.rounds if key in took)
+        if key not in self.steppers or not step_ms:
+            return cell
+        return dataclasses.replace(
+            cell,
+            reason=None,
+            steps_per_turn=self.steps,
+            step_ms=step_ms,
+            losses=tuple(self._losses[key]),
+            grad_norms=tuple(self._norms[key]),
+        )
+
+
+def rounds(keys: Sequence[Key], number: int, *, seed: int = models.SEED) -> Iterator[list[Key]]:
+    """The order of turns in each of `number` rounds, shuffled by `seed`."""
+    shuffled = random.Random(seed)
+    for _ in range(number):
+        yield shuffled.sample(keys, len(keys))
+
+
+def _finetune(key: Key, device: str) -> FinetuneSettings:
+    # Without the cache of exports: its first step would not be the first.
+    return FinetuneSettings(engine=key[0], precision=key[1], cache=False, device=device)
+
+
+@contextlib.contextmanager
+def _reason(race: Race, key: Key) -> Iterator[None]:
+    """What a cell raises is its reason, and the others go on."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - engines and compilers raise anything; it is shown
+        lines = str(error).strip().splitlines()
+        race.refuse(key, lines[0] if lines else type(error).__name__)
+
+
+def _load(settings: BenchSettings, device: str) -> None:
+    """Has each engine's libraries loaded, so that no model's first step pays for them."""
+    for name in dict.fromkeys(name for name, _ in settings.cells):
+        tell(f"loading what {name} needs")
+        # What an engine lacks is said in its cells.
+        with contextlib.suppress(Exception):
+            model = nn.Linear(2, 2)
+            stepper = engine(name).prepare(
+                model, nn.functional.mse_loss, _finetune((name, "fp32"), device)
+            )
+            stepper.step([(torch.ones(2, 2), torch.ones(2, 2))], lr=0.0)
+            stepper.close()
+
+
+@contextlib.contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _nothing_compiled(settings: BenchSettings) -> Iterator[None]:
+    """torch.compile begins anew: with nothing in memory, and unless quick nothing on disk.
+
+    Code that it had met with another model it would compile for any size, and slower.
+    """
+    torch.compiler.reset()
+    with contextlib.nullcontext() if settings.quick else _empty_cache():
+        try:
+            yield
+        finally:
+            torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def _empty_cache() -> Iterator[None]:
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(variable)
+    with tempfile.TemporaryDirectory(prefix="ortlab-bench-", ignore_cleanup_errors=True) as folder:
+        os.environ[variable] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(variable)
+            if before is not None:
+                os.environ[variable] = before
+
+
+@contextlib.contextmanager
+def _no_gc() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
