@@ -1,0 +1,193 @@
+"""Which kernel is taken: measured once, kept in the user's cache, and believed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ortlab
+from ortlab.compat import extensions
+from ortlab.kernels import choice
+from tests.kernels.nodes import PREFIX, operators
+
+
+@pytest.fixture(autouse=True)
+def no_timings(ops: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of the test's own, where nothing was measured; the extension stays built."""
+    built = extensions.cache_folder().resolve()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    extensions.cache_folder().parent.mkdir(parents=True, mode=0o700)
+    extensions.cache_folder().symlink_to(built)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.Sequential(nn.Linear(12, 24), nn.LayerNorm(24), nn.GELU(), nn.Dropout(0.1))
+    return nn.Sequential(*norm, nn.Linear(24, 4), nn.Softmax(-1))
+
+
+def _trained(rows: int = 6, **settings: Any) -> nn.Module:
+    """A wrapped model after one step; its graph is exported, whatever was cached before."""
+    model = ortlab.wrap(_model(), cache=False, self_check=False, **settings)
+    torch.manual_seed(1)
+    model(torch.randn(rows, 12)).square().mean().backward()
+    return model
+
+
+def _kept() -> dict[str, list[float]]:
+    return json.loads(choice.path().read_text(encoding="utf-8"))
+
+
+def _write(timings: Any) -> None:
+    choice.path().parent.mkdir(parents=True, exist_ok=True)
+    choice.path().write_text(json.dumps(timings), encoding="utf-8")
+
+
+def test_it_is_measured_once_and_kept(tmp_path: Path) -> None:
+    _trained()
+    assert choice.path().is_relative_to(tmp_path)
+    first = _kept()
+    assert first
+    for name, (ort_us, torch_us) in first.items():
+        assert " > " in name
+        assert 0 < ort_us < 1e6
+        assert 0 < torch_us < 1e6
+    stamp = choice.path().stat().st_mtime_ns
+    _trained()
+    assert choice.path().stat().st_mtime_ns == stamp
+    assert not list(choice.path().parent.glob(".*"))
+
+
+def test_other_sizes_are_measured_too_and_added() -> None:
+    _trained()
+    first = _kept()
+    _trained(rows=11)
+    second = _kept()
+    assert {name: second[name] for name in first} == first
+    assert len(second) > len(first)
+    assert any("11x24" in name for name in second.keys() - first.keys())
+
+
+def test_its_names_tell_operator_and_sizes() -> None:
+    _trained()
+    (norm,) = [name for name in _kept() if name.startswith("LayerNormalization ")]
+    assert norm.endswith("> ortlab_kernels::layer_norm")
+    assert "6x24" in norm
+
+
+@pytest.mark.parametrize("ort_is_faster", [True, False])
+def test_what_the_file_says_is_believed(ort_is_faster: bool) -> None:
+    """All that may be chosen, in both ways; what is not measured stays as it was."""
+    _trained()
+    chosen = [1.0, 1000.0] if ort_is_faster else [1000.0, 1.0]
+    _write(dict.fromkeys(_kept(), chosen))
+    found = operators(_trained())
+    alone, ours = operators(_trained(kernels="ort")), operators(_trained(kernels="torch"))
+    assert "LayerNormalization" in alone
+    assert "ortlab_kernels::layer_norm" in ours
+    assert ("LayerNormalization" in found) is ort_is_faster
+    assert ("ortlab_kernels::layer_norm" in found) is not ort_is_faster
+    if not ort_is_faster:
+        assert found == ours
+    assert all(each == chosen for each in _kept().values())  # not measured again
+
+
+def test_one_of_them_alone() -> None:
+    """Each name is for its own nodes: ORT's Softmax stays where only it is faster."""
+    _trained()
+    timings = {name: [1000.0, 1.0] for name in _kept()}
+    for name in timings:
+        if name.startswith("Softmax "):
+            timings[name] = [1.0, 1000.0]
+    _write(timings)
+    found = operators(_trained())
+    assert "Softmax" in found
+    assert "ortlab_kernels::softmax" not in found
+    assert "ortlab_kernels::softmax_backward" in found
+    assert "ortlab_kernels::layer_norm" in found
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "3",
+        '"text"',
+        '{"a": 1}',
+        '{"a": [1]}',
+        '{"a": ["x", 2]}',
+        '{"a": null}',
+        '{"a": [null, 1]}',
+        "\xff\xfe",
+        "\0" * 100,
+    ],
+)
+def test_a_damaged_file_is_as_none(damage: str) -> None:
+    choice.path().parent.mkdir(parents=True)
+    choice.path().write_bytes(damage.encode("latin-1"))
+    assert choice._read() == {}
+
+
+def test_a_damaged_file_is_measured_again() -> None:
+    _trained()
+    names = set(_kept())
+    whole = choice.path().read_bytes()
+    choice.path().write_bytes(whole[: len(whole) // 2])
+    _trained()
+    assert set(_kept()) == names
+
+
+@contextlib.contextmanager
+def _a_file_for_a_folder() -> Iterator[None]:
+    """Where the folder would be: root may write to any folder, and to no file as to one."""
+    folder = choice.path().parent
+    folder.write_text("not a folder", encoding="utf-8")
+    yield
+    assert folder.read_text(encoding="utf-8") == "not a folder"
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm() -> None:
+    with _a_file_for_a_folder():
+        model = _trained()
+        assert any(each.startswith(PREFIX) for each in operators(model))
+        gradients = [p.grad for p in model.parameters()]
+        assert all(each is not None and each.isfinite().all() for each in gradients)
+
+
+def test_measuring_moves_no_random_number() -> None:
+    """After the first step, which measures, torch's generator is where a second one leaves it."""
+
+    def drawn() -> torch.Tensor:
+        model = ortlab.wrap(_model(), cache=False, self_check=False)
+        torch.manual_seed(3)
+        model(torch.ones(6, 12))
+        return torch.get_rng_state()
+
+    assert not choice.path().exists()
+    measuring = drawn()
+    assert any("> ortlab_kernels::dropout" in name for name in _kept())
+    assert torch.equal(drawn(), measuring)
+
+
+def test_the_number_of_threads_is_another_machine(threads: None) -> None:
+    found = set()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.add(choice.path())
+    assert len(found) == 3
+
+
+def test_nothing_is_measured_where_all_are_taken_or_none() -> None:
+    _trained(kernels="torch")
+    _trained(kernels="ort")
+    assert not choice.path().exists()
