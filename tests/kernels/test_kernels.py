@@ -920,6 +920,21 @@ def test_nothing_leaks_and_little_is_kept(pool: Any) -> None:
         assert used + idle <= 2 * most
 
 
+def test_what_waits_is_at_most_twice_what_was_in_use(pool: Any) -> None:
+    """Of sizes none of which is right for another's; what came back last is what is kept."""
+    used, most = pool.held()[0], 0
+    for parts in (1, 2, 4, 8, 16, 32):
+        results = [pool.permute(torch.empty(2**22 // parts), [0]) for _ in range(parts)]
+        most = max(most, pool.held()[0] - used)
+        del results
+        assert pool.held()[0] == used
+        assert 0 < pool.held()[1] <= 2 * most
+    taken = pool.held()[2]
+    kept = [pool.permute(torch.empty(2**17), [0]) for _ in range(32)]
+    assert pool.held()[2] == taken
+    assert len(kept) == 32
+
+
 def test_what_is_held_is_at_most_twice_what_was_in_use(pool: Any) -> None:
     """Also while blocks are taken that none of those that wait is right for."""
     used, most = pool.held()[0], 0

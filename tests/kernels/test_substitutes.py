@@ -303,6 +303,31 @@ def test_a_trained_mask_gets_its_gradient(ops: Any) -> None:
     _assert_near(_step(_wrap(model, precision="bf16"), batch), _step(model, batch), BF16)
 
 
+@pytest.mark.parametrize(
+    ("heads", "shared"),
+    [((2, 4), (2, 1)), ((2, 4), (1, 4)), ((1, 4), (2, 4)), ((2, 4), (1, 1))],
+    ids=["one head of keys", "one batch of keys", "one batch of queries", "one of keys"],
+)
+def test_attention_broadcasts_as_torchs_does(
+    ops: Any, heads: tuple[int, int], shared: tuple[int, int]
+) -> None:
+    """Heads that share their keys and values, and learned queries for all of a batch."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys = nn.Parameter(torch.randn(*shared, 6, 8))
+            self.values = nn.Parameter(torch.randn(*shared, 6, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = nn.functional.scaled_dot_product_attention(x, self.keys, self.values)
+            return found.square().mean()
+
+    torch.manual_seed(0)
+    model, batch = Shared(), {"x": torch.randn(*heads, 5, 8)}
+    _assert_near(_step(_wrap(model), batch), _step(model, batch), FP32)
+
+
 @PRECISIONS
 def test_frozen_parameters_get_no_gradient(ops: Any, precision: str) -> None:
     model = _model("bert")
