@@ -197,6 +197,7 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
 
 ENGINES = ("eager", "compile", "ort")
 PRECISIONS = ("fp32", "bf16")
+KERNELS = ("measured", "torch", "ort")
 LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
 OPSETS = (14, 17)
 """The oldest and the newest ONNX opset that ORTModule's export rules are checked at."""
@@ -212,6 +213,12 @@ class EngineSettings(Settings):
         "fp32",
         choices=PRECISIONS,
         help="of matrix products; weights, gradients and optimizer stay fp32",
+    )
+    kernels: str = setting(
+        "measured",
+        choices=KERNELS,
+        help="on a CPU, what computes in ORT's graph: whichever is faster, torch's and ortlab's "
+        "kernels wherever there is one, or ORT's own alone",
     )
     self_check: bool = setting(
         True, help="compare ORT's outputs and gradients with eager torch before the first step"

@@ -104,15 +104,16 @@ def _inputs_used(graph: onnx.GraphProto, outputs: Sequence[bool]) -> list[bool]:
     wanted = {each.name for each, chosen in zip(graph.output, outputs, strict=False) if chosen}
     for node in reversed(graph.node):
         if not wanted.isdisjoint(node.output):
-            wanted.update(_read_by(node))
+            wanted.update(read_by(node))
     return [each.name in wanted for each in graph.input]
 
 
-def _read_by(node: onnx.NodeProto) -> Iterator[str]:
+def read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """What a node reads, those of its subgraphs included."""
     yield from node.input
     for attribute in node.attribute:
         for inner in attribute.g.node:
-            yield from _read_by(inner)
+            yield from read_by(inner)
 
 
 def next_number() -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import os
@@ -40,7 +41,7 @@ CUDA_LIBRARIES = {
     "libcufft.so.10": "nvidia-cufft-cu11",
 }
 """What ORT's CUDA provider links to, and the PyPI package that has it: the extra ``cuda``."""
-_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
+_FLAGS = ("-std=c++20", "-fPIC", "-w")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Extension:
     `headers` is what stands in for torch's umbrella headers, `functions` the ones that give
     addresses, `libraries` those of torch's own that it links to; they are loaded with torch.
     `python` tells that it needs Python's headers, and `seconds` about how long it takes to build.
+    `flags` are the compiler's; with ``-march=native`` the library is for this processor alone.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Extension:
     cuda: bool = False
     python: bool = False
     seconds: int = 10
+    flags: tuple[str, ...] = ("-O2",)
 
     def code(self) -> str:
         """The C++ text that is compiled: ORT's file and exported names for its functions."""
@@ -79,9 +82,12 @@ class Extension:
 
     def path(self) -> Path:
         """Where the built library lies, or would."""
-        what = "\0".join((_torch_version_file(), self.code(), self.stand_in(), *_FLAGS))
+        flags = (*_FLAGS, *self.flags)
+        what = "\0".join((_torch_version_file(), self.code(), self.stand_in(), *flags))
         if self.python:
             what += str(sysconfig.get_config_var("SOABI"))
+        if "-march=native" in flags:
+            what += processor()
         digest = hashlib.sha256(what.encode()).hexdigest()[:12]
         return cache_folder() / f"{self.name}-{torch_version()}-{platform.machine()}-{digest}.so"
 
@@ -122,6 +128,29 @@ INTEROP = Extension(
     python=True,
     seconds=1,
 )
+KERNELS = Extension(
+    name="ortlab_kernels",
+    source=str(Path(__file__).parents[1] / "kernels" / "kernels.cc"),
+    headers=(),
+    functions=(),
+    libraries=("torch_cpu", "c10"),
+    replace={},
+    # Loops become vector instructions where errno and signals need not be minded. OpenMP's runtime
+    # is the one that torch has loaded.
+    flags=("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
+)
+"""ortlab's own kernels, see `ortlab.kernels`."""
+
+
+@functools.cache
+def processor() -> str:
+    """The processor's name and what it can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    told = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+    return "".join(told.get(name, "") for name in ("model name", "flags", "Features"))
 
 
 def cache_folder() -> Path:
@@ -184,6 +213,16 @@ def load_interop(on_progress: Progress | None = None) -> int:
     Raises OrtUnavailable where it cannot be built.
     """
     return _addresses(INTEROP, _build(INTEROP, on_progress))["runner"]
+
+
+def load_kernels(on_progress: Progress | None = None) -> None:
+    """Builds and loads ortlab's kernels, which torch then knows by name.
+
+    Raises OrtUnavailable where that cannot be done.
+    """
+    import torch  # noqa: F401 - as for `load`
+
+    _addresses(KERNELS, _build(KERNELS, on_progress))
 
 
 def python_header() -> Path:
@@ -282,23 +321,32 @@ def _compile(extension: Extension, command: list[str], path: Path) -> None:
             headers += _cuda_headers()
         if extension.python:
             headers.append(python_header().parent)
-        arguments = [
-            *command, *_FLAGS, *(f"-I{header}" for header in headers), str(source),
-            "-o", str(library),
-            f"-L{torch / 'lib'}", *(f"-l{name}" for name in extension.libraries),
-        ]  # fmt: skip
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            log = _log(extension)
-            log.write_text(shlex.join(arguments) + "\n" + done.stderr, encoding="utf-8")
-            first = re.search(r"(?:fatal )?error: .*", done.stderr)
-            raise OrtUnavailable(
-                f"building ORT's {extension.name} failed: "
-                + (first.group() if first else f"{command[0]} ended with {done.returncode}"),
-                f"The compiler's whole output: {log}",
-            )
+        compiled = Path(folder, f"{extension.name}.o")
+        # Apart, for the linker would add an OpenMP runtime to torch's.
+        for arguments in (
+            [*_FLAGS, *extension.flags, *(f"-I{header}" for header in headers), "-c", str(source),
+             "-o", str(compiled)],
+            ["-shared", str(compiled), "-o", str(library), f"-L{torch / 'lib'}",
+             *(f"-l{name}" for name in extension.libraries)],
+        ):  # fmt: skip
+            _call(extension, [*command, *arguments])
         library.chmod(0o600)
         os.replace(library, path)
+
+
+def _call(extension: Extension, command: list[str]) -> None:
+    """Runs a compiler's command. OrtUnavailable tells its first error."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return
+    log = _log(extension)
+    log.write_text(shlex.join(command) + "\n" + done.stderr, encoding="utf-8")
+    first = re.search(r"(?:fatal )?error: .*", done.stderr)
+    raise OrtUnavailable(
+        f"building ORT's {extension.name} failed: "
+        + (first.group() if first else f"{command[0]} ended with {done.returncode}"),
+        f"The compiler's whole output: {log}",
+    )
 
 
 def _log(extension: Extension) -> Path:

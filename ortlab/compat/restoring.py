@@ -19,6 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ortlab.compat.autograd import read_by
+
 EXPORTED, BUILT, OPTIMIZED = "exported.onnx", "built.onnx", "optimized.onnx"
 _CODE = {"PythonOp", "PythonOpGrad", "TritonOp"}
 """Operators that name objects of the process that exported them."""
@@ -40,23 +42,14 @@ def versions() -> dict[str, str]:
     return {
         "python": sys.version,
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": extensions.processor(),
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "onnx": onnx.__version__,
         "onnxruntime": onnxruntime.__version__,
         "extension": extensions.ATEN.path().name,
+        "kernels": extensions.KERNELS.path().name,
         "rules": rules.hexdigest(),
     }
-
-
-def _processor() -> str:
-    """The processor's name and what it can do: ORT optimizes for its vector instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    told = {line.partition(":")[0].strip(): line for line in reversed(lines)}
-    return "".join(told.get(name, "") for name in ("model name", "flags", "Features"))
 
 
 class NotPlain(Exception):
@@ -182,6 +175,7 @@ def open_session(
     changes: list[Callable[[Any], None]] = [
         functools.partial(_with_arena, runtime.enable_cpu_mem_arena)
     ]
+    changes += [leave_cores_to_torch] if runtime.torch_kernels else []
     changes += [] if configure is None else [configure]
     if manager._device.type != "cpu" or manager._debug_options.save_onnx_models.save:
         with _session_options(manager, changes):
@@ -210,6 +204,40 @@ def _create(manager: Any, optimized: bytes) -> None:
         manager._onnx_models.optimized_model = built
 
 
+def in_order(model: Any) -> Any:
+    """`model`, a session's graph, with its nodes in the order in which the session runs them.
+
+    That is not the order of its file: ORT goes backwards from the nodes whose results no node
+    reads, the last of them first, and takes sizes as soon as there is what has them (GraphViewer
+    and Graph::ReverseDFSFrom in onnxruntime/core/graph, 1.19.2, for ExecutionOrder::DEFAULT).
+    """
+    nodes = list(model.graph.node)
+    makers = {name: i for i, node in enumerate(nodes) for name in node.output if name}
+    before = [sorted({makers[name] for name in read_by(node) if name in makers}) for node in nodes]
+    inner = {i for each in before for i in each}
+    waiting = [(i, False) for i in range(len(nodes)) if i not in inner]
+    sizes_of: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        if node.op_type in ("Shape", "Size"):
+            sizes_of.setdefault(makers.get(node.input[0], -1), []).append(i)
+    order = sizes_of.get(-1, [])[:]
+    early = {i for each in sizes_of.values() for i in each}
+    seen: set[int] = set()
+    while waiting:
+        i, done = waiting.pop()
+        if done and i not in early:
+            order += [i, *sizes_of.get(i, ())]
+        if done:
+            continue
+        if i not in seen:
+            seen.add(i)
+            waiting.append((i, True))
+            waiting += [(each, False) for each in before[i] if each not in seen]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes[i] for i in order)
+    return model
+
+
 def _as_it_is(options: Any) -> None:
     import onnxruntime
 
@@ -218,6 +246,11 @@ def _as_it_is(options: Any) -> None:
 
 def _with_arena(on: bool, options: Any) -> None:
     options.enable_cpu_mem_arena = on
+
+
+def leave_cores_to_torch(options: Any) -> None:
+    """ORT's idle workers would spin on the cores that torch's threads compute on."""
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
 
 
 def _told_in(path: Path, options: Any) -> None:

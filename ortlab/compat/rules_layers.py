@@ -17,9 +17,10 @@ from ortlab.compat.symbolics import (
     Gradient,
     Graph,
     Value,
-    all_three,
+    all_of,
     aten,
     aten_node,
+    attention,
     backwards,
     cast,
     constant,
@@ -27,6 +28,7 @@ from ortlab.compat.symbolics import (
     dtype,
     literal,
     missing,
+    number,
     rank,
     ranked_like_output,
     rule,
@@ -39,9 +41,19 @@ from ortlab.compat.symbolics import (
 # ---- attention -----------------------------------------------------------------------------------
 
 
+_KERNEL = "ortlab_kernels::attention"
+
+
+def _attention_gradient() -> Gradient:
+    inputs = ["GO(0)", "I(0)", "I(1)", "I(2)", "I(3)", "O(1)", "I(4)", "I(6)", "Mask", "I(8)"]
+    outputs = [f"GI({i})" for i in range(4)]
+    return [all_of(4), aten_node(f"{_KERNEL}_backward", inputs, outputs)]
+
+
 @rule(
     "scaled_dot_product_attention",
     "with dropout: 'i < node_->OutputDefs().size() was false', for want of Dropout's mask output",
+    (_KERNEL, "", _attention_gradient),
 )
 def _attention(
     g: Graph,
@@ -56,6 +68,26 @@ def _attention(
 ) -> Value:
     if not missing(enable_gqa) and literal(enable_gqa, "i"):
         key, value = (_repeat_heads(g, x, query) for x in (key, value))
+    kernel = attention()
+    if kernel is not None and _fits_kernel(query, key, value, mask):
+        given = constant(g, [[[[0.0]]]], torch.float32) if missing(mask) else mask
+        return ranked_like_output(
+            g,
+            aten(
+                g,
+                _KERNEL,
+                with_gradient(g, query, key, value, given),
+                key,
+                value,
+                given,
+                constant(g, 0.0 if missing(dropout_p) else number(dropout_p), torch.float32),
+                constant(g, not missing(is_causal) and bool(literal(is_causal, "i")), torch.bool),
+                _scale(g, query, scale),
+                constant(g, kernel.low, torch.bool),
+                constant(g, False, torch.bool),
+                outputs=2,
+            )[0],
+        )
     last = list(range(rank(key)))
     last[-1], last[-2] = last[-2], last[-1]
     scaled = g.op("Mul", query, _scale(g, query, scale))
@@ -82,6 +114,12 @@ def _attention(
     if ratio > 0:
         weights = dropout(g, weights, ratio)
     return g.op("MatMul", weights, value)
+
+
+def _fits_kernel(query: Value, key: Value, value: Value, mask: Value | None) -> bool:
+    if any(dtype(each) != torch.float32 or rank(each) != 4 for each in (query, key, value)):
+        return False
+    return mask is None or missing(mask) or dtype(mask) in (torch.float32, torch.bool)
 
 
 def _scale(g: Graph, query: Value, scale: Value | None) -> Value:
@@ -115,7 +153,7 @@ def _repeat_heads(g: Graph, x: Value, query: Value) -> Value:
 def _convolution_gradient() -> Gradient:
     return [
         ("Shape", ["I(2)"], ["Bias_Sizes"]),
-        all_three(),
+        all_of(3),
         aten_node(
             "convolution_backward",
             ["GO(0)", "I(0)", "I(1)", "Bias_Sizes", *(f"I({i})" for i in range(3, 9)), "Mask"],
@@ -227,7 +265,7 @@ def _layer_norm(
 def _batch_norm_gradient() -> Gradient:
     inputs = ["GO(0)", "I(0)", "I(1)", "I(3)", "I(4)", "O(1)", "O(2)", "I(5)", "I(7)", "Mask"]
     return [
-        all_three(),
+        all_of(3),
         aten_node("native_batch_norm_backward", inputs, ["GI(0)", "GI(1)", "GI(2)"]),
     ]
 

@@ -42,9 +42,17 @@ class Rule:
     gradient: tuple[str, str, Callable[[], Gradient] | None] | None = None
 
 
+@dataclass(frozen=True)
+class Attention:
+    """Attention as a kernel of ortlab's; with `low` its products take bfloat16."""
+
+    low: bool
+
+
 RULES: list[Rule] = []
 _OPSET = 17  # what ORTModule exports at
 _stock: dict[str, Callable[..., Any]] = {}
+_attention: Attention | None = None  # of the export under way
 _trained: set[str] = set()  # names of the parameters of the export under way
 
 
@@ -80,6 +88,22 @@ def gradients_for(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         _trained.clear()
+
+
+@contextlib.contextmanager
+def attention_as(kernel: Attention | None) -> Iterator[None]:
+    """Exports meanwhile write attention as `kernel`; None writes ONNX's operators."""
+    global _attention
+    before, _attention = _attention, kernel
+    try:
+        yield
+    finally:
+        _attention = before
+
+
+def attention() -> Attention | None:
+    """What the export under way writes attention as."""
+    return _attention
 
 
 def stock(operator: str) -> Callable[..., Any]:
@@ -184,9 +208,9 @@ def aten_node(
     return (("ATen", _ATEN), inputs, outputs, attributes)
 
 
-def all_three() -> tuple[Any, ...]:
-    """A mask that asks a backward kernel for the gradients of input, weight and bias."""
-    value = {"value": [True, True, True], "dtype": "bool", "is_tensor": True}
+def all_of(count: int) -> tuple[Any, ...]:
+    """A mask that asks a backward kernel for the gradients of its first `count` inputs."""
+    value = {"value": [True] * count, "dtype": "bool", "is_tensor": True}
     return ("Constant", [], ["Mask"], {"value": value})
 
 
@@ -216,8 +240,12 @@ def with_gradient(g: Graph, x: Value, *parameters: Value) -> Value:
     return g.op("Add", x, g.op("Mul", total, constant(g, 0.0, dtype(trained))))
 
 
+def _is_mask(value: np.ndarray | None, shape: tuple[int, ...]) -> bool:
+    return value is not None and value.dtype == bool and value.shape == shape
+
+
 def ask_for_what_is_taken(graph: Any) -> None:
-    """Masks of gradients in a built `graph` (`all_three`) leave out those that nobody takes.
+    """Masks of gradients in a built `graph` (`all_of`) leave out those that nobody takes.
 
     Those of frozen parameters have no name in the graph. Some kernels give one all the same (that
     of a weight along with its bias's), for which ORT needs a place.
@@ -231,13 +259,16 @@ def ask_for_what_is_taken(graph: Any) -> None:
     values = (*graph.value_info, *graph.input, *graph.output)
     types = {each.name: each.type.tensor_type.elem_type for each in values}
     for node in graph.node:
-        asked = masks.get(node.input[-1]) if node.op_type == "ATen" and node.input else None
         taken = np.array([bool(name) for name in node.output])
-        if asked is None or asked.dtype != bool or asked.shape != taken.shape or taken.all():
+        if node.op_type != "ATen" or taken.all():
             continue
-        name = f"{node.input[-1]}_taken"
-        graph.initializer.append(numpy_helper.from_array(asked & taken, name))
-        node.input[-1] = name
+        fitting = (i for i, name in enumerate(node.input) if _is_mask(masks.get(name), taken.shape))
+        at = next(fitting, None)
+        if at is None:
+            continue
+        name = f"{node.input[at]}_taken"
+        graph.initializer.append(numpy_helper.from_array(masks[node.input[at]] & taken, name))
+        node.input[at] = name
         kind = next(types[name] for name in (*node.output, *node.input) if name in types)
         for place in np.flatnonzero(~taken):
             node.output[place] = f"{node.name}_untaken_{place}"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ortlab import compat
+from ortlab import compat, kernels
 from ortlab.compat import interop
 from ortlab.compat.decisions import OtherDecision
 from ortlab.engines import options
@@ -316,6 +316,7 @@ class Execution:
                 self._let_eager_fail(args, kwargs)
             raise self._cannot_run(error) from None
         self._export_s += time.perf_counter() - started
+        self._judge_precision(export)
         if export.left_out:
             self._remark(f"{', '.join(export.left_out)} is None: ORT's graph has no cache")
         if export.checkpointing:
@@ -332,6 +333,23 @@ class Execution:
         while len(self._kinds) > _EXPORTS:
             del self._kinds[next(iter(self._kinds))]
         return served
+
+    def _judge_precision(self, export: Export) -> None:
+        """ExportFailed where products would be of another precision than the settings say."""
+        why = export.without_kernels
+        if why is not None and why == kernels.unavailable():
+            self._remark(f"ORT's own kernels compute alone: {why}")
+        if self.settings.precision == "fp32" or export.manager._runtime_options.low_precision:
+            return
+        if why is not None:
+            raise ExportFailed(
+                f"precision={self.settings.precision!r} needs ortlab's kernels: {why}"
+            )
+        if _autocast() is None:
+            raise ExportFailed(
+                f"precision={self.settings.precision!r} on a GPU is torch's autocast: put it "
+                "around forward and loss, or train with finetune, which does"
+            )
 
     def _cached(self) -> bool:
         return self.settings.cache and not options.ask_for_an_export(self.settings)
@@ -511,18 +529,21 @@ class Execution:
             raise
         except Exception as error:  # noqa: BLE001 - as above
             raise self._cannot_run(error) from None
-        low_precision = _autocast() is not None or any(
-            p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters()
+        low_precision = (
+            self.settings.precision != "fp32"
+            or _autocast() is not None
+            or any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
         )
         try:
             verdict: object = compare(reference, observed, low_precision=low_precision)
         except SelfCheckFailed as error:
-            if low_precision or not self._is_rounding(reference, observed, args, kwargs):
+            told = not low_precision or self.settings.precision != "fp32"
+            if not (told and self._is_rounding(reference, observed, args, kwargs)):
                 raise SelfCheckFailed(
                     f"ORT would not train this model right: {error}; use engine='eager', "
                     "or fallback=True to go on in torch"
                 ) from None
-            verdict = f"as near to eager torch in double precision as eager torch is; {error}"
+            verdict = f"as near to eager torch in higher precision as eager torch is; {error}"
         shapes = ", ".join(str(list(value.shape)) for value in given)
         self._note(f"checked on {shapes}: {verdict}")
 
@@ -533,14 +554,21 @@ class Execution:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> bool:
-        """Whether ORT is off by what single precision is; no where double precision cannot tell."""
-        call = in_double(self.module, args, kwargs)
-        if call is None:
-            return False
-        module, args, kwargs = call
+        """Whether ORT is off by what its precision is; no where another one cannot tell.
+
+        Single precision is held against double precision, bfloat16 products against single
+        precision, beside torch's own under autocast.
+        """
+        lowered = self.settings.precision != "fp32"
+        module = self.module
+        if not lowered:
+            call = in_double(self.module, args, kwargs)
+            if call is None:
+                return False
+            module, args, kwargs = call
         try:
-            with NoDropout():
-                exact = observe(
+            with NoDropout(), torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+                other = observe(
                     functools.partial(module, *args, **kwargs),
                     module,
                     inputs=_differentiable(tensors([args, kwargs])),
@@ -548,7 +576,9 @@ class Execution:
                 )
         except Exception:  # noqa: BLE001 - forward may mix the types, and then nothing is told
             return False
-        return is_rounding(reference, observed, exact)
+        if lowered:
+            return is_rounding(other, observed, reference)
+        return is_rounding(reference, observed, other)
 
     def _cannot_run(self, error: Exception) -> ExportFailed:
         way_out = "use engine='eager'"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,17 @@ import onnx
 import torch
 from torch import nn
 
-from ortlab.compat import decisions, interop, outputs, profiling, recompute, restoring
+from ortlab import kernels
+from ortlab.compat import (
+    decisions,
+    exporting,
+    interop,
+    outputs,
+    profiling,
+    recompute,
+    restoring,
+    symbolics,
+)
 from ortlab.engines import cache, options
 from ortlab.engines.fingerprint import Unknowable, fingerprint
 
@@ -38,6 +49,7 @@ class Export:
         self.gradient = gradient
         self._name: str | None = None
         self._executed: bytes | None = None
+        self._as_it_is = False  # whether the session got that, and orders it anew
         self._optimized: bytes | None = None
         self._build_s = 0.0
         self.from_cache = False
@@ -49,6 +61,8 @@ class Export:
         """Whether forward decides by the sizes of its input, which the graph then holds."""
         self.left_out: tuple[str, ...] = ()
         """Results of the model that are None in the graph's."""
+        self.without_kernels: str | None = None
+        """Why ORT's own kernels compute alone, where others were asked for."""
         self.checkpointing: str | None = None
         """What takes the place of the gradient checkpointing that the model asks for."""
         self.torch_module = self._unbuilt()
@@ -63,9 +77,28 @@ class Export:
             self._ort_module._logger,
         )
         options.share(manager, torch_module._execution_manager(self.gradient))
+        self._choose_kernels(torch_module._execution_manager(self.gradient)._runtime_options)
         torch_module._flattened_module.training = self._module.training
         torch_module.is_training = lambda: self.gradient
         return torch_module
+
+    def _choose_kernels(self, runtime: Any) -> None:
+        """Leaves torch's kernels out where there are none: see `without_kernels`."""
+        if not runtime.torch_kernels:
+            return
+        if self._ort_module._torch_module._execution_manager(
+            self.gradient
+        )._debug_options.save_onnx_models.save:
+            self.without_kernels = "save_onnx writes the graphs that ORT's own kernels run"
+            runtime.torch_kernels, runtime.low_precision = "", False
+            return
+        on_cpu = all(parameter.device.type == "cpu" for parameter in self._module.parameters())
+        self.without_kernels = kernels.unavailable() if on_cpu else None
+        if not on_cpu or self.without_kernels:
+            runtime.torch_kernels, runtime.low_precision = "", False
+        else:
+            kernels.keep_memory(runtime.enable_cpu_mem_arena)
+            weakref.finalize(self, kernels.keep_memory, runtime.enable_cpu_mem_arena)
 
     @property
     def manager(self) -> Any:
@@ -83,13 +116,18 @@ class Export:
         started = time.perf_counter()
         manager = self.manager
         transitions = manager._graph_transition_manager
-        transitions.get_post_processed_model(args, kwargs)
+        runtime = manager._runtime_options
+        attention = (
+            symbolics.Attention(low=runtime.low_precision) if runtime.torch_kernels else None
+        )
+        with exporting.EXPORT, symbolics.attention_as(attention):
+            transitions.get_post_processed_model(args, kwargs)
         self.decisions, self.by_size = decisions.last_decisions(), decisions.last_by_size()
         self.left_out = outputs.last_left_out()
         manager._initialize_graph_builder(transitions._post_export_processed_model_info)
         manager._detect_from_inputs(args, kwargs)
         manager._build_graph(manager._get_graph_transformer_config())
-        self._open_session()
+        self._open_session(shapes=self._shapes(args, kwargs))
         self._build_s = time.perf_counter() - started
 
     def restore(
@@ -160,11 +198,23 @@ class Export:
         self,
         optimized: bytes | None = None,
         configure: Callable[[Any], None] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
+        """Makes the session: of an `optimized` graph as it is, or of the one that was built.
+
+        `shapes` of the graph's inputs are those that other kernels are chosen for.
+        """
         manager = self.manager
         if self.gradient:
             self.checkpointing = recompute.replace_checkpointing(manager)
+            self._leave_plans_alone(manager._runtime_options)
         self._executed = restoring.open_session(manager, optimized, configure=configure)
+        self._as_it_is = optimized is not None
+        if optimized is None and shapes is not None and self._executed is not None:
+            substituted = self._substituted(self._executed, shapes)
+            if substituted is not None:
+                self._executed = restoring.open_session(manager, substituted, configure=configure)
+                self._as_it_is = True
         # Recompute plans are the session's: what it made by them is no graph for another one.
         planned = manager._runtime_options.memory_optimizer_is_enabled()
         self._optimized = None if planned else self._executed
@@ -175,6 +225,37 @@ class Export:
                 manager._flattened_module,
                 manager._graph_info,
             )
+
+    def _leave_plans_alone(self, runtime: Any) -> None:
+        """Gradient checkpointing becomes a plan for ORT's session, which knows its own kernels."""
+        if runtime.torch_kernels and runtime.memory_optimizer_is_enabled():
+            self.without_kernels = "ORT's recompute plans know its own kernels alone"
+            runtime.torch_kernels, runtime.low_precision = "", False
+
+    def _substituted(self, executed: bytes, shapes: Mapping[str, tuple[int, ...]]) -> bytes | None:
+        """The graph of a session with the kernels that are wanted; None where none are."""
+        runtime = self.manager._runtime_options
+        if not runtime.torch_kernels:
+            return None
+        from ortlab.kernels import choice, substitutes
+
+        model = onnx.load_model_from_string(executed)
+        chosen = choice.Choice(model.graph.input, shapes)
+        better = chosen.better if runtime.torch_kernels == "measured" else _wherever_there_is_one
+        substitutes.substitute(model, low=runtime.low_precision, better=better)
+        chosen.keep()
+        if spared := substitutes.spare_zeros(model):
+            info = self.manager._graph_info
+            info.output_grad_indices_require_full_shape = [
+                i for i in info.output_grad_indices_require_full_shape if i not in spared
+            ]
+        return bytes(model.SerializeToString())
+
+    def _shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Those of the tensors that such a call gives to the graph, by the graph's names."""
+        info = self.manager._graph_transition_manager._post_export_processed_model_info
+        given = info.construct_inputs(args, kwargs, True, self.manager._device)
+        return {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}
 
     def _check_outputs(self, transitions: Any) -> None:
         """Makes a run check its decisions, and give outputs the types that the graph declares.
@@ -223,7 +304,8 @@ class Export:
             "gradient": built,
         }
         if self._executed is not None:
-            found["execution"] = onnx.load_model_from_string(self._executed)
+            executed = onnx.load_model_from_string(self._executed)
+            found["execution"] = restoring.in_order(executed) if self._as_it_is else executed
         return found
 
     def without_dropout(self) -> Export:
@@ -288,20 +370,41 @@ _RATIOS = {
 """Which input of an operator is its ratio; ORT's ContribOperators.md has those that it fuses."""
 
 
+_RATIOS_OF_OURS = {"dropout": 1, "dropout_backward": 2, "attention": 4, "attention_backward": 6}
+"""The same of `ortlab.kernels`."""
+
 _DRAWING = {name for name in _RATIOS if not name.endswith("Grad")}
 
 
+def _wherever_there_is_one(*_: object) -> bool:
+    return True
+
+
+def _ratio(node: onnx.NodeProto) -> int:
+    """The place of a node's ratio among its inputs, -1 where it has none."""
+    place = _RATIOS.get(node.op_type, -1)
+    if node.op_type == "ATen":
+        operator = next(each.s.decode() for each in node.attribute if each.name == "operator")
+        place = _RATIOS_OF_OURS.get(operator.removeprefix(f"{kernels.DOMAIN}::"), -1)
+    return place if place < len(node.input) else -1
+
+
 def _zero_dropout(graph: onnx.GraphProto) -> int:
-    """Sets the ratio of every dropout in `graph` to zero; returns how many there are."""
+    """Sets the ratio of every dropout in `graph` to zero; returns how many had another one."""
+    zeros = {each.name for each in graph.initializer if _is_zero(each)}
     nodes = [
-        node for node in graph.node if len(node.input) > _RATIOS.get(node.op_type, len(node.input))
+        node for node in graph.node if (at := _ratio(node)) >= 0 and node.input[at] not in zeros
     ]
     if nodes:
         zero = onnx.helper.make_tensor(_RATIO, onnx.TensorProto.FLOAT, [], [0.0])
         graph.node.insert(0, onnx.helper.make_node("Constant", [], [_RATIO], value=zero))
     for node in nodes:
-        node.input[_RATIOS[node.op_type]] = _RATIO
+        node.input[_ratio(node)] = _RATIO
     return len(nodes)
+
+
+def _is_zero(tensor: onnx.TensorProto) -> bool:
+    return not tensor.dims and not onnx.numpy_helper.to_array(tensor)
 
 
 def _seed_dropout(graph: onnx.GraphProto) -> None:

@@ -50,6 +50,9 @@ _REFUSED_KEYS = {
 }
 
 
+_KERNELS = ("precision", "kernels")
+
+
 def names() -> tuple[str, ...]:
     """The settings that are ORTModule's own options."""
     return tuple(name for name, each in EngineSettings.declarations().items() if each.source)
@@ -57,7 +60,7 @@ def names() -> tuple[str, ...]:
 
 def key(settings: EngineSettings) -> Hashable:
     """What of `settings` an exported graph is made with: another value asks for another export."""
-    return tuple((name, getattr(settings, name)) for name in names())
+    return tuple((name, getattr(settings, name)) for name in (*_KERNELS, *names()))
 
 
 def ask_for_an_export(settings: EngineSettings) -> bool:
@@ -67,17 +70,13 @@ def ask_for_an_export(settings: EngineSettings) -> bool:
 
 def changed(before: EngineSettings, after: EngineSettings) -> str:
     """The options that differ, as a phrase: "opset=15, cast_level=0"; "" when none does."""
-    pairs = [(name, getattr(after, name)) for name in names()]
+    pairs = [(name, getattr(after, name)) for name in (*_KERNELS, *names())]
     return ", ".join(f"{name}={value!r}" for name, value in pairs if getattr(before, name) != value)
 
 
 def check(settings: EngineSettings) -> None:
     """ValueError names an option that cannot work here, and why; warns of what has no effect."""
-    if settings.precision != "fp32":
-        raise ValueError(
-            f"precision={settings.precision!r} is not there yet for engine 'ort'; use "
-            "engine='eager', or leave it out"
-        )
+    _check_precision(settings)
     gpu = torch.cuda.is_available()
     declared = EngineSettings.declarations()
     chosen = [name for name in names() if getattr(settings, name) != declared[name].default]
@@ -108,6 +107,26 @@ def check(settings: EngineSettings) -> None:
         _plans(settings.memory_plans)
     if settings.tuning_results is not None and not os.path.isdir(settings.tuning_results):
         raise ValueError(f"{_said(settings, 'tuning_results')} is no folder; make it first")
+
+
+def _check_precision(settings: EngineSettings) -> None:
+    if settings.precision == "fp32":
+        return
+    chosen = f"precision={settings.precision!r}"
+    if settings.kernels == "ort":
+        raise ValueError(
+            f"{chosen} needs torch's kernels: ORT's own have none on a CPU; leave kernels='ort' out"
+        )
+    if recomputes(settings):
+        raise ValueError(
+            f"{chosen} does not go with ORT's recompute plans, which know its own kernels alone; "
+            "leave out memory_level and memory_plans"
+        )
+
+
+def recomputes(settings: EngineSettings) -> bool:
+    """Whether ORT computes activations again, by plans that find them by ORT's own operators."""
+    return bool(settings.memory_level or settings.memory_plans)
 
 
 def _said(settings: EngineSettings, name: str) -> str:
@@ -200,6 +219,8 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.propagate_cast_ops_allow = [op.strip() for op in settings.cast_ops.split(",") if op]
     options.use_memory_efficient_gradient = settings.memory_efficient_gradient
     options.enable_cpu_mem_arena = settings.arena  # for `restoring.open_session`
+    options.torch_kernels = "" if recomputes(settings) else settings.kernels.replace("ort", "")
+    options.low_precision = settings.precision != "fp32"
     options.memory_optimization_level = type(options.memory_optimization_level)(
         settings.memory_level
     )

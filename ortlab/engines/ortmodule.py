@@ -23,7 +23,7 @@ from ortlab.engines.base import (
     unfit,
 )
 from ortlab.engines.execution import Execution
-from ortlab.engines.torch_native import TorchStepper, training_device
+from ortlab.engines.torch_native import TorchStepper, autocast_for, training_device
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 _CONTAINER = ("__len__", "__getitem__", "__iter__", "__contains__")
@@ -81,6 +81,10 @@ class Ort:
             device=device,
             report=report,
             close=execution.end_run,
+            # On a CPU it is a matter of the graph's kernels.
+            autocast=functools.partial(
+                autocast_for, "fp32" if device.type == "cpu" else settings.precision, device
+            ),
         )
 
 

@@ -411,13 +411,14 @@ def compare(reference: Observed, other: Observed, *, low_precision: bool) -> Ver
 
 
 def is_rounding(reference: Observed, other: Observed, exact: Observed) -> bool:
-    """Whether `other` is off by no more than rounding is: `exact` is eager's in double precision.
+    """Whether `other` is off by no more than rounding is: `exact` is eager's in higher precision.
 
     So it is where each error against that is within the tolerance, or at most three times what
-    eager torch's own is in single precision: at a kink such as ReLU's, rounding decides the side.
+    eager torch's own is, `reference`: at a kink such as ReLU's, rounding decides the side.
     """
     if not len(exact.outputs) == len(other.outputs) == len(reference.outputs):
         return False
+    exact = _in_double(exact)
     ours, theirs = (_all_errors(exact, _in_double(each)) for each in (other, reference))
     return all(
         math.isfinite(theirs[kind][name])

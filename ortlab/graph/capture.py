@@ -107,7 +107,7 @@ class Stage:
             found.append(
                 Node(
                     node.name,
-                    f"{node.domain}.{node.op_type}" if node.domain else node.op_type,
+                    _op(node),
                     tuple(node.input),
                     tuple(node.output),
                     "forward" if i <= at else "backward",
@@ -294,6 +294,14 @@ class Stage:
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+
+def _op(node: onnx.NodeProto) -> str:
+    """With its domain; of a node that calls a kernel of torch's, the name of that."""
+    if node.op_type == "ATen":
+        kernel = next((each.s.decode() for each in node.attribute if each.name == "operator"), "")
+        return f"{node.domain}.{kernel}".removesuffix(".").replace("::", ".")
+    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
 
 
 def _ending(path: str) -> str:

@@ -26,6 +26,8 @@ _WORKSPACE: Final[Mapping[str, tuple[int, str, int]]] = {
     "com.microsoft.SimplifiedLayerNormalizationGrad": (4, "input", 1),
     "com.microsoft.BiasGelu": (1, "output", 0),
     "com.microsoft.BiasGeluGrad_dX": (1, "output", 0),
+    "org.pytorch.aten.ortlab_kernels.attention": (1, "output", 1),
+    "org.pytorch.aten.ortlab_kernels.attention_backward": (1, "input", 5),
 }
 """How many times which input or output of its own a CPU kernel allocates beside its results.
 

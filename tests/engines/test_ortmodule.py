@@ -564,6 +564,7 @@ def test_a_seed_repeats_the_dropout_of_a_run(ort: Ort) -> None:
         net.load_state_dict(start)
         settings = FinetuneSettings(engine="ort", seed=seed, device="cpu")
         stepper = ort.prepare(net, functional.cross_entropy, settings)
+        torch.manual_seed(seed)  # as a run does
         losses.append([float(stepper.step([(x, y)], lr=1e-2).loss) for _ in range(4)])
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]

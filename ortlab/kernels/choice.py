@@ -1,0 +1,233 @@
+"""Which kernel is faster on this machine, for these shapes: measured once, and kept.
+
+Each pair runs in two sessions of its own, in turn, on random numbers, with ORT's threads as in
+training. What was measured lies in the user's cache as plain numbers, for one processor, number of
+threads and version of the libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from ortlab.compat import extensions, restoring
+from ortlab.graph.sizes import follows, size_of
+from ortlab.kernels.substitutes import Found, Graph, Value, attributes
+
+_ROUNDS = 7
+_MOST_S = 0.03
+"""Of one pair's rounds; two are made in any case."""
+_MOST_ELEMENTS = 2**23
+_RANDOM = {TensorProto.FLOAT: np.float32}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: of ORT's nodes, and of what may take their place."""
+
+    ort_us: float
+    torch_us: float
+
+
+class Choice:
+    """Decides for a graph whose `inputs` have these shapes, by name."""
+
+    def __init__(
+        self, inputs: Iterable[onnx.ValueInfoProto], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self._dims = {
+            dim.dim_param: size
+            for each in inputs
+            for dim, size in zip(
+                each.type.tensor_type.shape.dim, shapes.get(each.name, ()), strict=False
+            )
+            if dim.dim_param
+        }
+        self._names = tuple(self._dims)
+        self._known = _read()
+        self._new: dict[str, Timing] = {}
+
+    def better(self, found: Found, graph: Graph) -> bool:
+        """Whether what was found is faster. Where sizes are not known it stays with the rest."""
+        feeds = self._feeds(found.replaced, graph)
+        if feeds is None:
+            return True
+        name = _name(found, feeds)
+        timing = self._known.get(name) or self._new.get(name)
+        if timing is None:
+            timing = self._new[name] = _measure(found, feeds, graph)
+        return timing.torch_us < timing.ort_us
+
+    def keep(self) -> None:
+        """Adds what was measured to the user's file, where there can be one."""
+        if self._new:
+            with contextlib.suppress(OSError):
+                _write({**_read(), **self._new})
+
+    def _feeds(
+        self, nodes: Sequence[onnx.NodeProto], graph: Graph
+    ) -> dict[str, tuple[int, ...]] | None:
+        """The sizes of what `nodes` read; None where one is not known or no float32."""
+        made = {name for node in nodes for name in node.output}
+        found: dict[str, tuple[int, ...]] = {}
+        for name in (name for node in nodes for name in node.input if name):
+            if name in made or graph.constant(name) is not None:
+                continue
+            value = graph.value(name)
+            if value.kind not in _RANDOM or value.sizes is None:
+                return None
+            sizes = []
+            for size in value.sizes:
+                if size is None or not (isinstance(size, int) or follows(size, self._names)):
+                    return None
+                sizes.append(size_of(size, self._dims))
+            if int(np.prod(sizes)) > _MOST_ELEMENTS:
+                return None
+            found[name] = tuple(sizes)
+        return found
+
+
+def _name(found: Found, feeds: Mapping[str, tuple[int, ...]]) -> str:
+    """What a timing is for, whatever its tensors are called: "Softmax axis=-1 8x12x64x64 > ..."."""
+    words = []
+    for node in found.replaced:
+        given = sorted((k, v) for k, v in attributes(node).items() if not k.startswith("__"))
+        words.append(node.op_type)
+        words += [
+            f"{k}={v if not isinstance(v, list) else ','.join(map(str, v))}" for k, v in given
+        ]
+        words += ["x".join(map(str, feeds[name])) or "1" for name in node.input if name in feeds]
+    calls = ",".join(attributes(node)["operator"].decode() for node in found.made)
+    return f"{' '.join(words)} > {calls}"
+
+
+def _measure(found: Found, feeds: Mapping[str, tuple[int, ...]], graph: Graph) -> Timing:
+    """The best of a few rounds: what else runs on the machine only adds.
+
+    Each call comes after one of torch's, as in a graph whose other nodes are torch's: torch's
+    threads still wait for work, on the cores that ORT's are to wake up on.
+    """
+    import onnxruntime  # for the processes that choose
+
+    random = np.random.default_rng(0)
+    values = {
+        name: onnxruntime.OrtValue.ortvalue_from_numpy(
+            random.standard_normal(sizes, dtype=np.float32)
+        )
+        for name, sizes in feeds.items()
+    }
+    calls = [
+        _call(found.replaced, {}, feeds, values, graph),
+        _call(found.made, dict(found.tells), feeds, values, graph),
+    ]
+    times: list[list[float]] = [[], []]
+    before = torch.ones(2**18)
+    began = time.perf_counter()
+    # Ours draw random numbers from torch's generator, which is not theirs to move here.
+    with torch.random.fork_rng(devices=[]):
+        for call in calls:
+            call()
+        for turn in range(_ROUNDS):
+            for call, taken in zip(calls, times, strict=True):
+                before.add_(1)
+                started = time.perf_counter()
+                call()
+                taken.append(time.perf_counter() - started)
+            if turn > 0 and time.perf_counter() - began > _MOST_S:
+                break
+    ort_us, torch_us = (min(taken) * 1e6 for taken in times)
+    return Timing(round(ort_us, 1), round(torch_us, 1))
+
+
+def _call(
+    nodes: Sequence[onnx.NodeProto],
+    tells: Mapping[str, Value],
+    feeds: Mapping[str, tuple[int, ...]],
+    values: Mapping[str, Any],
+    graph: Graph,
+) -> Callable[[], Any]:
+    """Runs `nodes` in a session of their own, whose tensors are as `tells` and `graph` say."""
+    nodes = [_seeded(node) for node in nodes]
+    read = {name for node in nodes for name in node.input if name}
+    constants = {name: graph.constant(name) for name in read}
+    names = [name for node in nodes for name in node.output if name]
+    told = {
+        name: helper.make_tensor_value_info(
+            name, tells.get(name, graph.value(name)).kind or TensorProto.FLOAT, None
+        )
+        for name in names
+    }
+    results = [name for name in names if name not in read]
+    model = helper.make_model(
+        helper.make_graph(
+            nodes,
+            "timed",
+            [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in feeds.items()],
+            [told[name] for name in results],
+            [numpy_helper.from_array(v, name) for name, v in constants.items() if v is not None],
+            value_info=[told[name] for name in names if name in read],
+        ),
+        opset_imports=graph.model.opset_import,
+        ir_version=graph.model.ir_version,
+    )
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    restoring.leave_cores_to_torch(options)
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return lambda: session.run_with_ort_values(results, values)
+
+
+def _seeded(node: onnx.NodeProto) -> onnx.NodeProto:
+    """A dropout of ORT's with a generator of its own: those of the models stay where they are."""
+    if node.op_type != "Dropout" or "seed" in attributes(node):
+        return node
+    copied = onnx.NodeProto()
+    copied.CopyFrom(node)
+    copied.attribute.append(helper.make_attribute("seed", 0))
+    return copied
+
+
+# ---- the user's file -----------------------------------------------------------------------------
+
+
+def path() -> Path:
+    """The file of what was measured on this machine with these versions; it need not exist."""
+    what = "\0".join((*restoring.versions().values(), str(torch.get_num_threads())))
+    digest = hashlib.sha256(what.encode()).hexdigest()[:12]
+    return extensions.cache_folder().with_name("timings") / f"{digest}.json"
+
+
+def _read() -> dict[str, Timing]:
+    try:
+        found = json.loads(path().read_text(encoding="utf-8"))
+        return {name: Timing(float(ort), float(torch)) for name, (ort, torch) in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # none yet, or damaged: measured again
+
+
+def _write(timings: Mapping[str, Timing]) -> None:
+    """Beside the final name and renamed: a reader sees all or nothing."""
+    file = path()
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, beside = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".part")
+    with os.fdopen(handle, "w", encoding="utf-8") as written:
+        plain = {name: (each.ort_us, each.torch_us) for name, each in sorted(timings.items())}
+        json.dump(plain, written, indent=0)
+    os.replace(beside, file)
