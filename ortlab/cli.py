@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.command == "cache":
         return _cache(clear=given.action == "clear")
+    if given.command == "bench" and given.what == "kernels":
+        return _bench_kernels()
     if given.command == "bench":
         return _bench_engines(bench, given)
     return _doctor(build=given.build)
@@ -64,7 +66,10 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
     about = "say how fast each engine trains here"
     bench = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.")
     models = "\n".join(f"  {name:16} {model.about}" for name, model in MODELS.items())
-    engines: argparse.ArgumentParser = bench.add_subparsers(dest="what", required=True).add_parser(
+    parts = bench.add_subparsers(dest="what", required=True)
+    about = "ORT's operators beside the kernels that may take their place, as measured here so far"
+    parts.add_parser("kernels", help=about, description=f"{about}.")
+    engines: argparse.ArgumentParser = parts.add_parser(
         "engines",
         help="all engines and precisions on fixed models",
         description=_BENCH,
@@ -80,6 +85,13 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
         "--json", metavar="FILE", help="write every figure to FILE too; - prints them, and no table"
     )
     return engines
+
+
+def _bench_kernels() -> int:
+    from ortlab.kernels import choice
+
+    print(choice.table())
+    return 0
 
 
 def _help(declaration: Declaration) -> str:

@@ -25,12 +25,19 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ortlab.compat import extensions, restoring
 from ortlab.graph.sizes import follows, size_of
+from ortlab.kernels import DOMAIN
 from ortlab.kernels.substitutes import Found, Graph, Value, attributes
+from ortlab.tables import Column, Table
 
 _ROUNDS = 7
 _MOST_S = 0.03
 """Of one pair's rounds; two are made in any case."""
 _MOST_ELEMENTS = 2**23
+_OF_NO_MATTER = frozenset(
+    {"__backwardpass", "operator", "overload_name", "stash_type"}  # notes of ORT and the exporter
+    | {"alpha", "beta", "epsilon", "keepdims", "noop_with_empty_axes", "transBatchA", "transBatchB"}
+)
+"""Attributes that a kernel's time does not depend on, where a rule applies."""
 _RANDOM = {TensorProto.FLOAT: np.float32}
 
 
@@ -104,11 +111,12 @@ def _name(found: Found, feeds: Mapping[str, tuple[int, ...]]) -> str:
     """What a timing is for, whatever its tensors are called: "Softmax axis=-1 8x12x64x64 > ..."."""
     words = []
     for node in found.replaced:
-        given = sorted((k, v) for k, v in attributes(node).items() if not k.startswith("__"))
+        given = sorted((k, v) for k, v in attributes(node).items() if k not in _OF_NO_MATTER)
         words.append(node.op_type)
-        words += [
-            f"{k}={v if not isinstance(v, list) else ','.join(map(str, v))}" for k, v in given
-        ]
+        for name, value in given:
+            if value or not name.startswith("trans"):
+                text = ",".join(map(str, value)) if isinstance(value, list) else value
+                words.append(f"{name}={text}")
         words += ["x".join(map(str, feeds[name])) or "1" for name in node.input if name in feeds]
     calls = ",".join(attributes(node)["operator"].decode() for node in found.made)
     return f"{' '.join(words)} > {calls}"
@@ -202,6 +210,23 @@ def _seeded(node: onnx.NodeProto) -> onnx.NodeProto:
     copied.CopyFrom(node)
     copied.attribute.append(helper.make_attribute("seed", 0))
     return copied
+
+
+def table() -> Table[tuple[str, Timing]]:
+    """What was measured on this machine so far with these versions, the slowest first."""
+    columns: list[Column[tuple[str, Timing]]] = [
+        Column("ORT's operators, sizes", lambda row: row[0].partition(" > ")[0]),
+        Column("or", lambda row: row[0].partition(" > ")[2].replace(f"{DOMAIN}::", "")),
+        Column("ORT us", lambda row: f"{row[1].ort_us:,.0f}", number=True),
+        Column("ours us", lambda row: f"{row[1].torch_us:,.0f}", number=True),
+        Column("taken", lambda row: "ours" if row[1].torch_us < row[1].ort_us else "ORT's"),
+    ]
+    found = sorted(_read().items(), key=lambda row: -row[1].ort_us)
+    empty = "nothing was measured yet: train a model in engine 'ort' first"
+    threads = f"{torch.get_num_threads()} threads; each after a call of torch's, as in a graph"
+    return Table(
+        found, columns, notes=[f"{threads}; kept in {path()}"] if found else (), empty=empty
+    )
 
 
 # ---- the user's file -----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ortlab
+from ortlab import cli
 from ortlab.compat import extensions
 from ortlab.kernels import choice, substitutes
 from tests.kernels.nodes import operators
@@ -203,3 +204,14 @@ def test_nothing_is_measured_where_all_are_taken_or_none() -> None:
     _trained(kernels="torch")
     _trained(kernels="ort")
     assert not choice.path().exists()
+
+
+def test_the_command_shows_what_was_measured(ops: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "kernels"]) == 0
+    assert "nothing was measured yet" in capsys.readouterr().out
+    choice.path().parent.mkdir(parents=True)
+    timings = {"Softmax axis=-1 4x8 > ortlab_kernels::softmax": [30.0, 20.0]}
+    choice.path().write_text(json.dumps(timings))
+    assert cli.main(["bench", "kernels"]) == 0
+    line = next(each for each in capsys.readouterr().out.splitlines() if "Softmax" in each)
+    assert line.split() == ["Softmax", "axis=-1", "4x8", "softmax", "30", "20", "ours"]
