@@ -153,7 +153,7 @@ class Execution:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.last_call = form = Form.of(args, kwargs)
         if self._fallback is not None and self._falls_back():
-            return self.module(*args, **kwargs)
+            return self._eagerly(args, kwargs)
         key, shapes = self._key(form), form.shapes
         kind = self._kinds.get(key) or Kind()
         why = ""
@@ -265,7 +265,7 @@ class Execution:
         except (ExportFailed, NotInGraph, SelfCheckFailed) as error:
             if not self.settings.fallback:
                 raise
-            outputs = self.module(*args, **kwargs)
+            outputs = self._eagerly(args, kwargs)
             # What forward has set by now belongs to the model that fell back.
             self._fallback = (self._guard.key(), str(error))
             self._fallbacks += 1
@@ -276,6 +276,12 @@ class Execution:
         served.shapes_met += 1
         served.buckets.add(bucket(shapes))
         return served.run(args, kwargs)
+
+    def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch gives, in the precision that ORT's graph would have had on a CPU."""
+        lowered = self.settings.precision != "fp32" and _autocast() is None
+        with torch.autocast("cpu", torch.bfloat16) if lowered else contextlib.nullcontext():
+            return self.module(*args, **kwargs)
 
     def _falls_back(self) -> bool:
         """Whether torch goes on: while the model is the one that ORT could not run.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,8 +96,7 @@ class Export:
         if not on_cpu or self.without_kernels:
             runtime.torch_kernels, runtime.low_precision = "", False
         else:
-            kernels.keep_memory(runtime.enable_cpu_mem_arena)
-            weakref.finalize(self, kernels.keep_memory, runtime.enable_cpu_mem_arena)
+            kernels.keep_memory_for(self, runtime.enable_cpu_mem_arena)
 
     @property
     def manager(self) -> Any:

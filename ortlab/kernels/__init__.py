@@ -7,6 +7,8 @@ measurement which are faster on this machine, `kernels.cc` holds them.
 from __future__ import annotations
 
 import functools
+import weakref
+from collections import Counter
 
 from ortlab.compat import OrtUnavailable, extensions
 from ortlab.engines.base import tell
@@ -25,11 +27,26 @@ def unavailable() -> str | None:
     return None
 
 
-def keep_memory(keep: bool) -> None:
-    """Frees what results of kernels left behind; whether later ones are kept for the next step.
+_users: Counter[bool] = Counter()
 
-    It is for all models of the process, as torch's allocator is.
+
+def keep_memory_for(user: object, keep: bool) -> None:
+    """Keeps what results of kernels leave behind for the next step while one `user` wants that.
+
+    Where none is left what is kept is freed.
     """
+    _users[keep] += 1
+    if _users[keep] == 1:
+        _set_memory()
+    weakref.finalize(user, _leave, keep).atexit = False
+
+
+def _leave(keep: bool) -> None:
+    _users[keep] -= 1
+    _set_memory()
+
+
+def _set_memory() -> None:
     import torch
 
-    torch.ops.ortlab_kernels.trim(keep)
+    torch.ops.ortlab_kernels.trim(_users[True] > 0)

@@ -75,7 +75,10 @@ class Choice:
         name = _name(found, feeds)
         timing = self._known.get(name) or self._new.get(name)
         if timing is None:
-            timing = self._new[name] = _measure(found, feeds, graph)
+            try:
+                timing = self._new[name] = _measure(found, feeds, graph)
+            except Exception:  # noqa: BLE001 - whatever does not run here would not run in training
+                return False
         return timing.torch_us < timing.ort_us
 
     def keep(self) -> None:

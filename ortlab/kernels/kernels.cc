@@ -302,12 +302,15 @@ Tensor product(const Tensor& a, const Tensor& b) {
   auto sizes = a.sizes().vec();
   sizes.back() = b.size(-1);
   if (b.dim() == 2) {
-    Tensor found = fresh({a.numel() / std::max<int64_t>(1, a.size(-1)), b.size(1)}, a.scalar_type());
-    return at::mm_out(found, a.reshape({-1, a.size(-1)}), b).view(sizes);
+    const int64_t rows = c10::multiply_integers(a.sizes().slice(0, a.dim() - 1));
+    Tensor found = fresh({rows, b.size(1)}, a.scalar_type());
+    return at::mm_out(found, a.reshape({rows, a.size(-1)}), b).view(sizes);
   }
   if (a.dim() < 3 || a.sizes().slice(0, a.dim() - 2) != b.sizes().slice(0, b.dim() - 2))
     return at::matmul(a, b);
-  const auto x = a.reshape({-1, a.size(-2), a.size(-1)}), y = b.reshape({-1, b.size(-2), b.size(-1)});
+  const int64_t outer = c10::multiply_integers(a.sizes().slice(0, a.dim() - 2));
+  const auto x = a.reshape({outer, a.size(-2), a.size(-1)});
+  const auto y = b.reshape({outer, b.size(-2), b.size(-1)});
   Tensor found = fresh({x.size(0), x.size(1), y.size(2)}, a.scalar_type());
   return at::bmm_out(found, x, y).view(sizes);
 }
@@ -323,7 +326,9 @@ Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_a, bool transpose
 
 // x [..., k] @ op(b) [k, n] + bias [n].
 Tensor linear(const Tensor& x, const Tensor& b, const Tensor& bias, bool transpose_b, bool low) {
-  const Tensor matrix = flipped(b, transpose_b), rows = x.reshape({-1, x.size(-1)});
+  const Tensor matrix = flipped(b, transpose_b);
+  const int64_t count = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
+  const Tensor rows = x.reshape({count, x.size(-1)});
   auto sizes = x.sizes().vec();
   const int64_t columns = sizes.back() = matrix.size(1);
   if (x.scalar_type() == at::kFloat) {
@@ -332,8 +337,9 @@ Tensor linear(const Tensor& x, const Tensor& b, const Tensor& bias, bool transpo
   }
   const Tensor plain = product(rows, matrix);
   Tensor found = low ? plain : fresh(plain.sizes(), at::kFloat);
+  const Tensor each = bias.expand({columns}).contiguous();
   const auto* in = plain.const_data_ptr<BFloat16>();
-  const float* plus = bias.const_data_ptr<float>();
+  const float* plus = each.const_data_ptr<float>();
   writing(found, [&](auto* out) {
     at::parallel_for(0, rows.size(0), grain(columns), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
@@ -349,7 +355,7 @@ Tensor add_product(const Tensor& a, const Tensor& b, const Tensor& c, bool trans
   const Tensor x = flipped(a, transpose_a), y = flipped(b, transpose_b);
   Tensor found = fresh({x.size(0), y.size(1)}, at::kFloat);
   if (x.scalar_type() == at::kFloat) return at::addmm_out(found, c, x, y);
-  const Tensor plain = product(x, y), more = c.contiguous();
+  const Tensor plain = product(x, y), more = c.expand(plain.sizes()).contiguous();
   const auto* in = plain.const_data_ptr<BFloat16>();
   const float* plus = more.const_data_ptr<float>();
   float* out = found.mutable_data_ptr<float>();
@@ -414,7 +420,7 @@ Tensor dropout_backward(const Tensor& given, const Tensor& mask, double ratio, b
 template <typename F>
 Tensor mapped(const Tensor& x, const std::optional<Tensor>& bias, bool low, const F& f) {
   Tensor found = fresh(x.sizes(), type_of(low));
-  const int64_t columns = bias.has_value() ? bias->numel() : x.size(-1);
+  const int64_t columns = bias.has_value() ? bias->numel() : (x.dim() ? x.size(-1) : 1);
   const float* plus = bias.has_value() ? bias->const_data_ptr<float>() : nullptr;
   reading(x, [&](const auto* in) {
     writing(found, [&](auto* out) {
@@ -502,6 +508,8 @@ Tensor add(const Tensor& a, const Tensor& b) {
 Tensor sum(const Tensor& a, const Tensor& b, const Tensor& c, const std::optional<Tensor>& d) {
   const Tensor w = a.contiguous(), x = b.contiguous(), y = c.contiguous();
   const Tensor z = d.has_value() ? d->contiguous() : Tensor();
+  TORCH_CHECK(w.sizes() == x.sizes() && w.sizes() == y.sizes() && (!z.defined() || w.sizes() == z.sizes()),
+              "sums are of tensors of one shape");
   Tensor found = fresh(w.sizes(), at::kFloat);
   float* out = found.mutable_data_ptr<float>();
   reading(w, [&](const auto* pw) {
@@ -810,7 +818,7 @@ void weigh_backward(Tensor& gradient, const Tensor& kept, double ratio) {
 
 // [batch * heads, rows, size] of the type that products take.
 Tensor matrices(const Tensor& x, bool low) {
-  return as(x.contiguous(), type_of(low)).view({-1, x.size(-2), x.size(-1)});
+  return as(x.contiguous(), type_of(low)).view({x.size(0) * x.size(1), x.size(2), x.size(3)});
 }
 
 // Each with the batch and heads of all three, as matmul broadcasts them.

@@ -16,11 +16,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from ortlab.compat.autograd import read_by
 from ortlab.kernels import DOMAIN
 
 _ATEN = "org.pytorch.aten"
 _BACKWARD = "__backwardpass"  # ORT's mark of nodes after the yield
-_LOW = "_bf16"
+_LOW = "_ortlab_bf16"
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -62,7 +63,7 @@ class Graph:
         self.makers = {name: node for node in self.nodes for name in node.output if name}
         self.readers: Mapping[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.nodes:
-            for name in dict.fromkeys(node.input):
+            for name in dict.fromkeys(read_by(node)):
                 self.readers[name].append(node)
         self.given = {each.name for each in graph.output}
         self.wide = self.number(False, bool)
@@ -246,7 +247,8 @@ def _product(graph: Graph, node: onnx.NodeProto) -> Found | None:
     biased: bool = node.op_type == "Gemm" and len(node.input) == 3 and given.get("beta", 1.0) != 0.0
     if given.get("transBatchA") or given.get("transBatchB") or not graph.are_float(node.input):
         return None
-    if min(graph.value(name).rank or 2 for name in node.input[:2]) < 2:
+    ranks = [graph.value(name).rank for name in node.input[:2]]
+    if node.op_type != "Gemm" and any(rank is None or rank < 2 for rank in ranks):
         return None
     flips = [bool(given.get(name, 0)) for name in ("transA", "transB")]
     alpha = float(given.get("alpha", 1.0))
@@ -258,7 +260,9 @@ def _product(graph: Graph, node: onnx.NodeProto) -> Found | None:
             numbers = [graph.number(flip, bool) for flip in flips]
             made = graph.call("add_product", [*operands, node.input[2], *numbers], node)
             return Found((node,), (made,), always=graph.low)
-        if flips[0] or graph.value(node.input[2]).rank != 1:
+        sizes = graph.value(node.input[1]).sizes
+        columns = sizes[0 if flips[1] else 1] if sizes is not None else None
+        if flips[0] or columns is None or graph.value(node.input[2]).sizes != (columns,):
             return None
         return _linear(graph, (node,), operands, node.input[2], flips[1])
     add = graph.only_reader(node.output[0])
@@ -621,6 +625,8 @@ def narrow(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> None:
     for node in nodes:
         for place, name in enumerate(node.input):
             readers[name].append((node, place))
+        for name in {*read_by(node)} - {*node.input}:  # in a branch or a loop
+            readers[name].append((node, -1))
         kernel = kernels[id(node)]
         if kernel in _WRITES:
             groups.append(("", [name for name in node.output[: _WRITES[kernel]] if name]))

@@ -539,3 +539,71 @@ def test_the_cache_tells_kernels_and_precisions_apart(ops: Any) -> None:
         _step(wrapped, batch)
         found.append(_hits(wrapped))
     assert found == [0, 0, 0, 0, 1]
+
+
+@PRECISIONS
+@pytest.mark.parametrize("shape", [(16,), (1,), (1, 16), (40, 1), (40, 16)], ids=str)
+def test_what_a_product_adds_may_broadcast(
+    ops: Any, precision: str, shape: tuple[int, ...]
+) -> None:
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = (nn.Parameter(torch.randn(s)) for s in ((8, 16), shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x, self.weight).square().mean()
+
+    torch.manual_seed(0)
+    model, batch = Added(), {"x": torch.randn(40, 8)}
+    found, expected = (_step(each, batch) for each in (_wrap(model, precision=precision), model))
+    _assert_near(found, expected, 1e-5 if precision == "fp32" else 5e-2)
+
+
+def test_a_scalar_has_a_gradient_through_relu(ops: Any) -> None:
+    class Hinge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(2 - self.layer(x).mean())
+
+    torch.manual_seed(0)
+    model, batch = Hinge(), {"x": torch.randn(40, 8)}
+    for kernels in ("torch", "measured"):
+        _assert_near(_step(_wrap(model, kernels=kernels), batch), _step(model, batch), 1e-5)
+
+
+@torch.jit.script
+def _either(a, t):  # type: ignore[no-untyped-def]
+    if bool(t.sum() > 0):  # noqa: SIM108 - a node with two branches is what this is for
+        r = a * 2.0
+    else:
+        r = a + 1.0
+    return r
+
+
+@PRECISIONS
+def test_what_a_branch_reads_stays(ops: Any, precision: str) -> None:
+    """A product before its bias, in float32, though its only other reader takes another type."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = (nn.Parameter(torch.randn(s)) for s in ((8, 16), (16,)))
+            self.layer = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x @ self.weight
+            return self.layer(hidden + self.bias) + self.layer(_either(hidden, x))
+
+    torch.manual_seed(0)
+    model = Branching().eval()
+    wrapped = _wrap(model, precision=precision)
+    for sign in (1.0, -1.0):
+        x = sign * torch.rand(3, 5, 8)
+        with torch.no_grad():
+            found, expected = wrapped(x), model(x)
+        tolerance = 1e-5 if precision == "fp32" else 5e-2
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=4 * tolerance)
