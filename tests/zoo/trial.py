@@ -42,7 +42,9 @@ def trial(cell: specs.Cell) -> Outcome:
     try:
         first, second = specs.batches(cell)
         family = specs.FAMILIES.get(cell.family)
-        pair = Pair(specs.model(cell), **(family.options if family else {}))
+        # The masks that are replayed are those of ORT's own dropout.
+        options = {"kernels": "ort" if cell.dropout else "torch"}
+        pair = Pair(specs.model(cell), **options, **(family.options if family else {}))
         with pair.replay:
             pair.compare(first)
             pair.compare(second)
