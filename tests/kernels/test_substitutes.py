@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import onnx
@@ -140,6 +141,14 @@ def _traced(name: str, precision: str, kernels: str, p: float = 0.0) -> nn.Modul
     model = _wrap(_model(name, p), precision=precision, kernels=kernels)
     _step(model, _batch(name))
     return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """The models that tests here share are not to be listed in those of other files."""
+    yield
+    _traced.cache_clear()
+    gc.collect()
 
 
 # ---- the same numbers ----------------------------------------------------------------------------
