@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 
-_CPUINFO = Path("/proc/cpuinfo")
+from ortlab.compat.extensions import CPUINFO, first_processor
+
 _IDLE = 0.5
 """The most that a machine's load is while it does nothing to speak of."""
 
@@ -50,7 +50,7 @@ def machine(device: str) -> Machine:
     import psutil
     import torch
 
-    name, flags = _processor(_CPUINFO.read_text() if _CPUINFO.exists() else "")
+    name, flags = _processor(CPUINFO.read_text() if CPUINFO.exists() else "")
     # Not on macOS and Windows.
     allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     return Machine(
@@ -67,10 +67,7 @@ def machine(device: str) -> Machine:
 
 def _processor(cpuinfo: str) -> tuple[str, frozenset[str]]:
     """Name and flags of the first processor that Linux's /proc/cpuinfo describes."""
-    found: dict[str, str] = {}
-    for line in cpuinfo.splitlines():
-        key, _, value = line.partition(":")
-        found.setdefault(key.strip(), value.strip())
+    found = first_processor(cpuinfo)
     return found.get("model name", ""), frozenset(found.get("flags", "").split())
 
 

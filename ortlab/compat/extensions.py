@@ -41,6 +41,8 @@ CUDA_LIBRARIES = {
     "libcufft.so.10": "nvidia-cufft-cu11",
 }
 """What ORT's CUDA provider links to, and the PyPI package that has it: the extra ``cuda``."""
+CPUINFO = Path("/proc/cpuinfo")
+"""Where Linux tells of the processors."""
 _FLAGS = ("-std=c++20", "-fPIC", "-w")
 
 
@@ -145,12 +147,15 @@ KERNELS = Extension(
 @functools.cache
 def processor() -> str:
     """The processor's name and what it can do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    told = {line.partition(":")[0].strip(): line for line in reversed(lines)}
-    return "".join(told.get(name, "") for name in ("model name", "flags", "Features"))
+    told = first_processor(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else "")
+    said = [told[name] for name in ("model name", "flags", "Features") if name in told]
+    return " ".join(said) or platform.processor()
+
+
+def first_processor(cpuinfo: str) -> dict[str, str]:
+    """What the text of `CPUINFO` says of the first processor, by its words for that."""
+    pairs = [line.partition(":")[::2] for line in cpuinfo.splitlines()]
+    return {name.strip(): value.strip() for name, value in reversed(pairs)}
 
 
 def cache_folder() -> Path:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ortlab.compat import extensions
 
@@ -94,25 +94,35 @@ def load(name: str) -> Entry | None:
 def store(name: str, entry: Entry) -> None:
     """Keeps `entry`, in the place of one of that name; throws out what is too much.
 
-    It is written beside its final name and renamed: a reader sees all of it or nothing, however
-    many write. Unusable where others can write to the folder; OSError where it cannot be written.
+    Unusable where others can write to the folder; OSError where it cannot be written.
     """
     path = _path(name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_shared(path.parent)
+    with replacing(path) as file, _archive(file) as archive:
+        archive.writestr(_FACTS, json.dumps(entry.facts))
+        for part, graph in entry.graphs.items():
+            archive.writestr(part, graph)
+    _trim(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of the one at `path` when it is whole, for its owner alone.
+
+    It is written beside the final name and renamed: a reader sees all of it or nothing, however
+    many write.
+    """
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")  # its mode: 0600
     try:
-        with os.fdopen(handle, "wb") as file, _archive(file) as archive:
-            archive.writestr(_FACTS, json.dumps(entry.facts))
-            for part, graph in entry.graphs.items():
-                archive.writestr(part, graph)
+        with os.fdopen(handle, "wb") as file:
+            yield file
         with contextlib.suppress(FileNotFoundError):  # another kernel has cleared the cache since
             os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(beside)
         raise
-    _trim(path)
 
 
 def remove(name: str) -> None:

@@ -42,6 +42,7 @@ from ortlab.engines.selfcheck import (
     undisturbed,
 )
 from ortlab.engines.served import OF_A_KIND, ExportFailed, Kind, Served, Shapes, bucket
+from ortlab.engines.torch_native import autocast_for
 from ortlab.errors import place
 from ortlab.settings import EngineSettings
 
@@ -278,9 +279,10 @@ class Execution:
         return served.run(args, kwargs)
 
     def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch gives, in the precision that ORT's graph would have had on a CPU."""
-        lowered = self.settings.precision != "fp32" and _autocast() is None
-        with torch.autocast("cpu", torch.bfloat16) if lowered else contextlib.nullcontext():
+        """What torch gives, in the precision that ORT's graph would have had."""
+        precision = self.settings.precision if _autocast() is None else "fp32"
+        device = next(self.module.parameters()).device
+        with autocast_for(precision, device):
             return self.module(*args, **kwargs)
 
     def _falls_back(self) -> bool:
@@ -573,7 +575,7 @@ class Execution:
                 return False
             module, args, kwargs = call
         try:
-            with NoDropout(), torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+            with NoDropout(), autocast_for(self.settings.precision, torch.device("cpu")):
                 other = observe(
                     functools.partial(module, *args, **kwargs),
                     module,

@@ -28,10 +28,9 @@ from ortlab.compat import (
     restoring,
     symbolics,
 )
-from ortlab.engines import cache, options
+from ortlab.engines import cache, dropouts, options
 from ortlab.engines.fingerprint import Unknowable, fingerprint
 
-_RATIO = "ortlab_no_dropout"
 _HALF = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.BFLOAT16: torch.bfloat16}
 
 
@@ -76,27 +75,29 @@ class Export:
             self._ort_module._logger,
         )
         options.share(manager, torch_module._execution_manager(self.gradient))
-        self._choose_kernels(torch_module._execution_manager(self.gradient)._runtime_options)
+        self._choose_kernels(torch_module._execution_manager(self.gradient))
         torch_module._flattened_module.training = self._module.training
         torch_module.is_training = lambda: self.gradient
         return torch_module
 
-    def _choose_kernels(self, runtime: Any) -> None:
+    def _choose_kernels(self, manager: Any) -> None:
         """Leaves torch's kernels out where there are none: see `without_kernels`."""
+        runtime = manager._runtime_options
         if not runtime.torch_kernels:
             return
-        if self._ort_module._torch_module._execution_manager(
-            self.gradient
-        )._debug_options.save_onnx_models.save:
-            self.without_kernels = "save_onnx writes the graphs that ORT's own kernels run"
-            runtime.torch_kernels, runtime.low_precision = "", False
-            return
         on_cpu = all(parameter.device.type == "cpu" for parameter in self._module.parameters())
-        self.without_kernels = kernels.unavailable() if on_cpu else None
-        if not on_cpu or self.without_kernels:
-            runtime.torch_kernels, runtime.low_precision = "", False
+        if manager._debug_options.save_onnx_models.save:
+            self._leave_kernels(runtime, "save_onnx writes the graphs that ORT's own kernels run")
+        elif not on_cpu:
+            self._leave_kernels(runtime, None)
+        elif (reason := kernels.unavailable()) is not None:
+            self._leave_kernels(runtime, reason)
         else:
             kernels.keep_memory_for(self, runtime.enable_cpu_mem_arena)
+
+    def _leave_kernels(self, runtime: Any, why: str | None) -> None:
+        self.without_kernels = why
+        runtime.torch_kernels, runtime.low_precision = "", False
 
     @property
     def manager(self) -> Any:
@@ -125,7 +126,7 @@ class Export:
         manager._initialize_graph_builder(transitions._post_export_processed_model_info)
         manager._detect_from_inputs(args, kwargs)
         manager._build_graph(manager._get_graph_transformer_config())
-        self._open_session(shapes=self._shapes(args, kwargs))
+        self._open_session(shapes=self._shapes(args, kwargs) if runtime.torch_kernels else None)
         self._build_s = time.perf_counter() - started
 
     def restore(
@@ -205,16 +206,17 @@ class Export:
         manager = self.manager
         if self.gradient:
             self.checkpointing = recompute.replace_checkpointing(manager)
-            self._leave_plans_alone(manager._runtime_options)
+        runtime = manager._runtime_options
+        planned = runtime.memory_optimizer_is_enabled()
+        if planned and runtime.torch_kernels:  # gradient checkpointing has become a plan
+            self._leave_kernels(runtime, "ORT's recompute plans know its own kernels alone")
         self._executed = restoring.open_session(manager, optimized, configure=configure)
         self._as_it_is = optimized is not None
-        if optimized is None and shapes is not None and self._executed is not None:
+        if runtime.torch_kernels and shapes is not None and self._executed is not None:
             substituted = self._substituted(self._executed, shapes)
-            if substituted is not None:
-                self._executed = restoring.open_session(manager, substituted, configure=configure)
-                self._as_it_is = True
+            self._executed = restoring.open_session(manager, substituted, configure=configure)
+            self._as_it_is = True
         # Recompute plans are the session's: what it made by them is no graph for another one.
-        planned = manager._runtime_options.memory_optimizer_is_enabled()
         self._optimized = None if planned else self._executed
         self._check_outputs(manager._graph_transition_manager)
         if self.gradient:
@@ -224,24 +226,18 @@ class Export:
                 manager._graph_info,
             )
 
-    def _leave_plans_alone(self, runtime: Any) -> None:
-        """Gradient checkpointing becomes a plan for ORT's session, which knows its own kernels."""
-        if runtime.torch_kernels and runtime.memory_optimizer_is_enabled():
-            self.without_kernels = "ORT's recompute plans know its own kernels alone"
-            runtime.torch_kernels, runtime.low_precision = "", False
-
-    def _substituted(self, executed: bytes, shapes: Mapping[str, tuple[int, ...]]) -> bytes | None:
-        """The graph of a session with the kernels that are wanted; None where none are."""
-        runtime = self.manager._runtime_options
-        if not runtime.torch_kernels:
-            return None
+    def _substituted(self, executed: bytes, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+        """The graph of a session with the kernels that are wanted."""
         from ortlab.kernels import choice, substitutes
 
+        runtime = self.manager._runtime_options
         model = onnx.load_model_from_string(executed)
-        chosen = choice.Choice(model.graph.input, shapes)
-        better = chosen.better if runtime.torch_kernels == "measured" else _wherever_there_is_one
-        substitutes.substitute(model, low=runtime.low_precision, better=better)
-        chosen.keep()
+        if runtime.torch_kernels == "measured":
+            chosen = choice.Choice(model.graph.input, shapes)
+            substitutes.substitute(model, low=runtime.low_precision, better=chosen.better)
+            chosen.keep()
+        else:
+            substitutes.substitute(model, low=runtime.low_precision)
         if spared := substitutes.spare_zeros(model):
             info = self.manager._graph_info
             info.output_grad_indices_require_full_shape = [
@@ -309,7 +305,7 @@ class Export:
     def without_dropout(self) -> Export:
         """The same graph with all dropout ratios zero; itself when it has no dropout."""
         edited = self.graph_to_run()
-        if not _zero_dropout(edited.graph):
+        if not dropouts.switch_off(edited.graph):
             return self
         return self._twin(edited)
 
@@ -319,7 +315,7 @@ class Export:
         Its dropouts draw from generators of their own: those of the model's steps stay as they are.
         """
         edited = self.graph_to_run()
-        _seed_dropout(edited.graph)
+        dropouts.seed(edited.graph)
         return self._twin(edited, configure=functools.partial(profiling.record, folder))
 
     def graph_to_run(self) -> onnx.ModelProto:
@@ -353,60 +349,3 @@ class Export:
         optimized = None if self._optimized is None else edited.SerializeToString()
         twin._open_session(optimized, configure)
         return twin
-
-
-_RATIOS = {
-    "Dropout": 1,
-    "DropoutGrad": 2,
-    "BitmaskDropout": 1,
-    "BitmaskDropoutGrad": 2,
-    "BiasDropout": 3,
-    "BitmaskBiasDropout": 3,
-    "BiasSoftmaxDropout": 2,
-    "SoftmaxDropoutGrad": 3,
-}
-"""Which input of an operator is its ratio; ORT's ContribOperators.md has those that it fuses."""
-
-
-_RATIOS_OF_OURS = {"dropout": 1, "dropout_backward": 2, "attention": 4, "attention_backward": 6}
-"""The same of `ortlab.kernels`."""
-
-_DRAWING = {name for name in _RATIOS if not name.endswith("Grad")}
-
-
-def _wherever_there_is_one(*_: object) -> bool:
-    return True
-
-
-def _ratio(node: onnx.NodeProto) -> int:
-    """The place of a node's ratio among its inputs, -1 where it has none."""
-    place = _RATIOS.get(node.op_type, -1)
-    if node.op_type == "ATen":
-        operator = next(each.s.decode() for each in node.attribute if each.name == "operator")
-        place = _RATIOS_OF_OURS.get(operator.removeprefix(f"{kernels.DOMAIN}::"), -1)
-    return place if place < len(node.input) else -1
-
-
-def _zero_dropout(graph: onnx.GraphProto) -> int:
-    """Sets the ratio of every dropout in `graph` to zero; returns how many had another one."""
-    zeros = {each.name for each in graph.initializer if _is_zero(each)}
-    nodes = [
-        node for node in graph.node if (at := _ratio(node)) >= 0 and node.input[at] not in zeros
-    ]
-    if nodes:
-        zero = onnx.helper.make_tensor(_RATIO, onnx.TensorProto.FLOAT, [], [0.0])
-        graph.node.insert(0, onnx.helper.make_node("Constant", [], [_RATIO], value=zero))
-    for node in nodes:
-        node.input[_ratio(node)] = _RATIO
-    return len(nodes)
-
-
-def _is_zero(tensor: onnx.TensorProto) -> bool:
-    return not tensor.dims and not onnx.numpy_helper.to_array(tensor)
-
-
-def _seed_dropout(graph: onnx.GraphProto) -> None:
-    """Gives every dropout in `graph` a seed, and with it a generator of its own in ORT's kernel."""
-    for node in graph.node:
-        if node.op_type in _DRAWING and not any(each.name == "seed" for each in node.attribute):
-            node.attribute.append(onnx.helper.make_attribute("seed", 0))

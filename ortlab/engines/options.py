@@ -219,7 +219,8 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.propagate_cast_ops_allow = [op.strip() for op in settings.cast_ops.split(",") if op]
     options.use_memory_efficient_gradient = settings.memory_efficient_gradient
     options.enable_cpu_mem_arena = settings.arena  # for `restoring.open_session`
-    options.torch_kernels = "" if recomputes(settings) else settings.kernels.replace("ort", "")
+    without = settings.kernels == "ort" or recomputes(settings)
+    options.torch_kernels = "" if without else settings.kernels
     options.low_precision = settings.precision != "fp32"
     options.memory_optimization_level = type(options.memory_optimization_level)(
         settings.memory_level

@@ -9,9 +9,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from ortlab.compat import OrtUnavailable, extensions
 from ortlab.engines.base import tell
+
+if TYPE_CHECKING:
+    import onnx
 
 DOMAIN = "ortlab_kernels"
 """The namespace of their names in torch."""
@@ -25,6 +29,15 @@ def unavailable() -> str | None:
     except OrtUnavailable as error:
         return str(error)
     return None
+
+
+def called(node: onnx.NodeProto) -> str:
+    """The name of the kernel of ours that a node of a graph calls, "" where it calls none."""
+    if node.op_type != "ATen":
+        return ""
+    operator = next((each.s.decode() for each in node.attribute if each.name == "operator"), "")
+    domain, _, name = operator.rpartition("::")
+    return name if domain == DOMAIN else ""
 
 
 _users: Counter[bool] = Counter()

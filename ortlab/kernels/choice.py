@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from ortlab.compat import extensions, restoring
+from ortlab.engines import cache, dropouts
 from ortlab.graph.sizes import follows, size_of
 from ortlab.kernels import DOMAIN
 from ortlab.kernels.substitutes import Found, Graph, Value, attributes
@@ -171,7 +170,6 @@ def _call(
     graph: Graph,
 ) -> Callable[[], Any]:
     """Runs `nodes` in a session of their own, whose tensors are as `tells` and `graph` say."""
-    nodes = [_seeded(node) for node in nodes]
     read = {name for node in nodes for name in node.input if name}
     constants = {name: graph.constant(name) for name in read}
     names = [name for node in nodes for name in node.output if name]
@@ -194,6 +192,7 @@ def _call(
         opset_imports=graph.model.opset_import,
         ir_version=graph.model.ir_version,
     )
+    dropouts.seed(model.graph)  # the generators of the models stay where they are
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -203,16 +202,6 @@ def _call(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     return lambda: session.run_with_ort_values(results, values)
-
-
-def _seeded(node: onnx.NodeProto) -> onnx.NodeProto:
-    """A dropout of ORT's with a generator of its own: those of the models stay where they are."""
-    if node.op_type != "Dropout" or "seed" in attributes(node):
-        return node
-    copied = onnx.NodeProto()
-    copied.CopyFrom(node)
-    copied.attribute.append(helper.make_attribute("seed", 0))
-    return copied
 
 
 def table() -> Table[tuple[str, Timing]]:
@@ -251,11 +240,8 @@ def _read() -> dict[str, Timing]:
 
 
 def _write(timings: Mapping[str, Timing]) -> None:
-    """Beside the final name and renamed: a reader sees all or nothing."""
     file = path()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, beside = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as written:
-        plain = {name: (each.ort_us, each.torch_us) for name, each in sorted(timings.items())}
-        json.dump(plain, written, indent=0)
-    os.replace(beside, file)
+    plain = {name: (each.ort_us, each.torch_us) for name, each in sorted(timings.items())}
+    with cache.replacing(file) as written:
+        written.write(json.dumps(plain, indent=0).encode())

@@ -180,6 +180,39 @@ void writing(Tensor& x, const F& f) {
     f(x.mutable_data_ptr<float>());
 }
 
+// f(i, x[i] + bias) for each element; the bias runs along the last dimension.
+template <typename F>
+Tensor mapped(const Tensor& given, const std::optional<Tensor>& bias, bool low, const F& f) {
+  const Tensor x = given.contiguous();
+  Tensor found = fresh(x.sizes(), type_of(low));
+  const int64_t columns = bias.has_value() ? bias->numel() : (x.dim() ? x.size(-1) : 1);
+  const float* plus = bias.has_value() ? bias->const_data_ptr<float>() : nullptr;
+  reading(x, [&](const auto* in) {
+    writing(found, [&](auto* out) {
+      at::parallel_for(0, columns ? x.numel() / columns : 0, grain(columns), [&](int64_t begin, int64_t end) {
+        if (!plus)
+          for (int64_t i = begin * columns; i < end * columns; ++i) out[i] = f(i, number(in[i]));
+        else
+          for (int64_t row = begin; row < end; ++row)
+            for (int64_t i = row * columns, j = 0; j < columns; ++i, ++j) out[i] = f(i, number(in[i]) + plus[j]);
+      });
+    });
+  });
+  return found;
+}
+
+// f(gradient[i], x[i] + bias).
+template <typename F>
+Tensor mapped_back(const Tensor& given, const Tensor& x, const std::optional<Tensor>& bias, bool low,
+                   const F& f) {
+  const Tensor gradient = given.contiguous();
+  Tensor found;
+  reading(gradient, [&](const auto* coming) {
+    found = mapped(x, bias, low, [&](int64_t i, float value) { return f(number(coming[i]), value); });
+  });
+  return found;
+}
+
 // e^x for x <= 0, to about 1e-7: 2^n by the exponent, the rest by a polynomial.
 inline float exp_negative(float x) {
   const float scaled = std::max(x, -87.0f) * 1.44269504f;
@@ -335,34 +368,21 @@ Tensor linear(const Tensor& x, const Tensor& b, const Tensor& bias, bool transpo
     Tensor found = fresh({rows.size(0), columns}, at::kFloat);
     return at::addmm_out(found, bias, rows, matrix).view(sizes);
   }
-  const Tensor plain = product(rows, matrix);
-  Tensor found = low ? plain : fresh(plain.sizes(), at::kFloat);
   const Tensor each = bias.expand({columns}).contiguous();
-  const auto* in = plain.const_data_ptr<BFloat16>();
-  const float* plus = each.const_data_ptr<float>();
-  writing(found, [&](auto* out) {
-    at::parallel_for(0, rows.size(0), grain(columns), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row)
-        for (int64_t i = row * columns, j = 0; j < columns; ++i, ++j) out[i] = number(in[i]) + plus[j];
-    });
-  });
-  return found.view(sizes);
+  return mapped(product(rows, matrix), each, low, [](int64_t, float value) { return value; }).view(sizes);
 }
 
 // op(a) @ op(b) + c, all matrices.
 Tensor add_product(const Tensor& a, const Tensor& b, const Tensor& c, bool transpose_a,
                    bool transpose_b) {
   const Tensor x = flipped(a, transpose_a), y = flipped(b, transpose_b);
-  Tensor found = fresh({x.size(0), y.size(1)}, at::kFloat);
-  if (x.scalar_type() == at::kFloat) return at::addmm_out(found, c, x, y);
+  if (x.scalar_type() == at::kFloat) {
+    Tensor found = fresh({x.size(0), y.size(1)}, at::kFloat);
+    return at::addmm_out(found, c, x, y);
+  }
   const Tensor plain = product(x, y), more = c.expand(plain.sizes()).contiguous();
-  const auto* in = plain.const_data_ptr<BFloat16>();
   const float* plus = more.const_data_ptr<float>();
-  float* out = found.mutable_data_ptr<float>();
-  at::parallel_for(0, plain.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) out[i] = number(in[i]) + plus[i];
-  });
-  return found;
+  return mapped(plain, std::nullopt, false, [&](int64_t i, float value) { return value + plus[i]; });
 }
 
 // ---- elementwise --------------------------------------------------------------------------------
@@ -401,60 +421,27 @@ std::tuple<Tensor, Tensor> dropout(const Tensor& given, double ratio, bool low) 
   return {found, mask};
 }
 
-Tensor dropout_backward(const Tensor& given, const Tensor& mask, double ratio, bool low) {
-  const Tensor gradient = given.contiguous();
-  Tensor found = fresh(gradient.sizes(), type_of(low));
+Tensor dropout_backward(const Tensor& gradient, const Tensor& mask, double ratio, bool low) {
   const uint8_t* keep = mask.const_data_ptr<uint8_t>();
   const float scale = scale_of_kept(ratio);
-  reading(gradient, [&](const auto* in) {
-    writing(found, [&](auto* out) {
-      at::parallel_for(0, gradient.numel(), kGrain, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) out[i] = keep[i] ? number(in[i]) * scale : 0.0f;
-      });
-    });
-  });
-  return found;
-}
-
-// f(i, x[i] + bias) for each element; the bias runs along the last dimension.
-template <typename F>
-Tensor mapped(const Tensor& x, const std::optional<Tensor>& bias, bool low, const F& f) {
-  Tensor found = fresh(x.sizes(), type_of(low));
-  const int64_t columns = bias.has_value() ? bias->numel() : (x.dim() ? x.size(-1) : 1);
-  const float* plus = bias.has_value() ? bias->const_data_ptr<float>() : nullptr;
-  reading(x, [&](const auto* in) {
-    writing(found, [&](auto* out) {
-      at::parallel_for(0, columns ? x.numel() / columns : 0, grain(columns), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row)
-          if (plus)
-            for (int64_t i = row * columns, j = 0; j < columns; ++i, ++j) out[i] = f(i, number(in[i]) + plus[j]);
-          else
-            for (int64_t i = row * columns, j = 0; j < columns; ++i, ++j) out[i] = f(i, number(in[i]));
-      });
-    });
-  });
-  return found;
+  return mapped(gradient, std::nullopt, low,
+                [&](int64_t i, float value) { return keep[i] ? value * scale : 0.0f; });
 }
 
 Tensor bias_gelu(const Tensor& x, const Tensor& bias, bool low) {
-  return mapped(x.contiguous(), bias, low, [](int64_t, float value) {
+  return mapped(x, bias, low, [](int64_t, float value) {
     float below, density;
     normal(value, below, density);
     return value * below;
   });
 }
 
-Tensor bias_gelu_backward(const Tensor& given, const Tensor& x, const Tensor& bias, bool low) {
-  const Tensor gradient = given.contiguous();
-  Tensor found;
-  reading(gradient, [&](const auto* coming) {
-    found = mapped(x.contiguous(), bias, low, [coming](int64_t i, float value) {
-      float below, density;
-      normal(value, below, density);
-      return number(coming[i]) * (below + value * density);
-    });
+Tensor bias_gelu_backward(const Tensor& gradient, const Tensor& x, const Tensor& bias, bool low) {
+  return mapped_back(gradient, x, bias, low, [](float coming, float value) {
+    float below, density;
+    normal(value, below, density);
+    return coming * (below + value * density);
   });
-  return found;
 }
 
 constexpr float kCubic = 0.044715f, kRoot = 0.79788456f;  // the root of 2 / pi
@@ -466,37 +453,26 @@ inline float hyperbolic_tangent(float x) {
 
 // GELU's approximation by tanh.
 Tensor fast_gelu(const Tensor& x, const std::optional<Tensor>& bias, bool low) {
-  return mapped(x.contiguous(), bias, low, [](int64_t, float value) {
+  return mapped(x, bias, low, [](int64_t, float value) {
     const float inner = kRoot * (value + kCubic * value * value * value);
     return 0.5f * value * (1.0f + hyperbolic_tangent(inner));
   });
 }
 
-Tensor fast_gelu_backward(const Tensor& given, const Tensor& x, const std::optional<Tensor>& bias,
+Tensor fast_gelu_backward(const Tensor& gradient, const Tensor& x, const std::optional<Tensor>& bias,
                           bool low) {
-  const Tensor gradient = given.contiguous();
-  Tensor found;
-  reading(gradient, [&](const auto* coming) {
-    found = mapped(x.contiguous(), bias, low, [coming](int64_t i, float value) {
-      const float square = value * value;
-      const float tangent = hyperbolic_tangent(kRoot * value * (1.0f + kCubic * square));
-      const float slope = kRoot * (1.0f + 3.0f * kCubic * square) * (1.0f - tangent * tangent);
-      return number(coming[i]) * 0.5f * (1.0f + tangent + value * slope);
-    });
+  return mapped_back(gradient, x, bias, low, [](float coming, float value) {
+    const float square = value * value;
+    const float tangent = hyperbolic_tangent(kRoot * value * (1.0f + kCubic * square));
+    const float slope = kRoot * (1.0f + 3.0f * kCubic * square) * (1.0f - tangent * tangent);
+    return coming * 0.5f * (1.0f + tangent + value * slope);
   });
-  return found;
 }
 
 // By what relu gave.
-Tensor relu_backward(const Tensor& given, const Tensor& result, bool low) {
-  const Tensor gradient = given.contiguous();
-  Tensor found;
-  reading(gradient, [&](const auto* coming) {
-    found = mapped(result.contiguous(), std::nullopt, low, [coming](int64_t i, float value) {
-      return value > 0 ? number(coming[i]) : 0.0f;
-    });
-  });
-  return found;
+Tensor relu_backward(const Tensor& gradient, const Tensor& result, bool low) {
+  return mapped_back(gradient, result, std::nullopt, low,
+                     [](float coming, float value) { return value > 0 ? coming : 0.0f; });
 }
 
 Tensor add(const Tensor& a, const Tensor& b) {

@@ -17,13 +17,11 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from ortlab.compat.autograd import read_by
-from ortlab.kernels import DOMAIN
+from ortlab.kernels import DOMAIN, called
 
 _ATEN = "org.pytorch.aten"
 _BACKWARD = "__backwardpass"  # ORT's mark of nodes after the yield
 _LOW = "_ortlab_bf16"
-
-
 _NAME = re.compile(r"[A-Za-z_]\w*")
 Sizes = tuple[int | str | None, ...]
 
@@ -167,20 +165,9 @@ class Graph:
 _OF_OTHER_TYPE: Final = frozenset(
     {"Shape", "Size", "Cast", "ArgMax", "ArgMin", "NonZero", "Equal", "Less", "LessOrEqual", "Not"}
     | {"Greater", "GreaterOrEqual", "And", "Or", "Xor", "IsNaN", "IsInf", "ConstantOfShape", "If"}
-    | {
-        "IsFinite",
-        "IsAllFinite",
-        "QuantizeLinear",
-        "OneHot",
-        "Loop",
-        "Scan",
-        "ATen",
-        "PythonOp",
-        "PythonOpGrad",
-        "YieldOp",
-        "Multinomial",
-    }
-    | {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli"}
+    | {"IsFinite", "IsAllFinite", "QuantizeLinear", "OneHot", "Loop", "Scan", "ATen", "PythonOp"}
+    | {"PythonOpGrad", "YieldOp", "Multinomial", "Bernoulli", "RandomNormal", "RandomUniform"}
+    | {"RandomNormalLike", "RandomUniformLike"}
 )
 """Operators whose first result may have another type than their first input; Where's is its
 second's."""
@@ -209,7 +196,7 @@ Rule = Callable[[Graph, onnx.NodeProto], "Found | None"]
 
 @dataclass(frozen=True)
 class Found:
-    """`made` computes what `replaced` does; it stands where the last of these stood.
+    """`made` computes what `replaced` does: each stands where one of the last of these stood.
 
     ``always`` says that it is to be taken, faster or not: it is another precision.
     """
@@ -260,20 +247,14 @@ def _product(graph: Graph, node: onnx.NodeProto) -> Found | None:
             numbers = [graph.number(flip, bool) for flip in flips]
             made = graph.call("add_product", [*operands, node.input[2], *numbers], node)
             return Found((node,), (made,), always=graph.low)
-        sizes = graph.value(node.input[1]).sizes
-        columns = sizes[0 if flips[1] else 1] if sizes is not None else None
-        if flips[0] or columns is None or graph.value(node.input[2]).sizes != (columns,):
+        if flips[0] or not _is_bias(graph, node.input[2], node.input[1], flips[1]):
             return None
         return _linear(graph, (node,), operands, node.input[2], flips[1])
     add = graph.only_reader(node.output[0])
     if add is not None and add.op_type == "Add" and alpha == 1.0 and not flips[0]:
-        bias = next((name for name in add.input if name != node.output[0]), None)
-        one = bias is not None and graph.value(bias).rank == 1 and graph.are_float([bias])
-        matrix = graph.value(node.input[1])
-        columns = matrix.sizes[0 if flips[1] else 1] if matrix.sizes and matrix.rank == 2 else None
-        # A bias of one element would be repeated by Add, and not by a linear layer.
-        if one and columns is not None and graph.value(str(bias)).sizes == (columns,):
-            return _linear(graph, (node, add), operands, str(bias), flips[1])
+        bias = next((name for name in add.input if name != node.output[0]), "")
+        if _is_bias(graph, bias, node.input[1], flips[1]):
+            return _linear(graph, (node, add), operands, bias, flips[1])
     numbers = [graph.number(flip, bool) for flip in flips]
     inputs = [*operands, *numbers, graph.number(alpha, np.float32), graph.wide]
     made = graph.call("matmul", inputs, node)
@@ -297,6 +278,14 @@ def _product_and_activation(graph: Graph, node: onnx.NodeProto) -> Found | None:
     graph.tell(gemm.output[0], graph.value(node.output[0]))
     apart = helper.make_node(activation, gemm.output, node.output, name=f"{node.name}_{activation}")
     return Found((node,), (*found.made, apart), always=True)
+
+
+def _is_bias(graph: Graph, name: str, matrix: str, flip: bool) -> bool:
+    """Whether a tensor has one element for each column of `matrix`, and is not repeated."""
+    sizes = graph.value(matrix).sizes
+    if sizes is None or len(sizes) != 2 or (columns := sizes[0 if flip else 1]) is None:
+        return False
+    return graph.value(name).sizes == (columns,) and graph.are_float([name])
 
 
 def _linear(
@@ -344,19 +333,19 @@ def _dropout(graph: Graph, node: onnx.NodeProto) -> Found | None:
     return Found((node, *gradients), tuple(made), always=graph.low, tells=tells)
 
 
-@_rule("BiasGelu")
-def _gelu(graph: Graph, node: onnx.NodeProto) -> Found | None:
-    if not graph.are_float(node.input):
-        return None
-    made = graph.call("bias_gelu", [*node.input, graph.wide], node)
-    return Found((node,), (made,), always=graph.low)
+_ELEMENTWISE: Final = {
+    "BiasGelu": "bias_gelu",
+    "BiasGeluGrad_dX": "bias_gelu_backward",
+    "ReluGrad": "relu_backward",
+}
+"""The kernel that takes what an operator takes."""
 
 
-@_rule("BiasGeluGrad_dX")
-def _gelu_gradient(graph: Graph, node: onnx.NodeProto) -> Found | None:
+@_rule(*_ELEMENTWISE)
+def _elementwise(graph: Graph, node: onnx.NodeProto) -> Found | None:
     if not graph.are_float(node.input):
         return None
-    made = graph.call("bias_gelu_backward", [*node.input, graph.wide], node)
+    made = graph.call(_ELEMENTWISE[node.op_type], [*node.input, graph.wide], node)
     return Found((node,), (made,), always=graph.low)
 
 
@@ -367,14 +356,6 @@ def _fast_gelu(graph: Graph, node: onnx.NodeProto) -> Found | None:
     forward = node.op_type == "FastGelu"
     inputs = [*node.input, ""][: 2 if forward else 3]
     made = graph.call(f"fast_gelu{'' if forward else '_backward'}", [*inputs, graph.wide], node)
-    return Found((node,), (made,), always=graph.low)
-
-
-@_rule("ReluGrad")
-def _relu_gradient(graph: Graph, node: onnx.NodeProto) -> Found | None:
-    if not graph.are_float(node.input):
-        return None
-    made = graph.call("relu_backward", [*node.input, graph.wide], node)
     return Found((node,), (made,), always=graph.low)
 
 
@@ -471,9 +452,9 @@ def _embedding_gradient(graph: Graph, node: onnx.NodeProto) -> Found | None:
 
 def _describe(graph: Graph, node: onnx.NodeProto) -> None:
     """Sizes that shape inference does not know: of attention, its gradients, and some of sizes."""
-    if _kernel(node) == "attention":
+    if called(node) == "attention":
         _describe_attention(graph, node)
-    elif _kernel(node) == "attention_backward":
+    elif called(node) == "attention_backward":
         for gradient, of in zip(node.output, node.input[1:5], strict=True):
             graph.tell(gradient, Value(TensorProto.FLOAT, graph.value(of).sizes))
     elif node.op_type == "Gather" and graph.value(node.output[0]).sizes is None:
@@ -501,7 +482,10 @@ def _describe_attention(graph: Graph, node: onnx.NodeProto) -> None:
 
 
 def substitute(
-    model: onnx.ModelProto, *, low: bool, better: Callable[[Found, Graph], bool]
+    model: onnx.ModelProto,
+    *,
+    low: bool,
+    better: Callable[[Found, Graph], bool] = lambda _found, _graph: True,
 ) -> onnx.ModelProto:
     """`model`, a session's graph, with other kernels where `better` says so; changed in place.
 
@@ -528,6 +512,17 @@ def substitute(
     return graph.finish(list(_with_copies(graph, chosen)))
 
 
+def _readers(nodes: Iterable[onnx.NodeProto]) -> Mapping[str, list[tuple[onnx.NodeProto, int]]]:
+    """Who reads each tensor, and at which place among its inputs; -1 is in a branch or a loop."""
+    found: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
+    for node in nodes:
+        for place, name in enumerate(node.input):
+            found[name].append((node, place))
+        for name in {*read_by(node)} - {*node.input}:
+            found[name].append((node, -1))
+    return found
+
+
 def spare_zeros(model: onnx.ModelProto) -> list[int]:
     """The results of `model` whose missing gradient may be given as a single zero; noted in it.
 
@@ -537,16 +532,13 @@ def spare_zeros(model: onnx.ModelProto) -> list[int]:
     yields = next((node for node in model.graph.node if node.op_type == "YieldOp"), None)
     if yields is None:
         return []
-    readers: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
-    for node in model.graph.node:
-        for place, name in enumerate(node.input):
-            readers[name].append((node, place))
+    readers = _readers(model.graph.node)
 
     def spared(name: str) -> bool:
         return bool(readers[name]) and all(
             spared(node.output[0])
             if node.op_type == "Identity"
-            else (_kernel(node), place) == ("cross_entropy_backward", 6)
+            else (called(node), place) == ("cross_entropy_backward", 6)
             for node, place in readers[name]
         )
 
@@ -605,28 +597,16 @@ _PASSES: Final = frozenset({"Reshape", "Transpose", "Identity", "Squeeze", "Unsq
 """Operators of ORT's whose result is what their first input is, of any type."""
 
 
-def _kernel(node: onnx.NodeProto) -> str:
-    """The name of the kernel of ours that a node calls, "" for another one."""
-    if node.op_type != "ATen":
-        return ""
-    domain, _, name = attributes(node)["operator"].decode().rpartition("::")
-    return name if domain == DOMAIN else ""
-
-
 def narrow(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> None:
     """Lets results that nothing reads as float32 be bfloat16; they need no copy for products.
 
     That is what autocast computes with: no product's result has more digits, and no input.
     """
     copies = {original: copy for copy, original in graph.lowered.items()}
-    kernels = {id(node): _kernel(node) for node in nodes}
-    readers: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
+    kernels = {id(node): called(node) for node in nodes}
+    readers = _readers(nodes)
     groups = []  # results of one node that are of one type, after the input that they are like
     for node in nodes:
-        for place, name in enumerate(node.input):
-            readers[name].append((node, place))
-        for name in {*read_by(node)} - {*node.input}:  # in a branch or a loop
-            readers[name].append((node, -1))
         kernel = kernels[id(node)]
         if kernel in _WRITES:
             groups.append(("", [name for name in node.output[: _WRITES[kernel]] if name]))

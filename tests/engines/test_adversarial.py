@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertForSequenceClassification
 
 import ortlab
 from ortlab.engines.ortmodule import Ort
 from ortlab.engines.selfcheck import SelfCheckFailed
 from ortlab.engines.served import ExportFailed
 from ortlab.settings import EngineSettings
+from tests import tiny
 
 
 @pytest.fixture
@@ -568,13 +569,7 @@ def test_random_numbers_that_change_nothing_hinder_no_check(ort: Ort) -> None:
 
 
 def test_a_decoder_trains_with_its_cache_on(ort: Ort) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=20, n_positions=16, bos_token_id=0,
-        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    model = tiny.gpt2(use_cache=True, bos_token_id=0, eos_token_id=0)
     twin, wrapped = copy.deepcopy(model), _wrap(ort, model)
     for size in ((2, 7), (3, 5)):
         ids = torch.randint(20, size)
@@ -591,19 +586,9 @@ def test_a_decoder_trains_with_its_cache_on(ort: Ort) -> None:
 # --- copies and files
 
 
-def _bert() -> BertForSequenceClassification:
+def _bert() -> nn.Module:
     torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=16,
-            vocab_size=20,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
+    return tiny.bert()
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
 
 from ortlab.engines.ortmodule import Ort
 from ortlab.engines.served import ExportFailed
 from ortlab.settings import EngineSettings
+from tests import tiny
 
 HALF = 5e-3  # relative, of a whole gradient: float16 has ten bits
 
@@ -30,27 +30,13 @@ def _mlp() -> nn.Module:
     return nn.Sequential(*norm, nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def _bert() -> nn.Module:
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=64,
-            vocab_size=100,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
 class Logits(nn.Module):
     """BERT that takes token ids and gives logits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bert = _bert()
+        torch.manual_seed(0)
+        self.bert = tiny.bert()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.bert(input_ids=x).logits

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from ortlab.engines.base import Engine, EngineUnavailable, NotFinite, engine
 from ortlab.settings import ENGINES, EngineSettings, FinetuneSettings
+from tests import tiny
 
 LOSS_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3
@@ -62,35 +62,6 @@ def _normed() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
 
 
-def _bert() -> nn.Module:
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=50,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
-def _gpt2() -> nn.Module:
-    config = GPT2Config(
-        vocab_size=50,
-        n_positions=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    return GPT2LMHeadModel(config)
-
-
 def _rows(batch: int, _length: int) -> Inputs:
     return (torch.randn(batch, 6),), {}
 
@@ -117,8 +88,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Inputs]]] 
     "batchnorm": (_normed, _rows),
     "dict": (Dict, _rows),
     "tied": (Tied, _ids),
-    "bert": (_bert, _tokens),
-    "gpt2": (_gpt2, _sequences),
+    "bert": (tiny.bert, _tokens),
+    "gpt2": (tiny.gpt2, _sequences),
 }
 
 
@@ -231,7 +202,7 @@ def test_results_keep_their_type(each: Engine) -> None:
     output = wrapped(torch.randn(2, 6))
     assert set(output) == {"logits", "more"}
     assert [tuple(value.shape) for value in output["more"]] == [(2,), (2, 4)]
-    bert = each.wrap(_bert(), _settings(each.name))
+    bert = each.wrap(tiny.bert(), _settings(each.name))
     _, batch = _tokens(2, 6)
     assert bert(**batch).loss.shape == ()
     assert bert(**batch).logits.shape == (2, 2)
@@ -240,7 +211,7 @@ def test_results_keep_their_type(each: Engine) -> None:
 def test_ten_steps_follow_eager(each: Engine) -> None:
     """The stepper: loss, schedule, update and evaluation, ten AdamW steps long."""
     torch.manual_seed(5)
-    model = _bert()
+    model = tiny.bert()
     reference = engine("eager").prepare(copy.deepcopy(model), None, _settings("eager"))
     stepper = each.prepare(model, None, _settings(each.name))
     for i in range(10):
@@ -380,7 +351,7 @@ def test_an_unknown_engine_offers_the_nearest() -> None:
 
 
 def test_bf16_steps_are_those_of_autocast() -> None:
-    model, call = _bert(), _tokens(4, 8)[1]
+    model, call = tiny.bert(), _tokens(4, 8)[1]
     twin = copy.deepcopy(model)
     settings = FinetuneSettings(
         engine="eager", precision="bf16", clip_norm=None, device="cpu", weight_decay=0.0

@@ -10,11 +10,11 @@ import onnx
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
 
 import ortlab
 from ortlab.compat import profiling, restoring
 from ortlab.engines.ortmodule import execution_of
+from tests import tiny
 
 
 class Layers(nn.Module):
@@ -34,16 +34,9 @@ def _layers() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _bert() -> tuple[nn.Module, dict[str, Any]]:
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
     ids = torch.randint(0, 50, (3, 7))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 2}
-    return BertForSequenceClassification(config), batch
+    return tiny.bert(dropout=0.1), batch
 
 
 @pytest.mark.parametrize("make", [_layers, _bert])

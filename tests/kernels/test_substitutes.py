@@ -13,15 +13,10 @@ import pytest
 import torch
 from onnx import TensorProto
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
 
 import ortlab
 from ortlab.engines.ortmodule import execution_of
+from tests import tiny
 from tests.kernels.nodes import PREFIX, nodes, operator, operators
 
 FP32, BF16 = 1e-4, 5e-2
@@ -49,37 +44,7 @@ class Mlp(nn.Module):
         return nn.functional.cross_entropy(self.last((seen * x).sum(1)), labels)
 
 
-def _bert(p: float = 0.0) -> nn.Module:
-    return BertForSequenceClassification(
-        BertConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=64,
-            vocab_size=50,
-            hidden_dropout_prob=p,
-            attention_probs_dropout_prob=p,
-        )
-    )
-
-
-def _gpt2(p: float = 0.0) -> nn.Module:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            vocab_size=50,
-            n_positions=40,
-            resid_pdrop=p,
-            embd_pdrop=p,
-            attn_pdrop=p,
-            use_cache=False,
-        )
-    )
-
-
-MAKERS: dict[str, Callable[..., nn.Module]] = {"mlp": Mlp, "bert": _bert, "gpt2": _gpt2}
+MAKERS: dict[str, Callable[..., nn.Module]] = {"mlp": Mlp, "bert": tiny.bert, "gpt2": tiny.gpt2}
 MODELS = pytest.mark.parametrize("name", MAKERS)
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 

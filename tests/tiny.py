@@ -1,0 +1,45 @@
+"""Transformers small enough for a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+
+
+def bert(dropout: float = 0.0, **changes: Any) -> nn.Module:
+    """A classifier of two classes; `changes` are BertConfig's."""
+    config: dict[str, Any] = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+    }
+    model: nn.Module = BertForSequenceClassification(BertConfig(**{**config, **changes}))
+    return model
+
+
+def gpt2(dropout: float = 0.0, **changes: Any) -> nn.Module:
+    """A language model without a cache; `changes` are GPT2Config's."""
+    config: dict[str, Any] = {
+        "vocab_size": 50,
+        "n_positions": 40,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
+        "use_cache": False,
+    }
+    model: nn.Module = GPT2LMHeadModel(GPT2Config(**{**config, **changes}))
+    return model
