@@ -36,7 +36,7 @@ class Logits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.bert = tiny.bert()
+        self.bert = tiny.bert(vocab_size=100)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.bert(input_ids=x).logits
