@@ -130,6 +130,17 @@ INTEROP = Extension(
     python=True,
     seconds=1,
 )
+NATIVE = Extension(
+    name="ortlab_native",
+    source=str(Path(__file__).with_name("native.cc")),
+    headers=(),
+    functions=("record_address", "layout_address", "edits_address", "versions_address"),
+    libraries=("torch_python", "torch_cpu", "c10"),
+    replace={},
+    python=True,
+    seconds=20,
+)
+"""What each step does once for every parameter, see `ortlab.compat.native`."""
 KERNELS = Extension(
     name="ortlab_kernels",
     source=str(Path(__file__).parents[1] / "kernels" / "kernels.cc"),
@@ -218,6 +229,16 @@ def load_interop(on_progress: Progress | None = None) -> int:
     Raises OrtUnavailable where it cannot be built.
     """
     return _addresses(INTEROP, _build(INTEROP, on_progress))["runner"]
+
+
+def load_native(on_progress: Progress | None = None) -> dict[str, int]:
+    """Builds and loads what `ortlab.compat.native` calls; the addresses of its functions.
+
+    Raises OrtUnavailable where it cannot be built.
+    """
+    import torch  # noqa: F401 - as for `load`
+
+    return _addresses(NATIVE, _build(NATIVE, on_progress))
 
 
 def load_kernels(on_progress: Progress | None = None) -> None:

@@ -235,19 +235,14 @@ class _Runs(threading.local):
 _runs = _Runs()
 
 
-def keeping_states(run_forward: Any) -> Any:
-    """TrainingManager.execution_session_run_forward, whose run holds the Functions' states."""
-
-    def execution_session_run_forward(*args: Any) -> Any:
-        before, _runs.states = _runs.states, []
-        try:
-            outputs, run = run_forward(*args)
-            run.ortlab_states = _runs.states
-        finally:
-            _runs.states = before
-        return outputs, run
-
-    return execution_session_run_forward
+@contextlib.contextmanager
+def keeping_states() -> Iterator[list[_State]]:
+    """For a forward pass in this thread: gives the list of its Functions' states, to be held."""
+    before, _runs.states = _runs.states, []
+    try:
+        yield _runs.states
+    finally:
+        _runs.states = before
 
 
 # ---- the export ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ortlab.compat import MAX_IR, MAX_OPSET, autograd, exporting, probes
+from ortlab.compat import MAX_IR, MAX_OPSET, exporting, probes
 from ortlab.compat.probes import PACKAGE
 
 Addresses = Mapping[str, Mapping[str, int]]
@@ -187,13 +187,8 @@ def _give_torch_back(_addresses: Addresses) -> None:
 
 def _interop_ready(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _custom_autograd_function
-    from onnxruntime.training.ortmodule._training_manager import TrainingManager
-
-    from ortlab.compat import interop
 
     _custom_autograd_function.custom_autograd_function_enabler.state = True
-    name = "execution_session_run_forward"
-    _replace_static(TrainingManager, name, interop.keeping_states)
 
 
 def _no_fallback(_addresses: Addresses) -> None:
@@ -408,10 +403,12 @@ def _locate_failures(_addresses: Addresses) -> None:
             _replace(manager, name, exporting.located)
 
 
-def _backward_like_torch(_addresses: Addresses) -> None:
+def _passes_of_ours(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
-    _replace(TrainingManager, "_create_autofunction_class", autograd.backward_like_torch)
+    from ortlab.compat.passes import Passes
+
+    _replace(TrainingManager, "_create_autofunction_class", lambda _original: lambda it: Passes(it))
 
 
 def _keep_dropouts(_addresses: Addresses) -> None:
@@ -612,7 +609,7 @@ ROWS = (
         target="TrainingManager._create_autofunction_class",
         symptom="create_graph=True: the gradient of a gradient penalty is zero, without a word",
         link=f"{_ORT}ortmodule/_training_manager.py",
-        apply=_backward_like_torch,
+        apply=_passes_of_ours,
         probe=probes.second_gradients_are_refused,
     ),
     Patch(

@@ -253,7 +253,7 @@ def test_a_vocabulary_is_watched_by_its_length() -> None:
     net.vocabulary = {f"word {i}": i for i in range(100_000)}
     guard = Guard(net)
     before = guard.key()
-    entries = sum(len(place.held) for place in guard._photo.inner)
+    entries = sum(len(place.held) for place in guard._photo.places.inner)
     assert entries < 1000
     net.vocabulary["another"] = 1
     assert guard.key() != before

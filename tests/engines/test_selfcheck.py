@@ -41,6 +41,17 @@ def test_equal_is_equal() -> None:
     assert verdict.output_error == verdict.gradient_error == 0.0
 
 
+@pytest.mark.parametrize("scale", [1e-14, 1e-7, 1.0, 1e14, 1e30, 1e37])
+@pytest.mark.parametrize("error", [0.0, 1e-5, 1e-2])
+def test_errors_are_relative_at_any_scale(scale: float, error: float) -> None:
+    """Single precision holds squares from 1e-45 to 1e38."""
+    torch.manual_seed(5)
+    values = torch.randn(100_000).double() * scale
+    other = values * (1 + error)
+    found = _error_of(values.float(), other.float())
+    assert found == pytest.approx(error, rel=2e-2)
+
+
 @pytest.mark.parametrize("at", [5, 70_002, 199_999])
 def test_one_number_among_many(at: int) -> None:
     """As far as 200,000 of them, between them infinities and NaN that both sides have."""
