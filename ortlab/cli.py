@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ortlab
-from ortlab.bench import BenchSettings
+from ortlab.bench import BenchSettings, StepSettings
 from ortlab.bench.models import MODELS
-from ortlab.settings import Declaration
+from ortlab.errors import Concise
+from ortlab.settings import Declaration, Settings
+
+if TYPE_CHECKING:
+    from ortlab.bench.report import StepBench
+    from ortlab.bench.result import EngineBench
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,18 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = "say how many exported graphs are cached, and where"
     cache = commands.add_parser("cache", help=about, description=f"{about.capitalize()}.")
     cache.add_argument("action", nargs="?", choices=["clear"], help="remove them all")
-    bench = _add_bench(commands)
+    _add_bench(commands)
     given = parser.parse_args(arguments)
     if given.command == "cache":
         return _cache(clear=given.action == "clear")
-    if given.command == "bench" and given.what == "kernels":
-        return _bench_kernels()
     if given.command == "bench":
-        return _bench_engines(bench, given)
+        run: Callable[[argparse.Namespace], int] = given.run
+        return run(given)
     return _doctor(build=given.build)
 
 
-_BENCH = """\
+_ENGINES = """\
 Train fixed models in every engine and precision, side by side, and say how fast each is.
 
 All cells of a model take turns, in an order that is shuffled in each round, and each is compared
@@ -61,33 +66,63 @@ and a machine that does nothing else. Ctrl-C ends it with what was measured so f
 """
 
 
-def _add_bench(commands: Any) -> argparse.ArgumentParser:
-    """Adds ``bench engines``, with an option for each of `BenchSettings`; returns its parser."""
-    about = "say how fast each engine trains here"
+_STEP = """\
+Say where the time of one training step in ONNX Runtime goes on this machine's CPU.
+
+A step as a whole beside eager torch's, in turn, as medians and quartiles; of ORT's what its session
+takes, what is around that in Python and torch, and what of it is what; from ORT's own profile the
+time of kernels, of copies among them, between them and by operator, beside torch's kernels where
+`ortlab bench kernels` knows them; and what it costs that ORT's idle workers spin, or sleep.
+
+It takes some minutes, 4 GB of memory and a machine that does nothing else. The exit status is 1
+where ORT cannot train here.
+"""
+
+
+def _add_bench(commands: Any) -> None:
+    """Adds what `ortlab bench` measures; ``run`` of what is parsed then does it."""
+    about = "say how fast each engine trains here, and where a step's time goes"
     bench = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.")
-    models = "\n".join(f"  {name:16} {model.about}" for name, model in MODELS.items())
     parts = bench.add_subparsers(dest="what", required=True)
     about = "ORT's operators beside the kernels that may take their place, as measured here so far"
-    parts.add_parser("kernels", help=about, description=f"{about}.")
-    engines: argparse.ArgumentParser = parts.add_parser(
+    kernels = parts.add_parser("kernels", help=about, description=f"{about}.")
+    kernels.set_defaults(run=_bench_kernels)
+    models = "\n".join(f"  {name:16} {model.about}" for name, model in MODELS.items())
+    about = "all engines and precisions on fixed models"
+    engines = parts.add_parser(
         "engines",
-        help="all engines and precisions on fixed models",
-        description=_BENCH,
+        help=about,
+        description=_ENGINES,
         epilog=f"models:\n{models}\n\nIn Python: from ortlab import bench; bench.engines(rounds=5)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, declaration in BenchSettings.declarations().items():
+    _add_options(engines, BenchSettings)
+    engines.set_defaults(run=functools.partial(_bench_engines, engines))
+    about = "where the time of one training step in ORT goes"
+    step = parts.add_parser(
+        "step",
+        help=about,
+        description=_STEP,
+        epilog=f"models:\n{models}\n\nIn Python: from ortlab import bench; bench.step(steps=5)",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_options(step, StepSettings)
+    step.set_defaults(run=functools.partial(_bench_step, step))
+
+
+def _add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
+    """An option for each of `settings`, and ``--json``."""
+    for name, declaration in settings.declarations().items():
         if declaration.type is bool:
-            engines.add_argument(declaration.flag, action="store_true", help=declaration.help)
+            parser.add_argument(declaration.flag, action="store_true", help=declaration.help)
         else:
-            engines.add_argument(declaration.flag, metavar=name.upper(), help=_help(declaration))
-    engines.add_argument(
+            parser.add_argument(declaration.flag, metavar=name.upper(), help=_help(declaration))
+    parser.add_argument(
         "--json", metavar="FILE", help="write every figure to FILE too; - prints them, and no table"
     )
-    return engines
 
 
-def _bench_kernels() -> int:
+def _bench_kernels(given: argparse.Namespace) -> int:  # noqa: ARG001 - it has no options
     from ortlab.kernels import choice
 
     print(choice.table())
@@ -109,24 +144,69 @@ def _bench_engines(parser: argparse.ArgumentParser, given: argparse.Namespace) -
     What cannot be done with the options is said before anything is measured.
     """
     from ortlab import bench
-    from ortlab.engines.base import progress
 
-    declared = BenchSettings.declarations()
-    typed = {name: getattr(given, name) for name in declared if getattr(given, name) is not None}
-    file = None if given.json in (None, "-") else Path(given.json)
-    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-        parser.error(f"--json {file}: cannot be written there")
-    progress.set(lambda line: print(line, file=sys.stderr, flush=True))
+    chosen = _chosen(parser, given, BenchSettings)
     try:
-        chosen = {n: declared[n].parse(v) if isinstance(v, str) else v for n, v in typed.items()}
         result = bench.engines(**chosen)
     except ValueError as error:
         parser.error(str(error))
+    _tell(result, given)
+    return 130 if result.interrupted else 0
+
+
+def _bench_step(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    """130 where Ctrl-C ended it, with nothing told: half of a step's parts say nothing."""
+    from ortlab import bench
+
+    chosen = _chosen(parser, given, StepSettings)
+    try:
+        result = bench.step(**chosen)
+    except ValueError as error:
+        parser.error(str(error))
+    except RuntimeError as error:
+        if not isinstance(error, Concise):
+            raise
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted before all was measured", file=sys.stderr)
+        return 130
+    _tell(result, given)
+    return 0
+
+
+def _chosen(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, settings: type[Settings]
+) -> dict[str, Any]:
+    """The options that were typed, of a benchmark that tells standard error how far it is.
+
+    A value that cannot be read, or a file that cannot be written, ends the program.
+    """
+    from ortlab.engines.base import progress
+
+    file = _file(given)
+    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+        parser.error(f"--json {file}: cannot be written there")
+    progress.set(lambda line: print(line, file=sys.stderr, flush=True))
+    declared = settings.declarations()
+    typed = {name: getattr(given, name) for name in declared if getattr(given, name) is not None}
+    try:
+        return {n: declared[n].parse(v) if isinstance(v, str) else v for n, v in typed.items()}
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _file(given: argparse.Namespace) -> Path | None:
+    return None if given.json in (None, "-") else Path(given.json)
+
+
+def _tell(result: EngineBench | StepBench, given: argparse.Namespace) -> None:
+    """Prints the tables or the figures, and writes the figures to the file that was named."""
     figures = json.dumps(result.as_dict(), indent=1)
     print(figures if given.json == "-" else result.markdown(), flush=True)
+    file = _file(given)
     if file is not None:
         file.write_text(f"{figures}\n")
-    return 130 if result.interrupted else 0
 
 
 def _cache(*, clear: bool) -> int:

@@ -216,19 +216,10 @@ class EngineBench:
 
     def origin(self) -> str:
         """Versions, processor and date in a line."""
-        packages = self.environment["packages"]
-        versions = [f"ortlab {self.environment['ortlab']}", f"Python {self.environment['python']}"]
-        for name in ("torch", "onnxruntime-training", "transformers"):
-            versions.append(f"{name} {packages[name]}" if name in packages else f"no {name}")
-        return f"{', '.join(versions)}; {self.machine}; {self.date}."
+        return origin(self.environment, self.machine, self.date)
 
     def _warnings(self) -> list[str]:
-        lines = []
-        if self.settings.quick:
-            lines += ["**No benchmark**: tiny models (`--quick`), to see that everything runs.", ""]
-        if self.machine.busy:
-            busy = f"something else was computing: the load was {self.machine.load:.1f} before"
-            lines += [f"**Busy machine**: {busy}.", ""]
+        lines = warnings(self.machine, quick=self.settings.quick)
         if self.interrupted:
             lines += ["**Interrupted**: what was measured until then.", ""]
         return lines
@@ -240,7 +231,7 @@ class EngineBench:
             [about, *(self._figure(self.cell(name, *key), text) for key in keys)]
             for name, about in self.models.items()
         ]
-        return _table(["model", *(" ".join(key) for key in keys)], rows)
+        return table(["model", *(" ".join(key) for key in keys)], rows)
 
     def _figure(self, cell: Cell | None, text: Callable[[Cell], str]) -> str:
         if cell is None:
@@ -253,10 +244,10 @@ class EngineBench:
         if not cell.step_ms:
             return ""
         if cell.key == REFERENCE:
-            return f"1: {_ms(Spread.of(cell.step_ms).median)}"
+            return f"1: {milliseconds(Spread.of(cell.step_ms).median)}"
         spread = self.speed(cell)
         if spread is None:
-            return _ms(Spread.of(cell.step_ms).median)
+            return milliseconds(Spread.of(cell.step_ms).median)
         wrong = " **wrong?**" if self.suspect(cell) else ""
         return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f}){wrong}"
 
@@ -271,7 +262,7 @@ class EngineBench:
     def _details(self) -> list[str]:
         heads = ["model", "engine", "precision", "a step", "quartiles", "speed", "first step"]
         heads += ["of it export", "of it check", "loss", "gradient norm"]
-        lines = ["", *_table(heads, [self._row(cell) for cell in self.cells]), ""]
+        lines = ["", *table(heads, [self._row(cell) for cell in self.cells]), ""]
         lines += [
             "Loss and gradient norm: their means over all turns beside those of eager fp32, at the "
             "same weights, with the standard error that dropout's masks make.",
@@ -297,8 +288,8 @@ class EngineBench:
         ort = cell.engine == "ort"
         return [
             *names,
-            _ms(ms.median),
-            f"{_ms(ms.low)} to {_ms(ms.high)}",
+            milliseconds(ms.median),
+            f"{milliseconds(ms.low)} to {milliseconds(ms.high)}",
             self._speed(cell) if cell.key != REFERENCE else "1",
             f"{self._first(cell)} s",
             f"{cell.export_s:.1f} s" if ort else "",
@@ -307,7 +298,28 @@ class EngineBench:
         ]
 
 
-def _ms(value: float) -> str:
+def origin(environment: Mapping[str, Any], machine: Machine, date: str) -> str:
+    """Versions, processor and date in a line."""
+    packages = environment["packages"]
+    versions = [f"ortlab {environment['ortlab']}", f"Python {environment['python']}"]
+    for name in ("torch", "onnxruntime-training", "transformers"):
+        versions.append(f"{name} {packages[name]}" if name in packages else f"no {name}")
+    return f"{', '.join(versions)}; {machine}; {date}."
+
+
+def warnings(machine: Machine, *, quick: bool) -> list[str]:
+    """Why figures are none to go by, in lines of Markdown."""
+    lines = []
+    if quick:
+        lines += ["**No benchmark**: tiny models (`--quick`), to see that everything runs.", ""]
+    if machine.busy:
+        busy = f"something else was computing: the load was {machine.load:.1f} before"
+        lines += [f"**Busy machine**: {busy}.", ""]
+    return lines
+
+
+def milliseconds(value: float) -> str:
+    """Three digits of it, or all before the point."""
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
@@ -331,5 +343,6 @@ def _record(stored: Mapping[str, Any]) -> Cell:
     return Cell(**values)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines of Markdown."""
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]

@@ -1,11 +1,11 @@
-"""What can be chosen of a benchmark; the options of ``ortlab bench engines``."""
+"""What can be chosen of a benchmark; the options of ``ortlab bench engines`` and ``bench step``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ortlab.bench.models import MODELS
-from ortlab.settings import ENGINES, PRECISIONS, Settings, setting
+from ortlab.settings import ENGINES, KERNELS, PRECISIONS, Settings, setting
 
 Cell = tuple[str, str]
 """An engine and a precision."""
@@ -53,3 +53,30 @@ class BenchSettings(Settings):
         """What is measured of each model, the reference first."""
         chosen = [(e, p) for p in self.precisions.split(",") for e in self.engines.split(",")]
         return tuple(dict.fromkeys([REFERENCE, *chosen]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings(Settings):
+    """Which step is taken apart, and how often."""
+
+    model: str = setting("bert-768", choices=tuple(MODELS), help="the model to train; see below")
+    precision: str = setting("fp32", choices=PRECISIONS, help="precision of matrix products")
+    kernels: str = setting(
+        "measured",
+        choices=KERNELS,
+        help="what computes in ORT's graph: whichever is faster, torch's and ortlab's kernels "
+        "wherever there is one, or ORT's own alone",
+    )
+    steps: int = setting(
+        20,
+        minimum=1,
+        help="steps of each engine that count, in turns; a short one is the mean of several",
+    )
+    threads: int | None = setting(
+        None,
+        minimum=1,
+        help="threads that torch computes with, else its own choice; ORT has one for each core",
+    )
+    quick: bool = setting(
+        False, help="a tiny model, to see that everything runs here: no benchmark, and marked so"
+    )

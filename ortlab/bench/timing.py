@@ -20,6 +20,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -35,12 +36,14 @@ from ortlab.engines.torch_native import training_device
 from ortlab.randomness import undisturbed_random
 from ortlab.settings import FinetuneSettings
 
+K = TypeVar("K")
+
 WARMUP = 2
 """Rounds before the first that counts."""
 SHORTEST_MS = 30
 """A turn makes as many steps as take so long in eager torch, at most `MOST_STEPS`."""
 MOST_STEPS = 50
-_PAUSE_S = 0.02
+PAUSE_S = 0.02
 """Before a turn: idle workers of the engine before it stop spinning."""
 _INTERRUPTED = "interrupted before it was timed"
 
@@ -51,7 +54,7 @@ def engines(settings: BenchSettings) -> EngineBench:
     interrupted = False
     device = training_device(settings.device).type
     chosen = settings.models.split(",")
-    with _threads(settings.threads), undisturbed_random():
+    with threads(settings.threads), undisturbed_random():
         result = EngineBench(
             settings=settings,
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -172,7 +175,7 @@ class Race:
         self._turns += 1
         for key in order:
             if key in self.steppers:
-                time.sleep(_PAUSE_S)
+                time.sleep(PAUSE_S)
                 with _reason(self, key):
                     took[key] = self._turn(key, steps=self.steps)
         return took
@@ -181,7 +184,7 @@ class Race:
         """Milliseconds of a step. Cells that draw dropout as eager torch does get its masks."""
         stepper = self.steppers[key]
         torch.manual_seed(self._turns)
-        with _no_gc():
+        with no_gc():
             started = time.perf_counter()
             for _ in range(steps):
                 result = stepper.step([self._batch], lr=0.0)
@@ -195,8 +198,7 @@ class Race:
     def _enough(self, took: dict[Key, float]) -> int:
         """Steps that make a turn of eager torch long enough to time."""
         step_ms = took.get(REFERENCE, SHORTEST_MS)
-        wanted = 1 if self._settings.quick else math.ceil(SHORTEST_MS / step_ms)
-        return min(wanted, MOST_STEPS)
+        return enough(step_ms, quick=self._settings.quick)
 
     def _synchronize(self) -> None:
         if self._device == "cuda":
@@ -224,7 +226,13 @@ class Race:
         )
 
 
-def rounds(keys: Sequence[Key], number: int, *, seed: int = models.SEED) -> Iterator[list[Key]]:
+def enough(step_ms: float, *, quick: bool) -> int:
+    """Steps of a turn of eager torch that is long enough to time; one where it is quick."""
+    wanted = 1 if quick else math.ceil(SHORTEST_MS / step_ms)
+    return min(wanted, MOST_STEPS)
+
+
+def rounds(keys: Sequence[K], number: int, *, seed: int = models.SEED) -> Iterator[list[K]]:
     """The order of turns in each of `number` rounds, shuffled by `seed`."""
     shuffled = random.Random(seed)
     for _ in range(number):
@@ -261,7 +269,8 @@ def _load(settings: BenchSettings, device: str) -> None:
 
 
 @contextlib.contextmanager
-def _threads(number: int | None) -> Iterator[None]:
+def threads(number: int | None) -> Iterator[None]:
+    """torch computes with `number` threads meanwhile; with as many as before where that is None."""
     before = torch.get_num_threads()
     if number is not None:
         torch.set_num_threads(number)
@@ -300,7 +309,8 @@ def _empty_cache() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_gc() -> Iterator[None]:
+def no_gc() -> Iterator[None]:
+    """Python collects no garbage meanwhile."""
     was_on = gc.isenabled()
     gc.disable()
     try:

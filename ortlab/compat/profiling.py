@@ -1,12 +1,16 @@
 """ORT's own profile of a session, read: which nodes each run computed, and what they took.
 
-The file is a list of events in the form of Chrome's traces
+Also what the runs of a session take as Python sees them, without a profile.
+
+The profile's file is a list of events in the form of Chrome's traces
 (https://onnxruntime.ai/docs/performance/tune-performance/profiling-tools.html).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +58,54 @@ def finish(manager: Any) -> list[Ran]:
 def close(manager: Any) -> None:
     """Gives back the memory of the session of `manager`, which runs no more."""
     manager._execution_agent = None
+
+
+class SessionClock:
+    """How many runs of a session there were, and their seconds, of forward and of backward."""
+
+    def __init__(self) -> None:
+        self.forwards = self.backwards = 0
+        self.forward_s = self.backward_s = 0.0
+
+
+class _Timed:
+    """An execution agent whose runs `clock` adds up; all else of it is `agent`'s."""
+
+    def __init__(self, agent: Any, clock: SessionClock) -> None:
+        self._agent = agent
+        self._clock = clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def run_forward(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        found = self._agent.run_forward(*args, **kwargs)
+        self._clock.forward_s += time.perf_counter() - started
+        self._clock.forwards += 1
+        return found
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        found = self._agent.run_backward(*args, **kwargs)
+        self._clock.backward_s += time.perf_counter() - started
+        self._clock.backwards += 1
+        return found
+
+
+@contextlib.contextmanager
+def timed(manager: Any, *, session_of: Any = None) -> Iterator[SessionClock]:
+    """Adds up what the runs of the session of `manager` take meanwhile.
+
+    With `session_of`, a manager of the same graph, the session of that one runs in its place.
+    """
+    own = manager._execution_agent
+    clock = SessionClock()
+    manager._execution_agent = _Timed((session_of or manager)._execution_agent, clock)
+    try:
+        yield clock
+    finally:
+        manager._execution_agent = own
 
 
 def read(path: Path) -> list[Ran]:

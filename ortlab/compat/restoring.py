@@ -177,7 +177,7 @@ def open_session(
     changes: list[Callable[[Any], None]] = [
         functools.partial(_with_arena, runtime.enable_cpu_mem_arena)
     ]
-    changes += [leave_cores_to_torch] if runtime.torch_kernels else []
+    changes += [] if runtime.spinning else [leave_cores_to_torch]
     changes += [] if configure is None else [configure]
     if manager._device.type != "cpu" or manager._debug_options.save_onnx_models.save:
         with _session_options(manager, changes):

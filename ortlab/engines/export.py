@@ -98,6 +98,7 @@ class Export:
     def _leave_kernels(self, runtime: Any, why: str | None) -> None:
         self.without_kernels = why
         runtime.torch_kernels, runtime.low_precision = "", False
+        runtime.spinning = True
 
     @property
     def manager(self) -> Any:
@@ -318,6 +319,31 @@ class Export:
         dropouts.seed(edited.graph)
         return self._twin(edited, configure=functools.partial(profiling.record, folder))
 
+    @property
+    def spinning(self) -> bool:
+        """Whether ORT's workers spin while they wait for work, on cores that torch's may want."""
+        return bool(self.manager._runtime_options.spinning)
+
+    def with_workers(self, *, spinning: bool) -> Export:
+        """The same graph in a session of its own, whose idle workers spin or sleep."""
+        twin = self._unopened(self.graph_to_run())
+        twin.manager._runtime_options.spinning = spinning
+        return self._opened(twin)
+
+    def ort_graph(self) -> onnx.ModelProto:
+        """What the session would run with ORT's own kernels alone; seconds where it runs others.
+
+        ValueError on a device whose sessions do not tell.
+        """
+        if not self.manager._runtime_options.torch_kernels:
+            return self.graph_to_run()
+        built = onnx.ModelProto()
+        built.CopyFrom(self.manager._onnx_models.optimized_model)
+        found = restoring.open_session(self._unopened(built).manager)
+        if found is None:
+            raise ValueError("ORT's sessions tell what they run on a CPU alone")
+        return onnx.load_model_from_string(found)
+
     def graph_to_run(self) -> onnx.ModelProto:
         """A copy of what the session runs, or where it did not tell of what it was made of."""
         copied = onnx.ModelProto()
@@ -331,6 +357,10 @@ class Export:
         self, edited: onnx.ModelProto, configure: Callable[[Any], None] | None = None
     ) -> Export:
         """An export that runs `edited`, a changed `graph_to_run`, for the same calls."""
+        return self._opened(self._unopened(edited), configure)
+
+    def _unopened(self, graph: onnx.ModelProto) -> Export:
+        """An export of `graph` for the same calls, whose session is still to be made."""
         twin = Export(self._ort_module, self._module, gradient=self.gradient)
         options.share(self.manager, twin.manager, save=False)
         twin.decisions = self.decisions
@@ -343,9 +373,14 @@ class Export:
         processed._buffer_for_ort_runs = None
         taking._post_export_processed_model_info = processed
         target._graph_info = source._graph_info
-        target._onnx_models.optimized_model = edited
+        target._onnx_models.optimized_model = graph
         if self.gradient:
             target._gradient_map = source._gradient_map
-        optimized = None if self._optimized is None else edited.SerializeToString()
+        return twin
+
+    def _opened(self, twin: Export, configure: Callable[[Any], None] | None = None) -> Export:
+        """`twin` with its session, which optimizes the graph where that was not done yet."""
+        graph = twin.manager._onnx_models.optimized_model
+        optimized = None if self._optimized is None else graph.SerializeToString()
         twin._open_session(optimized, configure)
         return twin

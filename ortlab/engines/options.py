@@ -221,6 +221,7 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.enable_cpu_mem_arena = settings.arena  # for `restoring.open_session`
     without = settings.kernels == "ort" or recomputes(settings)
     options.torch_kernels = "" if without else settings.kernels
+    options.spinning = without  # what ORT's idle workers do, for `restoring.open_session` too
     options.low_precision = settings.precision != "fp32"
     options.memory_optimization_level = type(options.memory_optimization_level)(
         settings.memory_level

@@ -25,7 +25,7 @@ from ortlab.compat import extensions, restoring
 from ortlab.engines import cache, dropouts
 from ortlab.graph.sizes import follows, size_of
 from ortlab.kernels import DOMAIN
-from ortlab.kernels.substitutes import Found, Graph, Value, attributes
+from ortlab.kernels.substitutes import Found, Graph, Value, attributes, substitute
 from ortlab.tables import Column, Table
 
 _ROUNDS = 7
@@ -80,6 +80,11 @@ class Choice:
                 return False
         return timing.torch_us < timing.ort_us
 
+    def known(self, found: Found, graph: Graph) -> Timing | None:
+        """What was measured of it so far; None where that is nothing, or sizes are not known."""
+        feeds = self._feeds(found.replaced, graph)
+        return None if feeds is None else self._known.get(_name(found, feeds))
+
     def keep(self) -> None:
         """Adds what was measured to the user's file, where there can be one."""
         if self._new:
@@ -107,6 +112,29 @@ class Choice:
                 return None
             found[name] = tuple(sizes)
         return found
+
+
+def kept(
+    model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], *, low: bool
+) -> dict[str, Timing]:
+    """What was measured so far of the nodes of `model`, a graph with ORT's own kernels alone.
+
+    By a node's name, which the kernel in its place has too; where a pair replaces several nodes it
+    is the first of them. `shapes` are those of the graph's inputs; with `low` products, which take
+    bfloat16 in any case, have none. Nothing is measured, and `model` is changed.
+    """
+    chosen = Choice(model.graph.input, shapes)
+    found: dict[str, Timing] = {}
+
+    def better(pair: Found, graph: Graph) -> bool:
+        timing = chosen.known(pair, graph)
+        if timing is None:
+            return False
+        found[pair.replaced[0].name] = timing
+        return timing.torch_us < timing.ort_us
+
+    substitute(model, low=low, better=better)
+    return found
 
 
 def _name(found: Found, feeds: Mapping[str, tuple[int, ...]]) -> str:
