@@ -198,6 +198,7 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
 ENGINES = ("eager", "compile", "ort")
 PRECISIONS = ("fp32", "bf16")
 KERNELS = ("measured", "torch", "ort")
+ATTENTION = ("auto", "fused", "onnx")
 LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
 OPSETS = (14, 17)
 """The oldest and the newest ONNX opset that ORTModule's export rules are checked at."""
@@ -219,6 +220,12 @@ class EngineSettings(Settings):
         choices=KERNELS,
         help="on a CPU, what computes in ORT's graph: whichever is faster, torch's and ortlab's "
         "kernels wherever there is one, or ORT's own alone",
+    )
+    attention: str = setting(
+        "auto",
+        choices=ATTENTION,
+        help="in ORT's graph: ortlab's kernel where `kernels` has it and ONNX's operators "
+        "elsewhere, torch's fused kernels, or ONNX's operators alone",
     )
     self_check: bool = setting(
         True, help="compare ORT's outputs and gradients with eager torch before the first step"

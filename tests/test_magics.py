@@ -252,7 +252,7 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
     [
         (
             "%%ort --engin ort\nbound = Net()",
-            "has no option --engin: choose from --engine, --precision, --kernels, --self-",
+            "has no option --engin: choose from --engine, --precision, --kernels, --att",
         ),
         (
             "%%ort --engine orc\nbound = Net()",

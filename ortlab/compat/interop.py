@@ -223,7 +223,7 @@ class _Runs(threading.local):
     that its outputs hang on.
     """
 
-    states: list[_State] | None = None
+    states: list[Any] | None = None
 
     def keep(self, state: _State) -> Any:
         assert self.states is not None, "a PythonOp outside of run_forward"
@@ -236,13 +236,21 @@ _runs = _Runs()
 
 
 @contextlib.contextmanager
-def keeping_states() -> Iterator[list[_State]]:
-    """For a forward pass in this thread: gives the list of its Functions' states, to be held."""
+def keeping_states() -> Iterator[list[Any]]:
+    """For a forward pass in this thread: gives the list of what its nodes left, to be held."""
     before, _runs.states = _runs.states, []
     try:
         yield _runs.states
     finally:
         _runs.states = before
+
+
+def hold(state: object) -> bool:
+    """Holds `state` for as long as the pass that this thread is in may go back; no without one."""
+    if _runs.states is None:
+        return False
+    _runs.states.append(state)
+    return True
 
 
 # ---- the export ----------------------------------------------------------------------------------

@@ -1,16 +1,14 @@
-"""Export rules for layers: attention, convolution, normalisation, recurrence, resizing."""
+"""Export rules for layers: convolution, normalisation, recurrence, resizing."""
 
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
 from torch.onnx import symbolic_helper
 from torch.onnx._internal.torchscript_exporter import (
     symbolic_opset9,
-    symbolic_opset14,
 )
 
 from ortlab.compat.symbolics import (
@@ -20,7 +18,6 @@ from ortlab.compat.symbolics import (
     all_of,
     aten,
     aten_node,
-    attention,
     backwards,
     cast,
     constant,
@@ -28,124 +25,13 @@ from ortlab.compat.symbolics import (
     dtype,
     literal,
     missing,
-    number,
     rank,
     ranked_like_output,
     rule,
     size,
     stock,
-    traced_sizes,
     with_gradient,
 )
-
-# ---- attention -----------------------------------------------------------------------------------
-
-
-_KERNEL = "ortlab_kernels::attention"
-
-
-def _attention_gradient() -> Gradient:
-    inputs = ["GO(0)", "I(0)", "I(1)", "I(2)", "I(3)", "O(1)", "I(4)", "I(6)", "Mask", "I(8)"]
-    outputs = [f"GI({i})" for i in range(4)]
-    return [all_of(4), aten_node(f"{_KERNEL}_backward", inputs, outputs)]
-
-
-@rule(
-    "scaled_dot_product_attention",
-    "with dropout: 'i < node_->OutputDefs().size() was false', for want of Dropout's mask output",
-    (_KERNEL, "", _attention_gradient),
-)
-def _attention(
-    g: Graph,
-    query: Value,
-    key: Value,
-    value: Value,
-    mask: Value = None,
-    dropout_p: Value = None,
-    is_causal: Value = None,
-    scale: Value = None,
-    enable_gqa: Value = None,
-) -> Value:
-    if not missing(enable_gqa) and literal(enable_gqa, "i"):
-        key, value = (_repeat_heads(g, x, query) for x in (key, value))
-    kernel = attention()
-    if kernel is not None and _fits_kernel(query, key, value, mask):
-        given = constant(g, [[[[0.0]]]], torch.float32) if missing(mask) else mask
-        return ranked_like_output(
-            g,
-            aten(
-                g,
-                _KERNEL,
-                with_gradient(g, query, key, value, given),
-                key,
-                value,
-                given,
-                constant(g, 0.0 if missing(dropout_p) else number(dropout_p), torch.float32),
-                constant(g, not missing(is_causal) and bool(literal(is_causal, "i")), torch.bool),
-                _scale(g, query, scale),
-                constant(g, kernel.low, torch.bool),
-                constant(g, False, torch.bool),
-                outputs=2,
-            )[0],
-        )
-    last = list(range(rank(key)))
-    last[-1], last[-2] = last[-2], last[-1]
-    scaled = g.op("Mul", query, _scale(g, query, scale))
-    scores = g.op("MatMul", scaled, g.op("Transpose", key, perm_i=last))
-    seen = None
-    if not missing(is_causal) and literal(is_causal, "i"):
-        mask = symbolic_opset14._causal_attention_mask(g, query, key)
-    if not missing(mask):
-        kind = dtype(query)
-        lowest = constant(g, torch.finfo(kind).min, kind)
-        if dtype(mask) == torch.bool:
-            seen = cast(g, mask, kind)
-            # The finite minimum, not infinity: a row that is masked out whole stays finite. Adding
-            # it, where filling would do too, keeps the gradient free of a Where.
-            mask = g.op("Where", mask, constant(g, 0.0, kind), lowest)
-        elif missing(is_causal) or not literal(is_causal, "i"):
-            seen = cast(g, g.op("GreaterOrEqual", mask, cast(g, lowest, dtype(mask))), kind)
-            mask = g.op("Max", mask, cast(g, lowest, dtype(mask)))
-        scores = g.op("Add", scores, mask)
-    weights = g.op("Softmax", scores, axis_i=-1)
-    if seen is not None:  # a query that sees no key gets nothing
-        weights = g.op("Mul", weights, g.op("ReduceMax", seen, axes_i=[-1], keepdims_i=1))
-    ratio = 0.0 if missing(dropout_p) else float(literal(dropout_p, "f"))
-    if ratio > 0:
-        weights = dropout(g, weights, ratio)
-    return g.op("MatMul", weights, value)
-
-
-def _fits_kernel(query: Value, key: Value, value: Value, mask: Value | None) -> bool:
-    if any(dtype(each) != torch.float32 or rank(each) != 4 for each in (query, key, value)):
-        return False
-    return mask is None or missing(mask) or dtype(mask) in (torch.float32, torch.bool)
-
-
-def _scale(g: Graph, query: Value, scale: Value | None) -> Value:
-    """What torch multiplies the scores by: as given, else one over the root of the heads' size."""
-    if scale is not None and not missing(scale):
-        given = literal(scale, "f")
-        if isinstance(given, (int, float)):
-            return constant(g, float(given), dtype(query))
-        return cast(g, scale, dtype(query))
-    sizes = traced_sizes(next(iter(g.original_node.inputs())))
-    if sizes is not None:
-        return constant(g, 1 / math.sqrt(sizes[-1]), dtype(query))
-    # Of a model's own input no size is known.
-    return cast(g, symbolic_opset14._attention_scale(g, query), dtype(query))
-
-
-def _repeat_heads(g: Graph, x: Value, query: Value) -> Value:
-    """[batch, heads, length, size] with as many heads as `query`, each one repeated in place."""
-    shape, second = g.op("Shape", x), constant(g, [1])
-    batch, heads = (g.op("Gather", shape, constant(g, [i]), axis_i=0) for i in (0, 1))
-    rest = g.op("Gather", shape, constant(g, [2, 3]), axis_i=0)
-    wanted = g.op("Gather", g.op("Shape", query), second, axis_i=0)
-    wide = g.op("Concat", batch, heads, g.op("Div", wanted, heads), rest, axis_i=0)
-    flat = g.op("Concat", batch, wanted, rest, axis_i=0)
-    return g.op("Reshape", g.op("Expand", g.op("Unsqueeze", x, constant(g, [2])), wide), flat)
-
 
 # ---- convolution ---------------------------------------------------------------------------------
 

@@ -44,9 +44,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention as a kernel of ortlab's; with `low` its products take bfloat16."""
+    """Attention as one kernel: torch's own if `fused`, else ortlab's for a CPU.
 
-    low: bool
+    With `low` the products of ortlab's take bfloat16.
+    """
+
+    fused: bool
+    low: bool = False
 
 
 RULES: list[Rule] = []
@@ -61,9 +65,16 @@ def register(registry: Any, gradients: Any) -> None:
 
     The modules imported here declare them.
     """
-    from ortlab.compat import rules_activations, rules_layers, rules_tensors, rules_torch  # noqa: F401
+    from ortlab.compat import (  # noqa: F401
+        rules_activations,
+        rules_attention,
+        rules_layers,
+        rules_tensors,
+        rules_torch,
+    )
 
     rules_torch.define()
+    rules_attention.define()
     for each in RULES:
         domain, _, name = each.operator.rpartition("::")
         if each.operator not in _stock:
@@ -227,12 +238,17 @@ def inputs_of(value: Value) -> Iterator[str]:
             waiting += fresh
 
 
+def is_trained(value: Value) -> bool:
+    """Whether `value` is computed from a trained parameter."""
+    return not _trained.isdisjoint(inputs_of(value))
+
+
 def with_gradient(g: Graph, x: Value, *parameters: Value) -> Value:
     """`x`, or where nothing trained lies before it, `x` plus a zero of one of `parameters`.
 
     ORT drops the inner nodes of a declared gradient when the first input needs none.
     """
-    values = (v for v in (x, *parameters) if not _trained.isdisjoint(inputs_of(v)))
+    values = filter(is_trained, (x, *parameters))
     trained = next(values, x)
     if trained is x:
         return x

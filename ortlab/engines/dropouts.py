@@ -18,8 +18,14 @@ _RATIOS = {
     "SoftmaxDropoutGrad": 3,
 }
 """Which input of an operator is its ratio; ORT's ContribOperators.md has those that it fuses."""
-_RATIOS_OF_OURS = {"dropout": 1, "dropout_backward": 2, "attention": 4, "attention_backward": 6}
-"""The same of `ortlab.kernels`."""
+_RATIOS_OF_OURS = {
+    "ortlab_kernels::dropout": 1,
+    "ortlab_kernels::dropout_backward": 2,
+    "ortlab_kernels::attention": 4,
+    "ortlab_kernels::attention_backward": 6,
+    "ortlab::attention": 4,
+}
+"""The same of kernels that ATen nodes call."""
 _DRAWING = {name for name in _RATIOS if not name.endswith("Grad")}
 
 
@@ -40,7 +46,7 @@ def switch_off(graph: onnx.GraphProto) -> int:
 def seed(graph: onnx.GraphProto) -> None:
     """Gives every dropout of ORT's in `graph` a seed, and with it a generator of its own.
 
-    Those of `ortlab.kernels` draw from torch's, which can be put back.
+    Those that ATen nodes call draw from torch's, which can be put back.
     """
     for node in graph.node:
         if node.op_type in _DRAWING and not any(each.name == "seed" for each in node.attribute):
@@ -49,7 +55,7 @@ def seed(graph: onnx.GraphProto) -> None:
 
 def _ratio(node: onnx.NodeProto) -> int:
     """The place of a node's ratio among its inputs, -1 where it has none."""
-    place = _RATIOS.get(node.op_type, _RATIOS_OF_OURS.get(kernels.called(node), -1))
+    place = _RATIOS.get(node.op_type, _RATIOS_OF_OURS.get(kernels.operator(node), -1))
     return place if place < len(node.input) else -1
 
 

@@ -117,10 +117,7 @@ class Export:
         manager = self.manager
         transitions = manager._graph_transition_manager
         runtime = manager._runtime_options
-        attention = (
-            symbolics.Attention(low=runtime.low_precision) if runtime.torch_kernels else None
-        )
-        with exporting.EXPORT, symbolics.attention_as(attention):
+        with exporting.EXPORT, symbolics.attention_as(_attention(runtime)):
             transitions.get_post_processed_model(args, kwargs)
         self.decisions, self.by_size = decisions.last_decisions(), decisions.last_by_size()
         self.left_out = outputs.last_left_out()
@@ -384,3 +381,12 @@ class Export:
         optimized = None if self._optimized is None else graph.SerializeToString()
         twin._open_session(optimized, configure)
         return twin
+
+
+def _attention(runtime: Any) -> symbolics.Attention | None:
+    """What an export by ORT's options `runtime` writes attention as; None is ONNX's operators."""
+    if runtime.attention == "fused":
+        return symbolics.Attention(fused=True)
+    if runtime.attention == "onnx" or not runtime.torch_kernels:
+        return None
+    return symbolics.Attention(fused=False, low=runtime.low_precision)

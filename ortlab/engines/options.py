@@ -50,7 +50,7 @@ _REFUSED_KEYS = {
 }
 
 
-_KERNELS = ("precision", "kernels")
+_KERNELS = ("precision", "kernels", "attention")
 
 
 def names() -> tuple[str, ...]:
@@ -223,6 +223,7 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.torch_kernels = "" if without else settings.kernels
     options.spinning = without  # what ORT's idle workers do, for `restoring.open_session` too
     options.low_precision = settings.precision != "fp32"
+    options.attention = settings.attention
     options.memory_optimization_level = type(options.memory_optimization_level)(
         settings.memory_level
     )

@@ -33,11 +33,15 @@ def unavailable() -> str | None:
 
 def called(node: onnx.NodeProto) -> str:
     """The name of the kernel of ours that a node of a graph calls, "" where it calls none."""
+    domain, _, name = operator(node).rpartition("::")
+    return name if domain == DOMAIN else ""
+
+
+def operator(node: onnx.NodeProto) -> str:
+    """The operator of torch's that a node of a graph calls: "ortlab::attention"; "" for none."""
     if node.op_type != "ATen":
         return ""
-    operator = next((each.s.decode() for each in node.attribute if each.name == "operator"), "")
-    domain, _, name = operator.rpartition("::")
-    return name if domain == DOMAIN else ""
+    return next((each.s.decode() for each in node.attribute if each.name == "operator"), "")
 
 
 _users: Counter[bool] = Counter()
