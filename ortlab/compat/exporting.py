@@ -193,7 +193,8 @@ def wrap_untouched(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrap(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         modes = [(part, part.training) for part in module.modules()]
-        with warnings.catch_warnings():
+        # The filters are the process's: an export in another thread sets them aside as well.
+        with EXPORT, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             init(self, module, *args, **kwargs)
         for part, training in modes:
