@@ -5,45 +5,18 @@ The bar: 0.15 ms, and 4 microseconds for every parameter tensor.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 import ortlab
+from ortlab.compat import profiling
 from ortlab.engines.ortmodule import execution_of
 
 LAYERS, WIDTH, ROWS = (4, 40, 120), 8, 4
 ROUNDS, CALLS, WARMUP = 15, 40, 40
-
-
-class _Timed:
-    """ORT's agent of a session, with the seconds that it spent in the session."""
-
-    def __init__(self, agent: Any) -> None:
-        self._agent = agent
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._agent, name)
-
-    def run_forward(self, *given: Any) -> None:
-        with self._counted():
-            self._agent.run_forward(*given)
-
-    def run_backward(self, *given: Any) -> None:
-        with self._counted():
-            self._agent.run_backward(*given)
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - started
 
 
 class Case:
@@ -58,7 +31,7 @@ class Case:
         self._x, self._gradient = torch.randn(ROWS, WIDTH), torch.ones(ROWS, WIDTH)
         self.pass_ms(self.wrapped)
         (export,) = execution_of(self.wrapped).exports()
-        self.timed = export.manager._execution_agent = _Timed(export.manager._execution_agent)
+        self._manager = export.manager
         for _ in range(WARMUP):
             self.pass_ms(self.wrapped)
             self.pass_ms(self.eager)
@@ -73,9 +46,9 @@ class Case:
 
     def beside_session_ms(self) -> float:
         """The same in ORT, less the time in its session."""
-        self.timed.seconds = 0.0
-        whole = self.pass_ms(self.wrapped)
-        return whole - self.timed.seconds * 1e3
+        with profiling.timed(self._manager) as session:
+            whole = self.pass_ms(self.wrapped)
+        return whole - (session.forward_s + session.backward_s) * 1e3
 
 
 def main() -> None:
