@@ -29,6 +29,7 @@ import math
 import os
 import platform
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,7 @@ class RunFolder:
         tensors, aliases = _distinct(state)
         path = self.path / "checkpoints" / f"{name}.safetensors"
         try:
-            _write_beside(path, lambda beside: safetensors.torch.save_file(tensors, beside))
+            write_beside(path, lambda beside: safetensors.torch.save_file(tensors, beside))
         except (OSError, safetensors.SafetensorError) as error:
             raise RuntimeError(
                 f"the weights cannot be kept in {path}: {error}; the model still has them"
@@ -205,12 +206,12 @@ def write_private(path: Path, data: bytes) -> None:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
 
-    _write_beside(path, write)
+    write_beside(path, write)
 
 
-def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
+def write_beside(path: Path, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a file beside `path`, which then takes its place at once and for good."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         write(beside)
         beside.chmod(0o600)

@@ -21,10 +21,10 @@ from torch import nn
 from ortlab.history import (
     MetricsFile,
     RunFolder,
-    _write_beside,
     environment,
     read_metrics,
     runs_root,
+    write_beside,
     write_private,
 )
 from ortlab.telemetry import COLUMNS, INDEX, NAN, Event, Rows
@@ -137,7 +137,7 @@ def test_folders_are_numbered_and_private(tmp_path: Path) -> None:
 
 
 def test_a_file_is_private_whoever_writes_it(tmp_path: Path) -> None:
-    _write_beside(tmp_path / "file", lambda beside: beside.write_text("as the umask has it"))
+    write_beside(tmp_path / "file", lambda beside: beside.write_text("as the umask has it"))
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
 
 
