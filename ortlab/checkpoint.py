@@ -7,8 +7,8 @@ all other tensors have names that begin with ``training.``. Its metadata, which 
     state    JSON: everything that is no tensor, with a reference in the place of each that is one
     sha256   of the form, of the JSON, and of every tensor's name, type, shape and bytes
 
-One file is replaced at once, and who has opened it goes on reading what was there: so a reader
-never meets half of one checkpoint and half of another. Nothing in it is code, nothing is unpickled.
+One file is replaced at once, so that a reader never meets half of one checkpoint and half of
+another. Nothing in it is code, nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -135,34 +136,51 @@ class Checkpoint:
     def load(cls, path: str | Path) -> Checkpoint:
         """What `save` wrote; ValueError says what is wrong with the file and what to do."""
         path = Path(path)
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder; give the checkpoint's file{_file_in(path)}")
-        try:
-            with safetensors.safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                text, digest = _parts(path, metadata)
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except FileNotFoundError:
-            raise ValueError(
-                f"there is no checkpoint at {path}; run.checkpoint(path) writes one"
-            ) from None
-        except safetensors.SafetensorError as error:
-            raise ValueError(
-                f"{path} is no checkpoint, or only a part of one ({error}); take another, as those "
-                "in the run's folder"
-            ) from None
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
-        if _digest(text, tensors) != digest:
-            raise ValueError(
-                f"{path} is damaged: it is not what was written (its SHA-256 is another); take "
-                "another checkpoint, as those in the run's folder"
-            )
-        try:
-            return _checkpoint({name: _unpacked(value, tensors) for name, value in _pairs(text)})
-        # The digest fits, so this was not made by `save`.
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no checkpoint of ortlab's: {error!r}") from error
+        while True:
+            try:
+                before = path.stat()
+            except OSError as error:
+                raise ValueError(
+                    f"there is no checkpoint at {path} ({error.strerror}); run.checkpoint(path) "
+                    "writes one"
+                ) from None
+            try:
+                return _read(path)
+            except ValueError:
+                # safetensors opens a file twice, and another one may have taken its place between.
+                if _is_still(path, before):
+                    raise
+
+
+def _is_still(path: Path, before: os.stat_result) -> bool:
+    now = path.stat()
+    return (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def _read(path: Path) -> Checkpoint:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the checkpoint's file{_file_in(path)}")
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            text, digest = _parts(path, file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{path} is no checkpoint, or only a part of one ({error}); take another, as those in "
+            "the run's folder"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if _digest(text, tensors) != digest:
+        raise ValueError(
+            f"{path} is damaged: it is not what was written (its SHA-256 is another); take another "
+            "checkpoint, as those in the run's folder"
+        )
+    try:
+        return _checkpoint({name: _unpacked(value, tensors) for name, value in _pairs(text)})
+    # The digest fits, so this was not made by `save`.
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no checkpoint of ortlab's: {error!r}") from error
 
 
 def _parts(path: Path, metadata: Mapping[str, str]) -> tuple[str, str]:
