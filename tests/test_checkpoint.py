@@ -17,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -339,13 +340,16 @@ def test_a_reader_always_finds_a_whole_one(tmp_path: Path) -> None:
     """While another thread replaces it, and a third writes to the same name."""
     path = tmp_path / "a.ckpt"
     taken({"weight": torch.zeros(100_000)}, step=0).save(path)
-    over = threading.Event()
+    over, failed = threading.Event(), []
 
     def replace() -> None:
         step = 0
         while not over.is_set():
             step += 1
-            taken({"weight": torch.full((100_000,), float(step))}, step=step).save(path)
+            try:
+                taken({"weight": torch.full((100_000,), float(step))}, step=step).save(path)
+            except (OSError, RuntimeError) as error:
+                failed.append(error)
 
     threads = [threading.Thread(target=replace) for _ in range(2)]
     for thread in threads:
@@ -360,4 +364,29 @@ def test_a_reader_always_finds_a_whole_one(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(seen) == 10
+    assert not failed
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_replaced_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors opens it twice, and may find the header of one and the tensors of another."""
+    path, opened = taken(step=1).save(tmp_path / "a.ckpt"), safetensors.safe_open
+    newer = taken({"weight": torch.zeros(2)}, step=2)
+
+    def replaced(name: Path, framework: str) -> Any:
+        with opened(name, framework) as file:
+            metadata = file.metadata()
+        monkeypatch.undo()
+        between = opened(newer.save(path), framework)
+        both = MagicMock(
+            metadata=lambda: metadata, keys=between.keys, get_tensor=between.get_tensor
+        )
+        both.__enter__.return_value = both
+        return both
+
+    monkeypatch.setattr(safetensors, "safe_open", replaced)
+    read = Checkpoint.load(path)
+    assert read.position.step == 2
+    assert read.model["weight"].tolist() == [0, 0]

@@ -113,7 +113,7 @@ def folder_is_complete(run: Run, state: str, model: nn.Module) -> None:
     assert read.torn == 0
     assert read.rows[:, INDEX["step"]].tolist() == list(range(1, run.step + 1))
     assert [event.text for event in read.events if event.kind == "state"][-1] == state
-    kept = folder.read_checkpoint("final")
+    kept = folder.read_checkpoint("final").model
     for weight, value in model.state_dict().items():
         assert torch.equal(kept[weight], value)
 
@@ -468,7 +468,7 @@ def test_a_loss_that_is_nan(tmp_path: Path) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
     kept = RunFolder(run.folder)
     assert "not finite at step 3" in kept.read_json("run")["error"]
-    assert torch.equal(kept.read_checkpoint()["inner.0.weight"], model.inner[0].weight)
+    assert torch.equal(kept.read_checkpoint().model["inner.0.weight"], model.inner[0].weight)
     assert [event.kind for event in kept.read_metrics().events][-2:] == ["error", "state"]
 
 
@@ -533,7 +533,7 @@ def test_a_folder_that_vanishes(tmp_path: Path) -> None:
     (run.folder / "checkpoints").rmdir()
     before = model.inner[0].weight.detach().clone()
     model.gate.set()
-    with pytest.raises(RuntimeError, match=r"the weights cannot be kept .* the model still has"):
+    with pytest.raises(RuntimeError, match=r"the checkpoint cannot be kept .* the model still has"):
         run.result()
     assert run.state == "failed"
     assert run.step == 4
@@ -665,4 +665,4 @@ def test_python_that_ends_stops_the_run_in_order(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     folder = RunFolder(tmp_path / "run-1")
     assert folder.read_json("run")["state"] == "stopped"
-    assert len(folder.read_metrics().rows) == folder.read_json("checkpoints/final")["step"] >= 3
+    assert len(folder.read_metrics().rows) == folder.read_checkpoint().position.step >= 3
