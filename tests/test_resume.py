@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +26,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import ortlab
 from ortlab import loop
 from ortlab.checkpoint import Checkpoint
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.engines.base import EngineUnavailable, NotFinite, Stepper, engine
 from ortlab.engines.torch_native import Eager
+from ortlab.runs import Run
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
 from tests.resuming import CASES, Course, examples, network
@@ -71,16 +77,13 @@ def test_a_run_goes_on_in_another_process(gone_on: tuple[Path, list[str]], name:
         assert torch.equal(value, resumed[entry]), entry
 
 
-@pytest.mark.parametrize("case", ["eager", "ort with dropout", "ort on torch's kernels"])
-def test_dropout_differs_from_step_to_step(case: str, tmp_path: Path) -> None:
-    """So that the test above sees masks that come twice, or none: equal is not equal to frozen."""
-    try:
-        engine(CASES[case].settings["engine"])
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
-    path = tmp_path / "a.ckpt"
-    Course(CASES[case]).finish(keep=path)
-    kept = Checkpoint.load(path)
+@pytest.mark.parametrize("case", ["eager", "ort with dropout"])
+def test_other_random_states_give_other_losses(gone_on: tuple[Path, list[str]], case: str) -> None:
+    """So that the test above would see other masks than those of the run that went on."""
+    folder, names = gone_on
+    if case not in names:
+        pytest.skip(f"engine {CASES[case].settings['engine']!r} cannot run here")
+    kept = Checkpoint.load(folder / f"{case}.ckpt")
     losses = [
         Course(CASES[case], _drawing_otherwise(kept, seed)).finish()["losses"] for seed in (1, 2)
     ]
@@ -89,8 +92,6 @@ def test_dropout_differs_from_step_to_step(case: str, tmp_path: Path) -> None:
 
 def _drawing_otherwise(kept: Checkpoint, seed: int) -> Checkpoint:
     """`kept` with other random states, for torch as for an engine of its own."""
-    import dataclasses
-
     random = dataclasses.replace(
         kept.position.random, host=torch.Generator().manual_seed(seed).get_state()
     )
@@ -289,8 +290,6 @@ def test_a_run_that_is_over_goes_on_with_more_epochs(
 
 
 def test_the_state_in_a_paused_evaluation_is_that_between_two_steps(tmp_path: Path) -> None:
-    import threading
-
     settings = FinetuneSettings(engine="eager", device="cpu", lr=0.05, epochs=2, batch_size=4)
     control, recorder = loop.Control(), Recorder()
 
@@ -442,3 +441,176 @@ def test_other_settings_hold_from_there_on() -> None:
     decayed, *_ = trained(examples(22), kept, weight_decay=0.9, lr=0.05)
     assert decayed[0] == whole[3]
     assert decayed[2:] != whole[5:]
+
+
+# --- a run, and finetune
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads_end: None) -> Path:
+    monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
+    return tmp_path
+
+
+CHOSEN = {"loss": "cross_entropy", "engine": "eager", "device": "cpu", "batch_size": 4}
+
+
+class Gated(nn.Module):
+    """A model whose training steps wait for their turn."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.inner = network()
+        self.turns = threading.Semaphore(turns)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            assert self.turns.acquire(timeout=60)
+        scores: torch.Tensor = self.inner(inputs)
+        return scores
+
+    def more(self, turns: int = 1000) -> None:
+        self.turns.release(turns)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def column(run: Run, name: str = "loss") -> list[float]:
+    values: list[float] = run.recorder.rows()[:, INDEX[name]].tolist()
+    return values
+
+
+def test_a_checkpoint_in_a_pause_and_a_run_from_it(home: Path) -> None:
+    model = Gated(turns=4)
+    run = ortlab.finetune(model, examples(22), epochs=3, eval_data=examples(6), **CHOSEN)
+    until(lambda: run.step == 4)
+    run.pause()
+    model.more(1)
+    until(lambda: run.state == "paused")
+    path = run.checkpoint(home / "a.ckpt")
+    assert run.state == "paused"
+    assert path == home / "a.ckpt"
+    run.resume()
+    model.more()
+    run.result()
+    other = Gated(turns=1000)
+    resumed = ortlab.finetune(other, examples(22), resume_from=path, eval_data=examples(6))
+    result = resumed.result()
+    assert (resumed.settings, result.steps) == (run.settings, 18)
+    assert column(resumed, "step") == list(range(6, 19))
+    assert column(resumed) == column(run)[5:]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    notes = [event.text for event in resumed.recorder.events("note")]
+    assert notes == ["goes on from a checkpoint at step 5"]
+
+
+def test_a_checkpoint_waits_for_the_step_in_flight(home: Path) -> None:
+    model = Gated(turns=2)
+    run = ortlab.finetune(model, examples(22), **CHOSEN)
+    until(lambda: run.step == 2)
+    paths: list[Path] = []
+    asking = [threading.Thread(target=lambda: paths.append(run.checkpoint())) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    assert not paths
+    model.more(1)
+    for thread in asking:
+        thread.join(60)
+    assert paths == [run.folder / "checkpoints" / "step-3.safetensors"] * 2
+    assert Checkpoint.load(paths[0]).position.step == 3
+    model.more()
+    run.result()
+
+
+def test_a_run_that_is_over_has_its_checkpoint(home: Path) -> None:
+    run = ortlab.finetune(network(), examples(22), epochs=2, **CHOSEN)
+    run.result()
+    final = run.checkpoint()
+    assert final == run.folder / "checkpoints" / "final.safetensors"
+    copied = Checkpoint.load(run.checkpoint(home / "copy.ckpt"))
+    assert copied.position.step == 12
+    model = network()
+    more = ortlab.finetune(model, examples(22), resume_from=final, epochs=3, lr=0.01)
+    assert more.result().steps == 18
+    assert column(more, "step") == list(range(13, 19))
+    assert more.settings.lr == 0.01
+
+
+def test_a_run_that_was_stopped_goes_on(home: Path) -> None:
+    model = Gated(turns=3)
+    run = ortlab.finetune(model, examples(22), **CHOSEN)
+    until(lambda: run.step == 3)
+    run.stop()
+    model.more()
+    assert run.result().steps in (3, 4)  # it may have been between two steps
+    rest = ortlab.finetune(Gated(turns=1000), examples(22), resume_from=run.checkpoint())
+    assert rest.result().steps == 6
+    whole = ortlab.finetune(Gated(turns=1000), examples(22), **CHOSEN)
+    whole.result()
+    assert column(run) + column(rest) == column(whole)
+
+
+def test_a_run_that_failed_goes_on_after_the_batch_that_was_bad(home: Path) -> None:
+    data = [(torch.randn(4, 4), torch.arange(4) % 3) for _ in range(5)]
+    bad = (torch.full((4, 4), math.nan), torch.arange(4) % 3)
+    chosen = {**CHOSEN, "batch_size": 16, "schedule": "constant"}
+    run = ortlab.finetune(network(0.0), [*data[:2], bad, *data[2:]], **chosen)
+    with pytest.raises(NotFinite):
+        run.result()
+    rest = ortlab.finetune(network(0.0), [*data[:2], bad, *data[2:]], resume_from=run.checkpoint())
+    rest.result()
+    clean = ortlab.finetune(network(0.0), data, **chosen)
+    clean.result()
+    assert column(rest, "step") == [3, 4, 5]
+    assert column(rest) == column(clean)[2:]
+
+
+def test_a_run_that_never_began_has_no_checkpoint(home: Path) -> None:
+    def fails() -> Stepper:
+        raise RuntimeError("no compiler")
+
+    settings = FinetuneSettings(engine="eager", device="cpu")
+    run = Run(network(), fails, examples(), settings=settings)
+    with pytest.raises(RuntimeError, match=r"was not started: run.start\(\) first"):
+        run.checkpoint()
+    run.start()
+    with pytest.raises(RuntimeError, match="has no checkpoint: it failed at step 0"):
+        run.checkpoint()
+
+
+def test_what_finetune_refuses_leaves_no_run(home: Path) -> None:
+    path = kept_at(3).save(home / "a.ckpt")
+    with pytest.raises(ValueError, match=r"of another model: 0\.weight is not in the model"):
+        ortlab.finetune(nn.Linear(4, 3), examples(22), loss="mse", resume_from=path)
+    with pytest.raises(ValueError, match=r"seed=4, and the checkpoint is of a run with seed=0"):
+        ortlab.finetune(network(), examples(22), loss="mse", resume_from=path, seed=4)
+    with pytest.raises(ValueError, match="there is no checkpoint at none"):
+        ortlab.finetune(network(), examples(22), loss="mse", resume_from="none")
+    mine = dataclasses.replace(kept_at(3), settings={**kept_at(3).settings, "loss": "mine"})
+    with pytest.raises(ValueError, match=r"loss is a function called 'mine', .* once more: loss="):
+        ortlab.finetune(network(), examples(22), resume_from=mine)
+    assert not (home / "runs").exists()
+
+
+@pytest.mark.parametrize("to", ["compile", "ort"])
+def test_another_engine_goes_on_where_eager_stopped(home: Path, to: str) -> None:
+    try:
+        engine(to)
+    except EngineUnavailable as error:
+        pytest.skip(str(error))
+    # Rows of one size: four micro-batches of five.
+    *_, kept, _ = trained(examples(20), stop=5, model=network(0.0), batch_size=5)
+    whole, *_ = trained(examples(20), model=network(0.0), batch_size=5)
+    assert kept is not None
+    run = ortlab.finetune(
+        network(0.0), examples(20), resume_from=kept, engine=to, loss="cross_entropy"
+    )
+    run.result()
+    assert run.engine_used == to
+    assert column(run) == pytest.approx(whole[5:], rel=1e-4)
