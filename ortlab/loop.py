@@ -11,6 +11,7 @@ import math
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -33,12 +34,15 @@ from ortlab.checkpoint import Checkpoint, Order, Position
 from ortlab.engines.base import Batch, NotFinite, Stepper, StepResult
 from ortlab.memory import Memory, Meter
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
-from ortlab.settings import FinetuneSettings
+from ortlab.settings import EngineSettings, FinetuneSettings
 from ortlab.telemetry import NAN, Event, Recorder, Sample
 
 
 class Control:
-    """What anyone may ask of the loop: pause, stop, its state. The loop reads it between steps."""
+    """What anyone may ask of the loop: pause, stop, its state, other settings.
+
+    The loop reads it between steps.
+    """
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -50,6 +54,7 @@ class Control:
         self._stopping = False
         self._closed = False
         self._asked: collections.deque[Future[Checkpoint]] = collections.deque()
+        self._changes: dict[str, Any] = {}
 
     def elapsed_s(self) -> float:
         """Seconds since the run began, pauses included."""
@@ -85,6 +90,17 @@ class Control:
                 self._asked.append(asked)
                 self._changed.notify_all()
         return asked
+
+    def apply(self, changes: Mapping[str, Any]) -> None:
+        """Asks for settings by name, from the next step on."""
+        with self._changed:
+            self._changes.update(changes)
+
+    def changes(self) -> dict[str, Any]:
+        """The settings that were asked for since the last time."""
+        with self._changed:
+            changes, self._changes = self._changes, {}
+        return changes
 
     def close(self) -> None:
         """The loop is over and answers no more."""
@@ -357,6 +373,17 @@ def learning_rate(step: int, total: int | None, settings: FinetuneSettings) -> f
 
 
 _FIXED = ("seed", "batch_size", "optimizer")
+_FIXED_IN_A_RUN = (*_FIXED, "loss", "device")
+
+
+def check_change(before: FinetuneSettings, after: FinetuneSettings) -> None:
+    """ValueError where a run cannot go on with the settings `after` in the place of `before`."""
+    for name in _FIXED_IN_A_RUN:
+        if getattr(before, name) != getattr(after, name):
+            raise ValueError(
+                f"{name}={getattr(after, name)!r} cannot be applied to a run that has "
+                f"{name}={getattr(before, name)!r}; finetune makes another run with it"
+            )
 
 
 def check_begin(begin: Checkpoint, data: Batches, settings: FinetuneSettings) -> None:
@@ -452,6 +479,7 @@ def steps(
     evaluation: Batches | None = None,
     meter: Meter | None = None,
     begin: Checkpoint | None = None,
+    prepare: Callable[[FinetuneSettings], Stepper] | None = None,
 ) -> Iterator[StepResult]:
     """Trains, and yields after every optimizer step; see `Course.steps`."""
     course = Course(
@@ -463,8 +491,32 @@ def steps(
         evaluation=evaluation,
         meter=meter,
         begin=begin,
+        prepare=prepare,
     )
     return course.steps()
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """New settings until their first step is done, and what the old ones go on from."""
+
+    before: FinetuneSettings
+    wanted: FinetuneSettings
+    taken: Checkpoint
+    began: float
+
+
+def _rebuilds(before: FinetuneSettings, after: FinetuneSettings) -> bool:
+    """Whether the change is one of the engine or its options, which takes another stepper."""
+    names = EngineSettings.declarations()
+    return any(getattr(before, name) != getattr(after, name) for name in names)
+
+
+def _differences(before: FinetuneSettings, after: FinetuneSettings) -> str:
+    was, now = before.as_dict(), after.as_dict()
+    return ", ".join(
+        f"{name}={now[name]} (was {was[name]})" for name in now if now[name] != was[name]
+    )
 
 
 class Course:
@@ -472,6 +524,10 @@ class Course:
 
     With `begin` it goes on where that was taken: the same order of the data, place in it, random
     states and schedule. ValueError where that does not fit the settings or the data.
+
+    With `prepare`, which makes a stepper for other settings, the engine and its options can be
+    changed too while it trains (`Control.apply`): all of the state but those goes on. Where the new
+    ones fail, in their making or their first step, the old ones go on.
     """
 
     def __init__(
@@ -485,11 +541,17 @@ class Course:
         evaluation: Batches | None = None,
         meter: Meter | None = None,
         begin: Checkpoint | None = None,
+        prepare: Callable[[FinetuneSettings], Stepper] | None = None,
     ) -> None:
         if begin is not None:
             check_begin(begin, train, settings)
         self.settings = settings
-        self._stepper = stepper
+        """What holds now."""
+        self.stepper = stepper
+        """What trains now."""
+        self._prepare = prepare
+        self._wanted: dict[str, Any] = {}
+        self._trial: _Trial | None = None
         self._train = train
         self._control = control
         self._recorder = recorder
@@ -497,7 +559,8 @@ class Course:
         self._meter = meter
         self._begin = begin
         place = begin.position if begin else None
-        self._total = total_steps(train.length, settings, place)
+        self.total = total_steps(train.length, settings, place)
+        """Optimizer steps of the whole run, None where that is unknown."""
         self._step = place.step if place else 0
         self._epoch = place.epoch if place else 0
         self._batch = place.batch if place else 0
@@ -534,13 +597,18 @@ class Course:
         it.
         """
         taken = self.state().copy()
-        self._stepper.reseed(taken.position.engine_seed)
+        self.stepper.reseed(taken.position.engine_seed)
         return taken
 
     def state(self) -> Checkpoint:
         """`checkpoint` without a copy, for when no step follows."""
-        state = self._stepper.state_dict()
-        position = Position(
+        state = self.stepper.state_dict()
+        return Checkpoint(
+            state["model"], state["optimizer"], self._position(), self.settings.as_dict()
+        )
+
+    def _position(self) -> Position:
+        return Position(
             step=self._step,
             epoch=self._epoch,
             batch=self._batch,
@@ -550,15 +618,12 @@ class Course:
             order=self._order,
             engine_seed=_engine_seed(self.settings.seed, self._step),
         )
-        return Checkpoint(state["model"], state["optimizer"], position, self.settings.as_dict())
 
     def _steps(self) -> Iterator[StepResult]:
         data = None
         if self._begin is not None:
             begin, self._begin = self._begin, None
-            self._stepper.load_state_dict({"model": begin.model, "optimizer": begin.optimizer})
-            begin.position.random.give_back()
-            self._stepper.reseed(begin.position.engine_seed)
+            self._load(begin)
             if self._order is not None and not self._done():
                 data = self._train.again(begin.position)
             begin.position.random.give_back()
@@ -575,7 +640,7 @@ class Course:
             self._epoch, self._batch, self._order = self._epoch + 1, 0, None
         if not self._control.stopping:
             self._evaluate()
-        if not self._stepper.finite():
+        if not self.stepper.finite():
             self._fail_not_finite()
 
     def _steps_of_epoch(self, data: Iterator[Batch] | None) -> Iterator[StepResult]:
@@ -585,12 +650,25 @@ class Course:
             data = self._train.epoch(self._epoch)
         while not self._done() and self._proceed():
             began = time.perf_counter()
-            group = list(itertools.islice(data, self.settings.accumulation))
+            wanted = self._asked_for()
+            group = list(itertools.islice(data, wanted.accumulation))
             data_s = time.perf_counter() - began
             if not group:
                 break
-            lr = learning_rate(self._step, self._total, self.settings)
-            result = self._stepper.step(group, lr=lr)
+            try:
+                if self._wanted:
+                    self._change(wanted, began)
+                lr = learning_rate(self._step, self.total, self.settings)
+                result = self.stepper.step(group, lr=lr)
+            # An engine raises all kinds of exceptions. What was at fault besides it, a batch for
+            # one, is raised again when the old settings take the step.
+            except Exception as error:
+                if self._trial is None:
+                    raise
+                self._go_back(error)
+                data = itertools.chain(group, data)
+                continue
+            self._settle()
             step_s = time.perf_counter() - began
             self._step += 1
             self._batch += len(group)
@@ -603,8 +681,72 @@ class Course:
         if self._step == 0 and not self._control.stopping:
             raise ValueError("the training data is empty: it gave no batch")
 
+    def _asked_for(self) -> FinetuneSettings:
+        """The settings that the next step is to have."""
+        self._wanted |= self._control.changes()
+        try:
+            wanted = self.settings.replace(**self._wanted)
+            check_change(self.settings, wanted)
+            if self._prepare is None and _rebuilds(self.settings, wanted):
+                raise ValueError("nothing makes a stepper for another engine or its options")
+        except ValueError as error:
+            self._tell("warning", f"the run goes on with the settings it has: {error}")
+            self._wanted, wanted = {}, self.settings
+        return wanted
+
+    def _change(self, wanted: FinetuneSettings, began: float) -> None:
+        """Lets `wanted` hold from the next step on; `_settle` or `_go_back` follow it."""
+        self._wanted, before = {}, self.settings
+        if wanted == before:
+            return
+        if not _rebuilds(before, wanted):
+            self.stepper.adopt(wanted)
+            self._use(wanted)
+            self._tell("change", _differences(before, wanted), {"cost_s": 0.0})
+            return
+        self._trial = _Trial(before, wanted, self.checkpoint(), began)
+        self._rebuild(wanted, self._trial.taken)
+
+    def _rebuild(self, settings: FinetuneSettings, taken: Checkpoint) -> None:
+        assert self._prepare is not None
+        # First, so that the new one finds the model as the user gave it: in train mode or not.
+        self.stepper.close()
+        self.stepper = self._prepare(settings)
+        self._load(taken)
+        self._use(settings)
+
+    def _load(self, taken: Checkpoint) -> None:
+        self.stepper.load_state_dict({"model": taken.model, "optimizer": taken.optimizer})
+        taken.position.random.give_back()
+        self.stepper.reseed(taken.position.engine_seed)
+
+    def _use(self, settings: FinetuneSettings) -> None:
+        self.settings = settings
+        self.total = total_steps(self._train.length, settings, self._position())
+
+    def _settle(self) -> None:
+        """The first step under new settings is done."""
+        if self._trial is None:
+            return
+        trial, self._trial = self._trial, None
+        cost_s = time.perf_counter() - trial.began
+        self._tell("change", _differences(trial.before, trial.wanted), {"cost_s": cost_s})
+
+    def _go_back(self, error: Exception) -> None:
+        """New settings have failed: the old ones take the run where it was before them."""
+        assert self._trial is not None
+        trial, self._trial = self._trial, None
+        traceback.clear_frames(error.__traceback__)  # what it was computing takes memory
+        self._rebuild(trial.before, trial.taken)
+        changes = _differences(trial.before, trial.wanted)
+        self._tell("warning", f"{changes}: the run goes on without, for it failed: {error}")
+
+    def _tell(self, kind: str, text: str, values: dict[str, float] | None = None) -> None:
+        event = Event(kind, self._step, self._control.elapsed_s(), text, values or {})
+        self._recorder.event(event)
+
     def _done(self) -> bool:
-        return self._total is not None and self._step >= self._total
+        return self.total is not None and self._step >= self.total
 
     def _due(self) -> bool:
         every = self.settings.eval_every
@@ -641,7 +783,7 @@ class Course:
             )
         )
         # Asking the stepper waits for a device; there the recorder tells a moment later.
-        if (on_host and not self._stepper.finite()) or self._recorder.not_finite_step is not None:
+        if (on_host and not self.stepper.finite()) or self._recorder.not_finite_step is not None:
             self._fail_not_finite()
 
     def _fail_not_finite(self) -> None:
@@ -658,7 +800,7 @@ class Course:
             return
         # In the middle of it, as in a pause there, the random states are those of the evaluation.
         self._drawn = RandomStates.now()
-        found = evaluate(self._stepper, self._evaluation, step=self._step, proceed=self._proceed)
+        found = evaluate(self.stepper, self._evaluation, step=self._step, proceed=self._proceed)
         self._drawn = None
         if found is None:
             return

@@ -78,7 +78,8 @@ class RunResult:
 class Run:
     """A model in training, in the background.
 
-    `prepare` makes the stepper, inside the run's thread, since exporting takes time. Wait with
+    `prepare` makes the stepper for settings, inside the run's thread, since exporting takes time;
+    `apply` has it make others. Wait with
     ``await run`` in a notebook or `result` in a script; both raise what the run raised. When it is
     over, however it ended, the model has the last good weights and the folder is complete. The run
     itself then holds neither model nor data.
@@ -94,7 +95,7 @@ class Run:
     def __init__(
         self,
         model: nn.Module,
-        prepare: Callable[[], Stepper],
+        prepare: Callable[[FinetuneSettings], Stepper],
         train: Any,
         *,
         settings: FinetuneSettings,
@@ -115,6 +116,9 @@ class Run:
         self._total = loop.total_steps(batches.length, settings, place)
         loop.check_schedule(self._total, settings)
         self.settings = settings
+        """What the run began with."""
+        self.current_settings = settings
+        """What holds now."""
         self._work: _Work | None = _Work(model, prepare, batches, held_out, begin)
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
@@ -122,6 +126,7 @@ class Run:
         self._control = Control()
         self._state: State = "starting"
         self._report: Report | None = None
+        self._earlier_s = (0.0, 0.0)
         self._doing = "preparing"
         self._step = place.step if place else 0
         self._interrupts = 0
@@ -177,7 +182,7 @@ class Run:
     @property
     def engine_asked(self) -> str:
         """The engine that the settings name."""
-        return self.settings.engine
+        return self.current_settings.engine
 
     @property
     def engine_used(self) -> str:
@@ -260,6 +265,23 @@ class Run:
         if path is None:
             path = self._folder.checkpoint_path(f"step-{taken.position.step}")
         return taken.save(path)
+
+    def apply(self, **changes: Any) -> None:
+        """Changes settings while the run trains, from the next step on; not waited for.
+
+        Weights, the optimizer's state, the order of the data and the random states go on. Learning
+        rate, schedule, accumulation, clipping and decay cost nothing; engine, precision, kernels
+        and ORT's options have another stepper made, and where that or its first step fails, the run
+        goes on with what it had. An event of the recorder says what was changed and its cost, or
+        why not. The schedule goes on at the same step; of how many, accumulation decides.
+
+        ValueError for what is unknown or wrong, for seed, batch size, optimizer, loss and device,
+        and when the run is over.
+        """
+        if self.over():
+            raise ValueError(f"{self.name} is over ({self.state}): nothing can be applied to it")
+        loop.check_change(self.current_settings, self.current_settings.replace(**changes))
+        self._control.apply(changes)
 
     def over(self) -> bool:
         """Whether the run has ended and its folder is complete."""
@@ -412,7 +434,7 @@ class Run:
         self._meter = SAMPLER.start()
         progress.set(self._tell)
         self._event("state", "starting")
-        stepper = work.prepare()
+        stepper = work.prepare(self.settings)
         work.course = loop.Course(
             stepper,
             work.train,
@@ -422,25 +444,38 @@ class Run:
             evaluation=work.evaluation,
             meter=self._meter,
             begin=work.begin,
+            prepare=work.prepare,
         )
-        work.stepper, work.begin = stepper, None
+        work.begin = None
         self._state = "running"
         self._doing = "evaluating before the first step" if work.evaluation else "first step"
         self._event("state", "running")
         if self._step:
             self._event("note", f"goes on from a checkpoint at step {self._step}")
-        for _ in work.course.steps():
+        course = work.course
+        for _ in course.steps():
             self._step += 1
-            self._hear(stepper.report())
-        self._hear(stepper.report())
+            self._total, self.current_settings = course.total, course.settings
+            self._hear(course.stepper)
+        self._hear(course.stepper)
 
     def _tell(self, line: str) -> None:
         self._doing = line
         self._event("note", line)
 
-    def _hear(self, report: Report) -> None:
+    def _hear(self, stepper: Stepper) -> None:
         """Makes events of what the engine says for the first time."""
-        known = self._report
+        assert self._work is not None
+        report, known = stepper.report(), self._report
+        if stepper is not self._work.heard:  # settings were changed, and it tells of itself alone
+            self._work.heard = stepper
+            if known is not None:
+                self._earlier_s = (known.export_s, known.check_s)
+                known = None
+        export_s, check_s = self._earlier_s
+        report = dataclasses.replace(
+            report, export_s=report.export_s + export_s, check_s=report.check_s + check_s
+        )
         self._report = report
         if known is not None and known == report:
             return
@@ -454,11 +489,11 @@ class Run:
 
     def _keep_state(self) -> None:
         work = self._work
-        if work is None or work.stepper is None or work.course is None:
+        if work is None or work.course is None:
             return
         state = work.course.state()
-        self._hear(work.stepper.report())
-        work.stepper.close()
+        self._hear(work.course.stepper)
+        work.course.stepper.close()
         state.save(self._folder.checkpoint_path("final"))
 
     def _conclude(self) -> None:
@@ -519,12 +554,12 @@ class _Work:
     """What a run needs while it trains, and lets go of at the end."""
 
     model: nn.Module
-    prepare: Callable[[], Stepper]
+    prepare: Callable[[FinetuneSettings], Stepper]
     train: loop.Batches
     evaluation: loop.Batches | None
     begin: Checkpoint | None = None
-    stepper: Stepper | None = None
     course: loop.Course | None = None
+    heard: Stepper | None = None
 
 
 class _Interrupts:

@@ -100,22 +100,28 @@ class Session:
             own |= {name: value for name, value in begin.settings.items() if name in known}
         function, loss_name = _loss(loss, own.get("loss"))
         chosen = FinetuneSettings.of({**own, **settings, "loss": loss_name})
+        executed: dict[str, nn.Module] = {}
         if entry is None:
-            original = executed = module
+            original = module
             reason = self.wrapped.unfit(module)
             if reason is not None:
                 raise ValueError(f"cannot fine-tune this {type(module).__name__}: it {reason}")
         else:
             original = entry.engine.unwrap(module)
             # Its own engine goes on with what it has exported already.
-            executed = module if chosen.engine == entry.settings.engine else original
+            executed[entry.settings.engine] = module
         self._check_free(original)
         if begin is not None:
             check_model(begin.model, original.state_dict())
-        engine = engine_called(chosen.engine)
+        engine_called(chosen.engine)
 
-        def prepare() -> Stepper:
-            return engine.prepare(executed, function, chosen)
+        def prepare(settings: FinetuneSettings) -> Stepper:
+            engine = engine_called(settings.engine)
+            if engine.name not in executed:
+                # Kept as long as the run is, so that a return to this engine exports nothing anew.
+                plain = settings.replace(precision="fp32")  # which is not for wrapping to choose
+                executed[engine.name] = engine.wrap(original, plain)
+            return engine.prepare(executed[engine.name], function, settings)
 
         run = Run(
             original,

@@ -572,7 +572,7 @@ def test_a_run_that_failed_goes_on_after_the_batch_that_was_bad(home: Path) -> N
 
 
 def test_a_run_that_never_began_has_no_checkpoint(home: Path) -> None:
-    def fails() -> Stepper:
+    def fails(_: FinetuneSettings) -> Stepper:
         raise RuntimeError("no compiler")
 
     settings = FinetuneSettings(engine="eager", device="cpu")

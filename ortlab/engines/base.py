@@ -123,6 +123,10 @@ class Stepper(Protocol):
         """
         ...
 
+    def adopt(self, settings: FinetuneSettings) -> None:
+        """Takes from `settings` what the next step can have as it is: clipping and decay."""
+        ...
+
     def reseed(self, seed: int) -> None:
         """Restarts the generators that are the engine's own and cannot be read."""
         ...

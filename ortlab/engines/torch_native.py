@@ -46,17 +46,19 @@ def optimizer_for(module: nn.Module, settings: FinetuneSettings) -> torch.optim.
     trainable = [p for p in module.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("no parameter of the model requires a gradient: nothing to train")
+    kinds = [[p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]]
     groups = [
-        {
-            "params": [p for p in trainable if p.dim() >= 2],
-            "weight_decay": settings.weight_decay,
-        },
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": params, "weight_decay": _decay(params[0], settings)}
+        for params in kinds
+        if params
     ]
-    groups = [group for group in groups if group["params"]]
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=0.9, fused=True)
     return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
+
+
+def _decay(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
+    return settings.weight_decay if parameter.dim() >= 2 else 0.0
 
 
 class TorchStepper:
@@ -197,6 +199,12 @@ class TorchStepper:
     def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         names = {id(p): name for name, p in self._owner.named_parameters()}
         return [(names[id(p)], p) for p in self._parameters]
+
+    def adopt(self, settings: FinetuneSettings) -> None:
+        """See `Stepper.adopt`."""
+        self._clip_norm = settings.clip_norm
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = _decay(group["params"][0], settings)
 
     def reseed(self, seed: int) -> None:
         """See `Stepper.reseed`."""
