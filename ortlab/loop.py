@@ -626,7 +626,7 @@ class Course:
             self._load(begin)
             if self._order is not None and not self._done():
                 data = self._train.again(begin.position)
-            begin.position.random.give_back()
+                begin.position.random.give_back()
             self._drawn = None
         if self._evaluated < 0 or self._due():
             self._evaluate()
@@ -684,6 +684,8 @@ class Course:
     def _asked_for(self) -> FinetuneSettings:
         """The settings that the next step is to have."""
         self._wanted |= self._control.changes()
+        if not self._wanted:
+            return self.settings
         try:
             wanted = self.settings.replace(**self._wanted)
             check_change(self.settings, wanted)

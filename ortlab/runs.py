@@ -78,11 +78,11 @@ class RunResult:
 class Run:
     """A model in training, in the background.
 
-    `prepare` makes the stepper for settings, inside the run's thread, since exporting takes time;
-    `apply` has it make others. Wait with
-    ``await run`` in a notebook or `result` in a script; both raise what the run raised. When it is
-    over, however it ended, the model has the last good weights and the folder is complete. The run
-    itself then holds neither model nor data.
+    `prepare` makes the stepper for its settings, inside the run's thread, since exporting takes
+    time, and others where `apply` asks for them. Wait with ``await run`` in a notebook or `result`
+    in a script; both raise what the run raised. When it is over, however it ended, the model has
+    the last good weights and the folder is complete. The run itself then holds neither model nor
+    data.
 
     With `begin` it goes on where that was taken, by another run of any engine, in this process or
     an earlier one; ``settings`` may differ in what `loop.check_begin` does not fix.
