@@ -10,8 +10,8 @@ A root (`runs_root`) holds one folder a run, named after it; folders have mode 0
                       an object {"form", "columns"}: the names of the numbers in the lines below it
                       an array: a step, null where a number is unknown
                       an object {"event", "step", "time_s", "text", "values"}: see `telemetry.Event`
-    checkpoints/      NAME.safetensors with NAME.json {"form", "file", "sha256", "step", "aliases"};
-                      ``final`` are the last good weights of a run that is over
+    checkpoints/      NAME.safetensors: see `ortlab.checkpoint`; ``final`` is what a run ended with,
+                      the last good weights among it
     charts.png        the charts, where a view showed them
 
 A crash can tear the last line of metrics.jsonl and nothing else: readers skip lines that are not
@@ -22,13 +22,13 @@ are written beside their name, synced and renamed. JSON and safetensors only: re
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import math
 import os
 import platform
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ import ortlab
 from ortlab.telemetry import COLUMNS, Event, Rows
 
 if TYPE_CHECKING:
-    import torch
+    from ortlab.checkpoint import Checkpoint
 
 FORM = 1
 
@@ -133,43 +133,15 @@ class RunFolder:
         """Everything in metrics.jsonl that was written whole."""
         return read_metrics(self.path / "metrics.jsonl")
 
-    def write_checkpoint(self, name: str, state: Mapping[str, Any], *, step: int) -> Path:
-        """Keeps the tensors of a state dict as checkpoints/`name`; returns the file's path.
+    def checkpoint_path(self, name: str = "final") -> Path:
+        """The file of the checkpoint called `name`."""
+        return self.path / "checkpoints" / f"{name}.safetensors"
 
-        Tensors that share memory (tied weights) are written once. Entries that are no tensors are
-        left out. RuntimeError when the disk does not take it.
-        """
-        import safetensors
-        import safetensors.torch
+    def read_checkpoint(self, name: str = "final") -> Checkpoint:
+        """The checkpoint that was kept as `name`; ValueError as `Checkpoint.load` gives."""
+        from ortlab.checkpoint import Checkpoint
 
-        tensors, aliases = _distinct(state)
-        path = self.path / "checkpoints" / f"{name}.safetensors"
-        try:
-            _write_beside(path, lambda beside: safetensors.torch.save_file(tensors, beside))
-        except (OSError, safetensors.SafetensorError) as error:
-            raise RuntimeError(
-                f"the weights cannot be kept in {path}: {error}; the model still has them"
-            ) from error
-        about = {
-            "form": FORM,
-            "file": path.name,
-            "sha256": _sha256(path),
-            "step": step,
-            "aliases": aliases,
-        }
-        self.write_json(f"checkpoints/{name}", about)
-        return path
-
-    def read_checkpoint(self, name: str = "final") -> dict[str, torch.Tensor]:
-        """The state dict that was kept as `name`; RuntimeError when the file has changed since."""
-        import safetensors.torch
-
-        about = self.read_json(f"checkpoints/{name}")
-        path = self.path / "checkpoints" / f"{name}.safetensors"
-        if _sha256(path) != about["sha256"]:
-            raise RuntimeError(f"{path} is damaged: it is not the file that was written")
-        state = safetensors.torch.load_file(path)
-        return state | {alias: state[kept] for alias, kept in about["aliases"].items()}
+        return Checkpoint.load(self.checkpoint_path(name))
 
 
 def _new_folder(root: Path, name: str | None) -> Path:
@@ -205,12 +177,12 @@ def write_private(path: Path, data: bytes) -> None:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
 
-    _write_beside(path, write)
+    write_beside(path, write)
 
 
-def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
+def write_beside(path: Path, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a file beside `path`, which then takes its place at once and for good."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         write(beside)
         beside.chmod(0o600)
@@ -228,33 +200,6 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _distinct(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of `state` without repetition, and which name stands for which."""
-    import torch
-
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[object, str] = {}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        memory = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if value.numel() and memory in first:
-            aliases[name] = first[memory]
-            continue
-        first[memory] = name
-        kept = value.detach().cpu().contiguous()
-        # Views of one storage that differ, which safetensors refuses, get memory of their own.
-        whole = kept.untyped_storage().nbytes() == kept.nbytes
-        tensors[name] = kept if whole else kept.clone()
-    return tensors, aliases
 
 
 _HEAD = {"form": FORM, "columns": [column.name for column in COLUMNS]}

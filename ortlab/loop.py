@@ -5,38 +5,56 @@ Nothing here knows threads or files: ``for result in steps(...)`` trains in the 
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
+from ortlab.checkpoint import Checkpoint, Order, Position
 from ortlab.engines.base import Batch, NotFinite, Stepper, StepResult
 from ortlab.memory import Memory, Meter
-from ortlab.randomness import seeded, undisturbed_random
-from ortlab.settings import FinetuneSettings
+from ortlab.randomness import RandomStates, seeded, undisturbed_random
+from ortlab.settings import EngineSettings, FinetuneSettings
 from ortlab.telemetry import NAN, Event, Recorder, Sample
 
 
 class Control:
-    """Pause and stop, asked for by anyone, read by the loop between steps."""
+    """What anyone may ask of the loop: pause, stop, its state, other settings.
+
+    The loop reads it between steps.
+    """
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
         """When the run began, on `time.perf_counter`'s clock."""
         self.waiting = False
         """Whether the loop stands still now; a pause is asked for before that."""
-        self._go = threading.Event()
-        self._go.set()
-        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._pausing = False
+        self._stopping = False
+        self._closed = False
+        self._asked: collections.deque[Future[Checkpoint]] = collections.deque()
+        self._changes: dict[str, Any] = {}
 
     def elapsed_s(self) -> float:
         """Seconds since the run began, pauses included."""
@@ -44,48 +62,117 @@ class Control:
 
     def pause(self) -> None:
         """Asks the loop to wait before its next step; nothing once a stop was asked for."""
-        self._go.clear()
-        # Looked at afterwards: a stop that comes between the two must not be waited out either.
-        if self._stop.is_set():
-            self._go.set()
+        with self._changed:
+            self._pausing = not self._stopping
 
     def resume(self) -> None:
         """Lets a paused loop go on."""
-        self._go.set()
+        with self._changed:
+            self._pausing = False
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Asks the loop to end after the step in flight, from a pause too."""
-        self._stop.set()
-        self._go.set()
+        with self._changed:
+            self._stopping, self._pausing = True, False
+            self._changed.notify_all()
+
+    def checkpoint(self) -> Future[Checkpoint]:
+        """Asks for the run's state after the step in flight; a paused loop gives it at once.
+
+        The future is cancelled where the loop ends before.
+        """
+        asked: Future[Checkpoint] = Future()
+        with self._changed:
+            if self._closed:
+                asked.cancel()
+            else:
+                self._asked.append(asked)
+                self._changed.notify_all()
+        return asked
+
+    def apply(self, changes: Mapping[str, Any]) -> None:
+        """Asks for settings by name, from the next step on."""
+        with self._changed:
+            self._changes.update(changes)
+
+    def changes(self) -> dict[str, Any]:
+        """The settings that were asked for since the last time."""
+        with self._changed:
+            changes, self._changes = self._changes, {}
+        return changes
+
+    def close(self) -> None:
+        """The loop is over and answers no more."""
+        with self._changed:
+            self._closed = True
+            for asked in self._asked:
+                asked.cancel()
+            self._asked.clear()
 
     @property
     def pausing(self) -> bool:
         """Whether a pause was asked for."""
-        return not self._go.is_set()
+        return self._pausing
 
     @property
     def stopping(self) -> bool:
         """Whether a stop was asked for."""
-        return self._stop.is_set()
+        return self._stopping
 
-    def proceed(self) -> bool:
-        """Blocks while paused; False when the loop is to end."""
-        if not self._go.is_set() and not self._stop.is_set():
-            self.waiting = True
-            self._go.wait()
+    def proceed(self, state: Callable[[], Checkpoint] | None = None) -> bool:
+        """Blocks while paused; False when the loop is to end. Who asked for the `state` gets it."""
+        try:
+            while True:
+                with self._changed:
+                    if not self._asked or state is None:
+                        if not self._pausing:
+                            return not self._stopping
+                        self.waiting = True
+                        self._changed.wait()
+                        continue
+                    asked = self._asked.popleft()
+                if asked.set_running_or_notify_cancel():
+                    try:
+                        asked.set_result(state())
+                    # Memory may not suffice for a copy: who asked is told, and the run goes on.
+                    except Exception as error:  # noqa: BLE001
+                        asked.set_exception(error)
+        finally:
             self.waiting = False
-        return not self._stop.is_set()
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Data as micro-batches: ``epoch(n)`` iterates over epoch `n`, counted from 0.
+    """Data as micro-batches: ``epoch(n, k)`` iterates over epoch `n`, counted from 0, without `k`.
 
     ``length`` is the number of micro-batches in an epoch, None where only reading tells.
+    ``generators`` are those that the user's loader draws its order from, where it has any of its
+    own; ``workers_stay`` says whether its workers outlive an epoch.
     """
 
-    epoch: Callable[[int], Iterator[Batch]]
+    epoch: Callable[..., Iterator[Batch]]
     length: int | None
+    generators: tuple[torch.Generator, ...] = ()
+    workers_stay: bool = False
+
+    def order(self) -> Order:
+        """What the order of an epoch that begins now is drawn from."""
+        return Order(RandomStates.now(), [each.get_state() for each in self.generators])
+
+    def again(self, position: Position) -> Iterator[Batch]:
+        """The epoch of `position` as it began then, from its micro-batch on.
+
+        What was read before it is read again and dropped; a Dataset that is batched here skips it
+        unread. Leaves the random states changed.
+        """
+        assert position.order is not None
+        if self.workers_stay and position.epoch > 0:
+            self.epoch(0)  # such a loader draws its workers' seed in its first epoch alone
+        position.order.random.give_back()
+        for generator, state in zip(self.generators, position.order.generators, strict=True):
+            generator.set_state(state)
+        return self.epoch(position.epoch, position.batch)
 
 
 def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) -> Batches:
@@ -97,6 +184,13 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
 
     ValueError for what is empty, is no iterable, or can be read once but is needed for several
     epochs; a ``batch_size`` that has no effect warns.
+
+    A run that goes on from a checkpoint reaches its place in the user's own loader or iterable by
+    reading what came before it once more, from the random states and those of the loader's
+    generators at the beginning of the epoch. So data must come in the same order for the same
+    states: what a sampler or a stream remembers apart from them, or draws in the middle of an epoch
+    from generators that others draw from too, is not found again; neither are the random numbers of
+    workers that outlive an epoch (``persistent_workers``).
     """
     made_of_samples = _of_samples(data)
     single = isinstance(data, torch.Tensor | Mapping | str | bytes)
@@ -117,7 +211,36 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
             "give a list or a DataLoader (to train on it once: epochs=1)"
         )
     _warn_of_batch_size(data, settings)
-    return Batches(lambda _: iter(data), length)
+
+    def epoch(_: int, skip: int = 0) -> Iterator[Batch]:
+        return _without(iter(data), skip)
+
+    stay = getattr(data, "persistent_workers", False) and getattr(data, "num_workers", 0) > 0
+    return Batches(epoch, length, _generators(data), stay)
+
+
+def _without(items: Iterator[Batch], count: int) -> Iterator[Batch]:
+    """`items` without the first `count`, which are read here and now."""
+    read = sum(1 for _ in itertools.islice(items, count))
+    if read < count:
+        raise ValueError(
+            f"the data ended after {read} micro-batches, and the checkpoint was taken after "
+            f"{count}; go on with the data that it was trained on"
+        )
+    return items
+
+
+def _generators(data: Any) -> tuple[torch.Generator, ...]:
+    """The generators of a DataLoader and of its samplers, each once."""
+    batch_sampler = getattr(data, "batch_sampler", None)
+    places = (data, getattr(data, "sampler", None), batch_sampler)
+    found = [getattr(each, "generator", None) for each in (*places, _sampler(batch_sampler))]
+    generators = {id(each): each for each in found if isinstance(each, torch.Generator)}
+    return tuple(generators.values())
+
+
+def _sampler(batch_sampler: Any) -> Any:
+    return getattr(batch_sampler, "sampler", None)
 
 
 def _of_samples(data: Any) -> bool:
@@ -141,13 +264,19 @@ def _batched(
 ) -> Batches:
     size = settings.batch_size
     if length is None or isinstance(data, IterableDataset):
-        return Batches(lambda _: map(collate, _grouped(iter(data), size)), None)
+        return Batches(
+            lambda _, skip=0: _without(map(collate, _grouped(iter(data), size)), skip), None
+        )
 
-    def epoch(number: int) -> Iterator[Batch]:
+    def epoch(number: int, skip: int = 0) -> Iterator[Batch]:
         order = torch.Generator()
         order.manual_seed(int(np.random.SeedSequence([settings.seed, number]).generate_state(1)[0]))
+        sampler: Sampler[int] = SequentialSampler(data)
+        if shuffle:
+            sampler = RandomSampler(data, generator=order)
+        groups: Any = itertools.islice(BatchSampler(sampler, size, drop_last=False), skip, None)
         loader: DataLoader[Any] = DataLoader(
-            data, batch_size=size, shuffle=shuffle, generator=order, collate_fn=collate
+            data, batch_sampler=groups, generator=order, collate_fn=collate
         )
         return iter(loader)
 
@@ -210,11 +339,19 @@ def _stack(name: str, values: Sequence[Any]) -> Batch:
     return torch.stack(tensors)
 
 
-def total_steps(length: int | None, settings: FinetuneSettings) -> int | None:
-    """Optimizer steps of the whole run; None where the data's length and max_steps are unknown."""
+def total_steps(
+    length: int | None, settings: FinetuneSettings, begin: Position | None = None
+) -> int | None:
+    """Optimizer steps of the whole run; None where the data's length and max_steps are unknown.
+
+    A run that is at `begin` has its steps behind it and the rest of its data before it.
+    """
     if length is None:
         return settings.max_steps
-    steps_ = settings.epochs * math.ceil(length / settings.accumulation)
+    done, epoch, batch = (begin.step, begin.epoch, begin.batch) if begin else (0, 0, 0)
+    whole = max(settings.epochs - epoch - 1, 0) * math.ceil(length / settings.accumulation)
+    here = math.ceil((length - batch) / settings.accumulation) if epoch < settings.epochs else 0
+    steps_ = done + here + whole
     return min(steps_, settings.max_steps or steps_)
 
 
@@ -233,6 +370,47 @@ def learning_rate(step: int, total: int | None, settings: FinetuneSettings) -> f
     if settings.schedule == "linear":
         return settings.lr * (1 - done)
     return settings.lr * (1 + math.cos(math.pi * done)) / 2
+
+
+_FIXED = ("seed", "batch_size", "optimizer")
+_FIXED_IN_A_RUN = (*_FIXED, "loss", "device")
+
+
+def check_change(before: FinetuneSettings, after: FinetuneSettings) -> None:
+    """ValueError where a run cannot go on with the settings `after` in the place of `before`."""
+    for name in _FIXED_IN_A_RUN:
+        if getattr(before, name) != getattr(after, name):
+            raise ValueError(
+                f"{name}={getattr(after, name)!r} cannot be applied to a run that has "
+                f"{name}={getattr(before, name)!r}; finetune makes another run with it"
+            )
+
+
+def check_begin(begin: Checkpoint, data: Batches, settings: FinetuneSettings) -> None:
+    """ValueError where a run on `data` cannot go on from `begin`."""
+    for name in _FIXED:
+        there, here = begin.settings.get(name), getattr(settings, name)
+        if there != here:
+            raise ValueError(
+                f"{name}={here!r}, and the checkpoint is of a run with {name}={there!r}: its "
+                f"place in the data and its optimizer's state hold for that; leave {name} out"
+            )
+    there, here = begin.position.length, data.length
+    if there != here:
+        raise ValueError(
+            f"the data has {_count(here)} an epoch, and the checkpoint's had {_count(there)}; go "
+            "on with the data that it was trained on"
+        )
+    order = begin.position.order
+    if order is not None and len(order.generators) != len(data.generators):
+        raise ValueError(
+            f"the loader has {len(data.generators)} generators of its own, and the checkpoint's "
+            f"had {len(order.generators)}; make the loader as it was made then"
+        )
+
+
+def _count(length: int | None) -> str:
+    return "an unknown number of micro-batches" if length is None else f"{length} micro-batches"
 
 
 def check_schedule(total: int | None, settings: FinetuneSettings) -> None:
@@ -263,9 +441,9 @@ class Evaluation:
 
 
 def evaluate(
-    stepper: Stepper, data: Batches, *, step: int, control: Control | None = None
+    stepper: Stepper, data: Batches, *, step: int, proceed: Callable[[], bool] = lambda: True
 ) -> Evaluation | None:
-    """The loss (mean over samples) and accuracy of `data`; None when a stop was asked for.
+    """The loss (mean over samples) and accuracy of `data`; None when `proceed` says to stop.
 
     Random states are what they were before: evaluating more often changes no training.
     """
@@ -273,7 +451,7 @@ def evaluate(
     samples = measured = correct = predicted = 0
     with undisturbed_random():
         for batch in data.epoch(0):
-            if control is not None and not control.proceed():
+            if not proceed():
                 return None
             result = stepper.evaluate(batch)
             samples += result.samples
@@ -300,76 +478,284 @@ def steps(
     recorder: Recorder,
     evaluation: Batches | None = None,
     meter: Meter | None = None,
+    begin: Checkpoint | None = None,
+    prepare: Callable[[FinetuneSettings], Stepper] | None = None,
 ) -> Iterator[StepResult]:
-    """Trains, and yields after every optimizer step; ends early when `control` says so.
+    """Trains, and yields after every optimizer step; see `Course.steps`."""
+    course = Course(
+        stepper,
+        train,
+        settings,
+        control=control,
+        recorder=recorder,
+        evaluation=evaluation,
+        meter=meter,
+        begin=begin,
+        prepare=prepare,
+    )
+    return course.steps()
 
-    Samples and "eval" events go to `recorder`. Evaluation comes before the first step, after every
-    epoch or ``eval_every`` steps, and at the end unless stopped.
 
-    The seed governs every random number of Python, numpy and torch, which are one for the whole
-    process: what else draws from them during the run sees its numbers. When the generator ends or
-    is closed they are what they were. Runs that overlap draw from the same states, so their seeds
-    do not hold; the last of them to end gives back what was before the first.
+@dataclass(frozen=True)
+class _Trial:
+    """New settings until their first step is done, and what the old ones go on from."""
 
-    NotFinite when a loss or a gradient is NaN or infinite: at once on a CPU, on another device as
-    soon as the recorder has fetched the loss; the stepper has changed no weight since.
+    before: FinetuneSettings
+    wanted: FinetuneSettings
+    taken: Checkpoint
+    began: float
+
+
+def _rebuilds(before: FinetuneSettings, after: FinetuneSettings) -> bool:
+    """Whether the change is one of the engine or its options, which takes another stepper."""
+    names = EngineSettings.declarations()
+    return any(getattr(before, name) != getattr(after, name) for name in names)
+
+
+def _differences(before: FinetuneSettings, after: FinetuneSettings) -> str:
+    was, now = before.as_dict(), after.as_dict()
+    return ", ".join(
+        f"{name}={now[name]} (was {was[name]})" for name in now if now[name] != was[name]
+    )
+
+
+class Course:
+    """One run of the loop: its steps, and its exact state between two of them.
+
+    With `begin` it goes on where that was taken: the same order of the data, place in it, random
+    states and schedule. ValueError where that does not fit the settings or the data.
+
+    With `prepare`, which makes a stepper for other settings, the engine and its options can be
+    changed too while it trains (`Control.apply`): all of the state but those goes on. Where the new
+    ones fail, in their making or their first step, the old ones go on.
     """
-    with seeded(settings.seed):
-        yield from _Course(stepper, train, settings, control, recorder, evaluation, meter).steps()
 
-
-@dataclass
-class _Course:
-    """The state of one run of `steps`."""
-
-    stepper: Stepper
-    train: Batches
-    settings: FinetuneSettings
-    control: Control
-    recorder: Recorder
-    evaluation: Batches | None
-    meter: Meter | None
-    step: int = 0
-    evaluated: int = -1
+    def __init__(
+        self,
+        stepper: Stepper,
+        train: Batches,
+        settings: FinetuneSettings,
+        *,
+        control: Control,
+        recorder: Recorder,
+        evaluation: Batches | None = None,
+        meter: Meter | None = None,
+        begin: Checkpoint | None = None,
+        prepare: Callable[[FinetuneSettings], Stepper] | None = None,
+    ) -> None:
+        if begin is not None:
+            check_begin(begin, train, settings)
+        self.settings = settings
+        """What holds now."""
+        self.stepper = stepper
+        """What trains now."""
+        self._prepare = prepare
+        self._wanted: dict[str, Any] = {}
+        self._trial: _Trial | None = None
+        self._train = train
+        self._control = control
+        self._recorder = recorder
+        self._evaluation = evaluation
+        self._meter = meter
+        self._begin = begin
+        place = begin.position if begin else None
+        self.total = total_steps(train.length, settings, place)
+        """Optimizer steps of the whole run, None where that is unknown."""
+        self._step = place.step if place else 0
+        self._epoch = place.epoch if place else 0
+        self._batch = place.batch if place else 0
+        self._evaluated = place.evaluated if place else -1
+        self._order: Order | None = place.order if place else None
+        self._drawn: RandomStates | None = place.random if place else None
+        """The random states of the place between two steps, where they are not those of now."""
 
     def steps(self) -> Iterator[StepResult]:
-        total = total_steps(self.train.length, self.settings)
-        self._evaluate()
-        for epoch in range(self.settings.epochs):
-            yield from self._epoch(epoch, total)
-            if self.control.stopping or self.step == total:
+        """Trains, and yields after every optimizer step; ends early when the control says so.
+
+        Samples and "eval" events go to the recorder. Evaluation comes before the first step, after
+        every epoch or ``eval_every`` steps, and at the end unless stopped.
+
+        The seed governs every random number of Python, numpy and torch, which are one for the whole
+        process: what else draws from them during the run sees its numbers. When the generator ends
+        or is closed they are what they were. Runs that overlap draw from the same states, so their
+        seeds do not hold; the last of them to end gives back what was before the first.
+
+        NotFinite when a loss or a gradient is NaN or infinite: at once on a CPU, on another device
+        as soon as the recorder has fetched the loss; the stepper has changed no weight since.
+        """
+        with seeded(self.settings.seed):
+            try:
+                yield from self._steps()
+            finally:
+                self._drawn = self._drawn or RandomStates.now()
+
+    def checkpoint(self) -> Checkpoint:
+        """The state between the last step and the next one, in memory of its own, on the CPU.
+
+        An engine whose own generators cannot be read goes on from a seed that the checkpoint
+        records: the run draws other numbers than without it, and the same as one that begins with
+        it.
+        """
+        taken = self.state().copy()
+        self.stepper.reseed(taken.position.engine_seed)
+        return taken
+
+    def state(self) -> Checkpoint:
+        """`checkpoint` without a copy, for when no step follows."""
+        state = self.stepper.state_dict()
+        return Checkpoint(
+            state["model"], state["optimizer"], self._position(), self.settings.as_dict()
+        )
+
+    def _position(self) -> Position:
+        return Position(
+            step=self._step,
+            epoch=self._epoch,
+            batch=self._batch,
+            length=self._train.length,
+            evaluated=self._evaluated,
+            random=self._drawn or RandomStates.now(),
+            order=self._order,
+            engine_seed=_engine_seed(self.settings.seed, self._step),
+        )
+
+    def _steps(self) -> Iterator[StepResult]:
+        data = None
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            self._load(begin)
+            if self._order is not None and not self._done():
+                data = self._train.again(begin.position)
+                begin.position.random.give_back()
+            self._drawn = None
+        if self._evaluated < 0 or self._due():
+            self._evaluate()
+        while self._epoch < self.settings.epochs:
+            yield from self._steps_of_epoch(data)
+            data = None
+            if self._control.stopping or self._done():
                 break
             if self.settings.eval_every is None:
                 self._evaluate()
-        if not self.control.stopping:
+            self._epoch, self._batch, self._order = self._epoch + 1, 0, None
+        if not self._control.stopping:
             self._evaluate()
         if not self.stepper.finite():
             self._fail_not_finite()
 
-    def _epoch(self, epoch: int, total: int | None) -> Iterator[StepResult]:
-        size = self.settings.accumulation
-        per_epoch = self.train.length and math.ceil(self.train.length / size)
-        every = self.settings.eval_every
-        started = self.step
-        data = self.train.epoch(epoch)
-        while self.control.proceed():
+    def _steps_of_epoch(self, data: Iterator[Batch] | None) -> Iterator[StepResult]:
+        """The steps of an epoch, or of what is left of it in `data`."""
+        if data is None:
+            self._order = self._train.order()
+            data = self._train.epoch(self._epoch)
+        while not self._done() and self._proceed():
             began = time.perf_counter()
-            group = list(itertools.islice(data, size))
+            wanted = self._asked_for()
+            group = list(itertools.islice(data, wanted.accumulation))
             data_s = time.perf_counter() - began
             if not group:
                 break
-            result = self.stepper.step(group, lr=learning_rate(self.step, total, self.settings))
+            try:
+                if self._wanted:
+                    self._change(wanted, began)
+                lr = learning_rate(self._step, self.total, self.settings)
+                result = self.stepper.step(group, lr=lr)
+            # An engine raises all kinds of exceptions. What was at fault besides it, a batch for
+            # one, is raised again when the old settings take the step.
+            except Exception as error:
+                if self._trial is None:
+                    raise
+                self._go_back(error)
+                data = itertools.chain(group, data)
+                continue
+            self._settle()
             step_s = time.perf_counter() - began
-            self.step += 1
-            within = (self.step - started) / per_epoch if per_epoch else 0.0
-            self._record(result, epoch + within, step_s, data_s)
+            self._step += 1
+            self._batch += len(group)
+            length = self._train.length
+            within = self._batch / length if length else 0.0
+            self._record(result, self._epoch + within, step_s, data_s)
             yield result
-            if self.step == total:
-                break
-            if every is not None and self.step % every == 0:
+            if not self._done() and self._due():
                 self._evaluate()
-        if self.step == 0 and not self.control.stopping:
+        if self._step == 0 and not self._control.stopping:
             raise ValueError("the training data is empty: it gave no batch")
+
+    def _asked_for(self) -> FinetuneSettings:
+        """The settings that the next step is to have."""
+        self._wanted |= self._control.changes()
+        if not self._wanted:
+            return self.settings
+        try:
+            wanted = self.settings.replace(**self._wanted)
+            check_change(self.settings, wanted)
+            if self._prepare is None and _rebuilds(self.settings, wanted):
+                raise ValueError("nothing makes a stepper for another engine or its options")
+        except ValueError as error:
+            self._tell("warning", f"the run goes on with the settings it has: {error}")
+            self._wanted, wanted = {}, self.settings
+        return wanted
+
+    def _change(self, wanted: FinetuneSettings, began: float) -> None:
+        """Lets `wanted` hold from the next step on; `_settle` or `_go_back` follow it."""
+        self._wanted, before = {}, self.settings
+        if wanted == before:
+            return
+        if not _rebuilds(before, wanted):
+            self.stepper.adopt(wanted)
+            self._use(wanted)
+            self._tell("change", _differences(before, wanted), {"cost_s": 0.0})
+            return
+        self._trial = _Trial(before, wanted, self.checkpoint(), began)
+        self._rebuild(wanted, self._trial.taken)
+
+    def _rebuild(self, settings: FinetuneSettings, taken: Checkpoint) -> None:
+        assert self._prepare is not None
+        # First, so that the new one finds the model as the user gave it: in train mode or not.
+        self.stepper.close()
+        self.stepper = self._prepare(settings)
+        self._load(taken)
+        self._use(settings)
+
+    def _load(self, taken: Checkpoint) -> None:
+        self.stepper.load_state_dict({"model": taken.model, "optimizer": taken.optimizer})
+        taken.position.random.give_back()
+        self.stepper.reseed(taken.position.engine_seed)
+
+    def _use(self, settings: FinetuneSettings) -> None:
+        self.settings = settings
+        self.total = total_steps(self._train.length, settings, self._position())
+
+    def _settle(self) -> None:
+        """The first step under new settings is done."""
+        if self._trial is None:
+            return
+        trial, self._trial = self._trial, None
+        cost_s = time.perf_counter() - trial.began
+        self._tell("change", _differences(trial.before, trial.wanted), {"cost_s": cost_s})
+
+    def _go_back(self, error: Exception) -> None:
+        """New settings have failed: the old ones take the run where it was before them."""
+        assert self._trial is not None
+        trial, self._trial = self._trial, None
+        traceback.clear_frames(error.__traceback__)  # what it was computing takes memory
+        self._rebuild(trial.before, trial.taken)
+        changes = _differences(trial.before, trial.wanted)
+        self._tell("warning", f"{changes}: the run goes on without, for it failed: {error}")
+
+    def _tell(self, kind: str, text: str, values: dict[str, float] | None = None) -> None:
+        event = Event(kind, self._step, self._control.elapsed_s(), text, values or {})
+        self._recorder.event(event)
+
+    def _done(self) -> bool:
+        return self.total is not None and self._step >= self.total
+
+    def _due(self) -> bool:
+        every = self.settings.eval_every
+        return every is not None and self._step % every == 0
+
+    def _proceed(self) -> bool:
+        return self._control.proceed(self.checkpoint)
 
     def _record(self, result: StepResult, epoch: float, step_s: float, data_s: float) -> None:
         on_host = result.loss.device.type == "cpu"
@@ -377,11 +763,11 @@ class _Course:
         grad_norm: float | torch.Tensor | None = result.grad_norm
         if isinstance(grad_norm, torch.Tensor) and on_host:
             grad_norm = grad_norm.item()
-        memory = self.meter.take() if self.meter is not None else Memory()
-        self.recorder.add(
+        memory = self._meter.take() if self._meter is not None else Memory()
+        self._recorder.add(
             Sample(
-                step=self.step,
-                time_s=self.control.elapsed_s(),
+                step=self._step,
+                time_s=self._control.elapsed_s(),
                 epoch=epoch,
                 loss=loss,
                 lr=result.lr,
@@ -399,40 +785,49 @@ class _Course:
             )
         )
         # Asking the stepper waits for a device; there the recorder tells a moment later.
-        if (on_host and not self.stepper.finite()) or self.recorder.not_finite_step is not None:
+        if (on_host and not self.stepper.finite()) or self._recorder.not_finite_step is not None:
             self._fail_not_finite()
 
     def _fail_not_finite(self) -> None:
-        self.recorder.count  # noqa: B018 - fetches the losses that are still on the device
-        step = self.recorder.not_finite_step or self.step
+        self._recorder.count  # noqa: B018 - fetches the losses that are still on the device
+        step = self._recorder.not_finite_step or self._step
+        self._step = step - 1
         raise NotFinite(
             f"the loss or its gradient is not finite at step {step}; the run ends with the weights "
             f"of step {step - 1}. Lower lr={self.settings.lr:g}, or look for NaN in the data"
         )
 
     def _evaluate(self) -> None:
-        if self.evaluation is None or self.evaluated == self.step:
+        if self._evaluation is None or self._evaluated == self._step:
             return
-        found = evaluate(self.stepper, self.evaluation, step=self.step, control=self.control)
+        # In the middle of it, as in a pause there, the random states are those of the evaluation.
+        self._drawn = RandomStates.now()
+        found = evaluate(self.stepper, self._evaluation, step=self._step, proceed=self._proceed)
+        self._drawn = None
         if found is None:
             return
-        self.evaluated = self.step
-        self.recorder.event(
+        self._evaluated = self._step
+        self._recorder.event(
             Event(
                 "eval",
-                self.step,
-                self.control.elapsed_s(),
+                self._step,
+                self._control.elapsed_s(),
                 str(found),
                 {"loss": found.loss, "accuracy": found.accuracy},
             )
         )
         if not math.isfinite(found.loss):
-            self.recorder.event(
+            self._recorder.event(
                 Event(
                     "warning",
-                    self.step,
-                    self.control.elapsed_s(),
-                    f"the held-out loss is {found.loss} at step {self.step}; look for NaN in the "
+                    self._step,
+                    self._control.elapsed_s(),
+                    f"the held-out loss is {found.loss} at step {self._step}; look for NaN in the "
                     "evaluation data, or in what the model makes of it in evaluation mode",
                 )
             )
+
+
+def _engine_seed(seed: int, step: int) -> int:
+    """What an engine's generators are restarted with at a step: another one for each."""
+    return int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0]) >> 1

@@ -31,12 +31,12 @@ class RandomStates:
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), devices)
 
     def give_back(self) -> None:
-        """Makes them the states again."""
+        """Makes them the states again; of CUDA devices those that are here too."""
         random.setstate(self.python)
         np.random.set_state(self.array)
         torch.set_rng_state(self.host)
-        if self.devices:
-            torch.cuda.set_rng_state_all(self.devices)
+        for device, state in zip(range(torch.cuda.device_count()), self.devices, strict=False):
+            torch.cuda.set_rng_state(state, device)
 
     def same_as(self, other: RandomStates) -> bool:
         """Whether nothing was drawn between the two."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextvars
 import dataclasses
 import datetime
@@ -19,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from ortlab import loop
+from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper, progress
 from ortlab.errors import shorten
 from ortlab.history import FORM, RunFolder, environment
@@ -76,10 +78,14 @@ class RunResult:
 class Run:
     """A model in training, in the background.
 
-    `prepare` makes the stepper, inside the run's thread, since exporting takes time. Wait with
-    ``await run`` in a notebook or `result` in a script; both raise what the run raised. When it is
-    over, however it ended, the model has the last good weights and the folder is complete. The run
-    itself then holds neither model nor data.
+    `prepare` makes the stepper for its settings, inside the run's thread, since exporting takes
+    time, and others where `apply` asks for them. Wait with ``await run`` in a notebook or `result`
+    in a script; both raise what the run raised. When it is over, however it ended, the model has
+    the last good weights and the folder is complete. The run itself then holds neither model nor
+    data.
+
+    With `begin` it goes on where that was taken, by another run of any engine, in this process or
+    an earlier one; ``settings`` may differ in what `loop.check_begin` does not fix.
 
     ValueError, before anything is written, for data that cannot be used (see `loop.batches`).
     """
@@ -89,7 +95,7 @@ class Run:
     def __init__(
         self,
         model: nn.Module,
-        prepare: Callable[[], Stepper],
+        prepare: Callable[[FinetuneSettings], Stepper],
         train: Any,
         *,
         settings: FinetuneSettings,
@@ -97,23 +103,32 @@ class Run:
         name: str | None = None,
         show: Callable[[Watched], None] | None = None,
         root: Path | None = None,
+        begin: Checkpoint | None = None,
     ) -> None:
         batches = loop.batches(train, settings)
         held_out = None
         if evaluation is not None:
             held_out = loop.batches(evaluation, settings, evaluation=True)
-        self._total = loop.total_steps(batches.length, settings)
+        place = None
+        if begin is not None:
+            loop.check_begin(begin, batches, settings)
+            place = begin.position
+        self._total = loop.total_steps(batches.length, settings, place)
         loop.check_schedule(self._total, settings)
         self.settings = settings
-        self._work: _Work | None = _Work(model, prepare, batches, held_out)
+        """What the run began with."""
+        self.current_settings = settings
+        """What holds now."""
+        self._work: _Work | None = _Work(model, prepare, batches, held_out, begin)
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
         self._show = show
         self._control = Control()
         self._state: State = "starting"
         self._report: Report | None = None
+        self._earlier_s = (0.0, 0.0)
         self._doing = "preparing"
-        self._step = 0
+        self._step = place.step if place else 0
         self._interrupts = 0
         self._meter: Meter | None = None
         self._thread: threading.Thread | None = None
@@ -167,7 +182,7 @@ class Run:
     @property
     def engine_asked(self) -> str:
         """The engine that the settings name."""
-        return self.settings.engine
+        return self.current_settings.engine
 
     @property
     def engine_used(self) -> str:
@@ -223,6 +238,50 @@ class Run:
     def stop(self) -> None:
         """Ends the run after the step in flight, from a pause too; not waited for."""
         self._control.stop()
+
+    def checkpoint(self, path: str | Path | None = None) -> Path:
+        """Keeps the run's exact state in a file, and returns the file's path.
+
+        Taken after the step in flight, which is waited for, or at once in a pause; the run goes on
+        as soon as the state is copied. ``ortlab.finetune(..., resume_from=path)`` goes on from it.
+        Of a run that is over it is what the run ended with. Without a `path` the file lies in the
+        run's folder.
+
+        RuntimeError where the disk does not take it, and for a run that failed before it began.
+        """
+        self._check_started()
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(f"{self.name} cannot wait for itself; ask from another thread")
+        final = self._folder.checkpoint_path("final")
+        try:
+            taken = self._control.checkpoint().result()
+        except concurrent.futures.CancelledError:
+            self._over.wait()
+            if not final.exists():
+                raise RuntimeError(
+                    f"{self.name} has no checkpoint: it {self.state} at step {self._step}"
+                ) from None
+            return final if path is None else Checkpoint.load(final).save(path)
+        if path is None:
+            path = self._folder.checkpoint_path(f"step-{taken.position.step}")
+        return taken.save(path)
+
+    def apply(self, **changes: Any) -> None:
+        """Changes settings while the run trains, from the next step on; not waited for.
+
+        Weights, the optimizer's state, the order of the data and the random states go on. Learning
+        rate, schedule, accumulation, clipping and decay cost nothing; engine, precision, kernels
+        and ORT's options have another stepper made, and where that or its first step fails, the run
+        goes on with what it had. An event of the recorder says what was changed and its cost, or
+        why not. The schedule goes on at the same step; of how many, accumulation decides.
+
+        ValueError for what is unknown or wrong, for seed, batch size, optimizer, loss and device,
+        and when the run is over.
+        """
+        if self.over():
+            raise ValueError(f"{self.name} is over ({self.state}): nothing can be applied to it")
+        loop.check_change(self.current_settings, self.current_settings.replace(**changes))
+        self._control.apply(changes)
 
     def over(self) -> bool:
         """Whether the run has ended and its folder is complete."""
@@ -342,13 +401,14 @@ class Run:
 
     def _drive(self) -> None:
         """The training thread. However one part ends, the next ones come."""
-        for part in (self._train, self._keep_weights, self._conclude):
+        for part in (self._train, self._keep_state, self._conclude):
             try:
                 part()
             # SystemExit in the user's code, a disk that is full: whatever is raised is the run's
             # outcome, kept here and raised where the run is awaited.
             except BaseException as error:  # noqa: BLE001
                 self._fail(error)
+        self._control.close()
         if self.error is not None:
             _forget_locals(self.error)
         self._work = None
@@ -374,11 +434,8 @@ class Run:
         self._meter = SAMPLER.start()
         progress.set(self._tell)
         self._event("state", "starting")
-        work.stepper = stepper = work.prepare()
-        self._state = "running"
-        self._doing = "evaluating before the first step" if work.evaluation else "first step"
-        self._event("state", "running")
-        for _ in loop.steps(
+        stepper = work.prepare(self.settings)
+        work.course = loop.Course(
             stepper,
             work.train,
             self.settings,
@@ -386,18 +443,39 @@ class Run:
             recorder=self.recorder,
             evaluation=work.evaluation,
             meter=self._meter,
-        ):
+            begin=work.begin,
+            prepare=work.prepare,
+        )
+        work.begin = None
+        self._state = "running"
+        self._doing = "evaluating before the first step" if work.evaluation else "first step"
+        self._event("state", "running")
+        if self._step:
+            self._event("note", f"goes on from a checkpoint at step {self._step}")
+        course = work.course
+        for _ in course.steps():
             self._step += 1
-            self._hear(stepper.report())
-        self._hear(stepper.report())
+            self._total, self.current_settings = course.total, course.settings
+            self._hear(course.stepper)
+        self._hear(course.stepper)
 
     def _tell(self, line: str) -> None:
         self._doing = line
         self._event("note", line)
 
-    def _hear(self, report: Report) -> None:
+    def _hear(self, stepper: Stepper) -> None:
         """Makes events of what the engine says for the first time."""
-        known = self._report
+        assert self._work is not None
+        report, known = stepper.report(), self._report
+        if stepper is not self._work.heard:  # settings were changed, and it tells of itself alone
+            self._work.heard = stepper
+            if known is not None:
+                self._earlier_s = (known.export_s, known.check_s)
+                known = None
+        export_s, check_s = self._earlier_s
+        report = dataclasses.replace(
+            report, export_s=report.export_s + export_s, check_s=report.check_s + check_s
+        )
         self._report = report
         if known is not None and known == report:
             return
@@ -409,14 +487,14 @@ class Run:
     def _event(self, kind: str, text: str) -> None:
         self.recorder.event(Event(kind, self._step, self._control.elapsed_s(), text))
 
-    def _keep_weights(self) -> None:
-        stepper = self._work.stepper if self._work else None
-        if stepper is None:
+    def _keep_state(self) -> None:
+        work = self._work
+        if work is None or work.course is None:
             return
-        state = stepper.state_dict()["model"]
-        self._hear(stepper.report())
-        stepper.close()
-        self._folder.write_checkpoint("final", state, step=self._step)
+        state = work.course.state()
+        self._hear(work.course.stepper)
+        work.course.stepper.close()
+        state.save(self._folder.checkpoint_path("final"))
 
     def _conclude(self) -> None:
         """Completes the folder."""
@@ -476,10 +554,12 @@ class _Work:
     """What a run needs while it trains, and lets go of at the end."""
 
     model: nn.Module
-    prepare: Callable[[], Stepper]
+    prepare: Callable[[FinetuneSettings], Stepper]
     train: loop.Batches
     evaluation: loop.Batches | None
-    stepper: Stepper | None = None
+    begin: Checkpoint | None = None
+    course: loop.Course | None = None
+    heard: Stepper | None = None
 
 
 class _Interrupts:

@@ -20,8 +20,11 @@ from ortlab.settings import (
 from ortlab.tables import Column, Table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
+    from ortlab.checkpoint import Checkpoint
     from ortlab.compat.doctor import Finding
     from ortlab.engines.base import LossFunction, Stepper
     from ortlab.graph.capture import Graphs, Overlay, Stage
@@ -79,33 +82,56 @@ class Session:
         *,
         eval_data: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
+        resume_from: str | Path | Checkpoint | None = None,
         **settings: Any,
     ) -> Run:
         """See `finetune` below."""
+        from ortlab.checkpoint import check_model
         from ortlab.engines.base import engine as engine_called
         from ortlab.runs import Run
 
         module = wrapping.check_model("the first argument", model)
         entry = self.wrapped.entry(module)
-        function, loss_name = _loss(loss)
+        begin = _begin(resume_from)
         own = {} if entry is None else entry.settings.as_dict()
+        if begin is not None:
+            # Of another version's settings those that there still are.
+            known = FinetuneSettings.declarations()
+            own |= {name: value for name, value in begin.settings.items() if name in known}
+        function, loss_name = _loss(loss, own.get("loss"))
         chosen = FinetuneSettings.of({**own, **settings, "loss": loss_name})
+        executed: dict[str, nn.Module] = {}
         if entry is None:
-            original = executed = module
+            original = module
             reason = self.wrapped.unfit(module)
             if reason is not None:
                 raise ValueError(f"cannot fine-tune this {type(module).__name__}: it {reason}")
         else:
             original = entry.engine.unwrap(module)
             # Its own engine goes on with what it has exported already.
-            executed = module if chosen.engine == entry.settings.engine else original
+            executed[entry.settings.engine] = module
         self._check_free(original)
-        engine = engine_called(chosen.engine)
+        if begin is not None:
+            check_model(begin.model, original.state_dict())
+        engine_called(chosen.engine)
 
-        def prepare() -> Stepper:
-            return engine.prepare(executed, function, chosen)
+        def prepare(settings: FinetuneSettings) -> Stepper:
+            engine = engine_called(settings.engine)
+            if engine.name not in executed:
+                # Kept as long as the run is, so that a return to this engine exports nothing anew.
+                plain = settings.replace(precision="fp32")  # which is not for wrapping to choose
+                executed[engine.name] = engine.wrap(original, plain)
+            return engine.prepare(executed[engine.name], function, settings)
 
-        run = Run(original, prepare, train, evaluation=eval_data, settings=chosen, show=self.show)
+        run = Run(
+            original,
+            prepare,
+            train,
+            evaluation=eval_data,
+            settings=chosen,
+            show=self.show,
+            begin=begin,
+        )
         self.runs.append(run)
         run.start()
         return run
@@ -219,8 +245,27 @@ _FINDING_COLUMNS: Final[tuple[Column[Finding], ...]] = (
 )
 
 
-def _loss(loss: str | LossFunction | None) -> tuple[LossFunction | None, str | None]:
-    """The function that `loss` means and the name under which the settings keep it."""
+def _begin(resume_from: str | Path | Checkpoint | None) -> Checkpoint | None:
+    from ortlab.checkpoint import Checkpoint
+
+    if resume_from is None or isinstance(resume_from, Checkpoint):
+        return resume_from
+    return Checkpoint.load(resume_from)
+
+
+def _loss(
+    loss: str | LossFunction | None, before: str | None
+) -> tuple[LossFunction | None, str | None]:
+    """The function that `loss` means and the name under which the settings keep it.
+
+    Where none is given that of a checkpoint, called `before`, holds.
+    """
+    if loss is None and before is not None and before not in LOSSES:
+        raise ValueError(
+            f"the checkpoint's loss is a function called {before!r}, which a file does not hold; "
+            "give it once more: loss=..."
+        )
+    loss = before if loss is None else loss
     if loss is None:
         return None, None
     if isinstance(loss, str):
@@ -323,6 +368,7 @@ def finetune(
     *,
     eval_data: Iterable[Any] | None = None,
     loss: str | LossFunction | None = None,
+    resume_from: str | Path | Checkpoint | None = None,
     **settings: Any,
 ) -> Run:
     """Trains `model` in the background, in place, and returns the `Run` at once.
@@ -330,10 +376,19 @@ def finetune(
     `train` and `eval_data` are loaders, datasets or any iterables of batches. `loss` is a function
     ``loss(output, target)`` or a name of `ortlab.settings.LOSSES`; without it the model returns its
     own. The other settings are those of `ortlab.settings.FinetuneSettings`; a wrapped model runs on
-    its own engine unless ``engine=`` is given. In a notebook ``await run``, in a script
+    own engine unless ``engine=`` is given. In a notebook ``await run``, in a script
     ``run.result()``; both raise what the run raised.
+
+    `resume_from` is the file of a checkpoint (``run.checkpoint()`` writes one, and each run ends
+    with ``checkpoints/final.safetensors`` in its folder): the run goes on there, with the same
+    settings where no others are given, on the same data (see `ortlab.loop.batches` for how its
+    place is found again). Weights and losses are, to the last bit, those of the run that took it
+    and went on, where the engine computes with the same kernels. ValueError for a file that is
+    damaged or foreign, and for another model, optimizer, order or number of batches.
     """
-    return session.finetune(model, train, eval_data=eval_data, loss=loss, **settings)
+    return session.finetune(
+        model, train, eval_data=eval_data, loss=loss, resume_from=resume_from, **settings
+    )
 
 
 def track(loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:

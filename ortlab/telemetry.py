@@ -110,7 +110,9 @@ _values = operator.attrgetter(*INDEX)
 class Event:
     """Something that happened at a step.
 
-    ``kind`` is one of "eval" (``values``: loss, accuracy), "state", "note", "warning" and "error".
+    ``kind`` is one of "eval" (``values``: loss, accuracy), "change" of settings (``values``:
+    cost_s, from the end of the step before it to that of the first one under it), "state", "note",
+    "warning" and "error".
     """
 
     kind: str

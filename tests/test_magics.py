@@ -364,6 +364,19 @@ def test_a_wrapped_model_trains_on_its_own_engine(ip: Typist) -> None:
 
 
 @needs_ort
+def test_finetune_goes_on_from_a_checkpoint(ip: Typist, tmp_path: Path) -> None:
+    ip("net = nn.Linear(4, 2)\ndata = batches()")
+    ip("run = %ort finetune net data --loss cross_entropy --engine eager --epochs 2\nawait run")
+    run = ip["run"]
+    path = run.checkpoint(tmp_path / "a checkpoint")
+    ip(f"again = %ort finetune net data --resume-from '{path}' --epochs 3\nawait again")
+    assert ip["again"].settings == run.settings.replace(epochs=3)
+    assert ip["again"].step == run.step / 2 * 3
+    text = tmp_path / "text"
+    text.write_text("nothing")
+    assert "is no checkpoint" in ip.refused(f"%ort finetune net data --resume-from {text}")
+
+
 def test_finetune_in_ort_from_a_wrapped_and_from_a_raw_model(ip: Typist) -> None:
     ip("%%ort\nwrapped = Net()")
     ip("raw = Net(); data = batches()\nbefore = raw.head.weight.detach().clone()")

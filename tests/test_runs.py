@@ -73,7 +73,7 @@ def made(
     model: nn.Module | None = None,
     *,
     train: Any = None,
-    prepare: Callable[[], Stepper] | None = None,
+    prepare: Callable[[FinetuneSettings], Stepper] | None = None,
     evaluation: Any = None,
     show: Callable[[Watched], None] | None = None,
     name: str | None = None,
@@ -82,7 +82,7 @@ def made(
     settings = FinetuneSettings(**{"engine": "eager", "device": "cpu", "lr": 0.05, **values})
     model = model if model is not None else Gated()
 
-    def eager() -> Stepper:
+    def eager(settings: FinetuneSettings) -> Stepper:
         return Eager().prepare(model, functional.cross_entropy, settings)
 
     return Run(
@@ -113,7 +113,7 @@ def folder_is_complete(run: Run, state: str, model: nn.Module) -> None:
     assert read.torn == 0
     assert read.rows[:, INDEX["step"]].tolist() == list(range(1, run.step + 1))
     assert [event.text for event in read.events if event.kind == "state"][-1] == state
-    kept = folder.read_checkpoint("final")
+    kept = folder.read_checkpoint("final").model
     for weight, value in model.state_dict().items():
         assert torch.equal(kept[weight], value)
 
@@ -147,7 +147,7 @@ def test_starting_returns_at_once(tmp_path: Path) -> None:
     model = Gated()
     settings = FinetuneSettings(engine="eager", device="cpu")
 
-    def slowly() -> Stepper:
+    def slowly(_: FinetuneSettings) -> Stepper:
         tell("exporting to ORT")
         assert release.wait(60)
         return Eager().prepare(model, functional.cross_entropy, settings)
@@ -432,7 +432,7 @@ class Noisy(nn.Linear):
 def test_a_run_shows_where_ort_does_otherwise_than_eager_torch(tmp_path: Path) -> None:
     model = Noisy(4, 2)
 
-    def in_ort() -> Stepper:
+    def in_ort(_: FinetuneSettings) -> Stepper:
         settings = FinetuneSettings(engine="ort", device="cpu")
         return engine("ort").prepare(model, functional.cross_entropy, settings)
 
@@ -468,7 +468,7 @@ def test_a_loss_that_is_nan(tmp_path: Path) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
     kept = RunFolder(run.folder)
     assert "not finite at step 3" in kept.read_json("run")["error"]
-    assert torch.equal(kept.read_checkpoint()["inner.0.weight"], model.inner[0].weight)
+    assert torch.equal(kept.read_checkpoint().model["inner.0.weight"], model.inner[0].weight)
     assert [event.kind for event in kept.read_metrics().events][-2:] == ["error", "state"]
 
 
@@ -478,7 +478,7 @@ def test_a_loss_that_is_no_scalar(tmp_path: Path) -> None:
     def unreduced(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(scores, target, reduction="none")
 
-    run = made(tmp_path, model, prepare=lambda: Eager().prepare(model, unreduced, settings))
+    run = made(tmp_path, model, prepare=lambda _: Eager().prepare(model, unreduced, settings))
     with pytest.raises(ValueError, match=r"the loss is float32\[16\], not a scalar"):
         run.start().result()
     folder_is_complete(run, "failed", model)
@@ -495,7 +495,7 @@ def test_a_batch_that_does_not_fit_forward(tmp_path: Path) -> None:
 
 
 def test_a_stepper_that_cannot_be_made(tmp_path: Path) -> None:
-    def fails() -> Stepper:
+    def fails(_: FinetuneSettings) -> Stepper:
         raise RuntimeError("no compiler")
 
     run = made(tmp_path, prepare=fails).start()
@@ -507,7 +507,7 @@ def test_a_stepper_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_system_exit_in_the_users_code_is_the_runs_outcome(tmp_path: Path) -> None:
-    def fails() -> Stepper:
+    def fails(_: FinetuneSettings) -> Stepper:
         sys.exit(3)
 
     with pytest.raises(SystemExit):
@@ -533,7 +533,7 @@ def test_a_folder_that_vanishes(tmp_path: Path) -> None:
     (run.folder / "checkpoints").rmdir()
     before = model.inner[0].weight.detach().clone()
     model.gate.set()
-    with pytest.raises(RuntimeError, match=r"the weights cannot be kept .* the model still has"):
+    with pytest.raises(RuntimeError, match=r"the checkpoint cannot be kept .* the model still has"):
         run.result()
     assert run.state == "failed"
     assert run.step == 4
@@ -563,7 +563,7 @@ def test_a_fallback_is_a_badge_and_an_event(tmp_path: Path) -> None:
     model = Gated()
     settings = FinetuneSettings(engine="ort", device="cpu")
 
-    def prepare() -> Stepper:
+    def prepare(_: FinetuneSettings) -> Stepper:
         return Falling(
             model,
             functional.cross_entropy,
@@ -626,7 +626,7 @@ def test_the_thread_prints_in_the_context_that_started_it(tmp_path: Path) -> Non
     model = Gated()
     settings = FinetuneSettings(engine="eager", device="cpu")
 
-    def prepare() -> Stepper:
+    def prepare(_: FinetuneSettings) -> Stepper:
         seen.append(cell.get())
         return Eager().prepare(model, functional.cross_entropy, settings)
 
@@ -647,7 +647,7 @@ torch.set_num_threads(1)
 settings = FinetuneSettings(engine="eager", device="cpu", epochs=10_000_000)
 model = torch.nn.Linear(4, 3)
 data = [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))]
-run = Run(model, lambda: Eager().prepare(model, torch.nn.functional.cross_entropy, settings),
+run = Run(model, lambda _: Eager().prepare(model, torch.nn.functional.cross_entropy, settings),
           data, settings=settings, root=Path(sys.argv[1])).start()
 while run.step < 3:
     pass
@@ -665,4 +665,4 @@ def test_python_that_ends_stops_the_run_in_order(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     folder = RunFolder(tmp_path / "run-1")
     assert folder.read_json("run")["state"] == "stopped"
-    assert len(folder.read_metrics().rows) == folder.read_json("checkpoints/final")["step"] >= 3
+    assert len(folder.read_metrics().rows) == folder.read_checkpoint().position.step >= 3

@@ -116,7 +116,19 @@ class Stepper(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the form of `state_dict` back."""
+        """Takes the form of `state_dict` back, in memory of its own.
+
+        The optimizer's rates and decays stay those of the settings. ValueError, before anything is
+        changed, names where the state is of another model or optimizer.
+        """
+        ...
+
+    def adopt(self, settings: FinetuneSettings) -> None:
+        """Takes from `settings` what the next step can have as it is: clipping and decay."""
+        ...
+
+    def reseed(self, seed: int) -> None:
+        """Restarts the generators that are the engine's own and cannot be read."""
         ...
 
     def close(self) -> None:

@@ -70,9 +70,7 @@ class Ort:
         wrapped.to(device)
         execution = execution_of(wrapped)
         report = execution.begin_run(settings)
-        # ORT's dropout draws from a generator of its own, which torch's seeds do not reach.
-        # Its seeds 0 and 1 give the same numbers.
-        compat.ortmodule().set_seed(settings.seed + 1)
+        _reseed(settings.seed)
         return TorchStepper(
             wrapped,
             loss,
@@ -85,7 +83,16 @@ class Ort:
             autocast=functools.partial(
                 autocast_for, "fp32" if device.type == "cpu" else settings.precision, device
             ),
+            reseed=_reseed,
         )
+
+
+def _reseed(seed: int) -> None:
+    """Restarts the generator of ORT's dropout, which torch's seeds do not reach.
+
+    Its seeds 0 and 1 give the same numbers.
+    """
+    compat.ortmodule().set_seed(seed + 1)
 
 
 def is_wrapped(module: object) -> bool:

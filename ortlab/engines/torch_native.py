@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ortlab.checkpoint import check_model, check_optimizer
 from ortlab.engines import batch as batches
 from ortlab.engines.base import (
     Batch,
@@ -45,24 +46,26 @@ def optimizer_for(module: nn.Module, settings: FinetuneSettings) -> torch.optim.
     trainable = [p for p in module.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("no parameter of the model requires a gradient: nothing to train")
+    kinds = [[p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]]
     groups = [
-        {
-            "params": [p for p in trainable if p.dim() >= 2],
-            "weight_decay": settings.weight_decay,
-        },
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": params, "weight_decay": _decay(params[0], settings)}
+        for params in kinds
+        if params
     ]
-    groups = [group for group in groups if group["params"]]
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=0.9, fused=True)
     return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
+
+
+def _decay(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
+    return settings.weight_decay if parameter.dim() >= 2 else 0.0
 
 
 class TorchStepper:
     """Trains `module` through autograd: the `Stepper` of every engine whose model is a module.
 
     `owner` is the user's own module, whose parameters `module` trains and whose names are saved.
-    Forward and loss run within `autocast`.
+    Forward and loss run within `autocast`. `reseed` restarts generators that torch does not seed.
 
     A loss or a gradient norm that is not finite sets a flag on the device, which the fused
     optimizer reads as ``found_inf``: from that step on no weight changes, and nobody waits.
@@ -79,6 +82,7 @@ class TorchStepper:
         report: Callable[[], Report],
         close: Callable[[], None] = lambda: None,
         autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        reseed: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._module = module
         self._owner = owner
@@ -90,6 +94,7 @@ class TorchStepper:
         self._clip_norm = settings.clip_norm
         self._report = report
         self._autocast = autocast
+        self._reseed = reseed
         self._optimizer = optimizer_for(module, settings)
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._bad = torch.zeros((), device=device)
@@ -181,8 +186,29 @@ class TorchStepper:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`."""
+        own, kept = self._optimizer.state_dict(), state["optimizer"]
+        check_model(state["model"], self._owner.state_dict())
+        check_optimizer(kept, own, self._named_parameters())
         self._owner.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        states = {
+            number: {name: _like(value, self._parameters[number]) for name, value in each.items()}
+            for number, each in kept["state"].items()
+        }
+        self._optimizer.load_state_dict({"state": states, "param_groups": own["param_groups"]})
+
+    def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        names = {id(p): name for name, p in self._owner.named_parameters()}
+        return [(names[id(p)], p) for p in self._parameters]
+
+    def adopt(self, settings: FinetuneSettings) -> None:
+        """See `Stepper.adopt`."""
+        self._clip_norm = settings.clip_norm
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = _decay(group["params"][0], settings)
+
+    def reseed(self, seed: int) -> None:
+        """See `Stepper.reseed`."""
+        self._reseed(seed)
 
     def close(self) -> None:
         """See `Stepper.close`."""
@@ -190,6 +216,18 @@ class TorchStepper:
         _set_modes(self._modes)
         self._module.training = self._owner.training
         self._close()
+
+
+def _like(value: Any, parameter: torch.Tensor) -> Any:
+    """An optimizer's `value` for `parameter`, in memory of its own that is laid out alike.
+
+    The fused optimizers go over both as they lie in memory, whatever the strides.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value.clone()
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:

@@ -221,7 +221,10 @@ COMMANDS = {
                 Positional("train", "loader", "its data: a loader, a dataset, any iterable"),
             ),
             settings=FinetuneSettings,
-            extra=(Option("--eval-data", "the data that it is evaluated on", kind="loader"),),
+            extra=(
+                Option("--eval-data", "the data that it is evaluated on", kind="loader"),
+                Option("--resume-from", "the file of a checkpoint to go on from"),
+            ),
         ),
         Command(
             "graph",

@@ -164,6 +164,7 @@ class OrtMagics(Magics):
             self._value("loader", given.words["train"]),
             eval_data=None if evaluation is None else self._value("loader", evaluation),
             loss=self._loss(loss),
+            resume_from=given.words["resume_from"],
             **settings,
         )
 

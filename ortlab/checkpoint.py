@@ -1,0 +1,386 @@
+"""A run between two steps: its exact state as a value, in memory and as one file.
+
+The file is a safetensors file, so that any reader of those finds the weights under their own names;
+all other tensors have names that begin with ``training.``. Its metadata, which are strings, hold
+
+    ortlab   the number of this form
+    state    JSON: everything that is no tensor, with a reference in the place of each that is one
+    sha256   of the form, of the JSON, and of every tensor's name, type, shape and bytes
+
+One file is replaced at once, so that a reader never meets half of one checkpoint and half of
+another. Nothing in it is code, nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+
+from ortlab.history import environment, write_beside
+from ortlab.randomness import RandomStates
+
+FORM = 1
+_TRAINING = "training."
+_FEW = 3
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the order of an epoch's data is drawn from, as it was when the epoch began.
+
+    ``generators`` are the states of those that the user's own loader draws from.
+    """
+
+    random: RandomStates
+    generators: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is: `step` optimizer steps done, `batch` micro-batches read of epoch `epoch`.
+
+    ``length`` are the micro-batches of an epoch, None where only reading tells. ``evaluated`` is
+    the step of the last evaluation, -1 before the first. ``random`` is what will be drawn next;
+    ``order`` is None between epochs. ``engine_seed`` is what the engine's own generators, whose
+    states cannot be read, were restarted with here.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    length: int | None
+    evaluated: int
+    random: RandomStates
+    order: Order | None
+    engine_seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """All that a run needs to go on as if nothing had been.
+
+    ``model`` and ``optimizer`` are state dictionaries in torch's form; ``loss_scale`` is what a
+    dynamic loss scale has learnt, None without one. ``settings`` are the run's by name,
+    ``versions`` is what it ran on (see `ortlab.history.environment`).
+    """
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    position: Position
+    settings: Mapping[str, Any]
+    loss_scale: Mapping[str, Any] | None = None
+    versions: Mapping[str, Any] = dataclasses.field(default_factory=environment)
+
+    def copy(self) -> Checkpoint:
+        """The same state in memory of its own, on the CPU; tied tensors stay tied."""
+        copies: dict[object, torch.Tensor] = {}
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            memory = _memory(tensor)
+            if memory not in copies:
+                copies[memory] = tensor.detach().to("cpu", copy=True)
+            return copies[memory]
+
+        changed = {
+            name: _rebuilt(getattr(self, name), own)
+            for name in ("model", "optimizer", "loss_scale")
+        }
+        return dataclasses.replace(self, **changed)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the file, of mode 0600, beside `path`, and lets it take its place when it is safe.
+
+        Tensors that share their memory (tied weights) are written once. ValueError for what is no
+        plain value and no dense tensor; RuntimeError when the disk does not take it: what was at
+        `path` is whole then.
+        """
+        path = Path(path)
+        packed = _Packed()
+        state = {
+            field.name: packed.pack(getattr(self, field.name), _prefix(field.name))
+            for field in dataclasses.fields(self)
+        }
+        text = json.dumps(state, allow_nan=False)
+        metadata = {
+            "format": "pt",  # transformers reads no file without it
+            "ortlab": str(FORM),
+            "state": text,
+            "sha256": _digest(text, packed.tensors),
+        }
+        try:
+            write_beside(
+                path,
+                lambda beside: safetensors.torch.save_file(packed.tensors, beside, metadata),
+            )
+        except (OSError, safetensors.SafetensorError) as error:
+            raise RuntimeError(
+                f"the checkpoint cannot be kept in {path}: {error}; the model still has its "
+                "weights, and an older checkpoint of that name is whole"
+            ) from error
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Checkpoint:
+        """What `save` wrote; ValueError says what is wrong with the file and what to do."""
+        path = Path(path)
+        while True:
+            try:
+                before = path.stat()
+            except OSError as error:
+                raise ValueError(
+                    f"there is no checkpoint at {path} ({error.strerror}); run.checkpoint(path) "
+                    "writes one"
+                ) from None
+            try:
+                return _read(path)
+            except ValueError:
+                # safetensors opens a file twice, and another one may have taken its place between.
+                if _is_still(path, before):
+                    raise
+
+
+def _is_still(path: Path, before: os.stat_result) -> bool:
+    now = path.stat()
+    return (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def _read(path: Path) -> Checkpoint:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the checkpoint's file{_file_in(path)}")
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            text, digest = _parts(path, file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{path} is no checkpoint, or only a part of one ({error}); take another, as those in "
+            "the run's folder"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if _digest(text, tensors) != digest:
+        raise ValueError(
+            f"{path} is damaged: it is not what was written (its SHA-256 is another); take another "
+            "checkpoint, as those in the run's folder"
+        )
+    try:
+        return _checkpoint({name: _unpacked(value, tensors) for name, value in _pairs(text)})
+    # The digest fits, so this was not made by `save`.
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no checkpoint of ortlab's: {error!r}") from error
+
+
+def _parts(path: Path, metadata: Mapping[str, str]) -> tuple[str, str]:
+    """The JSON and the digest of a file; ValueError where it is of another form."""
+    form = metadata.get("ortlab", "")
+    if not form.isdecimal() or "state" not in metadata:
+        raise ValueError(
+            f"{path} holds tensors, but is no checkpoint of a run; load weights alone with "
+            "safetensors.torch.load_file, and train without resume_from"
+        )
+    if int(form) > FORM:
+        raise ValueError(
+            f"{path} is of form {form}, and this ortlab knows {FORM}: it was written by a newer "
+            "one; update with pip install -U ortlab"
+        )
+    return metadata["state"], metadata.get("sha256", "")
+
+
+def _file_in(folder: Path) -> str:
+    final = folder / "checkpoints" / "final.safetensors"
+    return f", as {final}" if final.exists() else ""
+
+
+def _pairs(text: str) -> list[tuple[str, Any]]:
+    state: dict[str, Any] = json.loads(text)
+    return list(state.items())
+
+
+def _checkpoint(values: dict[str, Any]) -> Checkpoint:
+    position = values["position"]
+    order = position["order"]
+    if order is not None:
+        order = Order(RandomStates(**order["random"]), order["generators"])
+    random = RandomStates(**position["random"])
+    values["position"] = Position(**{**position, "random": random, "order": order})
+    return Checkpoint(**values)
+
+
+def _prefix(field: str) -> str:
+    return "" if field == "model" else f"{_TRAINING}{field}."
+
+
+class _Packed:
+    """Plain values as JSON can hold them, and the tensors that were among them, by name.
+
+    A dictionary is ``{"dict": [[key, value], ...]}``, since its keys may be numbers; ``versions``
+    beside it are those of a state dictionary's modules. Tensors, arrays and tuples are named so.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[object, str] = {}
+
+    def pack(self, value: Any, name: str) -> Any:
+        """`value` for JSON; `name` begins the names of the tensors in it."""
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._named(value, name)}
+        if isinstance(value, np.ndarray):
+            return {"array": self._named(torch.from_numpy(value), name)}
+        if isinstance(value, Mapping):
+            within = name if name.endswith(".") or not name else f"{name}."
+            packed = {
+                "dict": [
+                    [self.pack(key, name), self.pack(item, f"{within}{key}")]
+                    for key, item in value.items()
+                ]
+            }
+            versions = getattr(value, "_metadata", None)
+            return packed if versions is None else {**packed, "versions": self.pack(versions, name)}
+        if isinstance(value, list | tuple):
+            items = [self.pack(item, f"{name}.{place}") for place, item in enumerate(value)]
+            return {"tuple": items} if isinstance(value, tuple) else items
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": repr(float(value))}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise ValueError(
+            f"{name} is a {type(value).__name__}, which a checkpoint does not hold: tensors, "
+            "arrays, numbers, strings, lists, tuples and dictionaries can be kept"
+        )
+
+    def _named(self, tensor: torch.Tensor, name: str) -> str:
+        known = self._names.get(_memory(tensor))
+        if known is not None:
+            return known
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            what = "meta" if tensor.is_meta else tensor.layout
+            raise ValueError(f"{name} is a tensor without plain data ({what}): it cannot be kept")
+        if tensor.dtype == torch.complex128:
+            raise ValueError(f"{name} is complex128, for which safetensors has no form")
+        while name in self.tensors:  # keys that differ, as 1 and "1", but not as text
+            name += "'"
+        self._names[_memory(tensor)] = name
+        kept = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # Views of one storage that differ, which safetensors refuses, get memory of their own.
+        whole = kept.untyped_storage().nbytes() == kept.nbytes
+        self.tensors[name] = kept if whole else kept.clone()
+        return name
+
+
+def _unpacked(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "array" in value:
+        return tensors[value["array"]].numpy()
+    if "tuple" in value:
+        return tuple(_unpacked(value["tuple"], tensors))
+    if "float" in value:
+        return float(value["float"])
+    items = [(_unpacked(key, tensors), _unpacked(item, tensors)) for key, item in value["dict"]]
+    if "versions" not in value:
+        return dict(items)
+    return _with_versions(items, _unpacked(value["versions"], tensors))
+
+
+def _with_versions(items: list[tuple[Any, Any]], versions: Any) -> OrderedDict[Any, Any]:
+    """A state dictionary as torch makes it, with the versions of the modules that it is of."""
+    made = OrderedDict(items)
+    made._metadata = versions  # type: ignore[attr-defined]
+    return made
+
+
+def _rebuilt(value: Any, leaf: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` in containers of its own, with `leaf` of every tensor."""
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
+    if isinstance(value, Mapping):
+        items = [(key, _rebuilt(item, leaf)) for key, item in value.items()]
+        versions = getattr(value, "_metadata", None)
+        return dict(items) if versions is None else _with_versions(items, versions)
+    if isinstance(value, list | tuple):
+        return type(value)(_rebuilt(item, leaf) for item in value)
+    return value
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """What tied tensors have in common, and no others."""
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    found = hashlib.sha256(f"{FORM}\n{text}\n".encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found.update(f"{name}\n{tensor.dtype}{list(tensor.shape)}\n".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def check_model(kept: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """ValueError names where the state dictionary `kept` does not fit the model's `own`."""
+    found = [f"{name} is not in the model" for name in kept if name not in own]
+    found += [f"{name} is not in the checkpoint" for name in own if name not in kept]
+    for name in kept:
+        there, here = _form(kept[name]), _form(own.get(name))
+        if name in own and there != here:
+            found.append(f"{name} is {there} in the checkpoint and {here} in the model")
+    if found:
+        more = f", and {len(found) - _FEW} more" if len(found) > _FEW else ""
+        raise ValueError(
+            f"the checkpoint is of another model: {', '.join(found[:_FEW])}{more}; make the model "
+            "as it was made for the checkpoint"
+        )
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def check_optimizer(
+    kept: Mapping[str, Any], own: Mapping[str, Any], parameters: list[tuple[str, torch.Tensor]]
+) -> None:
+    """ValueError names where the optimizer's state `kept` does not fit `own`.
+
+    `parameters` are the optimizer's, with their names, in its order.
+    """
+    there, here = (
+        [len(group["params"]) for group in state["param_groups"]] for state in (kept, own)
+    )
+    if there != here:
+        raise ValueError(
+            f"the checkpoint's optimizer has groups of {there} parameters and this one of {here}; "
+            "train and freeze the parameters that were trained and frozen then"
+        )
+    for number, state in kept["state"].items():
+        name, parameter = parameters[number]
+        for entry, value in state.items():
+            shaped = isinstance(value, torch.Tensor) and value.dim() > 0
+            if shaped and value.shape != parameter.shape:
+                raise ValueError(
+                    f"the checkpoint's optimizer has {entry} of {list(value.shape)} for {name}, "
+                    f"which is {list(parameter.shape)}; it is of another model"
+                )

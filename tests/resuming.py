@@ -1,0 +1,121 @@
+"""Runs that stop at a step and go on in another process; `tests/test_resume.py` compares them.
+
+``python -m tests.resuming FOLDER CASE ...`` goes on from FOLDER/CASE.ckpt and leaves what came of
+it in FOLDER/CASE.safetensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+from ortlab import loop
+from ortlab.checkpoint import Checkpoint
+from ortlab.engines.base import engine
+from ortlab.settings import FinetuneSettings
+from ortlab.telemetry import INDEX, Recorder
+from tests import tiny
+
+STOP = 4
+"""The step after which the state is kept: in the middle of the second epoch."""
+
+
+class Tokens(Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, 50, (6,), generator=generator)
+        return {"input_ids": ids, "labels": index % 2}
+
+
+def examples(count: int = 20) -> TensorDataset:
+    inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+def network(dropout: float = 0.5) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3)
+        )
+
+
+def bert(dropout: float) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return tiny.bert(dropout)
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Callable[[], nn.Module]
+    data: Callable[[], Any]
+    settings: dict[str, Any]
+    loss: Any = None
+
+
+_BERT = {"kernels": "ort", "cache": False}
+CASES = {
+    "eager": Case(lambda: bert(0.1), Tokens, {"engine": "eager", "precision": "bf16"}),
+    "compile": Case(network, examples, {"engine": "compile"}, functional.cross_entropy),
+    "ort": Case(lambda: bert(0.0), Tokens, {"engine": "ort", **_BERT}),
+    "ort with dropout": Case(lambda: bert(0.1), Tokens, {"engine": "ort", **_BERT}),
+    "ort on torch's kernels": Case(
+        lambda: bert(0.1), Tokens, {"engine": "ort", **_BERT, "kernels": "torch"}
+    ),
+}
+
+
+class Course:
+    """A run of `case` from its beginning, or from `begin` on."""
+
+    def __init__(self, case: Case, begin: Checkpoint | None = None) -> None:
+        settings = FinetuneSettings(
+            **{"device": "cpu", "lr": 0.01, "batch_size": 4, "accumulation": 2, "epochs": 3}
+            | {"schedule": "cosine", "seed": 3, **case.settings}
+        )
+        self.model = case.model()
+        stepper = engine(settings.engine).prepare(self.model, case.loss, settings)
+        self.recorder = Recorder()
+        self.loop = loop.Course(
+            stepper,
+            loop.batches(case.data(), settings),
+            settings,
+            control=loop.Control(),
+            recorder=self.recorder,
+            begin=begin,
+        )
+
+    def finish(self, *, keep: Path | None = None) -> dict[str, torch.Tensor]:
+        """Trains to the end; the weights, and the losses from `STOP` on, or all after `begin`."""
+        for done, _ in enumerate(self.loop.steps(), 1):
+            if keep is not None and done == STOP:
+                self.loop.checkpoint().save(keep)
+        self.recorder.close()
+        losses = torch.tensor(self.recorder.rows()[:, INDEX["loss"]])
+        state = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return {**state, "losses": losses if keep is None else losses[STOP:]}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names:
+        torch.rand(7)  # this process has drawn other numbers
+        course = Course(CASES[name], Checkpoint.load(folder / f"{name}.ckpt"))
+        safetensors.torch.save_file(course.finish(), folder / f"{name}.safetensors")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,367 @@
+"""Settings changed while a run trains: what goes on, what it costs, and what a failure leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ortlab
+from ortlab import loop
+from ortlab.checkpoint import Checkpoint
+from ortlab.engines.base import EngineUnavailable, Stepper, engine
+from ortlab.settings import FinetuneSettings
+from ortlab.telemetry import INDEX, Recorder
+from tests.resuming import Tokens, bert, examples, network
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def needs(*names: str) -> None:
+    for name in names:
+        try:
+            engine(name)
+        except EngineUnavailable as error:
+            pytest.skip(str(error))
+
+
+class Course:
+    """A run of the loop that can be changed: `stop` steps, `act`, and the rest; `each` step too."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        begin: Checkpoint | None = None,
+        *,
+        loss: Any = None,
+        act: Callable[[Course], None] = lambda _: None,
+        each: Callable[[Any, int], None] = lambda *_: None,
+        stop: int = 4,
+        **values: Any,
+    ) -> None:
+        settings = FinetuneSettings(
+            **{"engine": "eager", "device": "cpu", "lr": 0.01, "batch_size": 4, "epochs": 2}
+            | {"cache": False, **values}
+        )
+        self.model, self.recorder, self.made = model, Recorder(), 0
+        wrapped: dict[str, nn.Module] = {}
+
+        def prepare(settings: FinetuneSettings) -> Stepper:
+            self.made += 1
+            name = settings.engine
+            if name not in wrapped:
+                wrapped[name] = engine(name).wrap(model, settings.replace(precision="fp32"))
+            return engine(name).prepare(wrapped[name], loss, settings)
+
+        self.control = loop.Control()
+        self.loop = loop.Course(
+            prepare(settings),
+            loop.batches(data, settings),
+            settings,
+            control=self.control,
+            recorder=self.recorder,
+            begin=begin,
+            prepare=prepare,
+        )
+        for done, _ in enumerate(self.loop.steps(), 1):
+            each(self, done)
+            if done == stop:
+                act(self)
+        self.recorder.close()
+
+    def column(self, name: str = "loss") -> list[float]:
+        values: list[float] = self.recorder.rows()[:, INDEX[name]].tolist()
+        return values
+
+    def told(self, kind: str) -> list[str]:
+        return [event.text for event in self.recorder.events(kind)]
+
+
+def apply(**changes: Any) -> Callable[[Course], None]:
+    return lambda course: course.control.apply(changes)
+
+
+ORT = {"engine": "ort", "kernels": "ort"}
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "precision": ({}, {"precision": "bf16"}),
+    "eager to ort": ({}, ORT),
+    "ort to eager": (ORT, {"engine": "eager"}),
+    "precision of ort": ({"engine": "ort", "kernels": "torch"}, {"precision": "bf16"}),
+    "kernels": (ORT, {"kernels": "torch"}),
+    "all at once": ({}, {**ORT, "accumulation": 2, "lr": 0.02, "clip_norm": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_it_is_a_run_that_switches_through_a_saved_checkpoint(name: str, tmp_path: Path) -> None:
+    """With dropout, in the middle of an epoch."""
+    before, change = CHANGES[name]
+    before = {"seed": 3, **before}  # ORT's generator has 0 for 1
+    needs(before.get("engine", "eager"), change.get("engine", "eager"))
+    path = tmp_path / "a.ckpt"
+    Course(bert(0.1), Tokens(), act=lambda c: c.loop.checkpoint().save(path) and None, **before)
+    kept = Checkpoint.load(path)
+    fresh = Course(bert(0.1), Tokens(), kept, **{**before, **change})
+    switched = Course(bert(0.1), Tokens(), act=apply(**change), **before)
+    assert switched.column()[4:] == fresh.column()
+    assert switched.column("lr")[4:] == fresh.column("lr")
+    assert switched.column("step") == list(range(1, 5 + len(fresh.column())))
+    assert switched.loop.settings == fresh.loop.settings
+    for entry, value in fresh.model.state_dict().items():
+        assert torch.equal(value, switched.model.state_dict()[entry]), entry
+    assert switched.made == 2
+    assert not switched.told("warning")
+    (event,) = switched.recorder.events("change")
+    assert event.step == 4
+    assert event.values["cost_s"] > 0
+    for setting in change:
+        assert f"{setting}=" in event.text
+
+
+def test_engines_that_take_turns_are_one_run() -> None:
+    needs("ort")
+    model, turns = bert(0.0), iter(["ort", "eager", "ort", "eager", "ort"])
+    values = {"epochs": 4, "schedule": "constant"}
+    plain = Course(bert(0.0), Tokens(), **values)
+
+    def take_turns(course: Course, done: int) -> None:
+        if done % 3 == 0 and (name := next(turns, None)):
+            course.control.apply({"engine": name, "kernels": "ort"})
+
+    course = Course(model, Tokens(), each=take_turns, **values)
+    assert course.made == 6
+    assert course.column("step") == list(range(1, 21))
+    assert course.column() == pytest.approx(plain.column(), rel=1e-4)
+
+
+def test_what_costs_nothing_makes_no_stepper() -> None:
+    plain = Course(network(), examples(22), loss=functional.cross_entropy, schedule="constant")
+    changes = {"lr": 0.5, "clip_norm": None, "weight_decay": 0.9, "accumulation": 2}
+    changed = Course(
+        network(),
+        examples(22),
+        loss=functional.cross_entropy,
+        act=apply(**changes),
+        schedule="constant",
+    )
+    assert changed.made == 1
+    (event,) = changed.recorder.events("change")
+    assert event.values == {"cost_s": 0.0}
+    assert "lr=0.5 (was 0.01)" in event.text
+    assert "clip_norm=None (was 1.0)" in event.text
+    assert changed.column()[:4] == plain.column()[:4]
+    # What is left: two micro-batches of the first epoch and six of the second, two a step.
+    assert changed.column("step") == list(range(1, 9))
+    assert changed.column("lr") == [0.01] * 4 + [0.5] * 4
+    assert changed.column("samples")[4:] == [6, 8, 8, 6]
+    assert changed.loop.total == 8
+    groups = changed.loop.stepper.state_dict()["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.9, 0.0]
+
+
+def test_clipping_holds_from_the_next_step_on() -> None:
+    def trained(**change: Any) -> list[float]:
+        model, act = network(0.0), apply(**change)
+        chosen = {"optimizer": "sgd", "schedule": "constant"}
+        return Course(model, examples(), loss=functional.cross_entropy, act=act, **chosen).column()
+
+    tight, loose = trained(clip_norm=1e-9), trained()
+    assert tight[:5] == loose[:5]  # the fifth loss is of weights from before it
+    assert tight[6:] != loose[6:]
+
+
+class Noisy(nn.Module):
+    """Draws from numpy, which ORT's graph cannot, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network(0.5)
+        self.register_buffer("calls", torch.tensor(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        scores: torch.Tensor = self.inner(x + float(np.random.rand()))
+        return scores
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_an_engine_that_cannot_run_the_model_leaves_no_trace(accumulation: int) -> None:
+    needs("ort")
+    change = {**ORT, "accumulation": accumulation}
+    chosen = {"loss": functional.cross_entropy, "schedule": "cosine"}
+    plain = Course(Noisy(), examples(22), **chosen)
+    tried = Course(Noisy(), examples(22), act=apply(**change), **chosen)
+    (warning,) = tried.recorder.events("warning")
+    assert warning.step == 4
+    assert warning.text.startswith("engine=ort (was eager), kernels=ort (was measured)")
+    assert "the run goes on without, for it failed" in warning.text
+    assert "Python's or numpy's" in warning.text
+    assert not tried.told("change")
+    assert tried.loop.settings == plain.loop.settings
+    assert tried.column() == plain.column()
+    assert tried.column("lr") == plain.column("lr")
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, tried.model.state_dict()[name]), name
+
+
+class NoAutocast(nn.Module):
+    """Fails under autocast, after it has drawn and counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.inner(x)
+        if self.training and torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("this model has no bf16")
+        return scores
+
+
+def test_a_step_that_fails_half_way_leaves_no_trace() -> None:
+    """Random numbers drawn, statistics moved, gradients made of the first micro-batch."""
+    chosen = {"loss": functional.cross_entropy, "accumulation": 2}
+    plain = Course(NoAutocast(), examples(22), **chosen)
+    tried = Course(NoAutocast(), examples(22), act=apply(precision="bf16"), **chosen)
+    (text,) = tried.told("warning")
+    assert text == (
+        "precision=bf16 (was fp32): the run goes on without, for it failed: this model has no bf16"
+    )
+    assert tried.column() == plain.column()
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, tried.model.state_dict()[name]), name
+
+
+def test_a_stepper_that_cannot_be_made_leaves_no_trace() -> None:
+    """bf16 on ORT's own kernels is refused while it is made."""
+    needs("ort")
+    chosen = {"loss": functional.cross_entropy}
+    plain = Course(network(), examples(22), **chosen)
+    tried = Course(network(), examples(22), act=apply(**ORT, precision="bf16"), **chosen)
+    assert "precision='bf16' needs torch's kernels" in tried.told("warning")[0]
+    assert tried.column() == plain.column()
+
+
+def test_a_batch_that_is_bad_is_the_runs_error_under_any_settings() -> None:
+    data = [(torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64)) for _ in range(8)]
+    data[4] = (torch.zeros(4, 7), data[4][1])
+    act = apply(precision="bf16")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        Course(network(), data, loss=functional.cross_entropy, act=act, batch_size=16)
+
+
+def test_frozen_parts_stay_frozen_and_modes_come_back() -> None:
+    model = network()
+    model.train()
+    model[1].eval()
+    before = model[1].running_mean.clone()
+    Course(model, examples(), loss=functional.cross_entropy, act=apply(precision="bf16"))
+    assert torch.equal(model[1].running_mean, before)
+    evaluated = network().eval()
+    course = Course(
+        evaluated, examples(), loss=functional.cross_entropy, act=apply(precision="bf16")
+    )
+    assert not torch.equal(evaluated[1].running_mean, before)
+    course.loop.stepper.close()
+    assert not any(module.training for module in evaluated.modules())
+
+
+# --- a run
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
+    """The return to ORT exports nothing."""
+    needs("ort")
+    model, steps = network(0.0), threading.Semaphore(0)
+
+    def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        assert steps.acquire(timeout=60)
+        return functional.cross_entropy(scores, target)
+
+    run = ortlab.finetune(
+        model, examples(48), loss=loss, batch_size=4, device="cpu", lr=0.01, **ORT
+    )
+
+    def advance(to: int) -> None:
+        steps.release(to - run.step)
+        until(lambda: run.step == to)
+
+    advance(3)
+    assert (run.engine_used, run.engine_asked) == ("ort", "ort")
+    run.pause()
+    advance(4)
+    until(lambda: run.state == "paused")
+    run.apply(engine="eager")
+    run.apply(lr=0.02)
+    run.resume()
+    advance(6)
+    assert (run.engine_used, run.engine_asked) == ("eager", "eager")
+    exported_s = run.report.export_s if run.report else 0
+    assert exported_s > 0
+    run.pause()
+    advance(7)
+    until(lambda: run.state == "paused")
+    run.apply(engine="ort")
+    run.resume()
+    steps.release(1000)
+    result = run.result()
+    assert run.engine_used == "ort"
+    assert result.export_s == exported_s
+    assert result.steps == 12
+    assert run.settings.engine == "ort"
+    assert run.settings.lr == 0.01
+    assert run.current_settings == run.settings.replace(lr=0.02)
+    changes = [(event.step, event.text) for event in run.recorder.events("change")]
+    assert changes == [
+        (4, "engine=eager (was ort), lr=0.02 (was 0.01)"),
+        (7, "engine=ort (was eager)"),
+    ]
+    kept = Checkpoint.load(run.checkpoint())
+    assert kept.settings["lr"] == 0.02
+    with pytest.raises(ValueError, match=r"is over \(finished\): nothing can be applied"):
+        run.apply(lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 3}, "seed=3 cannot be applied to a run that has seed=0; finetune makes another"),
+        ({"batch_size": 8}, "batch_size=8 cannot be applied"),
+        ({"optimizer": "sgd"}, "optimizer='sgd' cannot be applied"),
+        ({"lrr": 1.0}, "unknown setting 'lrr': .*did you mean 'lr'"),
+        ({"precision": "fp8"}, "precision='fp8'"),
+    ],
+)
+def test_what_cannot_be_applied_is_refused_at_once(
+    changes: dict[str, Any], message: str, threads_end: None
+) -> None:
+    run = ortlab.finetune(
+        network(), examples(), loss="cross_entropy", engine="eager", epochs=100_000
+    )
+    with pytest.raises(ValueError, match=message):
+        run.apply(**changes)
+    run.stop()
+    run.result()
+    assert not run.recorder.events("change", "warning")
