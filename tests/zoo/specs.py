@@ -370,6 +370,7 @@ def _spread(module: nn.Module) -> None:
 
 
 def _transformers_model(cell: Cell) -> nn.Module:
+    import torch
     import transformers
 
     family = FAMILIES[cell.family]
@@ -388,6 +389,11 @@ def _transformers_model(cell: Cell) -> nn.Module:
     for name in ("", *getattr(config, "sub_configs", ())):
         _set_dropout(getattr(config, name) if name else config, cell.dropout or 0.0)
     made: nn.Module = getattr(transformers, family.heads[cell.head])(config)
+    if not cell.dropout:
+        # A decoder's head for tokens drops out a tenth where its configuration has no ratio for it.
+        for each in made.modules():
+            if isinstance(each, torch.nn.Dropout):
+                each.p = 0.0
     return made
 
 
