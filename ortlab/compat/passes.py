@@ -7,8 +7,9 @@ the session to autograd in C++ (`native`).
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,9 @@ class Passes:
         """Which inputs are the module's own: the others come with each call."""
         self._given: list[int] = []
         """Which inputs ORT gets anew in each call; one of the module's that has gaps is copied."""
+        self._pick: Callable[[Tensors], Tensors] = lambda inputs: tuple(
+            [inputs[i] for i in self._own]
+        )
         self._values: list[Any] = []
         """ORT's view of each of the other inputs."""
         self._trained: Tensors = ()
@@ -80,8 +84,9 @@ class Passes:
             names = info.onnx_graph_input_names
             self._own = [i for i, name in enumerate(names) if name not in given]
             self._values = [None] * len(inputs)
-        own = tuple([inputs[i] for i in self._own])
-        layout = native.layout(own)
+            if len(self._own) > 1:  # of one it gives no tuple
+                self._pick = operator.itemgetter(*self._own)
+        layout = native.layout(self._pick(inputs))
         if layout != self._layout:
             whole = [i for i in self._own if inputs[i].is_contiguous()]
             self._given = sorted({*range(len(inputs))} - {*whole})

@@ -30,6 +30,14 @@ from ortlab.engines.fingerprint import global_names, home, is_users
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MEMBERS = ("_parameters", "_buffers", "_modules")
+_OF_TORCH = frozenset(
+    {"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"}
+    | {"_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
+    | {f"{name}_with_kwargs" for name in _HOOKS[:2]}
+    | {"_forward_hooks_always_called"}
+)
+"""Attributes of every module that say nothing of forward, or no more than its hooks do."""
+_APART = _OF_TORCH.union(_HOOKS, _MEMBERS)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 2
 _REMEMBERED = 8
@@ -217,7 +225,7 @@ class Guard:
                 hooks.append(found)
                 if found:
                     facts[f"{path}.{hook_name[1:]}"] = tuple(map(atom, found.values()))
-            own = {k: v for k, v in module.__dict__.items() if k not in (*_HOOKS, *_MEMBERS)}
+            own = {k: v for k, v in module.__dict__.items() if k not in _APART}
             _record(path, own, facts, constants, atom)
             compared = places.by_identity if any(map(_is_array, own.values())) else places.plain
             compared.append(_Place(path, module.__dict__, list(module.__dict__.values())))
