@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
-from ortlab import loop
+from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper, progress
 from ortlab.errors import shorten
@@ -87,7 +87,7 @@ class Run:
     With `begin` it goes on where that was taken, by another run of any engine, in this process or
     an earlier one; ``settings`` may differ in what `loop.check_begin` does not fix.
 
-    ValueError, before anything is written, for data that cannot be used (see `loop.batches`).
+    ValueError, before anything is written, for data that cannot be used (see `batching.batches`).
     """
 
     interactive = True
@@ -105,10 +105,10 @@ class Run:
         root: Path | None = None,
         begin: Checkpoint | None = None,
     ) -> None:
-        batches = loop.batches(train, settings)
+        batches = batching.batches(train, settings)
         held_out = None
         if evaluation is not None:
-            held_out = loop.batches(evaluation, settings, evaluation=True)
+            held_out = batching.batches(evaluation, settings, evaluation=True)
         place = None
         if begin is not None:
             loop.check_begin(begin, batches, settings)
@@ -555,8 +555,8 @@ class _Work:
 
     model: nn.Module
     prepare: Callable[[FinetuneSettings], Stepper]
-    train: loop.Batches
-    evaluation: loop.Batches | None
+    train: batching.Batches
+    evaluation: batching.Batches | None
     begin: Checkpoint | None = None
     course: loop.Course | None = None
     heard: Stepper | None = None

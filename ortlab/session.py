@@ -381,7 +381,7 @@ def finetune(
 
     `resume_from` is the file of a checkpoint (``run.checkpoint()`` writes one, and each run ends
     with ``checkpoints/final.safetensors`` in its folder): the run goes on there, with the same
-    settings where no others are given, on the same data (see `ortlab.loop.batches` for how its
+    settings where no others are given, on the same data (see `ortlab.batching.batches` for how its
     place is found again). Weights and losses are, to the last bit, those of the run that took it
     and went on, where the engine computes with the same kernels. ValueError for a file that is
     damaged or foreign, and for another model, optimizer, order or number of batches.

@@ -16,8 +16,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ortlab.batching import length_of
 from ortlab.engines.batch import count
-from ortlab.loop import length_of
 from ortlab.memory import SAMPLER, Meter
 from ortlab.settings import unknown_name
 from ortlab.telemetry import INDEX, NAN, Event, Recorder, Sample, State, Status

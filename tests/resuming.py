@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from ortlab import loop
+from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import engine
 from ortlab.settings import FinetuneSettings
@@ -91,7 +91,7 @@ class Course:
         self.recorder = Recorder()
         self.loop = loop.Course(
             stepper,
-            loop.batches(case.data(), settings),
+            batching.batches(case.data(), settings),
             settings,
             control=loop.Control(),
             recorder=self.recorder,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import ortlab
-from ortlab import loop
+from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import EngineUnavailable, Stepper, engine
 from ortlab.settings import FinetuneSettings
@@ -71,7 +71,7 @@ class Course:
         self.control = loop.Control()
         self.loop = loop.Course(
             prepare(settings),
-            loop.batches(data, settings),
+            batching.batches(data, settings),
             settings,
             control=self.control,
             recorder=self.recorder,

@@ -11,7 +11,7 @@ import torch
 from transformers import BertConfig, BertModel, BertTokenizer
 
 from ortlab import data
-from ortlab.loop import batches
+from ortlab.batching import batches
 from ortlab.settings import FinetuneSettings
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from transformers import BatchEncoding
 
-from ortlab import loop
+from ortlab import batching, loop
 from ortlab.engines.base import NotFinite, Stepper, StepResult
 from ortlab.engines.torch_native import Eager
 from ortlab.loop import Control
@@ -66,10 +66,10 @@ class Trained:
         self.control = control or Control()
         self.recorder = Recorder()
         stepper: Stepper = Eager().prepare(self.model, functional.cross_entropy, chosen)
-        train = loop.batches(examples() if data is None else data, chosen)
+        train = batching.batches(examples() if data is None else data, chosen)
         evaluation = None
         if held_out is not None:
-            evaluation = loop.batches(held_out, chosen, evaluation=True)
+            evaluation = batching.batches(held_out, chosen, evaluation=True)
         try:
             for _ in loop.steps(
                 stepper,
@@ -148,7 +148,7 @@ def test_a_loader_that_shuffles_follows_the_seed() -> None:
 
 
 def test_epochs_have_orders_of_their_own() -> None:
-    batches = loop.batches(examples(), settings(epochs=2))
+    batches = batching.batches(examples(), settings(epochs=2))
     first, again, second = (
         torch.cat([batch[0] for batch in batches.epoch(number)]) for number in (0, 0, 1)
     )
@@ -158,7 +158,7 @@ def test_epochs_have_orders_of_their_own() -> None:
 
 
 def test_evaluation_data_keeps_its_order() -> None:
-    batches = loop.batches(examples(), settings(), evaluation=True)
+    batches = batching.batches(examples(), settings(), evaluation=True)
     assert torch.equal(torch.cat([b[0] for b in batches.epoch(0)]), examples().tensors[0])
 
 
@@ -179,7 +179,7 @@ def test_random_states_come_back_from_a_loop_that_is_left() -> None:
     chosen = settings(seed=11)
     recorder = Recorder()
     stepper = Eager().prepare(network(0.5), functional.cross_entropy, chosen)
-    train = loop.batches(examples(), chosen)
+    train = batching.batches(examples(), chosen)
     running = loop.steps(stepper, train, chosen, control=Control(), recorder=recorder)
     next(running)
     assert not torch.equal(torch.get_rng_state(), state)
@@ -192,7 +192,7 @@ def _unfinished(seed: int) -> tuple[Iterator[StepResult], Recorder]:
     """A loop in which a step was made, and what is to be closed after it."""
     chosen, recorder = settings(seed=seed), Recorder()
     stepper = Eager().prepare(network(0.5), functional.cross_entropy, chosen)
-    train = loop.batches(examples(), chosen)
+    train = batching.batches(examples(), chosen)
     running = loop.steps(stepper, train, chosen, control=Control(), recorder=recorder)
     next(running)
     return running, recorder
@@ -256,7 +256,7 @@ def test_accuracy_is_unknown_where_targets_are_no_classes() -> None:
     inputs = examples().tensors[0]
     data = TensorDataset(inputs, inputs[:, :3])
     stepper = Eager().prepare(network(), functional.mse_loss, chosen)
-    found = loop.evaluate(stepper, loop.batches(data, chosen, evaluation=True), step=0)
+    found = loop.evaluate(stepper, batching.batches(data, chosen, evaluation=True), step=0)
     assert found is not None
     assert found.loss > 0
     assert math.isnan(found.accuracy)
@@ -358,7 +358,7 @@ class OnDevice:
 
 def drive(stepper: Any, batches: Iterable[Any], recorder: Recorder) -> None:
     chosen = settings(schedule="constant")
-    train = loop.batches(batches, chosen)
+    train = batching.batches(batches, chosen)
     try:
         for _ in loop.steps(stepper, train, chosen, control=Control(), recorder=recorder):
             pass
@@ -450,7 +450,7 @@ class Stream(IterableDataset[tuple[torch.Tensor, int]]):
 
 
 def test_samples_that_are_mappings_become_batches_of_tensors() -> None:
-    first, second = loop.batches(Rows(), settings(batch_size=4), evaluation=True).epoch(0)
+    first, second = batching.batches(Rows(), settings(batch_size=4), evaluation=True).epoch(0)
     assert {name: tensor.dtype for name, tensor in first.items()} == {
         "input_ids": torch.int64,
         "label": torch.int64,
@@ -461,7 +461,7 @@ def test_samples_that_are_mappings_become_batches_of_tensors() -> None:
 
 
 def test_a_stream_of_samples_is_batched() -> None:
-    batches = loop.batches(Stream(), settings(batch_size=2, epochs=2))
+    batches = batching.batches(Stream(), settings(batch_size=2, epochs=2))
     assert batches.length is None
     for epoch in (0, 1):
         assert [len(target) for _, target in batches.epoch(epoch)] == [2, 2, 1]
@@ -469,18 +469,18 @@ def test_a_stream_of_samples_is_batched() -> None:
 
 def test_batches_of_transformers_and_lists_are_used_as_they_are() -> None:
     batch = BatchEncoding({"input_ids": torch.zeros(2, 3, dtype=torch.int64)})
-    batches = loop.batches([batch, batch], settings())
+    batches = batching.batches([batch, batch], settings())
     assert batches.length == 2
     assert next(batches.epoch(0)) is batch
 
 
 def test_an_iterator_can_be_read_once() -> None:
-    once = loop.batches(iter([1, 2]), settings())
+    once = batching.batches(iter([1, 2]), settings())
     assert list(once.epoch(0)) == [1, 2]
     with pytest.raises(ValueError, match="can be read only once"):
-        loop.batches(iter([1, 2]), settings(epochs=2))
+        batching.batches(iter([1, 2]), settings(epochs=2))
     with pytest.raises(ValueError, match="can be read only once"):
-        loop.batches(iter([1, 2]), settings(), evaluation=True)
+        batching.batches(iter([1, 2]), settings(), evaluation=True)
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_an_iterator_can_be_read_once() -> None:
 )
 def test_data_that_is_empty(data: Any) -> None:
     with pytest.raises(ValueError, match=r"the data is empty: the \w+ has no element"):
-        loop.batches(data, settings())
+        batching.batches(data, settings())
 
 
 def test_a_stream_that_is_empty() -> None:
@@ -499,22 +499,22 @@ def test_a_stream_that_is_empty() -> None:
 @pytest.mark.parametrize("data", [torch.zeros(8, 4), {"inputs": torch.zeros(8, 4)}, "text", 5])
 def test_what_is_no_data(data: Any) -> None:
     with pytest.raises(ValueError, match=r"the data is one \w+; give a Dataset, a DataLoader"):
-        loop.batches(data, settings())
+        batching.batches(data, settings())
 
 
 def test_samples_of_different_shapes() -> None:
     with pytest.raises(ValueError, match=r"input_ids has different shapes .*\[2\], \[3\]"):
-        loop.collate([{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}])
+        batching.collate([{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}])
 
 
 def test_samples_that_are_no_numbers() -> None:
     with pytest.raises(ValueError, match="item 0 of a sample is str, which is no tensor"):
-        loop.collate([("a", 1), ("b", 0)])
+        batching.collate([("a", 1), ("b", 0)])
 
 
 def test_a_batch_size_without_effect_warns() -> None:
     loader = DataLoader(examples(), batch_size=8)
-    loop.batches(loader, settings(batch_size=8))
-    loop.batches(loader, settings())
+    batching.batches(loader, settings(batch_size=8))
+    batching.batches(loader, settings())
     with pytest.warns(UserWarning, match="batch_size=4 has no effect"):
-        loop.batches(loader, settings(batch_size=4))
+        batching.batches(loader, settings(batch_size=4))
