@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 import ortlab
-from ortlab import loop
+from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import EngineUnavailable, NotFinite, Stepper, engine
 from ortlab.engines.torch_native import Eager
@@ -176,11 +176,13 @@ def trained(
     model, recorder, kept = model or network(), Recorder(), None
     course = loop.Course(
         Eager().prepare(model, functional.cross_entropy, settings),
-        loop.batches(data, settings),
+        batching.batches(data, settings),
         settings,
         control=loop.Control(),
         recorder=recorder,
-        evaluation=None if held_out is None else loop.batches(held_out, settings, evaluation=True),
+        evaluation=None
+        if held_out is None
+        else batching.batches(held_out, settings, evaluation=True),
         begin=begin,
     )
     for done, _ in enumerate(course.steps(), 1):
@@ -271,7 +273,7 @@ def test_a_run_that_is_over_goes_on_with_more_epochs(
         recorder = Recorder()
         course = loop.Course(
             Eager().prepare(network(), functional.cross_entropy, settings),
-            loop.batches(data(), settings),
+            batching.batches(data(), settings),
             settings,
             control=loop.Control(),
             recorder=recorder,
@@ -311,11 +313,11 @@ def test_the_state_in_a_paused_evaluation_is_that_between_two_steps(tmp_path: Pa
 
     course = loop.Course(
         Eager().prepare(network(), functional.cross_entropy, settings),
-        loop.batches(examples(22), settings),
+        batching.batches(examples(22), settings),
         settings,
         control=control,
         recorder=recorder,
-        evaluation=loop.batches(Pausing(), settings, evaluation=True),
+        evaluation=batching.batches(Pausing(), settings, evaluation=True),
     )
     thread = threading.Thread(target=lambda: [None for _ in course.steps()])
     thread.start()

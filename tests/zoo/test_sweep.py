@@ -23,7 +23,13 @@ CELLS = {cell.name: cell for cell in specs.cells()}
 
 
 @needs_ort
-@pytest.mark.parametrize("threads", [(), ("--all-threads",)], ids=["one thread", "all threads"])
+@pytest.mark.parametrize(
+    "threads",
+    [
+        pytest.param((), id="one thread"),
+        pytest.param(("--all-threads",), id="all threads", marks=pytest.mark.nightly),
+    ],
+)
 def test_quick_subset(threads: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "tests.zoo.sweep", "--quick", *threads]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -124,7 +130,7 @@ def test_another_ratio_is_wrong(trial: Any, monkeypatch: pytest.MonkeyPatch, rat
 
 
 def test_a_missing_dropout_is_wrong(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ortlab.compat.rules_layers.dropout", lambda g, x, ratio: x)
+    monkeypatch.setattr("ortlab.compat.rules_attention.dropout", lambda g, x, ratio: x)
     outcome = trial.trial(CELLS[MASKED])
     assert outcome.status == WRONG
     assert "more often than ORT" in outcome.reason
