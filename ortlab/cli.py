@@ -87,27 +87,47 @@ def _add_bench(commands: Any) -> None:
     about = "ORT's operators beside the kernels that may take their place, as measured here so far"
     kernels = parts.add_parser("kernels", help=about, description=f"{about}.")
     kernels.set_defaults(run=_bench_kernels)
-    models = "\n".join(f"  {name:16} {model.about}" for name, model in MODELS.items())
-    about = "all engines and precisions on fixed models"
-    engines = parts.add_parser(
+    _add_benchmark(
+        parts,
         "engines",
-        help=about,
+        about="all engines and precisions on fixed models",
         description=_ENGINES,
-        epilog=f"models:\n{models}\n\nIn Python: from ortlab import bench; bench.engines(rounds=5)",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        call="bench.engines(rounds=5)",
+        settings=BenchSettings,
+        run=_bench_engines,
     )
-    _add_options(engines, BenchSettings)
-    engines.set_defaults(run=functools.partial(_bench_engines, engines))
-    about = "where the time of one training step in ORT goes"
-    step = parts.add_parser(
+    _add_benchmark(
+        parts,
         "step",
-        help=about,
+        about="where the time of one training step in ORT goes",
         description=_STEP,
-        epilog=f"models:\n{models}\n\nIn Python: from ortlab import bench; bench.step(steps=5)",
+        call="bench.step(steps=5)",
+        settings=StepSettings,
+        run=_bench_step,
+    )
+
+
+def _add_benchmark(
+    parts: Any,
+    name: str,
+    *,
+    about: str,
+    description: str,
+    call: str,
+    settings: type[Settings],
+    run: Callable[[argparse.ArgumentParser, argparse.Namespace], int],
+) -> None:
+    """Adds one of the fixed models, with an option for each of `settings`; `call` is its twin."""
+    models = "\n".join(f"  {model:16} {MODELS[model].about}" for model in MODELS)
+    parser: argparse.ArgumentParser = parts.add_parser(
+        name,
+        help=about,
+        description=description,
+        epilog=f"models:\n{models}\n\nIn Python: from ortlab import bench; {call}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_options(step, StepSettings)
-    step.set_defaults(run=functools.partial(_bench_step, step))
+    _add_options(parser, settings)
+    parser.set_defaults(run=functools.partial(run, parser))
 
 
 def _add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
