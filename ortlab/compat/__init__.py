@@ -5,6 +5,7 @@ Importing it imports neither and changes nothing; `ortmodule` does both when it 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ def _load(on_progress: Progress | None) -> Ort:
     from ortlab.compat import extensions, patches
 
     loaded = extensions.load(on_progress)
+    with contextlib.suppress(OrtUnavailable):  # `native` does it in Python then
+        extensions.load_native(on_progress)
     patches.apply(loaded)
     if patches.installed().cuda:
         extensions.preload_cuda()
