@@ -365,8 +365,8 @@ class Run:
         )
 
     def _left_s(self) -> float | None:
-        if self._total is None or self.over() or self._step == 0:
-            return None
+        if self._total is None or self.over() or self.recorder.count == 0:
+            return None  # a run that was resumed is at a step before it has made one
         recent, _ = self.recorder.since(max(self.recorder.count - 64, 0))
         step_s = float(recent[:, INDEX["step_ms"]].mean()) / 1e3
         return (self._total - self._step) * step_s

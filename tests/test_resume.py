@@ -501,8 +501,11 @@ def test_a_checkpoint_in_a_pause_and_a_run_from_it(home: Path) -> None:
     run.resume()
     model.more()
     run.result()
-    other = Gated(turns=1000)
+    other = Gated(turns=0)
     resumed = ortlab.finetune(other, examples(22), resume_from=path, eval_data=examples(6))
+    until(lambda: resumed.step == 5)
+    assert resumed.status().left_s is None  # it has made no step yet to go by
+    other.more()
     result = resumed.result()
     assert (resumed.settings, result.steps) == (run.settings, 18)
     assert column(resumed, "step") == list(range(6, 19))

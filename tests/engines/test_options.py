@@ -246,7 +246,8 @@ def _kept_bytes(*, arena: bool) -> int:
         print((pages() - before) * os.sysconf("SC_PAGESIZE"))
     """
     words = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return int(done.stdout.splitlines()[-1])
 
 
