@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint
-from ortlab.engines.base import Report, Stepper, progress
+from ortlab.engines.base import Report, Stepper, engine_for, progress
 from ortlab.errors import shorten
 from ortlab.history import FORM, RunFolder, environment
 from ortlab.loop import Control, Evaluation
@@ -275,12 +275,14 @@ class Run:
         goes on with what it had. An event of the recorder says what was changed and its cost, or
         why not. The schedule goes on at the same step; of how many, accumulation decides.
 
-        ValueError for what is unknown or wrong, for seed, batch size, optimizer, loss and device,
-        and when the run is over.
+        ValueError for what is unknown or wrong, for what an engine cannot do here, for seed, batch
+        size, optimizer, loss and device, and when the run is over.
         """
         if self.over():
             raise ValueError(f"{self.name} is over ({self.state}): nothing can be applied to it")
-        loop.check_change(self.current_settings, self.current_settings.replace(**changes))
+        wanted = self.current_settings.replace(**changes)
+        loop.check_change(self.current_settings, wanted)
+        engine_for(wanted)
         self._control.apply(changes)
 
     def over(self) -> bool:

@@ -87,7 +87,7 @@ class Session:
     ) -> Run:
         """See `finetune` below."""
         from ortlab.checkpoint import check_model
-        from ortlab.engines.base import engine as engine_called
+        from ortlab.engines.base import engine_for
         from ortlab.runs import Run
 
         module = wrapping.check_model("the first argument", model)
@@ -113,10 +113,10 @@ class Session:
         self._check_free(original)
         if begin is not None:
             check_model(begin.model, original.state_dict())
-        engine_called(chosen.engine)
+        engine_for(chosen)
 
         def prepare(settings: FinetuneSettings) -> Stepper:
-            engine = engine_called(settings.engine)
+            engine = engine_for(settings)
             if engine.name not in executed:
                 # Kept as long as the run is, so that a return to this engine exports nothing anew.
                 plain = settings.replace(precision="fp32")  # which is not for wrapping to choose

@@ -352,6 +352,7 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
         ({"optimizer": "sgd"}, "optimizer='sgd' cannot be applied"),
         ({"lrr": 1.0}, "unknown setting 'lrr': .*did you mean 'lr'"),
         ({"precision": "fp8"}, "precision='fp8'"),
+        ({"engine": "ort", "precision": "bf16", "kernels": "ort"}, "needs torch's kernels"),
     ],
 )
 def test_what_cannot_be_applied_is_refused_at_once(

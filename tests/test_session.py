@@ -522,6 +522,11 @@ def test_a_loss_of_the_user_s_own(data: Any) -> None:
         (lambda net, data: (net, data), {"epoch": 3}, "did you mean 'epochs'?"),
         (lambda net, data: (net, data), {"lr": 0.0}, "lr=0.0 must be above 0"),
         (lambda net, data: (net, []), {}, "empty"),
+        (
+            lambda net, data: (net, data),
+            {"engine": "ort", "precision": "bf16", "kernels": "ort"},
+            "needs torch's kernels",
+        ),
     ],
 )
 def test_what_finetune_refuses(

@@ -145,6 +145,10 @@ class Engine(Protocol):
         """Why this engine cannot run here and what to do about it; None when it can."""
         ...
 
+    def refuses(self, settings: EngineSettings) -> str | None:
+        """Why this engine cannot run under `settings` on this machine; None when it can."""
+        ...
+
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """A module that behaves as `model` does and shares its parameters."""
         ...
@@ -234,4 +238,16 @@ def engine(name: str) -> Engine:
     reason = found.unavailable()
     if reason is not None:
         raise EngineUnavailable(reason)
+    return found
+
+
+def engine_for(settings: EngineSettings) -> Engine:
+    """The engine that `settings` name; ValueError where it cannot run under them here.
+
+    EngineUnavailable when it cannot run at all.
+    """
+    found = engine(settings.engine)
+    reason = found.refuses(settings)
+    if reason is not None:
+        raise ValueError(reason)
     return found

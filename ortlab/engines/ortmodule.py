@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,17 @@ class Ort:
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
         return compat.unavailable()
+
+    def refuses(self, settings: EngineSettings) -> str | None:
+        """See `Engine.refuses`."""
+        if (reason := self.unavailable()) is not None:
+            return reason
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                options.check(settings)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """An ORTModule around `model`. Nothing is exported before the first call.

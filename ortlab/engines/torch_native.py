@@ -254,6 +254,10 @@ class Eager:
         """See `Engine.unavailable`."""
         return None
 
+    def refuses(self, settings: EngineSettings) -> str | None:  # noqa: ARG002
+        """See `Engine.refuses`."""
+        return self.unavailable()
+
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """`model` itself. ValueError for another precision: a loop's own autocast gives that."""
         _refuse_precision(settings)
@@ -284,6 +288,10 @@ class Compile:
         if torch.cuda.is_available() or any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
             return None
         return "engine 'compile' needs a C++ compiler: apt-get install g++, or use engine='eager'"
+
+    def refuses(self, settings: EngineSettings) -> str | None:  # noqa: ARG002
+        """See `Engine.refuses`."""
+        return self.unavailable()
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """torch.compile's module; the first call of a new kind of input compiles.
