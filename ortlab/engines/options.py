@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ortlab import compat
+from ortlab.engines.torch_native import refuses_precision, trains_on_cpu
 from ortlab.settings import EngineSettings, unknown_name
 
 UNUSED = {
@@ -110,9 +111,16 @@ def check(settings: EngineSettings) -> None:
 
 
 def _check_precision(settings: EngineSettings) -> None:
-    if settings.precision == "fp32":
-        return
+    if (reason := refuses_precision(settings)) is not None:
+        raise ValueError(reason)
     chosen = f"precision={settings.precision!r}"
+    if settings.precision == "fp16" and trains_on_cpu(settings):
+        raise ValueError(
+            f"{chosen} cannot run in engine 'ort' on a CPU: ORT's CPU kernels have no float16; "
+            "choose precision='bf16', or engine='eager' to check numerics"
+        )
+    if settings.precision != "bf16":
+        return
     if settings.kernels == "ort":
         raise ValueError(
             f"{chosen} needs torch's kernels: ORT's own have none on a CPU; leave kernels='ort' out"
@@ -222,7 +230,8 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     without = settings.kernels == "ort" or recomputes(settings)
     options.torch_kernels = "" if without else settings.kernels
     options.spinning = without  # what ORT's idle workers do, for `restoring.open_session` too
-    options.low_precision = settings.precision != "fp32"
+    options.low_precision = settings.precision == "bf16"
+    options.tf32 = settings.precision == "tf32"  # for `restoring.open_session`
     options.attention = settings.attention
     options.memory_optimization_level = type(options.memory_optimization_level)(
         settings.memory_level
