@@ -429,9 +429,10 @@ class Recorder:
         if self._skipped or not len(at):
             return []
         self._skipped = True
-        step, time_s, scale = rows[at[0], [INDEX[name] for name in ("step", "time_s", "loss_scale")]]
-        text = f"step {step:.0f} was skipped: its gradients overflowed; the loss scale is {scale:,.10g}"
-        return [Event("note", int(step), time_s, text)]
+        first = Sample(*rows[at[0]].tolist())
+        why = f"its gradients overflowed; the loss scale is {first.loss_scale:,.10g}"
+        text = f"step {first.step:.0f} was skipped: {why}"
+        return [Event("note", int(first.step), first.time_s, text)]
 
     def _write(self) -> None:
         """Hands the backlog to the sinks. The writer thread only."""

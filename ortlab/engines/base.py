@@ -110,7 +110,7 @@ class Stepper(Protocol):
         ...
 
     def finite(self) -> bool:
-        """Whether every loss so far was finite, or a smaller loss scale left. Waits for the device."""
+        """Whether all losses were finite, or a loss scale could fall. Waits for the device."""
         ...
 
     def report(self) -> Report:

@@ -116,8 +116,8 @@ def _check_precision(settings: EngineSettings) -> None:
     chosen = f"precision={settings.precision!r}"
     if settings.precision == "fp16" and trains_on_cpu(settings):
         raise ValueError(
-            f"{chosen} cannot run in engine 'ort' on a CPU: ORT's CPU kernels have no float16; "
-            "choose precision='bf16', or engine='eager' to check numerics"
+            f"{chosen} is not what engine 'ort' would compute in on a CPU: ORT's CPU kernels take "
+            "float16 as float32; choose precision='bf16', or engine='eager' to check numerics"
         )
     if settings.precision != "bf16":
         return

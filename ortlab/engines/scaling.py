@@ -21,6 +21,10 @@ class LossScale:
     ValueError for parameters in float16: their gradients cannot be unscaled without a loss.
     """
 
+    collapsed: torch.Tensor
+    """Whether gradients overflowed at the lowest scale; from then on no weight changes."""
+    _scaler: torch.amp.GradScaler
+
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p.dtype == torch.float16 for p in parameters):
@@ -63,7 +67,6 @@ class LossScale:
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Goes on from `state`, or begins where there is none; the optimizer has its state."""
         self.collapsed = torch.zeros_like(self._one, dtype=torch.bool)
-        """Whether gradients overflowed at the lowest scale; from then on no weight changes."""
         self._scaler = torch.amp.GradScaler(self._one.device.type)
         if state is not None:
             self._scaler.load_state_dict(dict(state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from ortlab.engines import torch_native
-from ortlab.engines.base import StepResult, engine
+from ortlab.engines.base import Report, StepResult, engine
 from ortlab.engines.torch_native import TorchStepper
 from ortlab.settings import FinetuneSettings
 from tests.resuming import network
@@ -117,7 +118,7 @@ def test_thirty_steps_are_those_of_a_loop_by_hand(optimizer: str, first_scale: f
     assert {6, 11, 20} <= set(skips)
     assert (0 in skips) == (optimizer == "adamw")  # the scale itself overflows
     scales = [scale for _, _, _, scale in told]
-    assert any(later > earlier for earlier, later in zip(scales, scales[1:], strict=False))
+    assert any(later > earlier for earlier, later in itertools.pairwise(scales))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -230,12 +231,37 @@ def test_tf32_is_refused_on_a_cpu(name: str) -> None:
     assert "choose precision='fp32'" in reason
 
 
-def test_tf32_holds_while_a_step_goes_on() -> None:
+def test_a_step_computes_in_tf32_backward_too() -> None:
+    """The setting alone; what it does is CUDA's."""
+    seen: list[str] = []
+
+    def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        if scores.requires_grad:
+            scores.register_hook(lambda _: seen.append(torch.get_float32_matmul_precision()))
+        return functional.cross_entropy(scores, target)
+
+    settings, model = FinetuneSettings(engine="eager", precision="tf32"), network(0.0)
+    cpu, report = torch.device("cpu"), lambda: Report("eager")
+    stepper = TorchStepper(model, loss, settings, owner=model, device=cpu, report=report)
+    (batch,) = batches(1)
+    stepper.step([batch], lr=LR)
+    stepper.evaluate(batch)
+    assert seen == ["high"] * 3
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_tf32_is_given_back_after_a_failure() -> None:
     before = torch.get_float32_matmul_precision()
-    with pytest.raises(KeyError), torch_native._tf32():
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+    def fail() -> None:
         with torch_native._tf32():
-            pass
-        assert torch.get_float32_matmul_precision() == "high"
-        raise KeyError
+            assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+            with torch_native._tf32():
+                pass
+            assert torch.get_float32_matmul_precision() == "high"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert torch.get_float32_matmul_precision() == before != "high"
