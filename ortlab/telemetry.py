@@ -407,7 +407,7 @@ class Recorder:
                 self._note_not_finite(samples, rows)
             if self._sinks and self._backlog + len(items) <= self.BACKLOG:
                 self._unwritten.append((rows, events))
-                self._backlog += len(items)
+                self._backlog += len(rows) + len(events)
             elif self._sinks:
                 self._dropped += len(items)
 

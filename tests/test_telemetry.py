@@ -283,6 +283,7 @@ def test_the_first_skipped_step_is_an_event_for_views_and_sinks() -> None:
     assert (event.step, event.time_s) == (3, 1.5)
     assert event.text == "step 3 was skipped: its gradients overflowed; the loss scale is 131,072"
     assert kept.events == [event]
+    assert recorder._backlog == 0
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
