@@ -196,7 +196,9 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
 
 
 ENGINES = ("eager", "compile", "ort")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+LOWEST_LOSS_SCALE = 1.0
+"""Where gradients overflow float16 at this loss scale, a run ends: DeepSpeed's min_loss_scale."""
 KERNELS = ("measured", "torch", "ort")
 ATTENTION = ("auto", "fused", "onnx")
 LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
@@ -213,7 +215,8 @@ class EngineSettings(Settings):
     precision: str = setting(
         "fp32",
         choices=PRECISIONS,
-        help="of matrix products; weights, gradients and optimizer stay fp32",
+        help="of matrix products; weights, gradients and optimizer stay fp32; tf32 is for CUDA, "
+        "fp16 on a CPU for checking numerics",
     )
     kernels: str = setting(
         "measured",
