@@ -90,6 +90,15 @@ class RecomputePlans:
         return tuple(self._graph.parts)
 
     @property
+    def layers(self) -> tuple[str, ...]:
+        """The plans of whole layers, one for each list of them."""
+        return self._graph.layers
+
+    def parts(self, plan: str) -> tuple[str, ...]:
+        """The plans that `plan` joins, or stands for; UnknownPlan names the nearest."""
+        return self._graph.check(_split(plan))
+
+    @property
     def chosen(self) -> str:
         """What holds now, as the setting `recompute` has it."""
         return execution_behind(self._model).settings.recompute
@@ -196,14 +205,14 @@ class RecomputePlans:
         if len(self._graph.layers) > 1:
             plans.insert(0, LAYERS)
         rows = [here.savings(plan) for plan in plans]
-        step_s = self._step_s
+        chosen = (*_split(self.chosen), *self.parts(self.chosen))
         columns: list[Column[Saving]] = [
-            Column("", lambda row: "x" if row.plan in _split(self.chosen) else ""),
+            Column("", lambda row: "x" if row.plan in chosen else ""),
             Column("compute again", lambda row: row.plan),
             Column("modules", lambda row: str(row.occurrences), number=True),
             Column("saved after forward", lambda row: memory(row.after_forward_bytes), number=True),
-            Column("saved at the peak", lambda row: _signed(row.peak_bytes), number=True),
-            Column("costs a step", lambda row: _cost(row.cost_s, step_s), number=True),
+            Column("saved at the peak", lambda row: signed(row.peak_bytes), number=True),
+            Column("costs a step", self.told_cost, number=True),
         ]
         return Table(
             rows,
@@ -211,6 +220,13 @@ class RecomputePlans:
             notes=list(here._notes()),
             empty="the model has no list of layers whose activations could be computed again",
         )
+
+    def told_cost(self, saving: Saving) -> str:
+        """Its cost in milliseconds and beside a step; a dash where nothing was measured."""
+        if saving.cost_s is None:
+            return "-"
+        share = f" (+{saving.cost_s / self._step_s:.0%})" if self._step_s else ""
+        return f"{saving.cost_s * 1e3:.1f} ms{share}"
 
     def _notes(self) -> Iterator[str]:
         before = self._memory(())
@@ -248,12 +264,6 @@ def _within(inner: str, outer: str) -> bool:
     return inner.startswith(f"{outer}.")
 
 
-def _signed(size_bytes: int) -> str:
+def signed(size_bytes: int) -> str:
+    """Bytes in words, which may be less than none."""
     return memory(size_bytes) if size_bytes >= 0 else f"-{memory(-size_bytes)}"
-
-
-def _cost(cost_s: float | None, step_s: float | None) -> str:
-    if cost_s is None:
-        return "-"
-    share = f" (+{cost_s / step_s:.0%})" if step_s else ""
-    return f"{cost_s * 1e3:.1f} ms{share}"

@@ -337,6 +337,7 @@ class Extension:
             ("ortlab.runs", "Run"): self._display,
             ("ortlab.graph.capture", "Graphs"): _display_graphs,
             ("ortlab.graph.capture", "Stage"): _display_stage,
+            ("ortlab.graph.recompute", "RecomputePlans"): _display_plans,
         }
 
     def load(self) -> None:
@@ -416,6 +417,14 @@ def _display_stage(stage: Stage) -> None:
     from ortlab.graph.capture import Graphs
 
     _display_graphs(stage.graphs or Graphs("", {stage.name: stage}), stage.name)
+
+
+def _display_plans(plans: RecomputePlans) -> None:
+    from IPython.core.display_functions import publish_display_data
+
+    from ortlab.notebook import recomputeview
+
+    publish_display_data(recomputeview.show(plans))  # type: ignore[no-untyped-call]
 
 
 def _has_front_end(shell: InteractiveShell) -> bool:

@@ -1,0 +1,69 @@
+"""The table of recompute plans in JupyterLab: ticks choose, sliders show, errors stay in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from ortlab import compat
+from tests.browser.lab import Notebook
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable())),
+]
+
+Opens = Callable[[Sequence[str]], Notebook]
+
+MODEL = """
+%load_ext ortlab
+import torch, ortlab
+from transformers import BertConfig, BertForSequenceClassification
+config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=4, num_attention_heads=4)
+model = ortlab.wrap(BertForSequenceClassification(config), kernels="torch").train()
+batch = {"input_ids": torch.randint(0, 50, (4, 24)), "labels": torch.tensor([0, 1, 1, 0])}
+"""
+CHOSEN = "print('now', ortlab.session.session.wrapped.entry(model).settings.recompute)"
+
+
+@pytest.fixture
+def book(notebook: Opens) -> Notebook:
+    opened = notebook([MODEL, "%ort recompute model --batch batch"])
+    opened.run()
+    return opened
+
+
+def test_ticks_sliders_and_errors(
+    book: Notebook, page: Page, screenshot: Callable[..., None]
+) -> None:
+    whole = page.get_by_label("bert.encoder.layer.*", exact=True)
+    inner = page.get_by_label("bert.encoder.layer.*.attention.self", exact=True)
+    said = page.locator(".ortlab-said")
+    before = page.get_by_text("without recompute")
+    expect(whole).not_to_be_checked()
+    inner.check()
+    expect(said).to_contain_text("bert.encoder.layer.*.attention.self from the next step on")
+    page.get_by_role("button", name="all layers").click()
+    expect(whole).to_be_checked()
+    expect(inner).not_to_be_checked()
+    shown = before.inner_text()
+    slider = page.get_by_role("slider").first
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    expect(before).not_to_have_text(shown)
+    expect(whole).to_be_checked()
+    page.get_by_role("button", name="measure").click()
+    expect(page.get_by_text("ms (+").first).to_be_visible(timeout=60_000)
+    screenshot("recompute")
+    page.get_by_placeholder("2GiB").fill("much")
+    page.keyboard.press("Enter")
+    expect(said).to_contain_text("'much' is no size of memory")
+    page.get_by_placeholder("2GiB").fill("4GiB")
+    page.keyboard.press("Enter")
+    expect(said).to_contain_text("off from the next step on")
+    expect(whole).not_to_be_checked()
+    whole.check()
+    book.run_next(CHOSEN)
+    expect(page.get_by_text("now bert.encoder.layer.*", exact=True)).to_be_visible()
