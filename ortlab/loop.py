@@ -486,7 +486,8 @@ class Course:
             if self._prepare is None and _rebuilds(self.settings, wanted):
                 raise ValueError("nothing makes a stepper for another engine or its options")
         except ValueError as error:
-            self._tell("warning", f"the run goes on with the settings it has: {error}")
+            told = f"the run goes on with the settings it has: {error}"
+            self._tell("warning", told, {"cost_s": 0.0})
             self._wanted, wanted = {}, self.settings
         return wanted
 
@@ -535,7 +536,8 @@ class Course:
         traceback.clear_frames(error.__traceback__)  # what it was computing takes memory
         self._rebuild(trial.before, trial.taken)
         changes = _differences(trial.before, trial.wanted)
-        self._tell("warning", f"{changes}: the run goes on without, for it failed: {error}")
+        told = f"{changes}: the run goes on without, for it failed: {error}"
+        self._tell("warning", told, {"cost_s": time.perf_counter() - trial.began})
 
     def _tell(self, kind: str, text: str, values: dict[str, float] | None = None) -> None:
         event = Event(kind, self._step, self._control.elapsed_s(), text, values or {})

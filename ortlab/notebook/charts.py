@@ -24,6 +24,7 @@ import traitlets
 from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
+from ortlab.changes import Change, changes
 from ortlab.history import write_private
 from ortlab.notebook import plaintext
 from ortlab.telemetry import COLUMNS, INDEX, merged
@@ -46,6 +47,10 @@ PRINT_EVERY_S = 5.0
 """Between two lines of progress in a terminal."""
 SETTLE_S = 20.0
 """That a cell waits for the picture of a run that ended in it."""
+CHANGE_LETTERS = 240
+"""Of the text of a change of settings in an update, which has one of them at most."""
+WHOLE_CHANGES = 200
+"""The last ones, that a whole series has."""
 KEPT = 8
 """Views of runs that are over."""
 PICTURE_WIDTH = 960
@@ -70,6 +75,8 @@ class Feed:
         self._evaluated_s = -math.inf
         self._progress: object = None
         self._info: dict[str, Any] = {}
+        self._changes: dict[int, list[Any]] = {}
+        self._settled = 0
         self._limit = 8
 
     def whole(self) -> Update:
@@ -80,18 +87,27 @@ class Feed:
         _, self._cursor = recorder.since(recorder.count)
         rows = recorder.rows()
         self._evaluated_s = -math.inf
-        return self._update(rows, self._watched.status(), WHOLE_ROWS, whole=True)
+        self._changes, self._settled = {}, 0
+        changed = self._changed()
+        self._changes = {change[0]: change for change in changed}
+        status = self._watched.status()
+        return self._update(rows, status, WHOLE_ROWS, changed[-WHOLE_CHANGES:], whole=True)
 
     def fresh(self) -> Update | None:
         """What came since the last call; None when nothing did."""
         rows, self._cursor = self._watched.recorder.since(self._cursor, limit=self._limit)
         status = self._watched.status()
         same = _progress(status) == self._progress
-        if same and not len(rows) and _info(self._watched.title, status) == self._info:
+        same = same and _info(self._watched.title, status) == self._info
+        changed = self._changed()[:1]
+        if same and not len(rows) and not changed:
             return None
-        return self._update(rows, status, self._limit, whole=False)
+        self._changes |= {change[0]: change for change in changed}
+        return self._update(rows, status, self._limit, changed, whole=False)
 
-    def _update(self, rows: Rows, status: Status, limit: int, *, whole: bool) -> Update:
+    def _update(
+        self, rows: Rows, status: Status, limit: int, changes_: list[list[Any]], *, whole: bool
+    ) -> Update:
         self._number += 1
         self._progress = _progress(status)
         content: dict[str, Any] = {
@@ -110,7 +126,10 @@ class Feed:
         self._info = _info(self._watched.title, status)
         if changed := {k: v for k, v in self._info.items() if k not in known or known[k] != v}:
             content["i"] = changed
-            limit = limit if whole else 1  # its words take the place of rows
+        if changes_:
+            content["c"] = changes_
+        if not whole and (changed or changes_):
+            limit = 1  # words take the place of rows
         evaluations = [
             event
             for event in self._watched.recorder.events("eval")
@@ -127,6 +146,17 @@ class Feed:
         self._limit = max(1, UPDATE_BYTES // (4 * int(present.sum())))
         content["m"] = sum(1 << int(bit) for bit in np.flatnonzero(present))
         return Update(content, thin[:, present].tobytes())
+
+    def _changed(self) -> list[list[Any]]:
+        """The changes of settings that the browser does not know as they are."""
+        events = self._watched.recorder.events("change")
+        if len(events) == self._settled:
+            return []
+        found = changes(self._watched.recorder)
+        unknown = [one for one in map(_change, found) if self._changes.get(one[0]) != one]
+        if not unknown and all(change.settled for change in found):
+            self._settled = len(found)
+        return unknown
 
 
 def _progress(status: Status) -> tuple[object, ...]:
@@ -145,6 +175,14 @@ def _info(title: str, status: Status) -> dict[str, Any]:
         "lines": list(status.lines),
         "error": status.error,
     }
+
+
+def _change(change: Change) -> list[Any]:
+    text = change.text
+    if len(text) > CHANGE_LETTERS:
+        text = text[: CHANGE_LETTERS - 1] + "…"
+    figures = (change.cost_s, *change.samples_per_s, *change.memory_bytes)
+    return [change.number, change.step, text, *map(_json, figures)]
 
 
 def _json(value: float) -> float | None:

@@ -4,13 +4,15 @@
 //   p  [message number, state, step, total steps or null, seconds so far, seconds left or null]
 //   m  which columns the buffer's rows have, as bits; absent when there are no new rows
 //   e  [[step, loss], ...] new evaluation results
+//   c  [[number, step, text, cost in s, samples/s before, after, bytes before, after], ...] changes of
+//      settings, new or with figures that were not known yet (null); a number's last one holds
 //   i  those of {title, badges, lines, error} that changed
-//   a  1: the rows and evaluations are the whole series, not an addition
+//   a  1: the rows, evaluations and changes are the whole series, not an addition
 // and its buffer: float32, row by row. "hello" asks for the whole.
 import "uplot/dist/uPlot.min.css";
 import "./runview.css";
 import { Chart, TITLES } from "./charts.js";
-import { duration, milliseconds, number } from "./format.js";
+import { changed, duration, milliseconds, number } from "./format.js";
 import { Series } from "./series.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
@@ -53,6 +55,7 @@ class Store extends EventTarget {
     if (message.i) this.info = { ...this.info, ...message.i };
     if (message.m) this.series.append(buffers[0], message.m);
     if (message.e) this.series.evaluations.push(...message.e);
+    if (message.c) this.series.change(message.c);
     this.dispatchEvent(new Event("change"));
   }
 
@@ -145,7 +148,8 @@ class View {
     this.charts = Object.keys(TITLES).map((kind) => new Chart(kind, this.store.series, cursor));
     grid.append(...this.charts.map((chart) => chart.root));
     this.split = make("div", "ortlab-split");
-    this.root.append(head, this.bar, this.numbers, this.lines, this.error, grid, this.split);
+    this.changes = make("ol", "ortlab-changes", { "aria-label": "changes of settings", tabindex: "0" });
+    this.root.append(head, this.bar, this.numbers, this.lines, this.error, grid, this.changes, this.split);
   }
 
   /** Whether there is more to show than numbers that have moved on. */
@@ -161,6 +165,7 @@ class View {
     if (this.store.progress) this.#drawProgress(this.store.progress);
     this.#drawInfo(this.store.info);
     this.charts.forEach((chart, i) => chart.draw(widths[i]));
+    this.#drawChanges();
     this.#drawSplit();
     this.due = began + SLOWEST_MS;
     // A timer that is set in a frame goes off once that is painted.
@@ -211,6 +216,22 @@ class View {
     }));
     this.error.textContent = info.error ?? "";
     this.error.hidden = !info.error;
+  }
+
+  /** What the numbers in the charts stand for, the newest in sight. */
+  #drawChanges() {
+    const changes = this.store.series.changes;
+    if (changes === this.drawnChanges) return;
+    this.drawnChanges = changes;
+    this.changes.hidden = changes.length === 0;
+    this.changes.replaceChildren(...changes.map((change) => {
+      const line = make("li", "ortlab-change");
+      const mark = make("span", "ortlab-change-number");
+      mark.textContent = String(change.number);
+      line.append(mark, changed(change));
+      return line;
+    }));
+    this.changes.scrollTop = this.changes.scrollHeight;
   }
 
   /** The mean of the last steps' times, as one bar. */
