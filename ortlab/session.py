@@ -49,6 +49,10 @@ class Session:
         self.viewers: list[Callable[[Watched], None]] = []
         self.wrapped = wrapping.Wrapped()
         self.runs: list[Run] = []
+        # What each run trains, by engine; the run itself keeps it alive as long as it trains.
+        self._executed: weakref.WeakKeyDictionary[
+            Run, weakref.WeakValueDictionary[str, nn.Module]
+        ] = weakref.WeakKeyDictionary()
         # By model, and by what is measured: the last measurement takes the place of the one before.
         self._measured: weakref.WeakKeyDictionary[
             nn.Module, dict[str, Callable[[Stage], Overlay]]
@@ -101,6 +105,7 @@ class Session:
         function, loss_name = _loss(loss, own.get("loss"))
         chosen = FinetuneSettings.of({**own, **settings, "loss": loss_name})
         executed: dict[str, nn.Module] = {}
+        shared: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         if entry is None:
             original = module
             reason = self.wrapped.unfit(module)
@@ -121,6 +126,7 @@ class Session:
                 # Kept as long as the run is, so that a return to this engine exports nothing anew.
                 plain = settings.replace(precision="fp32")  # which is not for wrapping to choose
                 executed[engine.name] = engine.wrap(original, plain)
+            shared[engine.name] = executed[engine.name]
             return engine.prepare(executed[engine.name], function, settings)
 
         run = Run(
@@ -133,6 +139,7 @@ class Session:
             begin=begin,
         )
         self.runs.append(run)
+        self._executed[run] = shared
         run.start()
         return run
 
@@ -169,7 +176,7 @@ class Session:
 
         chosen = ProfileSettings.of(settings)
         module = wrapping.check_model("the first argument", model)
-        busy = self._training(module)
+        busy = self.training(module)
         if busy is not None and busy.state != "paused":
             raise ValueError(
                 f"{busy.name} is training this model; pause it (%ort pause {busy.name}), or await "
@@ -199,16 +206,38 @@ class Session:
         self._measured.setdefault(model, {})["memory"] = found.overlay
         return found
 
+    def plan_for(
+        self, target: nn.Module | Run, *, optimizer: str = "adamw"
+    ) -> tuple[MemoryPlan, EngineSettings]:
+        """The memory plan of what a model or a run trains now, and the settings of its graph.
+
+        Nothing is exported for it. ValueError where engine ort has made no graph yet.
+        """
+        from ortlab.engines.ortmodule import execution_of
+        from ortlab.graph.memory import plan
+        from ortlab.runs import Run
+
+        model: nn.Module | None
+        if isinstance(target, Run):
+            shared = self._executed.get(target)
+            model = None if shared is None else shared.get("ort")
+        else:
+            entry = self.wrapped.entry(target)
+            model = target if entry is not None and entry.engine.name == "ort" else None
+        if model is None:
+            raise ValueError("engine 'ort' has made no graph of the model")
+        return plan(self.graphs(model), model, optimizer=optimizer), execution_of(model).settings
+
     def _check_free(self, model: nn.Module) -> None:
         """Two runs must not move the same weights."""
-        run = self._training(model)
+        run = self.training(model)
         if run is not None:
             raise ValueError(
                 f"{run.name} is training this model; await it, or stop it "
                 f"(%ort stop {run.name}) before the next run"
             )
 
-    def _training(self, model: nn.Module) -> Run | None:
+    def training(self, model: nn.Module) -> Run | None:
         """The run that moves weights of `model`, or will when it goes on."""
         weights = {id(p) for p in model.parameters() if p.requires_grad}
         for run in self.runs:

@@ -39,9 +39,11 @@ class Names:
         return [f"{dim}=" for dim in found]
 
     def of(self, kind: str) -> list[str]:
-        """The names of every `kind`: model, wrapped, loader, batch, loss or run."""
+        """The names of every `kind`: model, wrapped, loader, batch, loss, run or target."""
         if kind == "run":
             return [run.name for run in session.runs if not run.over()]
+        if kind == "target":
+            return [*self.of("model"), *self.of("run")]
         holds: dict[str, Callable[[Any], bool]] = {
             "model": is_model,
             "wrapped": lambda value: session.wrapped.entry(value) is not None,

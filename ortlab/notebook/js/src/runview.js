@@ -8,10 +8,11 @@
 //      settings, new or with figures that were not known yet (null); a number's last one holds
 //   i  those of {title, badges, lines, error} that changed
 //   a  1: the rows, evaluations and changes are the whole series, not an addition
-// and its buffer: float32, row by row. "hello" asks for the whole.
+// and its buffer: float32, row by row. "hello" asks for the whole. The panel's part is in form.js.
 import "uplot/dist/uPlot.min.css";
 import "./runview.css";
 import { Chart, TITLES } from "./charts.js";
+import { Form, onClick } from "./form.js";
 import { changed, duration, milliseconds, number } from "./format.js";
 import { Series } from "./series.js";
 
@@ -149,7 +150,28 @@ class View {
     grid.append(...this.charts.map((chart) => chart.root));
     this.split = make("div", "ortlab-split");
     this.changes = make("ol", "ortlab-changes", { "aria-label": "changes of settings", tabindex: "0" });
-    this.root.append(head, this.bar, this.numbers, this.lines, this.error, grid, this.changes, this.split);
+    this.#buildPanel();
+    this.root.append(head, this.bar, this.numbers, this.lines, this.error, this.settings, grid, this.changes, this.split);
+  }
+
+  /** The settings, folded away until somebody wants them. */
+  #buildPanel() {
+    const { model } = this.store;
+    this.settings = make("details", "ortlab-settings");
+    this.settings.hidden = true;
+    const summary = make("summary", "ortlab-settings-fold");
+    summary.textContent = "Settings…";
+    this.form = new Form((message) => model.send(message));
+    this.settings.append(summary, this.form.root);
+    this.drawPanel = () => {
+      const standing = model.get("standing");
+      this.settings.hidden = standing.serial === undefined; // a loop of the user's own has none
+      if (!this.settings.hidden) this.form.draw(model.get("controls"), standing);
+    };
+    model.on("change:controls", this.drawPanel);
+    model.on("change:standing", this.drawPanel);
+    this.drawPanel();
+    this.settings.addEventListener("toggle", () => this.settings.open && model.send({ do: "open" }));
   }
 
   /** Whether there is more to show than numbers that have moved on. */
@@ -270,13 +292,11 @@ class View {
     cancelAnimationFrame(this.frame);
     clearTimeout(this.timer);
     this.charts.forEach((chart) => chart.destroy());
+    this.store.model.off("change:controls", this.drawPanel);
+    this.store.model.off("change:standing", this.drawPanel);
+    this.form.close();
     this.root.remove();
   }
-}
-
-/** Not the attribute `disabled`: a button that is disabled loses the keyboard's focus. */
-function onClick(button, action) {
-  button.addEventListener("click", () => button.ariaDisabled !== "true" && action());
 }
 
 /** Writes only what changed, so that a screen reader hears a state once. */
