@@ -429,7 +429,7 @@ class PanelView(anywidget.AnyWidget):
         super().__init__(_esm=bundled("panel.js"), _css=bundled("panel.css"), **panel.news())
         self.on_msg(self._receive)
         if panel.run is not None:
-            self._pump = Pump(panel.run, self._send, self._send)
+            self._pump = Pump(panel.run, self._send_news, self._send_news)
 
     def close(self) -> None:
         """Closes the panel in every browser; the run goes on."""
@@ -446,11 +446,11 @@ class PanelView(anywidget.AnyWidget):
         else:
             self._panel.receive(content)
         if self._pump is None or self._pump.finished:
-            threading.Thread(target=self._send, name="ortlab-panel", daemon=True).start()
+            threading.Thread(target=self._send_news, name="ortlab-panel", daemon=True).start()
         else:
             self._pump.wake()
 
-    def _send(self) -> None:
+    def _send_news(self) -> None:
         for name, value in self._panel.news().items():
             setattr(self, name, value)
 

@@ -102,6 +102,7 @@ export class Form {
     const { name, held } = row.control;
     if (row.input.value === held) delete this.edits[name];
     else this.edits[name] = row.input.value;
+    this.serial += 1; // an answer that is on its way is to other edits
     row.root.classList.toggle("ortlab-panel-edited", name in this.edits);
     clearTimeout(this.typing);
     if (delay) this.typing = setTimeout(() => this.#tell("edit"), delay);
