@@ -23,6 +23,9 @@ function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** JupyterLab's shortcuts leave an element alone that says so itself; that one around it does is not enough. */
+export const KEYS = { "data-lm-suppress-shortcuts": "true" };
+
 const words = (name) => name.replaceAll("_", " ");
 
 export class Form {
@@ -41,11 +44,11 @@ export class Form {
     this.root = make("form", "ortlab-panel", { novalidate: "" });
     this.front = make("div", "ortlab-panel-rows");
     this.others = make("div", "ortlab-panel-rows ortlab-panel-others");
-    this.more = make("summary", "ortlab-panel-more");
+    this.more = make("summary", "ortlab-panel-more", KEYS);
     const fold = make("details", "ortlab-panel-fold", {}, this.more, this.others);
     this.pending = make("div", "ortlab-panel-pending", { "aria-live": "polite" });
     const button = (text, title, action) => {
-      const made = make("button", "ortlab-panel-button", { type: "button", title }, text);
+      const made = make("button", "ortlab-panel-button", { type: "button", title, ...KEYS }, text);
       onClick(made, action);
       return made;
     };
@@ -59,7 +62,7 @@ export class Form {
     this.root.append(this.front, fold, this.pending, buttons, this.result);
     this.root.addEventListener("submit", (event) => event.preventDefault());
     this.root.addEventListener("keydown", (event) => {
-      // A list does not submit its form, and in JupyterLab a text field does not either.
+      // A list does not submit its form by itself.
       if (event.key === "Enter" && ["SELECT", "INPUT"].includes(event.target.tagName)) {
         event.preventDefault();
         this.#submit();
@@ -156,7 +159,7 @@ export class Form {
 
   #input(row, shape) {
     const { control, id } = row;
-    const attributes = { id, "aria-description": control.help, "aria-describedby": `${id}-notes`, title: control.help };
+    const attributes = { id, ...KEYS, "aria-description": control.help, "aria-describedby": `${id}-notes`, title: control.help };
     if (control.choices.length) {
       row.input = make("select", "ortlab-panel-input", attributes, ...control.choices.map(([text]) => new Option(text, text)));
       row.input.addEventListener("change", () => this.#edit(row, 0));

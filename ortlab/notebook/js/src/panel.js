@@ -1,18 +1,17 @@
 // The panel by itself: the settings of a run with its buttons, or of a model before its run.
 import { make } from "./elements.js";
-import { Form, onClick } from "./form.js";
+import { Form, KEYS, onClick } from "./form.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
 
 class View {
   constructor(model, el) {
     this.model = model;
-    // JupyterLab must not take Enter, Escape and Space away from the controls.
-    this.root = make("section", "ortlab-panel-view", { "data-lm-suppress-shortcuts": "true" });
+    this.root = make("section", "ortlab-panel-view", KEYS);
     this.title = make("span", "ortlab-panel-title");
     this.state = make("span", "ortlab-panel-state", { role: "status" });
-    this.pause = make("button", "ortlab-panel-button", { type: "button" });
-    this.stop = make("button", "ortlab-panel-button", { type: "button" }, "Stop");
+    this.pause = make("button", "ortlab-panel-button", { type: "button", ...KEYS });
+    this.stop = make("button", "ortlab-panel-button", { type: "button", ...KEYS }, "Stop");
     this.stop.title = "End the run after the step in flight; the weights so far are kept";
     onClick(this.pause, () => model.send({ do: this.#paused() ? "resume" : "pause" }));
     onClick(this.stop, () => model.send({ do: "stop" }));

@@ -12,7 +12,7 @@
 import "uplot/dist/uPlot.min.css";
 import "./runview.css";
 import { Chart, TITLES } from "./charts.js";
-import { Form, onClick } from "./form.js";
+import { Form, KEYS, onClick } from "./form.js";
 import { changed, duration, milliseconds, number } from "./format.js";
 import { Series } from "./series.js";
 
@@ -149,7 +149,7 @@ class View {
     this.charts = Object.keys(TITLES).map((kind) => new Chart(kind, this.store.series, cursor));
     grid.append(...this.charts.map((chart) => chart.root));
     this.split = make("div", "ortlab-split");
-    this.changes = make("ol", "ortlab-changes", { "aria-label": "changes of settings", tabindex: "0" });
+    this.changes = make("ol", "ortlab-changes", { "aria-label": "changes of settings", tabindex: "0", ...KEYS });
     this.#buildPanel();
     this.root.append(head, this.bar, this.numbers, this.lines, this.error, this.settings, grid, this.changes, this.split);
   }
@@ -159,7 +159,7 @@ class View {
     const { model } = this.store;
     this.settings = make("details", "ortlab-settings");
     this.settings.hidden = true;
-    const summary = make("summary", "ortlab-settings-fold");
+    const summary = make("summary", "ortlab-settings-fold", KEYS);
     summary.textContent = "Settings…";
     this.form = new Form((message) => model.send(message));
     this.settings.append(summary, this.form.root);
