@@ -44,6 +44,7 @@ from ortlab.engines.selfcheck import (
 from ortlab.engines.served import OF_A_KIND, ExportFailed, Kind, Served, Shapes, bucket
 from ortlab.engines.torch_native import autocast_for
 from ortlab.errors import place
+from ortlab.kernels.recompute import UnknownPlan
 from ortlab.settings import EngineSettings
 
 _EXPORTS = 6
@@ -68,6 +69,7 @@ class Execution:
         self.settings = settings
         self._own_settings = settings
         self._options = options.key(settings)
+        self._plans = options.recomputed(settings)
         self._exported_with = settings
         self._ort_module: Any = None
         self._guard = Guard(module)
@@ -104,6 +106,7 @@ class Execution:
 
     def _use(self, settings: EngineSettings) -> None:
         self.settings = settings
+        self._plans = options.recomputed(settings)
         if options.key(settings) != self._options:
             self._options = options.key(settings)
             options.apply(self._ort_module, settings)
@@ -162,6 +165,7 @@ class Execution:
             why = f"{name} was defined again"
         for served in kind.fitting(shapes):
             try:
+                served.recompute(self._plans)
                 if shapes in served.shapes:
                     outputs = served.run(args, kwargs)
                 else:
@@ -314,10 +318,13 @@ class Execution:
         started = time.perf_counter()
         try:
             export = Export(self._ort_module, self.module, gradient=gradient)
+            export.plans = self._plans if gradient else ()
             with undisturbed(self.module), inputs_kept(tensors([args, kwargs])):
                 if not self._cached() or not export.restore(args, kwargs, self._call(args, kwargs)):
                     export.build(args, kwargs)
             options.check_plans(export.manager, self.settings)
+        except UnknownPlan:
+            raise
         # ORT raises all kinds of exceptions; what they mean is said in one line.
         except Exception as error:  # noqa: BLE001
             if not self.settings.self_check:
