@@ -207,13 +207,16 @@ class Session:
         return found
 
     def plan_for(
-        self, target: nn.Module | Run, *, optimizer: str = "adamw"
+        self, target: nn.Module | Run, settings: FinetuneSettings
     ) -> tuple[MemoryPlan, EngineSettings]:
-        """The memory plan of what a model or a run trains now, and the settings of its graph.
+        """The memory plan of what a model or a run trains, and the settings that its graph has.
 
-        Nothing is exported for it. ValueError where engine ort has made no graph yet.
+        The graph is the one that is there, with what `settings` have computed again in it; nothing
+        is exported. ValueError where engine ort has made none yet, or cannot compute that again.
         """
+        from ortlab.engines import options
         from ortlab.engines.ortmodule import execution_of
+        from ortlab.graph import capture
         from ortlab.graph.memory import plan
         from ortlab.runs import Run
 
@@ -226,7 +229,12 @@ class Session:
             model = target if entry is not None and entry.engine.name == "ort" else None
         if model is None:
             raise ValueError("engine 'ort' has made no graph of the model")
-        return plan(self.graphs(model), model, optimizer=optimizer), execution_of(model).settings
+        graphs, own = self.graphs(model), execution_of(model).settings
+        plans = options.recomputed(settings)
+        if plans != options.recomputed(own) and options.key(settings) == options.key(own):
+            graphs.stages["execution"] = capture.recomputing(model, plans)
+            own = own.replace(recompute=settings.recompute)
+        return plan(graphs, model, optimizer=settings.optimizer), own
 
     def _check_free(self, model: nn.Module) -> None:
         """Two runs must not move the same weights."""

@@ -265,6 +265,7 @@ class EngineSettings(Settings):
     )
     recompute: str = setting(
         "off",
+        panel=True,
         help="activations to compute again in the backward pass rather than keep: off, layers (of "
         "every list of layers), modules as in encoder.layer.*.attention, or plans of ORT's such as "
         "BiasGelu+:1:-1; several with commas",
@@ -354,7 +355,6 @@ class EngineSettings(Settings):
     )
     memory_level: int = setting(
         0,
-        panel=True,
         minimum=0,
         maximum=2,
         source="ORTMODULE_MEMORY_OPT_LEVEL",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,9 +106,17 @@ def _control(
         now = getattr(held, name)
         able = [each for each, choice in zip(offered, choices, strict=False) if not choice.reason]
         wanted = [value] if value != now else able or list(_beside(declaration, now)) or ["another"]
-        each = (loop.cost(held, held.replace(**{name: one})) for one in wanted if one != now)
-        costs = tuple(dict.fromkeys(each))
+        costs = tuple(_costs(held, name, [one for one in wanted if one != now]))
     return Control(declaration, value, choices, fixed, costs)
+
+
+def _costs(held: FinetuneSettings, name: str, values: Iterable[Any]) -> Iterable[Cost]:
+    """What it takes to go on with each of these values of one setting, each cost once."""
+    found = {}
+    for value in values:
+        with contextlib.suppress(ValueError):  # it does not go with the others that hold
+            found[loop.cost(held, held.replace(**{name: value}))] = True
+    return found
 
 
 def _offered(declaration: Declaration) -> Iterator[Any]:
@@ -154,7 +163,10 @@ def foreseen(
 
     if settings.engine != "ort":
         return None, f"engine {settings.engine!r} has no graph to read it from"
-    if differs := options.changed(of, settings):
+    differs = options.changed(of, settings)
+    if of.recompute != settings.recompute:
+        differs = ", ".join(filter(None, (differs, f"recompute={settings.recompute!r}")))
+    if differs:
         return None, f"{differs} makes another graph, which tells once it is exported"
     sizes = {} if batch is None or "batch" not in plan.dims else {"batch": batch}
     try:

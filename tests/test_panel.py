@@ -230,6 +230,40 @@ def test_memory_is_predicted_from_the_plan_of_a_wrapped_model(wrapped: nn.Module
     assert "no prediction: opset=15 makes another graph" in page.standing["memory"]
 
 
+def test_memory_of_recomputing_is_predicted_and_comes_true() -> None:
+    layers = nn.ModuleList(
+        nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)
+    )
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = layers, nn.Linear(32, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            scores: torch.Tensor = self.head(x)
+            return scores
+
+    try:
+        model = ortlab.wrap(Net())
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    model(torch.randn(512, 32)).sum().backward()
+    page = Page(Panel(model))
+    page.send("edit", batch_size="512", recompute="layers")
+    now = ortlab.memory_plan(model).peak_bytes()
+    said = page.standing["memory"]
+    session.wrapped.configure(model, {"recompute": "layers"})
+    model(torch.randn(512, 32)).sum().backward()
+    then = ortlab.memory_plan(model).peak_bytes()
+    assert then < 0.8 * now
+    assert said.endswith(f" → {panels.memory(then)} at the peak of a step")
+    page.send("edit", recompute="layer")
+    assert "did you mean" in page.standing["memory"]
+
+
 def test_memory_of_a_run_is_that_of_its_own_batches(data: Gated, wrapped: nn.Module) -> None:
     data.open.set()
     run = ortlab.finetune(
@@ -241,7 +275,7 @@ def test_memory_of_a_run_is_that_of_its_own_batches(data: Gated, wrapped: nn.Mod
             assert not run.wait_over(0.01), run.error
         page = Page(Panel(run))
         page.send("open")
-        plan, _ = session.plan_for(run)
+        plan, _ = session.plan_for(run, run.settings)
         peak = panels.memory(plan.peak_bytes(batch=8))
         assert page.standing["memory"] == f"{peak} at the peak of a step, by the graph"
     finally:

@@ -70,7 +70,7 @@ class Panel:
         self._asked: dict[str, Any] | None = None  # what was applied and does not hold yet
         self._told = (0, 0)  # changes and refusals before that
         self._result = ("", "")
-        self._plan: tuple[FinetuneSettings, MemoryPlan, EngineSettings] | None = None
+        self._plans: dict[tuple[FinetuneSettings, str, str], tuple[MemoryPlan, EngineSettings]] = {}
         self._foreseen = ""
         self._foreseen_of: object = None
         self._opened = False  # nobody waits for a prediction before that
@@ -308,25 +308,29 @@ class Panel:
 
     def _memory(self, held: FinetuneSettings, chosen: FinetuneSettings) -> str:
         """The peak of a step as it is and as it would be, by the plan of ORT's graph."""
-        try:
-            if self._plan is None or self._plan[0] != held:
-                found = session.plan_for(self._target, optimizer=held.optimizer)
-                self._plan = (held, *found)
-        # A graph may hold what no plan can be made of: a panel without one is still a panel.
-        except Exception as error:  # noqa: BLE001
-            return f"no prediction: {error}"
-        _, plan, of = self._plan
-        now, why = whatif.foreseen(plan, of, held, batch=self._batch(held))
+        now, why = self._peak(held)
         if now is None:
             return f"no prediction: {why}"
         if chosen == held:
             return f"{memory(now)} at the peak of a step, by the graph"
-        then, why = whatif.foreseen(plan, of, chosen, batch=self._batch(chosen))
+        then, why = self._peak(chosen)
         if then is None:
             return f"{memory(now)} at the peak of a step now; no prediction: {why}"
         if then == now:
             return f"{memory(now)} at the peak of a step, as now"
         return f"{memory(now)} → {memory(then)} at the peak of a step"
+
+    def _peak(self, settings: FinetuneSettings) -> tuple[int | None, str]:
+        key = (self._held, settings.recompute, settings.optimizer)
+        try:
+            if key not in self._plans:
+                # That of what holds, and that of what is looked at.
+                kept = {known: plan for known, plan in self._plans.items() if known[0] is key[0]}
+                self._plans = {**kept, key: session.plan_for(self._target, settings)}
+        # A graph may hold what no plan can be made of: a panel without one is still a panel.
+        except Exception as error:  # noqa: BLE001
+            return None, str(error)
+        return whatif.foreseen(*self._plans[key], settings, batch=self._batch(settings))
 
     def _batch(self, settings: FinetuneSettings) -> int | None:
         """Samples in a micro-batch: as many as the run has had, or as a run would have."""
