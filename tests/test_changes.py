@@ -52,13 +52,13 @@ def test_rates_and_memory_are_those_of_the_steps_on_either_side(ran: Ran) -> Non
 
 def test_what_came_before_is_known_at_once_and_what_follows_with_the_steps(ran: Ran) -> None:
     ran.steps(20, ms=10.0)
-    ran.change("lr=1 (was 2)")
+    ran.change("engine=ort (was eager)", cost_s=0.5)
     (found,) = changes(ran.recorder)
     assert found.samples_per_s[0] == pytest.approx(800)
     assert math.isnan(found.samples_per_s[1])
     assert math.isnan(found.memory_bytes[1])
     assert not found.settled
-    ran.steps(3, ms=20.0)
+    ran.steps(2, ms=20.0, cost_s=0.5)  # the first of them has the cost in it
     (found,) = changes(ran.recorder)
     assert found.samples_per_s[1] == pytest.approx(400)
     assert not found.settled
@@ -69,7 +69,7 @@ def test_what_came_before_is_known_at_once_and_what_follows_with_the_steps(ran: 
 def test_a_change_begins_where_the_one_before_it_ends(ran: Ran) -> None:
     ran.steps(30, ms=10.0)
     ran.change("first", cost_s=1.0)
-    ran.steps(6, ms=20.0, cost_s=1.0)
+    ran.steps(2, ms=20.0, cost_s=1.0)
     ran.change("second", cost_s=2.0)
     ran.steps(30, ms=40.0, cost_s=2.0)
     first, second = changes(ran.recorder)
