@@ -22,6 +22,7 @@ from ortlab.runs import Run
 from ortlab.session import session
 from ortlab.settings import PRECISIONS
 from tests.practice import Practice
+from tests.test_charts import execute
 
 
 class Gated(TensorDataset):
@@ -385,3 +386,11 @@ def test_names_are_completed(types: Types, run: Run) -> None:
     assert offers("%ort apply --prec", names) == ["--precision"]
     assert offers("%ort apply --precision ", names) == list(PRECISIONS)
     assert run.name in offers("%ort undo ", names)
+
+
+def test_a_saved_notebook_has_the_table(tmp_path: Path) -> None:
+    model = "%load_ext ortlab\nfrom torch import nn\nmodel = nn.Linear(4, 2)"
+    book = execute(tmp_path, model, "%ort panel model")
+    (output,) = book.cells[1].outputs
+    assert "engine='offload' is not there yet" in output.data["text/plain"]
+    assert output.data["text/html"].count("<tr>") > 8
