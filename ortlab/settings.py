@@ -225,7 +225,9 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
 
 ENGINES = ("eager", "compile", "ort")
 PLANNED_ENGINES = {"offload": "it will keep forward, backward and optimizer within ORT"}
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+LOWEST_LOSS_SCALE = 1.0
+"""Where gradients overflow float16 at this loss scale, a run ends: DeepSpeed's min_loss_scale."""
 KERNELS = ("measured", "torch", "ort")
 ATTENTION = ("auto", "fused", "onnx")
 LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
@@ -249,7 +251,8 @@ class EngineSettings(Settings):
         "fp32",
         panel=True,
         choices=PRECISIONS,
-        help="of matrix products; weights, gradients and optimizer stay fp32",
+        help="of matrix products; weights, gradients and optimizer stay fp32; tf32 is for CUDA, "
+        "fp16 on a CPU for checking numerics",
     )
     kernels: str = setting(
         "measured",

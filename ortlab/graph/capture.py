@@ -16,14 +16,12 @@ import onnx
 from torch import nn
 
 from ortlab.compat.failures import module_path
-from ortlab.compat.restoring import in_order
 from ortlab.engines.base import Batch
 from ortlab.engines.batch import arguments, signature
 from ortlab.engines.execution import Execution
 from ortlab.engines.ortmodule import execution_of, is_wrapped
 from ortlab.graph import STAGES
 from ortlab.graph.sizes import bytes_of, follows, size_of
-from ortlab.kernels.recompute import Plans
 from ortlab.settings import unknown_name
 from ortlab.tables import Column, Table
 
@@ -91,6 +89,10 @@ class Stage:
         self._trained = trained
         self._before = before
         self._scopes: dict[str, str | None] = {}  # a scope has many nodes
+
+    def of(self, model: onnx.ModelProto) -> Stage:
+        """The stage with another graph of the same model in its place."""
+        return Stage(self.name, model, self._modules, self._trained, self._before)
 
     @functools.cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -471,23 +473,6 @@ def capture(model: nn.Module, batch: Batch | None = None) -> Graphs:
     edited = execution.edited()
     notes = [] if edited is None else [f"changed since the graph was made: {edited}"]
     return Graphs(name, ordered, sizes=last, notes=notes)
-
-
-def recomputing(model: nn.Module, plans: Sequence[str]) -> Stage:
-    """The session's graph of the wrapped `model` as it would be with these plans for `recompute`.
-
-    Nothing is run. ValueError where there is no such graph yet, ORT did not tell it, or it has no
-    part that a plan names.
-    """
-    execution = execution_behind(model)
-    exports = [export for export in execution.exports() if export.gradient]
-    if not exports or "execution" not in exports[-1].stages():
-        raise ValueError(f"{type(execution.module).__name__} has no session whose graph is known")
-    graph = exports[-1].graph_to_run()
-    rewritten = Plans(graph).applied(plans) if plans else in_order(graph)
-    modules = frozenset(n for n, _ in execution.module.named_modules(remove_duplicate=False))
-    trained = frozenset(n for n, p in execution.module.named_parameters() if p.requires_grad)
-    return Stage("execution", rewritten, modules, trained, None)
 
 
 def _tensors(values: Iterable[onnx.ValueInfoProto]) -> dict[str, tuple[int, tuple[int | str, ...]]]:
