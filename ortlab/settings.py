@@ -440,6 +440,13 @@ class ProfileSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecomputeSettings(Settings):
+    """How the table of recompute plans is made; the options of ``%ort recompute``."""
+
+    measure: bool = setting(False, help="time the model's own steps, for what each plan costs")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FinetuneSettings(EngineSettings):
     """How a model is fine-tuned; the options of ``%ort finetune`` and ``ortlab.finetune``."""
 

@@ -79,6 +79,7 @@ class RecomputePlans:
         self._stage = graphs.stages["execution"]
         self._sizes = dict(graphs.sizes)
         self._graph = Plans(exports[-1].graph_to_run())
+        self._given: dict[str, int] = {}
         self._known: dict[tuple[str, ...], MemoryPlan] = {}
         self._kernels_us: Mapping[str, float] | None = None
         self._step_s: float | None = None
@@ -101,8 +102,8 @@ class RecomputePlans:
     def at(self, **sizes: int) -> RecomputePlans:
         """The same for these sizes: what the table shows; ValueError names one that is unknown."""
         found = copy.copy(self)
-        found._sizes = self.memory(OFF).at(**sizes)._last
-        found._known = {}
+        found._given = {**self._given, **sizes}
+        found.memory(OFF)
         return found
 
     def choose(self, plan: str) -> None:
@@ -121,7 +122,7 @@ class RecomputePlans:
         if plans not in self._known:
             stage = self._stage.of(self._graph.applied(plans))
             self._known[plans] = plan_of(stage, self._sizes, self._original, self._optimizer)
-        return self._known[plans]
+        return self._known[plans].at(**self._given)
 
     def savings(self, plan: str) -> Saving:
         """What `plan` saves and costs."""

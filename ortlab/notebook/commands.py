@@ -17,6 +17,7 @@ from ortlab.settings import (
     EngineSettings,
     FinetuneSettings,
     ProfileSettings,
+    RecomputeSettings,
     Settings,
     unknown_name,
 )
@@ -267,10 +268,10 @@ COMMANDS = {
                 Positional("model", "wrapped", "a wrapped model"),
                 Positional("sizes", "size", "NAME=NUMBER: a size, as in batch=32", "*"),
             ),
+            settings=RecomputeSettings,
             extra=(
                 Option("--budget", "memory that there is, as in 16GiB"),
                 Option("--choose", "the plan to hold from the next step on", kind="plan"),
-                Option("--measure", "time the model's own steps", choices=("on", "off")),
                 Option(
                     "--batch", "what the model is exported for, if it was not called", kind="batch"
                 ),

@@ -18,7 +18,7 @@ from ortlab.engines import cache
 from ortlab.notebook import cells, completion
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
 from ortlab.session import check_setup, graphs, session
-from ortlab.settings import EngineSettings, unknown_name
+from ortlab.settings import EngineSettings, RecomputeSettings, unknown_name
 from ortlab.tables import Table
 from ortlab.wrapping import CellReport, is_model, is_own_name, model_called
 
@@ -200,7 +200,7 @@ class OrtMagics(Magics):
             plans = session.recompute_plans(
                 model, self._batch(given), optimizer=words["optimizer"] or "adamw"
             ).at(**dict(_size("recompute", word) for word in words["sizes"]))
-            if words["measure"] == "on" or budget is not None:
+            if RecomputeSettings.of(given.settings).measure:
                 plans.measure()
         if budget is not None:
             chosen = plans.least_time(budget)
