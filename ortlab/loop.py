@@ -22,7 +22,8 @@ import torch
 
 from ortlab.batching import Batches
 from ortlab.checkpoint import Checkpoint, Order, Position
-from ortlab.engines.base import Batch, NotFinite, Stepper, StepResult
+from ortlab.engines import base
+from ortlab.engines.base import Batch, Cost, NotFinite, Stepper, StepResult
 from ortlab.memory import Memory, Meter
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
@@ -170,6 +171,13 @@ _FIXED = ("seed", "batch_size", "optimizer")
 _FIXED_IN_A_RUN = (*_FIXED, "loss", "device")
 
 
+def kept(name: str) -> str | None:
+    """Why a run cannot change the setting `name`, whatever the value; None when it may."""
+    if name not in _FIXED_IN_A_RUN:
+        return None
+    return f"a run keeps the {name} that it began with; finetune makes another run"
+
+
 def check_change(before: FinetuneSettings, after: FinetuneSettings) -> None:
     """ValueError where a run cannot go on with the settings `after` in the place of `before`."""
     for name in _FIXED_IN_A_RUN:
@@ -290,6 +298,11 @@ def steps(
     return course.steps()
 
 
+def cost(before: FinetuneSettings, after: FinetuneSettings) -> Cost:
+    """What it takes a run to go on with `after` in the place of `before`."""
+    return base.cost(before, after) if _rebuilds(before, after) else "free"
+
+
 @dataclass(frozen=True)
 class _Trial:
     """New settings until their first step is done, and what the old ones go on from."""
@@ -302,7 +315,7 @@ class _Trial:
 
 def _rebuilds(before: FinetuneSettings, after: FinetuneSettings) -> bool:
     """Whether the change is one of the engine or its options, which takes another stepper."""
-    names = EngineSettings.declarations()
+    names = (*EngineSettings.declarations(), "workers", "zero_stage")
     return any(getattr(before, name) != getattr(after, name) for name in names)
 
 
@@ -492,7 +505,8 @@ class Course:
             if self._prepare is None and _rebuilds(self.settings, wanted):
                 raise ValueError("nothing makes a stepper for another engine or its options")
         except ValueError as error:
-            self._tell("warning", f"the run goes on with the settings it has: {error}")
+            told = f"the run goes on with the settings it has: {error}"
+            self._tell("warning", told, {"cost_s": 0.0})
             self._wanted, wanted = {}, self.settings
         return wanted
 
@@ -543,7 +557,8 @@ class Course:
         traceback.clear_frames(error.__traceback__)  # what it was computing takes memory
         self._rebuild(trial.before, trial.taken)
         changes = _differences(trial.before, trial.wanted)
-        self._tell("warning", f"{changes}: the run goes on without, for it failed: {error}")
+        told = f"{changes}: the run goes on without, for it failed: {error}"
+        self._tell("warning", told, {"cost_s": time.perf_counter() - trial.began})
 
     def _tell(self, kind: str, text: str, values: dict[str, float] | None = None) -> None:
         event = Event(kind, self._step, self._control.elapsed_s(), text, values or {})

@@ -124,6 +124,8 @@ class Run:
         """What the run began with."""
         self.current_settings = settings
         """What holds now."""
+        self.earlier_settings: list[FinetuneSettings] = []
+        """What held before each change, the last one last; an undo takes it away again."""
         self._work: _Work | None = _Work(model, prepare, batches, held_out, begin)
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
@@ -289,6 +291,16 @@ class Run:
         loop.check_change(self.current_settings, wanted)
         engine_for(wanted)
         self._control.apply(changes)
+
+    def undo(self) -> None:
+        """Applies what held before the last change; once more, what held before that.
+
+        ValueError as in `apply`, and where nothing was changed.
+        """
+        if not self.earlier_settings:
+            raise ValueError(f"{self.name} has the settings that it began with: nothing to undo")
+        before, now = self.earlier_settings[-1].as_dict(), self.current_settings.as_dict()
+        self.apply(**{name: before[name] for name in now if now[name] != before[name]})
 
     def over(self) -> bool:
         """Whether the run has ended and its folder is complete."""
@@ -464,9 +476,19 @@ class Run:
         course = work.course
         for _ in course.steps():
             self._step += 1
-            self._total, self.current_settings = course.total, course.settings
+            self._total = course.total
+            self._use(course.settings)
             self._hear(course.stepper)
         self._hear(course.stepper)
+
+    def _use(self, settings: FinetuneSettings) -> None:
+        if settings == self.current_settings:
+            return
+        if self.earlier_settings and settings == self.earlier_settings[-1]:
+            self.earlier_settings.pop()
+        else:
+            self.earlier_settings.append(self.current_settings)
+        self.current_settings = settings
 
     def _tell(self, line: str) -> None:
         self._doing = line

@@ -51,6 +51,10 @@ class Session:
         self.viewers: list[Callable[[Watched], None]] = []
         self.wrapped = wrapping.Wrapped()
         self.runs: list[Run] = []
+        # What each run trains, by engine; the run itself keeps it alive as long as it trains.
+        self._executed: weakref.WeakKeyDictionary[
+            Run, weakref.WeakValueDictionary[str, nn.Module]
+        ] = weakref.WeakKeyDictionary()
         # By model, and by what is measured: the last measurement takes the place of the one before.
         self._measured: weakref.WeakKeyDictionary[
             nn.Module, dict[str, Callable[[Stage], Overlay]]
@@ -103,6 +107,7 @@ class Session:
         function, loss_name = _loss(loss, own.get("loss"))
         chosen = FinetuneSettings.of({**own, **settings, "loss": loss_name})
         executed: dict[str, nn.Module] = {}
+        shared: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         if entry is None:
             original = module
             reason = self.wrapped.unfit(module)
@@ -123,6 +128,7 @@ class Session:
                 # Kept as long as the run is, so that a return to this engine exports nothing anew.
                 plain = settings.replace(precision="fp32")  # which is not for wrapping to choose
                 executed[engine.name] = engine.wrap(original, plain)
+            shared[engine.name] = executed[engine.name]
             return engine.prepare(executed[engine.name], function, settings)
 
         run = Run(
@@ -135,6 +141,7 @@ class Session:
             begin=begin,
         )
         self.runs.append(run)
+        self._executed[run] = shared
         run.start()
         return run
 
@@ -171,7 +178,7 @@ class Session:
 
         chosen = ProfileSettings.of(settings)
         module = wrapping.check_model("the first argument", model)
-        busy = self._training(module)
+        busy = self.training(module)
         if busy is not None and busy.state != "paused":
             raise ValueError(
                 f"{busy.name} is training this model; pause it (%ort pause {busy.name}), or await "
@@ -201,6 +208,36 @@ class Session:
         self._measured.setdefault(model, {})["memory"] = found.overlay
         return found
 
+    def plan_for(
+        self, target: nn.Module | Run, settings: FinetuneSettings
+    ) -> tuple[MemoryPlan, EngineSettings]:
+        """The memory plan of what a model or a run trains, and the settings that its graph has.
+
+        The graph is the one that is there, with what `settings` have computed again in it; nothing
+        is exported. ValueError where engine ort has made none yet, or cannot compute that again.
+        """
+        from ortlab.engines import options
+        from ortlab.engines.ortmodule import execution_of
+        from ortlab.graph.memory import plan
+        from ortlab.runs import Run
+
+        model: nn.Module | None
+        if isinstance(target, Run):
+            shared = self._executed.get(target)
+            model = None if shared is None else shared.get("ort")
+        else:
+            entry = self.wrapped.entry(target)
+            model = target if entry is not None and entry.engine.name == "ort" else None
+        if model is None:
+            raise ValueError("engine 'ort' has made no graph of the model")
+        own = execution_of(model).settings
+        again = options.recomputed(settings) != options.recomputed(own)
+        if again and options.key(settings) == options.key(own):
+            found = self.recompute_plans(model, optimizer=settings.optimizer)
+            plan_then = found.memory(settings.recompute)
+            return plan_then, own.replace(recompute=settings.recompute)
+        return plan(self.graphs(model), model, optimizer=settings.optimizer), own
+
     def recompute_plans(
         self, model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
     ) -> RecomputePlans:
@@ -211,7 +248,7 @@ class Session:
         return RecomputePlans(model, batch, optimizer=optimizer, choose=choose)
 
     def _choose_recompute(self, model: nn.Module, plan: str) -> None:
-        run = self._training(model)
+        run = self.training(model)
         if run is not None:
             run.apply(recompute=plan)
         else:
@@ -219,14 +256,14 @@ class Session:
 
     def _check_free(self, model: nn.Module) -> None:
         """Two runs must not move the same weights."""
-        run = self._training(model)
+        run = self.training(model)
         if run is not None:
             raise ValueError(
                 f"{run.name} is training this model; await it, or stop it "
                 f"(%ort stop {run.name}) before the next run"
             )
 
-    def _training(self, model: nn.Module) -> Run | None:
+    def training(self, model: nn.Module) -> Run | None:
         """The run that moves weights of `model`, or will when it goes on."""
         weights = {id(p) for p in model.parameters() if p.requires_grad}
         for run in self.runs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import types
@@ -31,6 +32,9 @@ class Declaration:
     ``source`` is where ORTModule itself takes the setting from: a variable of the environment,
     which stands where nothing else is chosen, or a key of its JSON file or of its DebugOptions.
     ``prefix`` is what the names among the variable's values begin with.
+
+    ``panel`` puts the setting's control in front on the panel; the others stand behind a fold.
+    ``planned`` are choices that are not there yet, each with what it will be.
     """
 
     name: str
@@ -46,6 +50,8 @@ class Declaration:
     many: bool = False
     source: str = ""
     prefix: str = ""
+    panel: bool = False
+    planned: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def variable(self) -> str:
@@ -75,6 +81,22 @@ class Declaration:
         except ValueError:
             kind = "a whole number" if self.type is int else "a number"
             raise ValueError(f"{self.flag} takes {kind}, not {text!r}") from None
+
+    def show(self, value: Any) -> str:
+        """`value` as a user types it: what `parse` takes back."""
+        if value is None:
+            return "none"
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return (
+            f"{value:g}"
+            if isinstance(value, float) and float(f"{value:g}") == value
+            else f"{value}"
+        )
+
+    def not_there(self, name: str) -> str:
+        """Why the planned choice `name` cannot be had."""
+        return f"{self.name}={name!r} is not there yet: {self.planned[name]}"
 
     def standing(self) -> Any:
         """What holds where nothing is chosen: the variable's value, else the default."""
@@ -112,6 +134,9 @@ class Declaration:
         if isinstance(value, str) and self.choices:
             names = [name.strip() for name in value.split(",")] if self.many else [value]
             for name in names:
+                if name in self.planned:
+                    known = f"choose from {', '.join(self.choices)}"
+                    raise ValueError(f"{self.not_there(name)}; {known}")
                 if name not in self.choices:
                     raise ValueError(f"{self.name}={name!r}: {unknown_name(name, self.choices)}")
             value = ",".join(name for name in self.choices if name in names)
@@ -161,10 +186,7 @@ class Settings:
     @classmethod
     def declarations(cls) -> dict[str, Declaration]:
         """Every setting of this class by its name, in the order of declaration."""
-        hints = typing.get_type_hints(cls)
-        return {
-            field.name: _declaration(field, hints[field.name]) for field in dataclasses.fields(cls)
-        }
+        return _declarations(cls)  # type: ignore[arg-type]  # mypy asks an instance for the hash
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
@@ -184,6 +206,12 @@ class Settings:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
+@functools.cache
+def _declarations(cls: type[Settings]) -> dict[str, Declaration]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: _declaration(field, hints[field.name]) for field in dataclasses.fields(cls)}
+
+
 def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     (plain,) = (member for member in members if member is not type(None))
@@ -196,6 +224,7 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
 
 
 ENGINES = ("eager", "compile", "ort")
+PLANNED_ENGINES = {"offload": "it will keep forward, backward and optimizer within ORT"}
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 LOWEST_LOSS_SCALE = 1.0
 """Where gradients overflow float16 at this loss scale, a run ends: DeepSpeed's min_loss_scale."""
@@ -211,9 +240,16 @@ LOSSES = ("cross_entropy", "mse", "l1", "bce_with_logits")
 class EngineSettings(Settings):
     """How a model is executed; the options of ``%%ort`` and ``ortlab.wrap``."""
 
-    engine: str = setting("ort", choices=ENGINES, help="what executes the model")
+    engine: str = setting(
+        "ort",
+        choices=ENGINES,
+        planned=PLANNED_ENGINES,
+        panel=True,
+        help="what executes the model",
+    )
     precision: str = setting(
         "fp32",
+        panel=True,
         choices=PRECISIONS,
         help="of matrix products; weights, gradients and optimizer stay fp32; tf32 is for CUDA, "
         "fp16 on a CPU for checking numerics",
@@ -232,6 +268,7 @@ class EngineSettings(Settings):
     )
     recompute: str = setting(
         "off",
+        panel=True,
         help="activations to compute again in the backward pass rather than keep: off, layers (of "
         "every list of layers), modules as in encoder.layer.*.attention, or plans of ORT's such as "
         "BiasGelu+:1:-1; several with commas",
@@ -420,16 +457,33 @@ class FinetuneSettings(EngineSettings):
     )
     epochs: int = setting(1, minimum=1, help="passes over the training data")
     max_steps: int | None = setting(None, minimum=1, help="end after so many optimizer steps")
-    batch_size: int = setting(16, minimum=1, unit="samples", help="samples in a micro-batch")
-    accumulation: int = setting(1, minimum=1, help="micro-batches for one optimizer step")
-    lr: float = setting(5e-5, above=0, help="the highest learning rate")
+    workers: int = setting(
+        1, minimum=1, panel=True, help="processes that train together; every engine takes 1 so far"
+    )
+    zero_stage: int = setting(
+        0,
+        minimum=0,
+        maximum=3,
+        panel=True,
+        help="what workers share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights "
+        "too; every engine takes 0 so far",
+    )
+    batch_size: int = setting(
+        16, minimum=1, panel=True, unit="samples", help="samples in a micro-batch"
+    )
+    accumulation: int = setting(
+        1, minimum=1, panel=True, help="micro-batches for one optimizer step"
+    )
+    lr: float = setting(5e-5, above=0, panel=True, help="the highest learning rate")
     optimizer: str = setting("adamw", choices=("adamw", "sgd"), help="the update rule")
     weight_decay: float = setting(0.01, minimum=0, help="decoupled weight decay")
     schedule: str = setting(
         "linear", choices=("constant", "linear", "cosine"), help="the learning rate after warm-up"
     )
     warmup_steps: int = setting(0, minimum=0, unit="steps", help="steps of rising learning rate")
-    clip_norm: float | None = setting(1.0, above=0, help="the largest norm of all gradients")
+    clip_norm: float | None = setting(
+        1.0, above=0, panel=True, help="the largest norm of all gradients"
+    )
     eval_every: int | None = setting(
         None, minimum=1, unit="steps", help="evaluate every so many steps, not after every epoch"
     )

@@ -120,7 +120,7 @@ class Event:
 
     ``kind`` is one of "eval" (``values``: loss, accuracy), "change" of settings (``values``:
     cost_s, from the end of the step before it to that of the first one under it), "state", "note",
-    "warning" and "error".
+    "warning" (with cost_s: a change that was asked for and not made) and "error".
     """
 
     kind: str

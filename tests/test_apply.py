@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import ortlab
 from ortlab import batching, loop
+from ortlab.changes import refusals
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import EngineUnavailable, Stepper, engine
 from ortlab.settings import FinetuneSettings
@@ -268,6 +269,8 @@ def test_a_step_that_fails_half_way_leaves_no_trace() -> None:
     assert text == (
         "precision=bf16 (was fp32): the run goes on without, for it failed: this model has no bf16"
     )
+    (refusal,) = refusals(tried.recorder)
+    assert refusal.values["cost_s"] > 0, "the time that it lost"
     assert tried.column() == plain.column()
     for name, value in plain.model.state_dict().items():
         assert torch.equal(value, tried.model.state_dict()[name]), name

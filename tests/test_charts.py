@@ -147,6 +147,90 @@ def test_an_evaluation_is_sent_once_and_nan_is_no_number(run: Still) -> None:
     assert feed.whole().content["e"] == [[0, 2.5], [1, None]]
 
 
+def change(run: Still, text: str, cost_s: float = 0.5) -> None:
+    run.recorder.event(Event("change", run.now.step, 1e-3, text, {"cost_s": cost_s}))
+
+
+def test_a_change_is_sent_when_it_is_made_and_when_its_figures_are_known(run: Still) -> None:
+    feed = Feed(run)
+    run.advance(20)
+    fresh(feed)
+    change(run, "precision=bf16 (was fp32)")
+    told = [1, 20, "precision=bf16 (was fp32)", 0.5, 2000, None, None, None]
+    assert fresh(feed).content["c"] == [told]
+    assert feed.fresh() is None, "once"
+    run.advance(3)
+    assert fresh(feed).content["c"] == [[*told[:5], 2000, None, None]]
+    run.advance(700)
+    fresh(feed)
+    run.advance(1)
+    assert "c" not in fresh(feed).content, "what is known is not sent again"
+    assert feed.whole().content["c"] == [[*told[:5], 2000, None, None]]
+
+
+def test_changes_keep_a_message_small_and_all_of_them_come(run: Still) -> None:
+    feed = Feed(run)
+    run.advance(20)
+    fresh(feed)
+    for _ in range(3):
+        run.advance(50)
+        change(run, "memory_plans=" + "x" * 4000)
+    got = []
+    while (update := feed.fresh()) is not None:
+        assert len(json.dumps(update.content)) + len(update.rows) < 500
+        got += update.content.get("c", [])
+    assert {number for number, *_ in got} == {1, 2, 3}
+    assert all(len(text) == charts.CHANGE_LETTERS and text[-1] == "…" for _, _, text, *_ in got)
+
+
+def test_the_whole_has_the_last_changes_and_the_others_are_not_sent_after_it(run: Still) -> None:
+    feed = Feed(run)
+    for number in range(charts.WHOLE_CHANGES + 5):
+        run.advance(3)
+        change(run, f"lr={number}")
+    run.advance(700)
+    told = feed.whole().content["c"]
+    assert [number for number, *_ in told] == list(range(6, charts.WHOLE_CHANGES + 6))
+    assert feed.fresh() is None
+
+
+def test_text_tells_a_change(run: Still) -> None:
+    run.advance(20)
+    change(run, "precision=bf16 (was fp32)")
+    change(run, "lr=1 (was 2)", cost_s=0)
+    lines = charts.text(run).splitlines()
+    assert lines[1].startswith("change 1, step 20: precision=bf16 (was fp32) · cost 500 ms · ")
+    assert "samples/s 2,000 → …" in lines[1]
+    assert "memory" not in lines[1], "nobody measured it"
+    assert lines[2].startswith("change 2, step 20: lr=1 (was 2) · free")
+
+
+def test_picture_marks_a_change_in_every_chart_and_tells_it_above(run: Still) -> None:
+    run.advance(80)
+    plain = pixels(charts.picture(run))
+    change(run, "precision=bf16 (was fp32)")
+    run.advance(80)
+    marked = pixels(charts.picture(run))
+    assert marked.shape[0] == plain.shape[0] + round(0.24 * 192), "a line of heading more"
+    violet = np.abs(marked[:, :, :3] - np.array([0x8C, 0x62, 0xD9]) / 255).max(axis=2) < 0.05
+    violet &= marked[:, :, 3] > 0.9
+    top = int(192 * 0.24 * 4)  # below the heading
+    rows, columns = (size // 2 for size in (marked.shape[0] - top, marked.shape[1]))
+    for y in (top, top + rows):
+        for x in (0, columns):
+            assert violet[y : y + rows, x : x + columns].sum() > 200
+
+
+def test_picture_tells_the_last_of_many_changes(run: Still) -> None:
+    run.advance(80)
+    for number in range(30):
+        change(run, f"memory_plans={'x' * 50 * number} (was None)")
+    few = pixels(charts.picture(run)).shape[0]
+    for number in range(30, 60):
+        change(run, f"memory_plans={'x' * 50 * number} (was None)")
+    assert pixels(charts.picture(run)).shape[0] <= few + 192
+
+
 def test_pump_sends_the_last_and_finishes_in_its_own_thread() -> None:
     run = Practice(steps=20, step_s=0.01).start()
     drawn: list[int] = []

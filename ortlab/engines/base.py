@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ortlab.errors import Concise
 
@@ -20,6 +20,11 @@ Batch = Any
 """What forward takes: a mapping (keyword arguments), a tuple or list (inputs, target), a tensor."""
 
 LossFunction = Callable[..., "torch.Tensor"]
+
+
+Cost = Literal["free", "rebuild", "recompile", "re-export"]
+"""What other settings take when a run goes on with them: nothing, another stepper around the same
+model, what torch.compile compiles too, or ORT's graph too (from the user's cache where it is)."""
 
 
 progress: ContextVar[Callable[[str], None] | None] = ContextVar("progress", default=None)
@@ -39,6 +44,34 @@ class EngineUnavailable(Concise, RuntimeError):
 
 class NotFinite(Concise, RuntimeError):
     """A loss that is NaN or infinite; the optimizer did not use it."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do beyond one process with all of a model in its memory.
+
+    ``most_workers`` is the largest number of processes that train together (None is any number),
+    ``zero_stages`` are those of ZeRO that it knows.
+    """
+
+    most_workers: int | None = 1
+    zero_stages: tuple[int, ...] = (0,)
+
+    def refuses(self, engine: str, settings: EngineSettings) -> str | None:
+        """Why an `engine` with these cannot run under `settings`; None when it can."""
+        workers = getattr(settings, "workers", 1)  # a run's: wrapping alone has none
+        stage = getattr(settings, "zero_stage", 0)
+        if self.most_workers is not None and workers > self.most_workers:
+            return (
+                f"workers={workers}: engine {engine!r} trains in one process so far; leave "
+                "workers out"
+            )
+        if stage not in self.zero_stages:
+            return (
+                f"zero_stage={stage}: engine {engine!r} has no workers to share anything out to "
+                "so far; leave zero_stage out"
+            )
+        return None
 
 
 @dataclass(frozen=True)
@@ -150,6 +183,7 @@ class Engine(Protocol):
     """A way to execute a model."""
 
     name: str
+    capabilities: Capabilities
 
     def unavailable(self) -> str | None:
         """Why this engine cannot run here and what to do about it; None when it can."""
@@ -157,6 +191,10 @@ class Engine(Protocol):
 
     def refuses(self, settings: EngineSettings) -> str | None:
         """Why this engine cannot run under `settings` on this machine; None when it can."""
+        ...
+
+    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
+        """What it takes to go on under `after`, which name this engine, where `before` held."""
         ...
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
@@ -234,6 +272,14 @@ def parts(model: nn.Module) -> Iterator[nn.Module]:
 
 def engine(name: str) -> Engine:
     """The engine called `name`; EngineUnavailable when it cannot run here."""
+    found = _engine(name)
+    reason = found.unavailable()
+    if reason is not None:
+        raise EngineUnavailable(reason)
+    return found
+
+
+def _engine(name: str) -> Engine:
     from ortlab.engines import ortmodule, torch_native
     from ortlab.settings import unknown_name
 
@@ -244,11 +290,18 @@ def engine(name: str) -> Engine:
     }
     if name not in engines:
         raise ValueError(f"engine={name!r}: {unknown_name(name, engines)}")
-    found = engines[name]
-    reason = found.unavailable()
-    if reason is not None:
-        raise EngineUnavailable(reason)
-    return found
+    return engines[name]
+
+
+def refusal(settings: EngineSettings) -> str | None:
+    """Why nothing can run under `settings` on this machine; None when their engine can."""
+    found = _engine(settings.engine)
+    return found.capabilities.refuses(found.name, settings) or found.refuses(settings)
+
+
+def cost(before: EngineSettings, after: EngineSettings) -> Cost:
+    """What it takes to go on under `after` where `before` held, as the engine of `after` says."""
+    return _engine(after.engine).cost(before, after)
 
 
 def engine_for(settings: EngineSettings) -> Engine:
@@ -257,7 +310,7 @@ def engine_for(settings: EngineSettings) -> Engine:
     EngineUnavailable when it cannot run at all.
     """
     found = engine(settings.engine)
-    reason = found.refuses(settings)
+    reason = refusal(settings)
     if reason is not None:
         raise ValueError(reason)
     return found

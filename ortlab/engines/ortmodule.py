@@ -17,6 +17,8 @@ from torch import nn
 from ortlab import compat
 from ortlab.engines import options
 from ortlab.engines.base import (
+    Capabilities,
+    Cost,
     EngineUnavailable,
     LossFunction,
     Report,
@@ -24,7 +26,7 @@ from ortlab.engines.base import (
     unfit,
 )
 from ortlab.engines.execution import Execution
-from ortlab.engines.torch_native import TorchStepper, autocast_for, training_device
+from ortlab.engines.torch_native import TorchStepper, autocast_for, no_device, training_device
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 _CONTAINER = ("__len__", "__getitem__", "__iter__", "__contains__")
@@ -34,6 +36,7 @@ class Ort:
     """ORTModule on today's torch, checked against eager torch."""
 
     name = "ort"
+    capabilities = Capabilities()
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
@@ -48,7 +51,12 @@ class Ort:
                 options.check(settings)
         except ValueError as error:
             return str(error)
-        return None
+        return no_device(settings)
+
+    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
+        """See `Engine.cost`."""
+        same = before.engine == self.name and options.key(before) == options.key(after)
+        return "rebuild" if same else "re-export"
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """An ORTModule around `model`. Nothing is exported before the first call.

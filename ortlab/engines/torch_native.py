@@ -20,6 +20,8 @@ from ortlab.checkpoint import check_model, check_optimizer
 from ortlab.engines import batch as batches
 from ortlab.engines.base import (
     Batch,
+    Capabilities,
+    Cost,
     EvalResult,
     LossFunction,
     Report,
@@ -28,14 +30,22 @@ from ortlab.engines.base import (
 from ortlab.engines.scaling import LossScale
 from ortlab.settings import EngineSettings, FinetuneSettings
 
+_NO_CUDA = "device='cuda': torch sees no CUDA device; use device='cpu'"
+
 
 def training_device(name: str) -> torch.device:
     """The device called `name` in the settings; ``auto`` is CUDA where torch sees it."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda': torch sees no CUDA device; use device='cpu'")
+        raise ValueError(_NO_CUDA)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def no_device(settings: EngineSettings) -> str | None:
+    """Why a run cannot have the device that `settings` name; None when it can."""
+    missing = getattr(settings, "device", "auto") == "cuda" and not torch.cuda.is_available()
+    return _NO_CUDA if missing else None
 
 
 def trains_on_cpu(settings: EngineSettings) -> bool:
@@ -289,6 +299,7 @@ class Eager:
     """torch as it is: the reference for every other engine."""
 
     name = "eager"
+    capabilities = Capabilities()
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
@@ -296,7 +307,11 @@ class Eager:
 
     def refuses(self, settings: EngineSettings) -> str | None:
         """See `Engine.refuses`."""
-        return self.unavailable() or refuses_precision(settings)
+        return self.unavailable() or no_device(settings) or refuses_precision(settings)
+
+    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:  # noqa: ARG002
+        """See `Engine.cost`."""
+        return "rebuild"
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """`model` itself. ValueError for another precision: a loop's own autocast gives that."""
@@ -322,6 +337,7 @@ class Compile:
     """torch.compile with its default backend, Inductor."""
 
     name = "compile"
+    capabilities = Capabilities()
 
     def unavailable(self) -> str | None:
         """Inductor compiles C++ on a CPU, so a compiler must be there."""
@@ -331,7 +347,12 @@ class Compile:
 
     def refuses(self, settings: EngineSettings) -> str | None:
         """See `Engine.refuses`."""
-        return self.unavailable() or refuses_precision(settings)
+        return self.unavailable() or no_device(settings) or refuses_precision(settings)
+
+    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
+        """See `Engine.cost`; torch compiles anew for another precision."""
+        same = (before.engine, before.precision) == (after.engine, after.precision)
+        return "rebuild" if same else "recompile"
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """torch.compile's module; the first call of a new kind of input compiles.

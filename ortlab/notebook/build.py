@@ -17,7 +17,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCES = Path("ortlab/notebook/js")
 BUNDLE = Path("ortlab/notebook/static")
 MADE = (
-    *("runview.js", "runview.css", "graphview.js", "graphview.css"),
+    *("runview.js", "runview.css", "graphview.js", "graphview.css", "panel.js", "panel.css"),
     "THIRD_PARTY_LICENSES.txt",
 )
 OLDEST_NODE = 18  # what esbuild asks for

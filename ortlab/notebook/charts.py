@@ -6,6 +6,7 @@ browser's side is js/src/runview.js, which documents the messages.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import math
 import statistics
@@ -13,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ import traitlets
 from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
+from ortlab.changes import Change, changes
 from ortlab.history import write_private
 from ortlab.notebook import plaintext
 from ortlab.telemetry import COLUMNS, INDEX, merged
@@ -46,6 +48,10 @@ PRINT_EVERY_S = 5.0
 """Between two lines of progress in a terminal."""
 SETTLE_S = 20.0
 """That a cell waits for the picture of a run that ended in it."""
+CHANGE_LETTERS = 240
+"""Of the text of a change of settings in an update, which has one of them at most."""
+WHOLE_CHANGES = 200
+"""The last ones, that a whole series has."""
 KEPT = 8
 """Views of runs that are over."""
 PICTURE_WIDTH = 960
@@ -70,6 +76,8 @@ class Feed:
         self._evaluated_s = -math.inf
         self._progress: object = None
         self._info: dict[str, Any] = {}
+        self._changes: dict[int, list[Any]] = {}
+        self._settled = 0
         self._limit = 8
 
     def whole(self) -> Update:
@@ -80,18 +88,27 @@ class Feed:
         _, self._cursor = recorder.since(recorder.count)
         rows = recorder.rows()
         self._evaluated_s = -math.inf
-        return self._update(rows, self._watched.status(), WHOLE_ROWS, whole=True)
+        self._changes, self._settled = {}, 0
+        changed = self._changed()
+        self._changes = {change[0]: change for change in changed}
+        status = self._watched.status()
+        return self._update(rows, status, WHOLE_ROWS, changed[-WHOLE_CHANGES:], whole=True)
 
     def fresh(self) -> Update | None:
         """What came since the last call; None when nothing did."""
         rows, self._cursor = self._watched.recorder.since(self._cursor, limit=self._limit)
         status = self._watched.status()
         same = _progress(status) == self._progress
-        if same and not len(rows) and _info(self._watched.title, status) == self._info:
+        same = same and _info(self._watched.title, status) == self._info
+        changed = self._changed()[:1]
+        if same and not len(rows) and not changed:
             return None
-        return self._update(rows, status, self._limit, whole=False)
+        self._changes |= {change[0]: change for change in changed}
+        return self._update(rows, status, self._limit, changed, whole=False)
 
-    def _update(self, rows: Rows, status: Status, limit: int, *, whole: bool) -> Update:
+    def _update(
+        self, rows: Rows, status: Status, limit: int, changes_: list[list[Any]], *, whole: bool
+    ) -> Update:
         self._number += 1
         self._progress = _progress(status)
         content: dict[str, Any] = {
@@ -110,7 +127,10 @@ class Feed:
         self._info = _info(self._watched.title, status)
         if changed := {k: v for k, v in self._info.items() if k not in known or known[k] != v}:
             content["i"] = changed
-            limit = limit if whole else 1  # its words take the place of rows
+        if changes_:
+            content["c"] = changes_
+        if not whole and (changed or changes_):
+            limit = 1  # words take the place of rows
         evaluations = [
             event
             for event in self._watched.recorder.events("eval")
@@ -127,6 +147,17 @@ class Feed:
         self._limit = max(1, UPDATE_BYTES // (4 * int(present.sum())))
         content["m"] = sum(1 << int(bit) for bit in np.flatnonzero(present))
         return Update(content, thin[:, present].tobytes())
+
+    def _changed(self) -> list[list[Any]]:
+        """The changes of settings that the browser does not know as they are."""
+        events = self._watched.recorder.events("change")
+        if len(events) == self._settled:
+            return []
+        found = changes(self._watched.recorder)
+        unknown = [one for one in map(_change, found) if self._changes.get(one[0]) != one]
+        if not unknown and all(change.settled for change in found):
+            self._settled = len(found)
+        return unknown
 
 
 def _progress(status: Status) -> tuple[object, ...]:
@@ -145,6 +176,14 @@ def _info(title: str, status: Status) -> dict[str, Any]:
         "lines": list(status.lines),
         "error": status.error,
     }
+
+
+def _change(change: Change) -> list[Any]:
+    text = change.text
+    if len(text) > CHANGE_LETTERS:
+        text = text[: CHANGE_LETTERS - 1] + "…"
+    figures = (change.cost_s, *change.samples_per_s, *change.memory_bytes)
+    return [change.number, change.step, text, *map(_json, figures)]
 
 
 def _json(value: float) -> float | None:
@@ -224,7 +263,7 @@ class Pump:
 
 
 class RunView(anywidget.AnyWidget):
-    """The live charts of one run with its progress, state and buttons.
+    """The live charts of one run with its progress, state, buttons and, folded, its panel.
 
     It follows the run until that is over; a browser that opens it later gets the whole series.
     RuntimeError where the package was installed without its JavaScript.
@@ -234,18 +273,23 @@ class RunView(anywidget.AnyWidget):
     _css = traitlets.Unicode().tag(sync=True)
     columns: traitlets.List[Any] = traitlets.List().tag(sync=True)
     interactive = traitlets.Bool().tag(sync=True)
+    controls: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    standing: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
 
     def __init__(self, watched: Watched, *, finish: Callable[[], None] = lambda: None) -> None:
+        from ortlab.notebook.panel import panel_of  # all of torch and the engines, for a run alone
+
         self._watched = watched
         self._feed = Feed(watched)
+        self._panel = panel_of(watched)
         self._asked = threading.Event()  # a browser asks for the whole series
         self._heard = False  # a browser has ever asked
         self._ended = threading.Event()  # the run is over and the pump has sent its last
         self._sending = threading.Lock()
         self._updates = 0
         super().__init__(
-            _esm=_bundled("runview.js"),
-            _css=_bundled("runview.css"),
+            _esm=bundled("runview.js"),
+            _css=bundled("runview.css"),
             columns=[asdict(column) for column in WIRE],
             interactive=watched.interactive,
         )
@@ -267,7 +311,10 @@ class RunView(anywidget.AnyWidget):
             "stop": self._watched.stop,
             "hello": self._greeted,
         }
-        actions[content["do"]]()
+        if content["do"] in actions:
+            actions[content["do"]]()
+        elif self._panel is not None:
+            self._panel.receive(content)
         self.pump.wake()
         if self._ended.is_set():  # the pump sends no more
             self._send_fresh()
@@ -283,6 +330,7 @@ class RunView(anywidget.AnyWidget):
                 self._send_whole()
             elif (update := self._feed.fresh()) is not None:
                 self.send(update.content, [update.rows] if update.rows else None)
+            self._send_panel()
 
     def _unheard(self) -> bool:
         """Whether it is time to send the whole unasked.
@@ -299,11 +347,31 @@ class RunView(anywidget.AnyWidget):
         update = self._feed.whole()
         self.send(update.content, [update.rows])
 
+    def _send_panel(self) -> None:
+        """Sets the traits that the panel shows, which go to every page that has these charts."""
+        news = self._panel.news() if self._panel is not None else {}
+        for name, value in news.items():
+            setattr(self, name, value)
+
     def _finish(self) -> None:
         self._ended.set()
         with self._sending:
+            self._send_panel()
             self._send_whole()  # the final state twice: front ends may lose a message
         self._then()
+
+
+_place: contextvars.ContextVar[str | None] = contextvars.ContextVar("place", default=None)
+
+
+@contextlib.contextmanager
+def shown_in(display_id: str) -> Iterator[None]:
+    """What is shown meanwhile takes the place of the display of this id."""
+    token = _place.set(display_id)
+    try:
+        yield
+    finally:
+        _place.reset(token)
 
 
 def show(watched: Watched) -> None:
@@ -390,7 +458,8 @@ def text(watched: Watched) -> str:
 
 def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     """Displays the live charts; returns their pump and what to do when that is closed early."""
-    display_id = uuid.uuid4().hex
+    place = _place.get()
+    display_id = place or uuid.uuid4().hex
 
     def finish() -> None:
         _publish_picture(watched, replacing=display_id)
@@ -405,7 +474,7 @@ def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     live = RunView(watched, finish=finish)
     data, metadata = live._repr_mimebundle_() or ({}, {})
     data["text/plain"] = plaintext.headline(watched.title, watched.status())
-    _publish(data, metadata, display_id)
+    publish(data, metadata, display_id, update=place is not None)
     return live.pump, stop
 
 
@@ -422,16 +491,17 @@ def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
     data = {"image/png": image, "text/plain": text(watched)}
     metadata = {"image/png": {"width": PICTURE_WIDTH}}
     if replacing is None:
-        _publish(data, metadata, uuid.uuid4().hex)
+        publish(data, metadata, uuid.uuid4().hex)
     else:
         # In the name of the cell that is running now, not of the one that was when this thread
         # began: nbclient takes no other output. Where it goes, only the display's id says.
-        contextvars.Context().run(_publish, data, metadata, replacing, update=True)
+        contextvars.Context().run(publish, data, metadata, replacing, update=True)
 
 
-def _publish(
+def publish(
     data: dict[str, Any], metadata: dict[str, Any], display_id: str, *, update: bool = False
 ) -> None:
+    """Displays `data`, in the place of the display of this id with `update`."""
     publish_display_data(  # type: ignore[no-untyped-call]
         data, metadata, transient={"display_id": display_id}, update=update
     )
@@ -449,7 +519,8 @@ def _print(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     return Pump(watched, draw, lambda: print(text(watched), flush=True)), lambda: None
 
 
-def _bundled(name: str) -> str:
+def bundled(name: str) -> str:
+    """What the build hook made; RuntimeError says how to make it."""
     try:
         return (STATIC / name).read_text(encoding="utf-8")
     except FileNotFoundError:

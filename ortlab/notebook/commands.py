@@ -287,6 +287,24 @@ COMMANDS = {
             settings=ProfileSettings,
             extra=(Option("--batch", "what the model is called with", kind="batch"),),
         ),
+        Command(
+            "panel",
+            "Show the settings of a run, or of a model before one, as controls.",
+            "Each says what a change costs and why what cannot be had cannot. With data a model's "
+            "panel has a button that starts a run; without a name it is the last run's.",
+            (
+                Positional("target", "target", "a model or a run", "?"),
+                Positional("data", "loader", "what the model is to be trained on", "?"),
+            ),
+        ),
+        Command(
+            "apply",
+            "Change settings while a run trains, from the next step on.",
+            "A change that fails leaves the run with what it had; %ort undo goes back.",
+            _RUN,
+            settings=FinetuneSettings,
+        ),
+        Command("undo", "Go back to what held before a run's last change.", positionals=_RUN),
         Command("runs", "List the runs of this kernel."),
         Command("pause", "Pause a run after the step in flight.", positionals=_RUN),
         Command("resume", "Let a paused run go on.", positionals=_RUN),

@@ -47,9 +47,11 @@ class Names:
         return ["off", "layers", *found] if found else ["off"]
 
     def of(self, kind: str) -> list[str]:
-        """The names of every `kind`: model, wrapped, loader, batch, loss or run."""
+        """The names of every `kind`: model, wrapped, loader, batch, loss, run or target."""
         if kind == "run":
             return [run.name for run in session.runs if not run.over()]
+        if kind == "target":
+            return [*self.of("model"), *self.of("run")]
         holds: dict[str, Callable[[Any], bool]] = {
             "model": is_model,
             "wrapped": lambda value: session.wrapped.entry(value) is not None,

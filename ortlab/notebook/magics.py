@@ -218,6 +218,42 @@ class OrtMagics(Magics):
         name = given.words["batch"]
         return None if name is None else self._value("batch", name)
 
+    def _panel(self, given: Given) -> None:
+        from ortlab.notebook.panel import Panel, show
+
+        name, data = given.words["target"], given.words["data"]
+        value = None if name is None else self._ip.user_ns.get(name)
+        if not is_model(value):
+            show(Panel(self._run(name)))
+            return
+        busy = session.training(value)
+        if busy is not None:
+            show(Panel(busy))
+            return
+
+        def start(settings: dict[str, Any]) -> Run:
+            loss = self._loss(settings.pop("loss", None))
+            return session.finetune(value, train, loss=loss, **settings)
+
+        if data is None:
+            show(Panel(value, name=name))
+        else:
+            train = self._value("loader", data)
+            show(Panel(value, name=name, start=start, data=data))
+
+    def _apply(self, given: Given) -> None:
+        if not given.settings:
+            raise UsageError("%ort apply: name a setting, as in %ort apply --lr 1e-4")
+        run = self._run_alive(given)
+        run.apply(**given.settings)
+        names = ", ".join(given.settings)
+        print(f"{run.name} takes {names} after the step in flight; %ort undo goes back")
+
+    def _undo(self, given: Given) -> None:
+        run = self._run_alive(given)
+        run.undo()
+        print(f"{run.name} goes back to what held before the last change, after the step in flight")
+
     def _runs(self, given: Given) -> Table[Run]:  # noqa: ARG002
         return session.table_of_runs()
 
@@ -245,12 +281,15 @@ class OrtMagics(Magics):
 
     def _run_alive(self, given: Given) -> Run:
         """The run that was named, by its own name or the user's; ValueError when it is over."""
-        name = given.words["run"]
-        value = None if name is None else self._ip.user_ns.get(name)
-        run = next((run for run in session.runs if run is value), None) or session.run(name)
+        run = self._run(given.words["run"])
         if run.over():
             raise ValueError(f"{run.name} is over ({run.state}) after {run.step} steps")
         return run
+
+    def _run(self, name: str | None) -> Run:
+        """The run of that name, its own or the user's; without one the last."""
+        value = None if name is None else self._ip.user_ns.get(name)
+        return next((run for run in session.runs if run is value), None) or session.run(name)
 
     def _value(self, kind: str, name: str) -> Any:
         if name not in self._ip.user_ns:

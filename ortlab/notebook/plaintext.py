@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ortlab.changes import Change, changes
 from ortlab.telemetry import COLUMNS, INDEX, Column
 
 if TYPE_CHECKING:
@@ -34,19 +35,20 @@ def text(watched: Watched) -> str:
     status = watched.status()
     rows = with_rates(watched.recorder.rows())
     lines = [headline(watched.title, status), *status.lines]
+    lines += [f"change {change.number}, {said(change)}" for change in changes(watched.recorder)]
     for column in (column for chart in TITLES for column in known_columns(chart, rows)):
         values = known(rows, column.name)
         if column.chart == "memory":
-            said = f"highest {memory(float(values.max()))}"
+            tail = f"highest {memory(float(values.max()))}"
         elif column.chart == "throughput":
-            said = f"{number(overall(watched.recorder, column.name), digits=3)} over all"
+            tail = f"{number(overall(watched.recorder, column.name), digits=3)} over all"
         else:
-            said = f"{number(values[0])} → {number(values[-1])}"
-        lines.append(f"{column.label:<20} {bars(values):<{WIDTH}} {said}")
+            tail = f"{number(values[0])} → {number(values[-1])}"
+        lines.append(f"{column.label:<20} {bars(values):<{WIDTH}} {tail}")
     if parts := split(rows):
         whole = milliseconds(sum(parts.values()))
-        said = ", ".join(f"{label} {milliseconds(value)}" for label, value in parts.items())
-        lines.append(f"step time {whole}: {said}")
+        each = ", ".join(f"{label} {milliseconds(value)}" for label, value in parts.items())
+        lines.append(f"step time {whole}: {each}")
     if status.error:
         lines.append(status.error)
     return "\n".join(lines)
@@ -64,6 +66,20 @@ def headline(title: str, status: Status) -> str:
     if status.left_s is not None and status.left_s > 0:
         parts.append(f"{duration(status.left_s)} left")
     return " · ".join([*parts, *(f"[{badge}]" for badge in status.badges)])
+
+
+def said(change: Change) -> str:
+    """A change of settings in one line: what, after which step, its cost, before → after."""
+    cost = f"cost {milliseconds(1e3 * change.cost_s)}" if change.cost_s else "free"
+    parts = [f"step {change.step:,}: {change.text}", cost]
+    for (before, after), show, unit in (
+        (change.samples_per_s, lambda rate: number(rate, digits=3), "samples/s"),
+        (change.memory_bytes, memory, "memory"),
+    ):
+        if math.isfinite(before) or math.isfinite(after):
+            pair = (show(value) if math.isfinite(value) else "…" for value in (before, after))
+            parts.append(f"{unit} {' → '.join(pair)}")
+    return " · ".join(parts)
 
 
 def progress(watched: Watched) -> str:

@@ -8,7 +8,7 @@ const STATIC = new URL("../static/", import.meta.url);
 await mkdir(STATIC, { recursive: true });
 await build({
   absWorkingDir: fileURLToPath(new URL(".", import.meta.url)),
-  entryPoints: { runview: "src/runview.js", graphview: "src/graphview.js" },
+  entryPoints: { runview: "src/runview.js", graphview: "src/graphview.js", panel: "src/panel.js" },
   outdir: fileURLToPath(STATIC),
   bundle: true,
   format: "esm",

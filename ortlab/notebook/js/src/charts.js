@@ -1,10 +1,12 @@
 // Four small uPlot charts with one cursor; colours are read from the page's theme at every draw.
 import uPlot from "uplot";
-import { byteUnit, number, withUnit } from "./format.js";
+import { byteUnit, changed, number, withUnit } from "./format.js";
 
 export const TITLES = { loss: "Loss", throughput: "Throughput", memory: "Memory", lr: "Learning rate" };
 const HEIGHT = 190;
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
+const MARK_FONT = `bold ${FONT}`;
+const MARK = { height: 14, padding: 4, gap: 2, rows: 5, near: 8 }; // in CSS pixels
 const EVALUATION = { name: "evaluation", label: "evaluation", unit: "", chart: "loss" };
 
 const node = (tag, className, text) => {
@@ -42,7 +44,9 @@ export class Chart {
     this.root = node("figure", "ortlab-chart");
     this.head = node("figcaption", "ortlab-chart-head");
     this.plot = node("div", "ortlab-plot");
-    this.root.append(this.head, this.plot);
+    this.tip = node("div", "ortlab-tip"); // the same words are in the list below the charts
+    this.tip.hidden = true;
+    this.root.append(this.head, this.plot, this.tip);
   }
 
   #columns() {
@@ -165,8 +169,68 @@ export class Chart {
         ...scales.map((scale, i) => axis({ scale, ...this.#ticks(scale), side: i ? 1 : 3, size: axisSize,
           ...(i ? { grid: { show: false } } : {}) })),
       ],
-      hooks: { setCursor: [() => this.u && this.#legend(columns)] },
+      hooks: {
+        setCursor: [(u) => {
+          if (!this.u) return;
+          this.#legend(columns);
+          this.#point(u);
+        }],
+        draw: [(u) => this.#marks(u)],
+      },
     };
+  }
+
+  /** Where a change of settings is from the plot's left, in CSS pixels: at its edge where it is outside. */
+  #left(u, change) {
+    const { min, max } = u.scales.x;
+    return u.valToPos(Math.min(Math.max(change.step, min), max), "x");
+  }
+
+  /** A dashed line at each change with its number, which is put lower where others are in the way. */
+  #marks(u) {
+    const { changes } = this.series;
+    if (!changes.length || u.scales.x.min == null) return;
+    const { ctx, bbox } = u;
+    const ratio = devicePixelRatio;
+    ctx.save();
+    ctx.font = MARK_FONT.replace("11px", `${11 * ratio}px`);
+    ctx.textAlign = "center";
+    ctx.textBaseline = "middle";
+    ctx.lineWidth = ratio;
+    const colour = this.#colour("--ortlab-change");
+    const ends = Array(MARK.rows).fill(-Infinity);
+    for (const change of changes) {
+      const x = Math.round(bbox.left + this.#left(u, change) * ratio);
+      ctx.strokeStyle = ctx.fillStyle = colour;
+      ctx.setLineDash([4 * ratio, 3 * ratio]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      const text = String(change.number);
+      const width = Math.max(ctx.measureText(text).width + 2 * MARK.padding * ratio, MARK.height * ratio);
+      const left = Math.min(Math.max(x - width / 2, bbox.left), bbox.left + bbox.width - width);
+      const row = ends.findIndex((end) => left >= end);
+      if (row < 0) continue; // the list below has it
+      ends[row] = left + width + MARK.gap * ratio;
+      const top = bbox.top + row * (MARK.height + MARK.gap) * ratio;
+      ctx.beginPath();
+      ctx.roundRect(left, top, width, MARK.height * ratio, 3 * ratio);
+      ctx.fill();
+      ctx.fillStyle = "#fff";
+      ctx.fillText(text, left + width / 2, top + (MARK.height / 2 + 0.5) * ratio);
+    }
+    ctx.restore();
+  }
+
+  /** Says what the marks near the pointer are. */
+  #point(u) {
+    const x = u.cursor.left;
+    const here = u.over.matches(":hover") && x >= 0
+      ? this.series.changes.filter((change) => Math.abs(this.#left(u, change) - x) <= MARK.near)
+      : [];
+    this.tip.hidden = here.length === 0;
+    if (here.length) this.tip.replaceChildren(...here.slice(-4).map((change) => node("div", "", `${change.number}  ${changed(change)}`)));
   }
 
   #line(column, i, scale) {

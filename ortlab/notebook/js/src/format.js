@@ -50,6 +50,18 @@ export function withUnit(value, column) {
   return column.unit && column.unit !== column.label ? `${number(value)} ${column.unit}` : number(value);
 }
 
+/** A change of settings in one line: what, after which step, its cost, before → after. */
+export function changed({ step, text, costS, perS, bytes: held }) {
+  const three = (value) => number(Number(value.toPrecision(3)));
+  const parts = [`step ${number(step)}: ${text}`, costS ? `cost ${milliseconds(1000 * costS)}` : "free"];
+  for (const [name, pair, show] of [["samples/s", perS, three], ["memory", held, bytes]]) {
+    if (pair.some((value) => value != null)) {
+      parts.push(`${name} ${pair.map((value) => (value == null ? "…" : show(value))).join(" → ")}`);
+    }
+  }
+  return parts.join(" · ");
+}
+
 /** Bytes or microseconds of one node, or of all: from few to very many. */
 export function amount(value, unit) {
   if (value == null) return "–";

@@ -4,13 +4,16 @@
 //   p  [message number, state, step, total steps or null, seconds so far, seconds left or null]
 //   m  which columns the buffer's rows have, as bits; absent when there are no new rows
 //   e  [[step, loss], ...] new evaluation results
+//   c  [[number, step, text, cost in s, samples/s before, after, bytes before, after], ...] changes of
+//      settings, new or with figures that were not known yet (null); a number's last one holds
 //   i  those of {title, badges, lines, error} that changed
-//   a  1: the rows and evaluations are the whole series, not an addition
-// and its buffer: float32, row by row. "hello" asks for the whole.
+//   a  1: the rows, evaluations and changes are the whole series, not an addition
+// and its buffer: float32, row by row. "hello" asks for the whole. The panel's part is in form.js.
 import "uplot/dist/uPlot.min.css";
 import "./runview.css";
 import { Chart, TITLES } from "./charts.js";
-import { duration, milliseconds, number } from "./format.js";
+import { Form, KEYS, onClick } from "./form.js";
+import { changed, duration, milliseconds, number } from "./format.js";
 import { Series } from "./series.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
@@ -53,6 +56,7 @@ class Store extends EventTarget {
     if (message.i) this.info = { ...this.info, ...message.i };
     if (message.m) this.series.append(buffers[0], message.m);
     if (message.e) this.series.evaluations.push(...message.e);
+    if (message.c) this.series.change(message.c);
     this.dispatchEvent(new Event("change"));
   }
 
@@ -145,7 +149,29 @@ class View {
     this.charts = Object.keys(TITLES).map((kind) => new Chart(kind, this.store.series, cursor));
     grid.append(...this.charts.map((chart) => chart.root));
     this.split = make("div", "ortlab-split");
-    this.root.append(head, this.bar, this.numbers, this.lines, this.error, grid, this.split);
+    this.changes = make("ol", "ortlab-changes", { "aria-label": "changes of settings", tabindex: "0", ...KEYS });
+    this.#buildPanel();
+    this.root.append(head, this.bar, this.numbers, this.lines, this.error, this.settings, grid, this.changes, this.split);
+  }
+
+  /** The settings, folded away until somebody wants them. */
+  #buildPanel() {
+    const { model } = this.store;
+    this.settings = make("details", "ortlab-settings");
+    this.settings.hidden = true;
+    const summary = make("summary", "ortlab-settings-fold", KEYS);
+    summary.textContent = "Settings…";
+    this.form = new Form((message) => model.send(message));
+    this.settings.append(summary, this.form.root);
+    this.drawPanel = () => {
+      const standing = model.get("standing");
+      this.settings.hidden = standing.serial === undefined; // a loop of the user's own has none
+      if (!this.settings.hidden) this.form.draw(model.get("controls"), standing);
+    };
+    model.on("change:controls", this.drawPanel);
+    model.on("change:standing", this.drawPanel);
+    this.drawPanel();
+    this.settings.addEventListener("toggle", () => this.settings.open && model.send({ do: "open" }));
   }
 
   /** Whether there is more to show than numbers that have moved on. */
@@ -161,6 +187,7 @@ class View {
     if (this.store.progress) this.#drawProgress(this.store.progress);
     this.#drawInfo(this.store.info);
     this.charts.forEach((chart, i) => chart.draw(widths[i]));
+    this.#drawChanges();
     this.#drawSplit();
     this.due = began + SLOWEST_MS;
     // A timer that is set in a frame goes off once that is painted.
@@ -213,6 +240,22 @@ class View {
     this.error.hidden = !info.error;
   }
 
+  /** What the numbers in the charts stand for, the newest in sight. */
+  #drawChanges() {
+    const changes = this.store.series.changes;
+    if (changes === this.drawnChanges) return;
+    this.drawnChanges = changes;
+    this.changes.hidden = changes.length === 0;
+    this.changes.replaceChildren(...changes.map((change) => {
+      const line = make("li", "ortlab-change");
+      const mark = make("span", "ortlab-change-number");
+      mark.textContent = String(change.number);
+      line.append(mark, changed(change));
+      return line;
+    }));
+    this.changes.scrollTop = this.changes.scrollHeight;
+  }
+
   /** The mean of the last steps' times, as one bar. */
   #drawSplit() {
     const series = this.store.series;
@@ -249,13 +292,11 @@ class View {
     cancelAnimationFrame(this.frame);
     clearTimeout(this.timer);
     this.charts.forEach((chart) => chart.destroy());
+    this.store.model.off("change:controls", this.drawPanel);
+    this.store.model.off("change:standing", this.drawPanel);
+    this.form.close();
     this.root.remove();
   }
-}
-
-/** Not the attribute `disabled`: a button that is disabled loses the keyboard's focus. */
-function onClick(button, action) {
-  button.addEventListener("click", () => button.ariaDisabled !== "true" && action());
 }
 
 /** Writes only what changed, so that a screen reader hears a state once. */

@@ -19,6 +19,7 @@ export class Series {
   clear() {
     this.data = this.columns.map(() => []);
     this.evaluations = []; // [step, loss]
+    this.changes = []; // of settings, by number; another array where there is another
   }
 
   get length() {
@@ -40,6 +41,15 @@ export class Series {
       });
     }
     while (this.length > CAPACITY) this.#halve();
+  }
+
+  /** Takes changes of settings: new ones, or what is known by now of earlier ones. */
+  change(told) {
+    const known = new Map(this.changes.map((change) => [change.number, change]));
+    for (const [number, step, text, costS, ...pairs] of told) {
+      known.set(number, { number, step, text, costS, perS: pairs.slice(0, 2), bytes: pairs.slice(2) });
+    }
+    this.changes = [...known.values()].sort((a, b) => a.number - b.number);
   }
 
   #halve() {

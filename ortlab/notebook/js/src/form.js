@@ -1,0 +1,250 @@
+// The settings as controls, made from what the kernel says of each; it alone knows what can be had.
+//
+// The kernel keeps two traits up to date:
+//   controls  [{name, help, unit, front, number, optional, held, value, choices: [[text, reason]],
+//             reason, costs}, ...] with "" for no reason; without choices any text may be typed
+//   standing  {title, state, over, startable, serial, edits, wrong, blocked, pending, cost, memory,
+//             undo, line, result: [kind, text], busy}: where the edits stand
+// and hears {do: "edit" | "apply" | "start", edits: {name: text}, serial}, {do: "undo"},
+// {do: "checkpoint"} and {do: "open"}. The serial tells which edits an answer is to.
+import { make } from "./elements.js";
+import "./panel.css";
+
+const TYPING_MS = 200; // without a key, until what was typed is looked at
+const WAITING_MS = 700; // without an answer, until the page says what it waits for
+
+/** Not the attribute `disabled`: a button that is disabled loses the keyboard's focus. */
+export function onClick(button, action) {
+  button.addEventListener("click", () => button.ariaDisabled !== "true" && action());
+}
+
+/** Writes only what changed, so that a screen reader hears it once. */
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** JupyterLab's shortcuts leave an element alone that says so itself; that one around it does is not enough. */
+export const KEYS = { "data-lm-suppress-shortcuts": "true" };
+
+const words = (name) => name.replaceAll("_", " ");
+
+export class Form {
+  /** `send` takes a message to the kernel. */
+  constructor(send) {
+    this.send = send;
+    this.edits = {}; // what was changed on this page and is not applied yet
+    this.serial = 0;
+    this.heard = 0; // the serial of the last answer
+    this.rows = new Map();
+    this.id = `ortlab-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
+    this.#build();
+  }
+
+  #build() {
+    this.root = make("form", "ortlab-panel", { novalidate: "" });
+    this.front = make("div", "ortlab-panel-rows");
+    this.others = make("div", "ortlab-panel-rows ortlab-panel-others");
+    this.more = make("summary", "ortlab-panel-more", KEYS);
+    const fold = make("details", "ortlab-panel-fold", {}, this.more, this.others);
+    this.pending = make("div", "ortlab-panel-pending", { "aria-live": "polite" });
+    const button = (text, title, action) => {
+      const made = make("button", "ortlab-panel-button", { type: "button", title, ...KEYS }, text);
+      onClick(made, action);
+      return made;
+    };
+    this.apply = button("Apply", "Enter", () => this.#submit());
+    this.apply.classList.add("ortlab-panel-apply");
+    this.reset = button("Reset", "Forget what was edited (Escape)", () => this.#reset());
+    this.undo = button("Undo", "", () => this.send({ do: "undo" }));
+    this.keep = button("Checkpoint", "Keep the run's exact state in a file", () => this.send({ do: "checkpoint" }));
+    const buttons = make("div", "ortlab-panel-buttons", {}, this.apply, this.reset, this.undo, this.keep);
+    this.result = make("div", "ortlab-panel-result", { role: "status" });
+    this.root.append(this.front, fold, this.pending, buttons, this.result);
+    this.root.addEventListener("submit", (event) => event.preventDefault());
+    this.root.addEventListener("keydown", (event) => {
+      // A list does not submit its form by itself.
+      if (event.key === "Enter" && ["SELECT", "INPUT"].includes(event.target.tagName)) {
+        event.preventDefault();
+        this.#submit();
+      } else if (event.key === "Escape") {
+        event.stopPropagation();
+        this.#reset();
+      }
+    });
+  }
+
+  #submit() {
+    if (this.apply.ariaDisabled === "true") return;
+    this.#tell(this.standing.startable ? "start" : "apply");
+  }
+
+  #reset() {
+    this.edits = {};
+    this.#tell("edit");
+    for (const row of this.rows.values()) this.#fill(row, true);
+  }
+
+  #tell(verb) {
+    clearTimeout(this.typing);
+    this.serial += 1;
+    this.send({ do: verb, edits: this.edits, serial: this.serial });
+    this.result.dataset.kind = "asked";
+    setText(this.result, { apply: "applying…", start: "starting…", edit: "" }[verb]);
+    clearTimeout(this.waiting);
+    this.waiting = setTimeout(() => this.#wait(), WAITING_MS);
+    this.#drawButtons();
+  }
+
+  #wait() {
+    if (this.heard === this.serial) return;
+    setText(this.result, "waiting for the kernel: while a cell runs it hears nothing (await run lets it)");
+    this.result.dataset.kind = "asked";
+  }
+
+  #edit(row, delay) {
+    const { name, held } = row.control;
+    if (row.input.value === held) delete this.edits[name];
+    else this.edits[name] = row.input.value;
+    this.serial += 1; // an answer that is on its way is to other edits
+    row.root.classList.toggle("ortlab-panel-edited", name in this.edits);
+    clearTimeout(this.typing);
+    if (delay) this.typing = setTimeout(() => this.#tell("edit"), delay);
+    else this.#tell("edit");
+    this.#drawButtons();
+  }
+
+  /** Shows what the kernel says by now. */
+  draw(controls, standing) {
+    this.standing = standing;
+    if (standing.serial === this.serial) {
+      this.edits = { ...standing.edits };
+      this.heard = this.serial;
+    } else if (standing.serial > this.serial) {
+      // Another page of the same panel, or this one before it was loaded anew.
+      this.edits = { ...standing.edits };
+      this.serial = this.heard = standing.serial;
+    }
+    if (controls.length) {
+      for (const control of controls) this.#row(control);
+      const other = controls.filter((control) => !control.front).length;
+      setText(this.more, `${other} more settings`);
+    }
+    for (const row of this.rows.values()) this.#fill(row, false);
+    this.#drawPending();
+    this.#drawButtons();
+    if (this.heard === this.serial) {
+      const [kind, text] = standing.result;
+      this.result.dataset.kind = kind;
+      setText(this.result, text);
+    }
+  }
+
+  #row(control) {
+    let row = this.rows.get(control.name);
+    const shape = `${control.choices.map(([text]) => text).join("\n")}|${control.choices.length > 0}`;
+    if (!row) {
+      const id = `${this.id}-${control.name}`;
+      const label = make("label", "ortlab-panel-label", { for: id, title: control.help }, words(control.name));
+      const cost = make("span", "ortlab-panel-cost");
+      const place = make("span", "ortlab-panel-place");
+      const notes = make("div", "ortlab-panel-notes", { id: `${id}-notes` });
+      const root = make("div", "ortlab-panel-row", {}, label, place, cost, notes);
+      row = { id, root, cost, place, notes, shape: null };
+      this.rows.set(control.name, row);
+      (control.front ? this.front : this.others).append(root);
+    }
+    row.control = control;
+    if (row.shape !== shape) this.#input(row, shape);
+  }
+
+  #input(row, shape) {
+    const { control, id } = row;
+    const attributes = { id, ...KEYS, "aria-description": control.help, "aria-describedby": `${id}-notes`, title: control.help };
+    if (control.choices.length) {
+      row.input = make("select", "ortlab-panel-input", attributes, ...control.choices.map(([text]) => new Option(text, text)));
+      row.input.addEventListener("change", () => this.#edit(row, 0));
+    } else {
+      row.input = make("input", "ortlab-panel-input", {
+        ...attributes, type: "text", autocomplete: "off", spellcheck: "false",
+        ...(control.number ? { inputmode: "decimal" } : {}),
+        ...(control.optional ? { placeholder: "none" } : {}),
+      });
+      row.input.addEventListener("input", () => this.#edit(row, TYPING_MS));
+      row.input.addEventListener("change", () => this.#edit(row, 0));
+    }
+    const unit = control.unit ? [make("span", "ortlab-panel-unit", {}, control.unit)] : [];
+    row.place.replaceChildren(row.input, ...unit);
+    row.shape = shape;
+  }
+
+  #fill(row, anyhow) {
+    const { control, input } = row;
+    const text = this.edits[control.name] ?? control.held;
+    const typing = document.activeElement === input && input.tagName === "INPUT" && control.name in this.edits;
+    if ((anyhow || !typing) && input.value !== text) input.value = text;
+    const over = this.standing.over;
+    input.disabled = over || Boolean(control.reason);
+    row.root.classList.toggle("ortlab-panel-off", input.disabled);
+    row.root.classList.toggle("ortlab-panel-edited", control.name in this.edits);
+    control.choices.forEach(([, reason], i) => {
+      input.options[i].disabled = Boolean(reason);
+      input.options[i].title = reason;
+    });
+    setText(row.cost, over || control.reason ? "" : control.costs.join(" or "));
+    const wrong = this.standing.wrong[control.name];
+    input.toggleAttribute("aria-invalid", Boolean(wrong));
+    const notes = wrong ? [["ortlab-panel-wrong", wrong]] : this.#reasons(control);
+    const said = notes.map(([, note]) => note).join("\n");
+    if (row.said === said) return;
+    row.said = said;
+    row.notes.replaceChildren(...notes.map(([kind, note]) => make("div", kind, {}, note)));
+  }
+
+  /** Why not: the whole setting, or some of its choices, those with one reason together. */
+  #reasons({ name, reason, choices }) {
+    if (reason) return [["", reason]];
+    const found = new Map();
+    for (const [text, why] of choices) if (why) found.set(why, [...(found.get(why) ?? []), text]);
+    const says = (why, text) => why.includes(`${name}='${text}'`) || why.includes(`${name}=${text}`);
+    return [...found].map(([why, texts]) => ["", texts.every((text) => says(why, text)) ? why : `not ${texts.join(", ")}: ${why}`]);
+  }
+
+  #drawPending() {
+    const { pending, cost, memory, blocked, over, line, title } = this.standing;
+    const lines = [];
+    if (over) lines.push(["", `${title} is over: nothing can be applied to it`]);
+    else if (pending.length) {
+      lines.push(["ortlab-panel-strong", pending.join(", ")]);
+      if (blocked) lines.push(["ortlab-panel-wrong", `cannot be: ${blocked}`]);
+      else if (cost) lines.push(["", cost]);
+    }
+    if (memory && !blocked) lines.push(["", `memory: ${memory}`]);
+    if (line && !blocked) lines.push(["ortlab-panel-line", line]);
+    const said = JSON.stringify(lines);
+    if (said === this.said) return;
+    this.said = said;
+    this.pending.replaceChildren(...lines.map(([kind, text]) => make("div", kind, {}, text)));
+    this.pending.classList.toggle("ortlab-panel-some", pending.length > 0 && !over);
+  }
+
+  #drawButtons() {
+    const { over, wrong, blocked, undo, busy, startable, state } = this.standing ?? { wrong: {} };
+    const running = Boolean(state);
+    const edited = Object.keys(this.edits).length > 0;
+    const bad = this.heard === this.serial && (Object.keys(wrong).length > 0 || Boolean(blocked));
+    this.apply.hidden = over || !(running || startable);
+    setText(this.apply, startable ? "Start" : "Apply");
+    this.apply.ariaDisabled = String(busy || bad || !(edited || startable));
+    this.reset.hidden = over;
+    this.reset.ariaDisabled = String(!edited);
+    this.undo.hidden = over || !running;
+    this.undo.ariaDisabled = String(busy || !undo);
+    this.undo.title = undo ? `Go back to ${undo}` : "Nothing was changed yet";
+    this.keep.hidden = !running;
+  }
+
+  close() {
+    clearTimeout(this.typing);
+    clearTimeout(this.waiting);
+  }
+}

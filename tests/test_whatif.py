@@ -1,0 +1,139 @@
+"""What other settings would mean: made from declarations, refused by engines, priced by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ortlab import loop, whatif
+from ortlab.engines import base, torch_native
+from ortlab.engines.base import Capabilities, EngineUnavailable, engine
+from ortlab.settings import ENGINES, Declaration, FinetuneSettings
+from ortlab.whatif import Control
+
+EAGER = FinetuneSettings(engine="eager")
+
+
+def needs_ort() -> None:
+    try:
+        engine("ort")
+    except EngineUnavailable as error:
+        pytest.skip(str(error))
+
+
+def control(name: str, held: FinetuneSettings, *, running: bool = True, **edits: Any) -> Control:
+    chosen = held.replace(**edits)
+    found = whatif.controls(held, chosen, running=running)
+    return next(each for each in found if each.declaration.name == name)
+
+
+def reasons(found: Control) -> dict[str, str]:
+    return {choice.text: choice.reason for choice in found.choices}
+
+
+def test_every_declaration_has_a_control() -> None:
+    found = whatif.controls(EAGER, EAGER, running=False)
+    assert [each.declaration for each in found] == [*FinetuneSettings.declarations().values()]
+    assert list(reasons(control("engine", EAGER))) == [*ENGINES, "offload"]
+    assert list(reasons(control("self_check", EAGER))) == ["on", "off"]
+    assert list(reasons(control("zero_stage", EAGER))) == ["0", "1", "2", "3"]
+    assert control("lr", EAGER).choices == ()
+    assert control("skip_checks", EAGER).choices == (), "several of the choices are a value"
+
+
+def test_what_is_not_there_yet_says_so_and_is_no_choice() -> None:
+    assert "engine='offload' is not there yet" in reasons(control("engine", EAGER))["offload"]
+    with pytest.raises(ValueError, match=r"'offload' is not there yet.*choose from eager, compile"):
+        FinetuneSettings(engine="offload")
+
+
+def test_workers_and_zero_wait_for_an_engine_that_declares_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, said in (("workers", "one process"), ("zero_stage", "no workers")):
+        assert said in control(name, EAGER).reason
+        assert control(name, EAGER).costs == ()
+    with pytest.raises(ValueError, match="workers=2: engine 'eager' trains in one process"):
+        base.engine_for(EAGER.replace(workers=2))
+    able = Capabilities(most_workers=4, zero_stages=(0, 1))
+    monkeypatch.setattr(torch_native.Eager, "capabilities", able)
+    assert control("workers", EAGER).reason == ""
+    found = reasons(control("zero_stage", EAGER))
+    assert [found[stage] for stage in "01"] == ["", ""]
+    assert found["2"]
+    assert found["3"]
+    assert base.refusal(EAGER.replace(workers=5))
+
+
+@pytest.mark.parametrize("name", ["seed", "batch_size", "optimizer", "loss", "device"])
+def test_a_run_keeps_what_it_began_with(name: str) -> None:
+    kept = control(name, EAGER)
+    assert f"a run keeps the {name}" in kept.reason
+    assert kept.costs == ()
+    assert "run keeps" not in control(name, EAGER, running=False).reason
+
+
+def test_a_combination_that_cannot_work_is_refused_by_its_engine() -> None:
+    needs_ort()
+    held = FinetuneSettings(engine="ort")
+    assert not any(reasons(control("kernels", held)).values())
+    edited = reasons(control("kernels", held, precision="bf16"))
+    assert edited["ort"].startswith("precision='bf16' needs torch's kernels")
+    assert not edited["torch"]
+    level = control("memory_level", held, precision="bf16")
+    assert "recompute plans" in level.reason, "no value but the one that holds can be had"
+
+
+def test_a_reason_against_all_that_is_chosen_is_not_held_against_each_setting() -> None:
+    needs_ort()
+    held = FinetuneSettings(engine="ort", kernels="ort")
+    chosen = held.replace(precision="bf16")
+    assert whatif.refused(held, chosen, running=True)
+    found = {c.declaration.name: c for c in whatif.controls(held, chosen, running=True)}
+    assert found["lr"].reason == found["opset"].reason == ""
+    assert not reasons(found["precision"])["fp32"], "the way out"
+    assert not reasons(found["kernels"])["torch"], "and the other one"
+
+
+def test_two_settings_that_exclude_each_other_are_told_apart() -> None:
+    held = EAGER.replace(memory_plans="plans.json")
+    assert "choose one" in reasons(control("memory_level", held))["1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "cost"),
+    [
+        ({"lr": 1.0, "clip_norm": None, "accumulation": 2}, "free"),
+        ({"precision": "bf16"}, "rebuild"),
+        ({"engine": "compile"}, "recompile"),
+        ({"engine": "ort"}, "re-export"),
+        ({"engine": "ort", "lr": 1.0}, "re-export"),
+    ],
+)
+def test_a_change_costs_what_its_engine_says(changes: dict[str, Any], cost: str) -> None:
+    assert loop.cost(EAGER, EAGER.replace(**changes)) == cost
+    assert cost in whatif.COSTS
+
+
+def test_the_engine_that_stays_goes_on_with_what_it_has() -> None:
+    ort, compiled = FinetuneSettings(engine="ort"), FinetuneSettings(engine="compile")
+    assert loop.cost(ort, ort.replace(self_check=False)) == "rebuild"
+    assert loop.cost(ort, ort.replace(opset=15)) == "re-export"
+    assert loop.cost(compiled, compiled.replace(cache=False)) == "rebuild"
+    assert loop.cost(compiled, compiled.replace(precision="bf16")) == "recompile"
+
+
+def test_a_control_tells_the_cost_of_what_is_chosen_else_of_all_that_can_be() -> None:
+    assert control("lr", EAGER).costs == ("free",)
+    assert set(control("engine", EAGER).costs) >= {"recompile"}
+    assert control("engine", EAGER, engine="compile").costs == ("recompile",)
+    assert control("lr", EAGER, running=False).costs == (), "before a run nothing is rebuilt"
+
+
+@pytest.mark.parametrize("declaration", FinetuneSettings.declarations().values())
+def test_what_is_shown_can_be_typed(declaration: Declaration) -> None:
+    values = [declaration.default, *declaration.choices[:1], *([None] * declaration.optional)]
+    values += [1e-4, 0.1 + 0.2] if declaration.type is float else []
+    for value in values:
+        assert declaration.parse(declaration.show(value)) == value
