@@ -197,6 +197,8 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
 
 ENGINES = ("eager", "compile", "ort")
 PRECISIONS = ("fp32", "bf16")
+REFERENCE = ("eager", "fp32")
+"""The engine and precision that others are compared with."""
 KERNELS = ("measured", "torch", "ort")
 ATTENTION = ("auto", "fused", "onnx")
 LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
@@ -414,3 +416,39 @@ class FinetuneSettings(EngineSettings):
     )
     seed: int = setting(0, minimum=0, help="seeds the order of the data and every random number")
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="where the model trains")
+
+
+NOT_RACED = (
+    *("engine", "precision"),  # it has several
+    # It is no run: its data has no end, its learning rate is one.
+    *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every"),
+)
+"""The settings of `FinetuneSettings` that `ortlab.race` does not take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceSettings(Settings):
+    """Who races and how long; the options of ``%ort race`` and ``ortlab.race``."""
+
+    engines: str = setting(
+        ",".join(ENGINES), choices=ENGINES, many=True, help="engines to race, with commas"
+    )
+    precisions: str = setting(
+        ",".join(PRECISIONS), choices=PRECISIONS, many=True, help="their precisions, with commas"
+    )
+    preset: str | None = setting(
+        None,
+        choices=("examples",),
+        help="another field: examples is that of ORT's training examples, torch and ORT, without "
+        "DeepSpeed and with",
+    )
+    rounds: int = setting(10, minimum=1, help="rounds that count; in each every set-up has a turn")
+    steps: int | None = setting(
+        None, minimum=1, help="optimizer steps of a turn; else what eager torch does in 30 ms"
+    )
+    batches: int = setting(
+        4, minimum=1, help="different steps of data, which all set-ups go through in turn"
+    )
+    memory: str | None = setting(
+        None, help="what the largest batch is to fit into, as in 16GiB; else what is free"
+    )

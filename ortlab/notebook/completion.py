@@ -41,7 +41,8 @@ class Names:
     def of(self, kind: str) -> list[str]:
         """The names of every `kind`: model, wrapped, loader, batch, loss or run."""
         if kind == "run":
-            return [run.name for run in session.runs if not run.over()]
+            runs = [run.name for run in session.runs if not run.over()]
+            return runs + [search.name for search in session.searches if not search.over()]
         holds: dict[str, Callable[[Any], bool]] = {
             "model": is_model,
             "wrapped": lambda value: session.wrapped.entry(value) is not None,

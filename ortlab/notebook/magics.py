@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ortlab.graph.profile import Profile
     from ortlab.notebook.charts import Live
     from ortlab.runs import Run
+    from ortlab.search.race import Race
     from ortlab.telemetry import Watched
 
 
@@ -168,6 +169,16 @@ class OrtMagics(Magics):
             **settings,
         )
 
+    def _race(self, given: Given) -> Race:
+        settings = dict(given.settings)
+        loss = settings.pop("loss", None)
+        return session.race(
+            model_called(given.words["model"], self._ip.user_ns),
+            self._value("loader", given.words["data"]),
+            loss=self._loss(loss),
+            **settings,
+        )
+
     def _graph(self, given: Given) -> Graphs | Stage | Table[tuple[str, int, int]]:
         model = model_called(given.words["model"], self._ip.user_ns)
         with _progress():
@@ -212,6 +223,10 @@ class OrtMagics(Magics):
         print(f"{run.name} goes on")
 
     def _stop(self, given: Given) -> None:
+        if (search := self._search_alive(given)) is not None:
+            search.stop()
+            print(f"{search.name} stops after the turn in flight and keeps what it has")
+            return
         run = self._run_alive(given)
         run.stop()
         print(f"{run.name} stops after the step in flight and keeps its weights")
@@ -222,6 +237,13 @@ class OrtMagics(Magics):
 
     def _doctor(self, given: Given) -> Table[Finding]:  # noqa: ARG002
         return check_setup()
+
+    def _search_alive(self, given: Given) -> Race | None:
+        """The race that was named, by its own name or the user's, or that goes on; else None."""
+        name = given.words["run"]
+        value = None if name is None else self._ip.user_ns.get(name)
+        going = (search for search in session.searches if not search.over())
+        return next((s for s in going if name is None or s is value or s.name == name), None)
 
     def _run_alive(self, given: Given) -> Run:
         """The run that was named, by its own name or the user's; ValueError when it is over."""
@@ -315,6 +337,7 @@ class Extension:
         """What is being shown, and goes with the extension."""
         self._displays: dict[tuple[str, str], Callable[[Any], None]] = {
             ("ortlab.runs", "Run"): self._display,
+            ("ortlab.search.race", "Race"): self._display,
             ("ortlab.graph.capture", "Graphs"): _display_graphs,
             ("ortlab.graph.capture", "Stage"): _display_stage,
         }
@@ -356,13 +379,17 @@ class Extension:
         assert formatter is not None
         return formatter.ipython_display_formatter
 
-    def _show(self, watched: Watched) -> None:
-        """The session's viewer: the charts, in the cell that is running."""
-        from ortlab.notebook import charts
+    def _show(self, watched: Watched | Race) -> None:
+        """The session's viewer: charts or a table, in the cell that is running."""
+        from ortlab.notebook import charts, searchview
+        from ortlab.search.background import Background
 
         self._shown.add(watched)
         try:
-            live = charts.follow(watched)
+            if isinstance(watched, Background):
+                live = searchview.follow(watched)
+            else:
+                live = charts.follow(watched)
         except RuntimeError as error:
             # A package that was installed without its JavaScript still trains.
             print(f"no charts: {error}")
@@ -370,8 +397,8 @@ class Extension:
         if live is not None:
             self._live.append(live)
 
-    def _display(self, run: Run) -> None:
-        """A run as a cell's value: its charts, unless this cell has started it and shows them."""
+    def _display(self, run: Run | Race) -> None:
+        """A run or a race as a cell's value, unless this cell has started it and shows it."""
         if run not in self._shown:
             self._show(run)
 
