@@ -19,6 +19,8 @@ MAKEFLAGS += --no-print-directory
 BIN := .venv/bin
 DONE := .venv/ortlab-setup
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Two files of tests at a time: most wait for processes, browsers and compilers half of their time.
+TWO_AT_A_TIME := --numprocesses 2 --dist loadfile
 FRONT_END := $(shell find ortlab/notebook/js -type f -not -path '*/node_modules/*' 2>/dev/null)
 
 demo: $(DONE)/demo $(DONE)/extension
@@ -31,7 +33,7 @@ endif
 
 test: $(DONE)/test $(DONE)/extension lint
 	$(BIN)/python -m tests.chromium
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME)
 
 nightly: $(DONE)/test $(DONE)/extension lint
 	$(BIN)/python -m tests.chromium

@@ -229,6 +229,12 @@ class EngineSettings(Settings):
         help="in ORT's graph: ortlab's kernel where `kernels` has it and ONNX's operators "
         "elsewhere, torch's fused kernels, or ONNX's operators alone",
     )
+    recompute: str = setting(
+        "off",
+        help="activations to compute again in the backward pass rather than keep: off, layers (of "
+        "every list of layers), modules as in encoder.layer.*.attention, or plans of ORT's such as "
+        "BiasGelu+:1:-1; several with commas",
+    )
     self_check: bool = setting(
         True, help="compare ORT's outputs and gradients with eager torch before the first step"
     )
@@ -378,6 +384,11 @@ class EngineSettings(Settings):
             raise ValueError(
                 f"memory_level={self.memory_level} makes plans of its own, and memory_plans="
                 f"{self.memory_plans!r} names others; choose one"
+            )
+        if self.recompute != "off" and (self.memory_level or self.memory_plans):
+            raise ValueError(
+                f"recompute={self.recompute!r} does not go with memory_level and memory_plans, "
+                "which are ORT's own plans; choose one"
             )
         if "disabled" in self.skip_checks and "," in self.skip_checks:
             raise ValueError(f"skip_checks={self.skip_checks!r}: disabled goes with no other")

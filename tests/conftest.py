@@ -18,6 +18,10 @@ os.environ.update(
     MPLBACKEND="agg",
     TOKENIZERS_PARALLELISM="false",
 )
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores, and idle OpenMP threads of one would spin on those of the other.
+    # Tests of what several threads compute ask torch for them.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -163,12 +163,14 @@ def open_session(
     optimized: bytes | None = None,
     *,
     configure: Callable[[Any], None] | None = None,
+    in_file_order: bool = False,
 ) -> bytes | None:
     """Makes the session of `manager`; returns the graph that it runs, or None where that is unsaid.
 
     With `optimized`, which an earlier session gave, that is run as it is: optimizing it takes most
     of a session's time; not with recompute plans, which the session applies. The graph is told on
-    a CPU alone. `configure` is given ORT's session options, to change them.
+    a CPU alone. `configure` is given ORT's session options, to change them. With `in_file_order`
+    the nodes of `optimized` run in their order there, where those of backward are marked.
     """
     runtime = manager._runtime_options
     planned = runtime.memory_optimizer_is_enabled()
@@ -184,6 +186,7 @@ def open_session(
             manager._create_execution_agent()
         return None
     if optimized is not None:
+        changes += [_in_file_order] if in_file_order else []
         with _session_options(manager, [_as_it_is, *changes]):
             _create(manager, optimized)
         return optimized
@@ -244,6 +247,17 @@ def _as_it_is(options: Any) -> None:
     import onnxruntime
 
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+
+
+def _in_file_order(options: Any) -> None:
+    """By priority a node that is ready comes before those behind it in the file.
+
+    Those that are marked as backward wait for all others, and sizes for none
+    (PriorityNodeCompare in onnxruntime/core/graph/graph_viewer.cc, 1.19.2).
+    """
+    import onnxruntime
+
+    options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
 
 
 def _with_arena(on: bool, options: Any) -> None:

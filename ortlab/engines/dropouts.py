@@ -21,7 +21,10 @@ _RATIOS = {
 _RATIOS_OF_OURS = {
     "ortlab_kernels::dropout": 1,
     "ortlab_kernels::dropout_backward": 2,
+    "ortlab_kernels::key": 1,
+    "ortlab_kernels::dropout_of": 2,
     "ortlab_kernels::attention": 4,
+    "ortlab_kernels::attention_of": 5,
     "ortlab_kernels::attention_backward": 6,
     "ortlab::attention": 4,
 }

@@ -68,6 +68,7 @@ class Execution:
         self.settings = settings
         self._own_settings = settings
         self._options = options.key(settings)
+        self._plans = options.recomputed(settings)
         self._exported_with = settings
         self._ort_module: Any = None
         self._guard = Guard(module)
@@ -104,6 +105,7 @@ class Execution:
 
     def _use(self, settings: EngineSettings) -> None:
         self.settings = settings
+        self._plans = options.recomputed(settings)
         if options.key(settings) != self._options:
             self._options = options.key(settings)
             options.apply(self._ort_module, settings)
@@ -162,6 +164,7 @@ class Execution:
             why = f"{name} was defined again"
         for served in kind.fitting(shapes):
             try:
+                served.recompute(self._plans)
                 if shapes in served.shapes:
                     outputs = served.run(args, kwargs)
                 else:
@@ -314,6 +317,7 @@ class Execution:
         started = time.perf_counter()
         try:
             export = Export(self._ort_module, self.module, gradient=gradient)
+            export.plans = self._plans if gradient else ()
             with undisturbed(self.module), inputs_kept(tensors([args, kwargs])):
                 if not self._cached() or not export.restore(args, kwargs, self._call(args, kwargs)):
                     export.build(args, kwargs)

@@ -30,6 +30,7 @@ from ortlab.compat import (
 )
 from ortlab.engines import cache, dropouts, options
 from ortlab.engines.fingerprint import Unknowable, fingerprint
+from ortlab.kernels import recompute as recomputing
 
 _HALF = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.BFLOAT16: torch.bfloat16}
 
@@ -48,6 +49,8 @@ class Export:
         self._name: str | None = None
         self._executed: bytes | None = None
         self._as_it_is = False  # whether the session got that, and orders it anew
+        self.plans: tuple[str, ...] = ()
+        """What is computed again in the backward pass, see `ortlab.kernels.recompute`."""
         self._optimized: bytes | None = None
         self._build_s = 0.0
         self.from_cache = False
@@ -208,14 +211,20 @@ class Export:
         planned = runtime.memory_optimizer_is_enabled()
         if planned and runtime.torch_kernels:  # gradient checkpointing has become a plan
             self._leave_kernels(runtime, "ORT's recompute plans know its own kernels alone")
-        self._executed = restoring.open_session(manager, optimized, configure=configure)
+        executed = optimized
+        if executed is None or not self.plans:
+            executed = restoring.open_session(manager, optimized, configure=configure)
         self._as_it_is = optimized is not None
-        if runtime.torch_kernels and shapes is not None and self._executed is not None:
-            substituted = self._substituted(self._executed, shapes)
-            self._executed = restoring.open_session(manager, substituted, configure=configure)
+        if runtime.torch_kernels and shapes is not None and executed is not None:
+            executed = self._substituted(executed, shapes)
             self._as_it_is = True
-        # Recompute plans are the session's: what it made by them is no graph for another one.
-        self._optimized = None if planned else self._executed
+            if not self.plans:
+                restoring.open_session(manager, executed, configure=configure)
+        # ORT's plans are the session's: what it made by them is no graph for another one.
+        self._optimized = None if planned else executed
+        self._executed = executed
+        if self.plans:
+            self._executed = self._recomputing(executed, configure)
         self._check_outputs(manager._graph_transition_manager)
         if self.gradient:
             manager._gradient_accumulation_manager.initialize(
@@ -223,6 +232,35 @@ class Export:
                 manager._flattened_module,
                 manager._graph_info,
             )
+
+    def _recomputing(self, graph: bytes | None, configure: Callable[[Any], None] | None) -> bytes:
+        """Makes the session of a `graph` that was optimized, with its plans; returns what it runs.
+
+        ValueError for a plan that does not fit the graph.
+        """
+        if graph is None:
+            raise ValueError(
+                f"recompute={','.join(self.plans)!r} is for CPUs, whose sessions tell their graph; "
+                "on a GPU choose ORT's own plans: memory_level=1, or recompute='BiasGelu+:1:-1'"
+            )
+        rewritten = recomputing.Plans(onnx.load_model_from_string(graph)).applied(self.plans)
+        executed = rewritten.SerializeToString()
+        restoring.open_session(self.manager, executed, configure=configure, in_file_order=True)
+        return bytes(executed)
+
+    def recompute(self, plans: tuple[str, ...]) -> None:
+        """Changes what is computed again: another session of the same graph, nothing is exported.
+
+        ValueError for a plan that does not fit the graph; then it stays as it was.
+        """
+        if plans == self.plans or not self.gradient:
+            return
+        before, self.plans = self.plans, plans
+        try:
+            self._open_session(self._optimized)
+        except ValueError:
+            self.plans = before
+            raise
 
     def _substituted(self, executed: bytes, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
         """The graph of a session with the kernels that are wanted."""
@@ -297,7 +335,8 @@ class Export:
         }
         if self._executed is not None:
             executed = onnx.load_model_from_string(self._executed)
-            found["execution"] = restoring.in_order(executed) if self._as_it_is else executed
+            ordered = self._as_it_is and not self.plans
+            found["execution"] = restoring.in_order(executed) if ordered else executed
         return found
 
     def without_dropout(self) -> Export:
@@ -342,7 +381,10 @@ class Export:
         return onnx.load_model_from_string(found)
 
     def graph_to_run(self) -> onnx.ModelProto:
-        """A copy of what the session runs, or where it did not tell of what it was made of."""
+        """A copy of what the session runs, or where it did not tell of what it was made of.
+
+        Without what `plans` make of it: a session of such a graph makes that again.
+        """
         copied = onnx.ModelProto()
         if self._optimized is not None:
             copied.ParseFromString(self._optimized)
@@ -360,7 +402,7 @@ class Export:
         """An export of `graph` for the same calls, whose session is still to be made."""
         twin = Export(self._ort_module, self._module, gradient=self.gradient)
         options.share(self.manager, twin.manager, save=False)
-        twin.decisions = self.decisions
+        twin.decisions, twin.plans = self.decisions, self.plans
         source, target = self.manager, twin.manager
         given, taking = source._graph_transition_manager, target._graph_transition_manager
         taking._device = given._device

@@ -8,11 +8,13 @@ it is read when settings are made. What has no setting is never on, see `UNUSED`
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import os
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
@@ -60,7 +62,8 @@ def names() -> tuple[str, ...]:
 
 def key(settings: EngineSettings) -> Hashable:
     """What of `settings` an exported graph is made with: another value asks for another export."""
-    return tuple((name, getattr(settings, name)) for name in (*_KERNELS, *names()))
+    chosen = tuple((name, getattr(settings, name)) for name in (*_KERNELS, *names()))
+    return (*chosen, ("recompute", ort_plans(settings)))
 
 
 def ask_for_an_export(settings: EngineSettings) -> bool:
@@ -105,6 +108,7 @@ def check(settings: EngineSettings) -> None:
         _saved_to(settings.save_onnx)
     if settings.memory_plans is not None:
         _plans(settings.memory_plans)
+    recomputed(settings)
     if settings.tuning_results is not None and not os.path.isdir(settings.tuning_results):
         raise ValueError(f"{_said(settings, 'tuning_results')} is no folder; make it first")
 
@@ -120,13 +124,56 @@ def _check_precision(settings: EngineSettings) -> None:
     if recomputes(settings):
         raise ValueError(
             f"{chosen} does not go with ORT's recompute plans, which know its own kernels alone; "
-            "leave out memory_level and memory_plans"
+            "leave out memory_level and memory_plans, or choose modules: recompute='layers'"
         )
 
 
 def recomputes(settings: EngineSettings) -> bool:
     """Whether ORT computes activations again, by plans that find them by ORT's own operators."""
-    return bool(settings.memory_level or settings.memory_plans)
+    return bool(settings.memory_level or settings.memory_plans or ort_plans(settings))
+
+
+def recomputed(settings: EngineSettings) -> tuple[str, ...]:
+    """The plans of `ortlab.kernels.recompute` that `settings` choose.
+
+    ValueError where they are mixed with ORT's, or ORT's are malformed.
+    """
+    chosen = _recompute(settings)
+    theirs = ort_plans(settings)
+    if not theirs:
+        return chosen
+    if theirs != chosen:
+        other = next(plan for plan in chosen if plan not in theirs)
+        raise ValueError(
+            f"recompute={settings.recompute!r}: {other!r} is no plan of ORT's such as "
+            "BiasGelu+:1:-1, which go with no others"
+        )
+    for plan in theirs:
+        _check_plan(plan, f"recompute={settings.recompute!r}")
+    return ()
+
+
+def ort_plans(settings: EngineSettings) -> tuple[str, ...]:
+    """The plans of ORT's own among those of the setting `recompute`: cluster:type:count."""
+    return tuple(plan for plan in _recompute(settings) if ":" in plan)
+
+
+def _recompute(settings: EngineSettings) -> tuple[str, ...]:
+    names = (name.strip() for name in settings.recompute.split(","))
+    return tuple(name for name in names if name and name != "off")
+
+
+@functools.cache
+def _plans_in_a_file(plans: tuple[str, ...]) -> str:
+    """The name of a file with `plans` as ORT reads them, which is there until the process ends."""
+    file = tempfile.NamedTemporaryFile("w+", suffix=".json")  # noqa: SIM115
+    json.dump(plans, file)
+    file.flush()
+    _files.append(file)
+    return file.name
+
+
+_files: list[Any] = []
 
 
 def _said(settings: EngineSettings, name: str) -> str:
@@ -156,12 +203,18 @@ def _plans(path: str) -> list[str]:
     if not isinstance(plans, list) or not all(isinstance(plan, str) for plan in plans):
         raise ValueError(f"memory_plans={path!r} must hold a list of plans such as BiasGelu+:1:-1")
     for plan in (part for each in plans for part in each.split(",")):
-        if not _PLAN.fullmatch(plan):
-            raise ValueError(
-                f"memory_plans={path!r}: {plan!r} is no plan such as BiasGelu+:1:-1. The type is 1 "
-                "or 2, and ORT recomputes a wrong number of layers for another count than -1"
-            )
+        _check_plan(plan, f"memory_plans={path!r}")
     return plans
+
+
+def _check_plan(plan: str, said: str) -> None:
+    if not _PLAN.fullmatch(plan):
+        cluster, kind, *_ = [*plan.split(":"), "1"]
+        nearest = f"{cluster or 'BiasGelu+'}:{kind if kind in ('1', '2') else 1}:-1"
+        raise ValueError(
+            f"{said}: {plan!r} is no plan such as {nearest}. The type is 1 or 2, and ORT "
+            "recomputes a wrong number of layers for another count than -1"
+        )
 
 
 def debug_options(settings: EngineSettings) -> Any:
@@ -229,7 +282,10 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     )
     # The second figure keeps recomputed parts within one layer each, which the levels need.
     options.recompute_probe_config = "1:1" if settings.memory_level else "1:0"
-    options.memory_optimizer_config_file_path = settings.memory_plans or ""
+    file = settings.memory_plans or ""
+    if theirs := ort_plans(settings):
+        file = _plans_in_a_file(theirs)
+    options.memory_optimizer_config_file_path = file
     options.print_memory_stat_by_step = settings.memory_stats
     options.enable_custom_autograd_function = settings.custom_autograd
     options.skip_check = _skip_checks(settings)
@@ -278,16 +334,20 @@ def check_plans(manager: Any, settings: EngineSettings) -> None:
 
     ORT itself ignores such a plan.
     """
-    if settings.memory_plans is None:
+    chosen = ort_plans(settings)
+    if settings.memory_plans is not None:
+        chosen = tuple(_plans(settings.memory_plans))
+    if not chosen:
         return
     memory = manager._runtime_inspector.memory_ob
     combinations = memory.cluster_id_combination_to_saving_symbolics_map
     known = {plan.rpartition(":")[0] for each in combinations for plan in each.split(",")}
-    for plan in (part for each in _plans(settings.memory_plans) for part in each.split(",")):
+    for plan in (part for each in chosen for part in each.split(",")):
         cluster = plan.rpartition(":")[0]
         if cluster not in known:
             raise ValueError(
-                f"memory_plans: nothing in the graph is {cluster!r}: {unknown_name(cluster, known)}"
+                f"nothing in the graph is {cluster!r}, to recompute it: "
+                f"{unknown_name(cluster, known)}"
             )
 
 

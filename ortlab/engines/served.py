@@ -60,6 +60,12 @@ class Served:
             counter.add_(1)
         return outputs
 
+    def recompute(self, plans: tuple[str, ...]) -> None:
+        """See `Export.recompute`."""
+        if plans != self.export.plans and self.export.gradient:
+            self.export.recompute(plans)
+            self.without_dropout = None
+
     @contextlib.contextmanager
     def _speculating(self) -> Iterator[None]:
         """Gives buffers back as they were where the graph took another way than forward would.

@@ -256,6 +256,23 @@ Key drawn_key() {
   return {static_cast<uint32_t>(drawn), static_cast<uint32_t>(drawn >> 32)};
 }
 
+// What a dropout draws its numbers by, for another one that is to drop the same: [1], of int64. It
+// takes the tensor that is dropped from, so that it is drawn in the order of the dropouts.
+Tensor key(const Tensor&, double ratio) {
+  Tensor found = at::zeros({1}, at::kLong);
+  if (ratio > 0) {
+    const Key drawn = drawn_key();
+    found.mutable_data_ptr<int64_t>()[0] =
+        static_cast<int64_t>(uint64_t{drawn.first} | uint64_t{drawn.second} << 32);
+  }
+  return found;
+}
+
+Key key_in(const Tensor& given) {
+  const auto drawn = static_cast<uint64_t>(given.const_data_ptr<int64_t>()[0]);
+  return {static_cast<uint32_t>(drawn), static_cast<uint32_t>(drawn >> 32)};
+}
+
 // kBlock numbers: those of the counters block * kLanes to block * kLanes + kLanes - 1.
 #ifdef __AVX512F__
 inline void philox(Key key, uint64_t block, uint32_t* out) {
@@ -388,11 +405,10 @@ Tensor add_product(const Tensor& a, const Tensor& b, const Tensor& c, bool trans
 // ---- elementwise --------------------------------------------------------------------------------
 
 // x with each element zero with probability `ratio`, else scaled up; and which were kept, as 0, 1.
-std::tuple<Tensor, Tensor> dropout(const Tensor& given, double ratio, bool low) {
+std::tuple<Tensor, Tensor> dropout_by(const Tensor& given, Key key, double ratio, bool low) {
   const Tensor x = given.contiguous();
   Tensor found = fresh(x.sizes(), type_of(low)), mask = fresh(x.sizes(), at::kByte);
   uint8_t* keep = mask.mutable_data_ptr<uint8_t>();
-  const Key key = ratio > 0 ? drawn_key() : Key{};
   const uint32_t least = threshold(ratio);
   const float scale = scale_of_kept(ratio);
   const int64_t count = x.numel(), blocks = (count + kBlock - 1) / kBlock;
@@ -419,6 +435,14 @@ std::tuple<Tensor, Tensor> dropout(const Tensor& given, double ratio, bool low) 
     });
   });
   return {found, mask};
+}
+
+std::tuple<Tensor, Tensor> dropout(const Tensor& x, double ratio, bool low) {
+  return dropout_by(x, ratio > 0 ? drawn_key() : Key{}, ratio, low);
+}
+
+std::tuple<Tensor, Tensor> dropout_of(const Tensor& x, const Tensor& key, double ratio, bool low) {
+  return dropout_by(x, key_in(key), ratio, low);
 }
 
 Tensor dropout_backward(const Tensor& gradient, const Tensor& mask, double ratio, bool low) {
@@ -700,10 +724,9 @@ struct Mask {
 // Scores, in place, become the weights that values are summed with; `kept` gets the softmax, with
 // the sign bit set where dropout dropped it.
 template <typename T>
-void weigh(Tensor& scores, Tensor& kept, const Mask& mask, IntArrayRef sizes, double ratio,
+void weigh(Tensor& scores, Tensor& kept, const Mask& mask, IntArrayRef sizes, Key key, double ratio,
            bool causal, float scale) {
   const int64_t heads = sizes[1], queries = sizes[2], keys = sizes[3];
-  const Key key = ratio > 0 ? drawn_key() : Key{};
   const uint32_t least = threshold(ratio);
   const float up = scale_of_kept(ratio);
   const int64_t blocks = (keys + kBlock - 1) / kBlock;
@@ -810,18 +833,33 @@ Tensor shaped(const Tensor& x, IntArrayRef sizes, bool low) { return as(x, type_
 // softmax(query @ key.T * scale + mask), with dropout, @ value: [batch, heads, queries, size], and
 // the softmax [batch * heads, queries, keys] for the gradient. Products are of bfloat16 with `low`,
 // which is the result's type with `low_result`.
-std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                     const std::optional<Tensor>& mask, double ratio, bool causal,
-                                     double scale, bool low, bool low_result) {
+std::tuple<Tensor, Tensor> attention_by(Key drawn, const Tensor& query, const Tensor& key,
+                                        const Tensor& value, const std::optional<Tensor>& mask,
+                                        double ratio, bool causal, double scale, bool low,
+                                        bool low_result) {
   const auto [q, k, v] = together(query, key, value);
   const std::vector<int64_t> sizes = {q.size(0), q.size(1), q.size(2), k.size(2)};
   Tensor scores = product(matrices(q, low), matrices(k, low).transpose(1, 2));
   Tensor kept = fresh_like(scores);
   const Mask masked(mask, sizes);
-  (low ? weigh<BFloat16> : weigh<float>)(scores, kept, masked, sizes, ratio, causal,
+  (low ? weigh<BFloat16> : weigh<float>)(scores, kept, masked, sizes, drawn, ratio, causal,
                                          static_cast<float>(scale));
   const Tensor found = product(scores, matrices(v, low));
   return {shaped(found, {sizes[0], sizes[1], sizes[2], value.size(3)}, low_result), kept};
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                     const std::optional<Tensor>& mask, double ratio, bool causal,
+                                     double scale, bool low, bool low_result) {
+  const Key drawn = ratio > 0 ? drawn_key() : Key{};
+  return attention_by(drawn, query, key, value, mask, ratio, causal, scale, low, low_result);
+}
+
+std::tuple<Tensor, Tensor> attention_of(const Tensor& drawn, const Tensor& query, const Tensor& key,
+                                        const Tensor& value, const std::optional<Tensor>& mask,
+                                        double ratio, bool causal, double scale, bool low,
+                                        bool low_result) {
+  return attention_by(key_in(drawn), query, key, value, mask, ratio, causal, scale, low, low_result);
 }
 
 // Gradients of query, key, value and of a mask that is added, as far as `wanted` tells.
@@ -890,7 +928,9 @@ TORCH_LIBRARY(ortlab_kernels, library) {
       "matmul(Tensor a, Tensor b, bool transpose_a, bool transpose_b, float alpha, bool low) -> Tensor",
       matmul);
   library.def("linear(Tensor x, Tensor b, Tensor bias, bool transpose_b, bool low) -> Tensor", linear);
+  library.def("key(Tensor x, float ratio) -> Tensor", key);
   library.def("dropout(Tensor x, float ratio, bool low) -> (Tensor, Tensor)", dropout);
+  library.def("dropout_of(Tensor x, Tensor key, float ratio, bool low) -> (Tensor, Tensor)", dropout_of);
   library.def(
       "dropout_backward(Tensor gradient, Tensor mask, float ratio, bool low) -> Tensor",
       dropout_backward);
@@ -930,6 +970,10 @@ TORCH_LIBRARY(ortlab_kernels, library) {
       "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float ratio, bool causal, "
       "float scale, bool low, bool low_result) -> (Tensor, Tensor)",
       attention);
+  library.def(
+      "attention_of(Tensor drawn, Tensor query, Tensor key, Tensor value, Tensor? mask, float ratio, "
+      "bool causal, float scale, bool low, bool low_result) -> (Tensor, Tensor)",
+      attention_of);
   library.def(
       "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? mask, "
       "Tensor kept, float ratio, float scale, bool[4] wanted, bool low_result) -> "
