@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ortlab.notebook.charts import Live
     from ortlab.runs import Run
     from ortlab.search.race import Race
+    from ortlab.search.result import RaceResult
     from ortlab.telemetry import Watched
 
 
@@ -338,6 +339,7 @@ class Extension:
         self._displays: dict[tuple[str, str], Callable[[Any], None]] = {
             ("ortlab.runs", "Run"): self._display,
             ("ortlab.search.race", "Race"): self._display,
+            ("ortlab.search.result", "RaceResult"): self._display_result,
             ("ortlab.graph.capture", "Graphs"): _display_graphs,
             ("ortlab.graph.capture", "Stage"): _display_stage,
         }
@@ -401,6 +403,16 @@ class Extension:
         """A run or a race as a cell's value, unless this cell has started it and shows it."""
         if run not in self._shown:
             self._show(run)
+
+    def _display_result(self, result: RaceResult) -> None:
+        """What ``await race`` gave, unless this cell shows the race."""
+        from ortlab.notebook import searchview
+
+        if not any(search.standing.cells == result.cells for search in self._searches_shown()):
+            searchview.show(result)
+
+    def _searches_shown(self) -> list[Race]:
+        return [search for search in session.searches if search in self._shown]
 
     def _forget(self, _: object) -> None:
         self._shown.clear()

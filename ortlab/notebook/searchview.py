@@ -75,12 +75,17 @@ def follow(search: Background[Any]) -> Live | None:
     in_notebook = getattr(shell, "kernel", None) is not None
     if search.over():
         if in_notebook:
-            _publish(_page(search, ""), uuid.uuid4().hex)
+            show(search.standing)
         else:
             print(search.standing, flush=True)
         return None
     pump, stop = _follow(search) if in_notebook else _print(search)
     return Live(shell, search, pump, stop)
+
+
+def show(standing: Any) -> None:
+    """Shows what was found, in the cell that is running."""
+    _publish(_page(standing, ""), uuid.uuid4().hex)
 
 
 def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
@@ -89,7 +94,7 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
     buttons = Buttons(search)
     data = buttons.box._repr_mimebundle_()
     _publish({**data, "text/plain": f"{search.name}: {search.doing}"}, uuid.uuid4().hex)
-    _publish(_page(search, mark), mark)
+    _publish(_page(search.standing, mark), mark)
     shown = search.version
 
     def draw() -> None:
@@ -101,7 +106,7 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
     def update() -> None:
         # In the name of the cell that is running now, not of the one that was when this thread
         # began: nbclient takes no other output. Where it goes, only the display's id says.
-        contextvars.Context().run(_publish, _page(search, mark), mark, update=True)
+        contextvars.Context().run(_publish, _page(search.standing, mark), mark, update=True)
 
     def finish() -> None:
         update()
@@ -110,8 +115,7 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
     return Pump(search, draw, finish), buttons.close
 
 
-def _page(search: Background[Any], mark: str) -> dict[str, str]:
-    standing = search.standing
+def _page(standing: Any, mark: str) -> dict[str, str]:
     inside = f'<div data-ortlab-search="{mark}">{standing._repr_html_()}</div>'
     return {
         "text/html": _NO_DEAD_LINE.format(mark=mark) + inside,

@@ -32,7 +32,7 @@ from ortlab.search import footprint
 from ortlab.search.background import Background
 from ortlab.search.feed import Feed
 from ortlab.search.footprint import Line
-from ortlab.search.result import Cell, RaceResult
+from ortlab.search.result import DONE, Cell, RaceResult
 from ortlab.settings import (
     NOT_RACED,
     REFERENCE,
@@ -316,7 +316,7 @@ class Race(Background[RaceResult]):
             if counted == 1:
                 began = time.perf_counter()
             left_s = (time.perf_counter() - began) / max(counted - 1, 1) * (number - place)
-            left = f", about {left_s:.0f} s left" if counted > 1 else ""
+            left = f", about {_time(left_s)} left" if counted > 1 else ""
             of = "warming up" if warming else f"round {counted} of {self._settings.rounds}{left}"
             self._tell(of)
             took = self._round(order, done)
@@ -375,7 +375,7 @@ class Race(Background[RaceResult]):
                 else:
                     most = self._line(label, entrant).max_batch(budget)
                 self._change(label, max_batch=most)
-            self._change(label, doing="done")
+            self._change(label, doing=DONE)
 
     def _line(self, label: str, entrant: Entrant) -> Line:
         """Through what was measured and a peak at half of the batch.
@@ -419,6 +419,10 @@ class Race(Background[RaceResult]):
         self.version += 1
         if (entrant := self._entrants.pop(label, None)) is not None:
             entrant.close()
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _drops_out(module: nn.Module) -> bool:

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from ortlab.bench.machine import Machine
-from ortlab.bench.result import milliseconds, origin
+from ortlab.bench.result import origin
 from ortlab.graph import bars
 from ortlab.graph.memory import memory
 from ortlab.tables import Column, Table
 from ortlab.turns import Spread
 
 FORM = 1
+DONE = "done"
+"""What a cell does when all of it is known."""
 LONGEST = 160
 """Letters of a reason that the table shows."""
 COLOUR = "#4a86cf"
@@ -167,13 +169,12 @@ class RaceResult:
             Column("set-up", lambda cell: cell.label),
             Column("first step", self._first, number=True),
             Column("samples/s", self._rate, number=True),
-            Column("a step", self._step, number=True),
             Column("speed", self._speed, number=True),
             Column("peak memory", _peak, number=True),
             Column("largest batch", _largest, number=True),
             Column("loss", self._loss, number=True),
             Column("pays off after", self._paid, number=True),
-            Column("state", lambda cell: _short(cell.reason or cell.doing)),
+            Column("", lambda cell: _short(cell.reason or cell.doing.replace(DONE, ""))),
         ]
         return Table(self.cells, columns, notes=list(self._notes()))
 
@@ -216,9 +217,6 @@ class RaceResult:
     def _rate(self, cell: Cell) -> str:
         rate = self.samples_per_s(cell)
         return "" if rate is None else _with_quartiles(rate)
-
-    def _step(self, cell: Cell) -> str:
-        return "" if cell.spread is None else milliseconds(cell.spread.median)
 
     def _speed(self, cell: Cell) -> str:
         speed = self.speed(cell)
@@ -355,7 +353,7 @@ def _peak(cell: Cell) -> str:
 
 def _largest(cell: Cell) -> str:
     if cell.max_batch is None:
-        return "unknown" if cell.doing == "done" else ""
+        return "unknown" if cell.doing == DONE else ""
     return "not even 1" if cell.max_batch < 1 else f"{cell.max_batch:,}"
 
 
