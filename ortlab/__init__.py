@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         profile,
         race,
         track,
+        tune,
         unwrap,
         wrap,
     )
@@ -46,6 +47,7 @@ __all__ = [
     "profile",
     "race",
     "track",
+    "tune",
     "unload_ipython_extension",
     "unwrap",
     "wrap",

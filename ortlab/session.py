@@ -13,10 +13,12 @@ from ortlab import wrapping
 from ortlab.settings import (
     LOSSES,
     NOT_RACED,
+    NOT_TUNED,
     EngineSettings,
     FinetuneSettings,
     ProfileSettings,
     RaceSettings,
+    TuneSettings,
     unknown_name,
 )
 from ortlab.tables import Column, Table
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ortlab.graph.profile import Profile
     from ortlab.runs import Run
     from ortlab.search.race import Race
+    from ortlab.search.tune import Tune
     from ortlab.telemetry import Watched
     from ortlab.tracking import Tracker
 
@@ -54,10 +57,10 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self.viewers: list[Callable[[Watched | Race], None]] = []
+        self.viewers: list[Callable[[Watched | Race | Tune], None]] = []
         self.wrapped = wrapping.Wrapped()
         self.runs: list[Run] = []
-        self.searches: list[Race] = []
+        self.searches: list[Race | Tune] = []
         """Races and searches of this process, the last one last."""
         self._preferred: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
             weakref.WeakKeyDictionary()
@@ -178,6 +181,34 @@ class Session:
         found.start(self.show)
         return found
 
+    def tune(
+        self,
+        model: nn.Module,
+        data: Iterable[Any],
+        *,
+        loss: str | LossFunction | None = None,
+        **settings: Any,
+    ) -> Tune:
+        """See `tune` below."""
+        from ortlab.search.race import apart
+        from ortlab.search.tune import Tune
+
+        original, own = self._to_search(model)
+        mine, shared = apart(settings, TuneSettings, without=NOT_TUNED)
+        function, loss_name = _loss(loss, None)
+        found = Tune(
+            original,
+            data,
+            TuneSettings.of(mine),
+            shared={**own, **shared, **({"loss": loss_name} if isinstance(loss, str) else {})},
+            loss=function,
+            beside=self._at_work,
+            prefer=self._preferring(original),
+        )
+        self.searches.append(found)
+        found.start(self.show)
+        return found
+
     def _to_search(self, model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
         """The user's own module, and what its wrapper was told that is no default.
 
@@ -236,7 +267,7 @@ class Session:
 
         return Tracker(loader, name=name, show=self.show)
 
-    def show(self, watched: Watched | Race) -> None:
+    def show(self, watched: Watched | Race | Tune) -> None:
         """Lets every viewer show `watched`."""
         for viewer in list(self.viewers):
             viewer(watched)
@@ -507,6 +538,28 @@ def race(
     training just now, or for what `finetune` refuses; a set-up that cannot run says why in its row.
     """
     return session.race(model, data, loss=loss, **settings)
+
+
+def tune(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    loss: str | LossFunction | None = None,
+    **settings: Any,
+) -> Tune:
+    """Searches the settings that train `model` fastest here, in the background: a `Tune`.
+
+    Engine, precision and micro-batch at a fixed ``global_batch`` (with accumulation for the rest),
+    and recomputation where a micro-batch does not fit into ``memory="16GiB"``, or into what is
+    free. What cannot fit by its memory plan is skipped, what cannot win is left out early; see
+    `ortlab.search.prune`. Micro-batches are searched for a Dataset; a loader keeps its own batches.
+    ``target="tokens"`` counts tokens in the place of samples. The other settings are those of
+    `ortlab.settings.TuneSettings`, and those of a run that all candidates share. ``await tune`` or
+    ``tune.result()`` waits for the `ortlab.search.tune.TuneResult`;
+    ``ortlab.finetune(model, data, **tune.settings)`` trains with the best, ``tune.apply()`` has it
+    hold in the model's next run. The model stays as it is. ValueError as in `race`.
+    """
+    return session.tune(model, data, loss=loss, **settings)
 
 
 def track(loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:

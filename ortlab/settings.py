@@ -445,7 +445,7 @@ class RaceSettings(Settings):
         ",".join(ENGINES), choices=ENGINES, many=True, help="engines to race, with commas"
     )
     precisions: str = setting(
-        ",".join(PRECISIONS), choices=PRECISIONS, many=True, help="their precisions, with commas"
+        "fp32,bf16", choices=PRECISIONS, many=True, help="their precisions, with commas"
     )
     preset: str | None = setting(
         None,
@@ -462,4 +462,40 @@ class RaceSettings(Settings):
     )
     memory: str | None = setting(
         None, help="what the largest batch is to fit into, as in 16GiB; else what is free"
+    )
+
+
+NOT_TUNED = (*NOT_RACED, "batch_size", "accumulation", "recompute")
+"""The settings of `FinetuneSettings` that `ortlab.tune` does not take: most of them it finds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings(Settings):
+    """What is searched, and for how long; the options of ``%ort tune`` and ``ortlab.tune``."""
+
+    engines: str = setting(
+        ",".join(ENGINES), choices=ENGINES, many=True, help="engines to choose from, with commas"
+    )
+    precisions: str = setting(
+        "fp32,bf16", choices=PRECISIONS, many=True, help="precisions to choose from, with commas"
+    )
+    recompute: str = setting(
+        "layers", help="what may be computed again where a micro-batch does not fit; off: nothing"
+    )
+    global_batch: int | None = setting(
+        None,
+        minimum=1,
+        unit="samples",
+        help="samples of an optimizer step, which stay the same; else 16, or a loader's own batch",
+    )
+    sizes: int = setting(
+        4, minimum=1, help="micro-batches to choose from: the global batch, its half, and so on"
+    )
+    memory: str | None = setting(None, help="what a step may take, as in 16GiB; else what is free")
+    target: str = setting(
+        "samples", choices=("samples", "tokens"), help="what a second shall have most of"
+    )
+    rounds: int = setting(8, minimum=2, help="rounds among those that may win")
+    steps: int | None = setting(
+        None, minimum=1, help="optimizer steps of a turn; else what eager torch does in 30 ms"
     )

@@ -14,12 +14,14 @@ from ortlab.graph import STAGES
 from ortlab.settings import (
     LOSSES,
     NOT_RACED,
+    NOT_TUNED,
     Declaration,
     EngineSettings,
     FinetuneSettings,
     ProfileSettings,
     RaceSettings,
     Settings,
+    TuneSettings,
     unknown_name,
 )
 
@@ -205,10 +207,9 @@ WRAP = Command(
     settings=EngineSettings,
 )
 
-_RACED = tuple(
-    declaration
-    for name, declaration in FinetuneSettings.declarations().items()
-    if name not in NOT_RACED
+_RACED, _TUNED = (
+    tuple(d for name, d in FinetuneSettings.declarations().items() if name not in without)
+    for without in (NOT_RACED, NOT_TUNED)
 )
 
 _RUN = (Positional("run", "run", "a run's name; without it the last run", "?"),)
@@ -247,6 +248,19 @@ COMMANDS = {
             ),
             settings=RaceSettings,
             besides=_RACED,
+        ),
+        Command(
+            "tune",
+            "Search engine, precision and micro-batch for those that train a model fastest here.",
+            "The global batch stays the same. `tune = %ort tune model data` returns at once, "
+            "`await tune` waits; tune.settings are the best, tune.apply() has its next run take "
+            "them.",
+            (
+                Positional("model", "model", "the model, wrapped or not; it stays as it is"),
+                Positional("data", "loader", "its data; micro-batches are searched for a Dataset"),
+            ),
+            settings=TuneSettings,
+            besides=_TUNED,
         ),
         Command(
             "graph",
@@ -291,7 +305,9 @@ COMMANDS = {
         Command("runs", "List the runs of this kernel."),
         Command("pause", "Pause a run after the step in flight.", positionals=_RUN),
         Command("resume", "Let a paused run go on.", positionals=_RUN),
-        Command("stop", "Stop a run or a race after the step in flight.", positionals=_RUN),
+        Command(
+            "stop", "Stop a run, a race or a search after the step in flight.", positionals=_RUN
+        ),
         Command(
             "cache",
             "Show how many exported graphs are cached, and where.",

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from ortlab.runs import Run
     from ortlab.search.race import Race
     from ortlab.search.result import RaceResult
+    from ortlab.search.tune import Tune, TuneResult
     from ortlab.telemetry import Watched
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -171,9 +174,15 @@ class OrtMagics(Magics):
         )
 
     def _race(self, given: Given) -> Race:
+        return self._searched(session.race, given)
+
+    def _tune(self, given: Given) -> Tune:
+        return self._searched(session.tune, given)
+
+    def _searched(self, search: Callable[..., S], given: Given) -> S:
         settings = dict(given.settings)
         loss = settings.pop("loss", None)
-        return session.race(
+        return search(
             model_called(given.words["model"], self._ip.user_ns),
             self._value("loader", given.words["data"]),
             loss=self._loss(loss),
@@ -239,8 +248,8 @@ class OrtMagics(Magics):
     def _doctor(self, given: Given) -> Table[Finding]:  # noqa: ARG002
         return check_setup()
 
-    def _search_alive(self, given: Given) -> Race | None:
-        """The race that was named, by its own name or the user's, or that goes on; else None."""
+    def _search_alive(self, given: Given) -> Race | Tune | None:
+        """The race or search that was named, by its name or the user's, or that goes on."""
         name = given.words["run"]
         value = None if name is None else self._ip.user_ns.get(name)
         going = (search for search in session.searches if not search.over())
@@ -340,6 +349,8 @@ class Extension:
             ("ortlab.runs", "Run"): self._display,
             ("ortlab.search.race", "Race"): self._display,
             ("ortlab.search.result", "RaceResult"): self._display_result,
+            ("ortlab.search.tune", "Tune"): self._display,
+            ("ortlab.search.tune", "TuneResult"): self._display_result,
             ("ortlab.graph.capture", "Graphs"): _display_graphs,
             ("ortlab.graph.capture", "Stage"): _display_stage,
         }
@@ -381,7 +392,7 @@ class Extension:
         assert formatter is not None
         return formatter.ipython_display_formatter
 
-    def _show(self, watched: Watched | Race) -> None:
+    def _show(self, watched: Watched | Race | Tune) -> None:
         """The session's viewer: charts or a table, in the cell that is running."""
         from ortlab.notebook import charts, searchview
         from ortlab.search.background import Background
@@ -399,20 +410,18 @@ class Extension:
         if live is not None:
             self._live.append(live)
 
-    def _display(self, run: Run | Race) -> None:
+    def _display(self, run: Run | Race | Tune) -> None:
         """A run or a race as a cell's value, unless this cell has started it and shows it."""
         if run not in self._shown:
             self._show(run)
 
-    def _display_result(self, result: RaceResult) -> None:
+    def _display_result(self, result: RaceResult | TuneResult) -> None:
         """What ``await race`` gave, unless this cell shows the race."""
         from ortlab.notebook import searchview
 
-        if not any(search.standing.cells == result.cells for search in self._searches_shown()):
+        shown = [search for search in session.searches if search in self._shown]
+        if not any(repr(search.standing) == repr(result) for search in shown):
             searchview.show(result)
-
-    def _searches_shown(self) -> list[Race]:
-        return [search for search in session.searches if search in self._shown]
 
     def _forget(self, _: object) -> None:
         self._shown.clear()

@@ -282,7 +282,7 @@ class Race(Background[RaceResult]):
         self._now(label, f"{label}: first step", "first step")
         with turns.reasons(functools.partial(self._refuse, label)):
             self._entrants[label] = entrant = Entrant(self._chosen(label))
-            lane = entrant.begin(self._model, self._loss, self._feed)
+            lane = entrant.begin(self._model, self._loss, self._feed, micro=self._micro(label))
             self._change(label, first_step_s=lane.first_step_s, doing="second step")
             peak, known_from = entrant.peak_bytes(lambda: self._turn(label, number=1, begin=1))
             report = lane.stepper.report()
@@ -303,6 +303,11 @@ class Race(Background[RaceResult]):
         if unknown := [name for name in changes if name not in known]:
             raise ValueError(f"there is no setting {unknown[0]!r} in this version of ortlab")
         return FinetuneSettings.of({**PLAIN, **self._shared, **changes})
+
+    def _micro(self, label: str) -> int:
+        """Samples in a micro-batch: the feed's, or those that make this set-up."""
+        micro: int = self._cells[label].settings.get("batch_size", self._feed.micro)
+        return micro
 
     def _race(self) -> None:
         """Rounds to warm up, and those that count."""
@@ -345,7 +350,8 @@ class Race(Background[RaceResult]):
         self._go_on()
         lane = self._entrants[label].lane
         assert lane is not None
-        steps = self._feed.steps(begin, number or self._result.turn_steps)
+        micro = self._micro(label)
+        steps = self._feed.steps(begin, number or self._result.turn_steps, micro=micro)
         # The same masks for all who draw them as eager torch does.
         ms = lane.turn(steps, seed=self._entrants[label].settings.seed + begin)
         self._change(label, steps=begin + len(steps))
@@ -383,9 +389,9 @@ class Race(Background[RaceResult]):
         A set-up that takes long to begin with another batch has in its place what stays between
         steps, which a batch of nothing would take.
         """
-        lane, cell, half = entrant.lane, self._cells[label], self._feed.micro // 2
+        lane, cell, micro = entrant.lane, self._cells[label], self._micro(label)
         assert lane is not None
-        measured = (self._feed.micro, cell.peak_bytes)
+        half, measured = micro // 2, (micro, cell.peak_bytes)
         if half == 0 or lane.first_step_s > LONG_S:
             return Line(measured, (0, footprint.state_bytes(lane.stepper, entrant.model)))
         steps = self._feed.steps(cell.steps, 1, micro=half)

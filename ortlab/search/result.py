@@ -6,7 +6,7 @@ import dataclasses
 import html
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -23,9 +23,9 @@ DONE = "done"
 LONGEST = 160
 """Letters of a reason that the table shows."""
 COLOUR = "#4a86cf"
-ROW, LABEL, NUMBER = 20, 190, 190
+ROW, LABEL, NUMBER, LETTERS = 20, 220, 160, 36
 ROOM = bars.WIDTH - LABEL - NUMBER
-"""Of the picture, in its pixels: a row, the labels, the numbers, the bars."""
+"""Of the picture, in its pixels: a row, the labels, the numbers, the bars; letters of a label."""
 
 
 @dataclass(frozen=True)
@@ -180,28 +180,12 @@ class RaceResult:
 
     def picture(self) -> str:
         """Samples a second as bars, in SVG; a line from the lower to the upper quartile."""
-        rates = [self.samples_per_s(cell) for cell in self.cells]
-        scale = ROOM / (max((rate.high for rate in rates if rate is not None), default=0) or 1)
-        parts = []
-        for place, (cell, rate) in enumerate(zip(self.cells, rates, strict=True)):
-            middle = ROW * place + ROW / 2
-            parts.append(bars.text(LABEL - 8, middle, cell.label[:30], anchor="end"))
-            if rate is None:
-                words = "not run" if cell.reason else cell.doing
-                parts.append(bars.text(LABEL, middle, words[:60]))
-                continue
-            parts.append(bars.box(LABEL, middle - 6, rate.median * scale, 12, (COLOUR, 0.8)))
-            low, high = LABEL + rate.low * scale, LABEL + rate.high * scale
-            parts.append(bars.box(low, middle - 0.75, max(high - low, 1.0), 1.5, (bars.TEXT, 1)))
-            for end in (low, high):
-                parts.append(bars.box(end - 0.75, middle - 4, 1.5, 8, (bars.TEXT, 1)))
-            words = f"{_number(rate.median)} samples/s"
-            parts.append(bars.text(max(high, LABEL + rate.median * scale) + 6, middle, words))
-        height = ROW * len(self.cells)
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {bars.WIDTH} {height}" '
-            f'width="{bars.WIDTH}" height="{height}" font-family="sans-serif" '
-            f'font-size="{bars.FONT}">{"".join(parts)}</svg>'
+        return rates_picture(
+            [
+                (cell.label, self.samples_per_s(cell), "not run" if cell.reason else cell.doing)
+                for cell in self.cells
+            ],
+            "samples",
         )
 
     def __repr__(self) -> str:
@@ -293,13 +277,13 @@ class RaceResult:
         }
         cells = [{**_fields(cell), "derived": self._derived(cell)} for cell in self.cells]
         machine = dataclasses.asdict(self.machine)
-        found: dict[str, Any] = _plain({"form": FORM, **figures, "machine": machine})
+        found: dict[str, Any] = plain({"form": FORM, **figures, "machine": machine})
         best = self.best()
         return found | {"cells": cells, "best": None if best is None else best.label}
 
     def _derived(self, cell: Cell) -> dict[str, Any]:
         rate, speed = self.samples_per_s(cell), self.speed(cell)
-        found: dict[str, Any] = _plain(
+        found: dict[str, Any] = plain(
             {
                 "samples_per_s": rate and dataclasses.asdict(rate),
                 "speed": speed and dataclasses.asdict(speed),
@@ -325,7 +309,7 @@ _UNKNOWN: Final = ("first_step_s", "peak_bytes", "loss")
 
 def _fields(cell: Cell) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(cell)]
-    found: dict[str, Any] = _plain({name: getattr(cell, name) for name in names})
+    found: dict[str, Any] = plain({name: getattr(cell, name) for name in names})
     return found
 
 
@@ -336,12 +320,12 @@ def _cell(stored: Mapping[str, Any]) -> Cell:
     return Cell(**values)
 
 
-def _plain(value: Any) -> Any:
-    """As JSON has it: lists for tuples, null for what is not finite."""
+def plain(value: Any) -> Any:
+    """`value` as JSON has it: lists for tuples, null for what is not finite."""
     if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -368,3 +352,31 @@ def _with_quartiles(spread: Spread) -> str:
 def _number(value: float) -> str:
     """Three digits of it, or all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def rates_picture(rows: Sequence[tuple[str, Spread | None, str]], unit: str) -> str:
+    """Rates as bars, in SVG; a line from the lower to the upper quartile.
+
+    `rows` are a label, the rate, and what is said where there is none.
+    """
+    highest = max((rate.high for _, rate, _ in rows if rate is not None), default=0.0)
+    scale = ROOM / (highest or 1.0)
+    parts = []
+    for place, (label, rate, words) in enumerate(rows):
+        middle = ROW * place + ROW / 2
+        parts.append(bars.text(LABEL - 8, middle, label[:LETTERS], anchor="end"))
+        if rate is None:
+            parts.append(bars.text(LABEL, middle, words[:LETTERS]))
+            continue
+        parts.append(bars.box(LABEL, middle - 6, rate.median * scale, 12, (COLOUR, 0.8)))
+        low, high = LABEL + rate.low * scale, LABEL + rate.high * scale
+        parts.append(bars.box(low, middle - 0.75, max(high - low, 1.0), 1.5, (bars.TEXT, 1)))
+        for end in (low, high):
+            parts.append(bars.box(end - 0.75, middle - 4, 1.5, 8, (bars.TEXT, 1)))
+        parts.append(bars.text(high + 6, middle, f"{_number(rate.median)} {unit}/s"))
+    height = ROW * len(rows)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {bars.WIDTH} {height}" '
+        f'width="{bars.WIDTH}" height="{height}" font-family="sans-serif" '
+        f'font-size="{bars.FONT}">{"".join(parts)}</svg>'
+    )
