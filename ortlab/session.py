@@ -257,7 +257,8 @@ class Session:
                 run.apply(**changes)
                 return f"{run.name} goes on with {told}"
             self._preferred[model] = {n: v for n, v in settings.items() if n != "loss"}
-            return f"the next finetune of this {type(model).__name__} takes {told}"
+            kind = type(model).__name__
+            return f"finetune of this {kind} takes {told}, where nothing else is chosen"
 
         return prefer
 
@@ -531,7 +532,7 @@ def race(
     `finetune`; what can be read only once is refused. In a notebook ``await race``, in a script
     ``race.result()`` waits for the `ortlab.search.result.RaceResult`; ``race.stop()`` and an
     interrupt end it with what was measured. ``ortlab.finetune(model, data, **race.settings)``
-    trains with the best, ``race.apply()`` has it hold in the model's run, or in its next one.
+    trains with the best, ``race.apply()`` has it hold in the model's run, or in its next ones.
 
     The model stays as it is; meanwhile there is a copy of it for each set-up, with gradients and
     optimizer. What torch.compile has in memory is dropped. ValueError where something is in
@@ -557,7 +558,7 @@ def tune(
     `ortlab.settings.TuneSettings`, and those of a run that all candidates share. ``await tune`` or
     ``tune.result()`` waits for the `ortlab.search.tune.TuneResult`;
     ``ortlab.finetune(model, data, **tune.settings)`` trains with the best, ``tune.apply()`` has it
-    hold in the model's next run. The model stays as it is. ValueError as in `race`.
+    hold in the model's next runs. The model stays as it is. ValueError as in `race`.
     """
     return session.tune(model, data, loss=loss, **settings)
 

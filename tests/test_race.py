@@ -379,7 +379,7 @@ def test_the_best_settings_train_the_model() -> None:
     assert best is not None
     assert made.settings["loss"] is nn.functional.cross_entropy
     assert made.settings["lr"] == 1e-3
-    assert "the next finetune of this Net takes engine=eager" in made.apply()
+    assert "finetune of this Net takes engine=eager" in made.apply()
     run = ortlab.finetune(model, pairs(), loss="cross_entropy", epochs=100_000)
     assert run.settings.precision == best.settings["precision"]
     assert (run.settings.engine, run.settings.lr) == ("eager", 1e-3)

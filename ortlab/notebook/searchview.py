@@ -37,7 +37,7 @@ class Buttons:
         self._stop = ipywidgets.Button(description="Stop", tooltip="keep what was measured so far")
         self._apply = ipywidgets.Button(
             description="Apply the best",
-            tooltip="in the run that trains the model, or else in its next finetune",
+            tooltip="in the run that trains the model, or else in the next ones",
             layout=ipywidgets.Layout(display="none", width="auto"),
             button_style="primary",
         )

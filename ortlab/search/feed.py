@@ -59,6 +59,10 @@ class Feed:
             for step in chosen
         ]
 
+    def close(self) -> None:
+        """Lets go of the data."""
+        self._steps.clear()
+
     def all(self) -> list[Batch]:
         """Every micro-batch once."""
         return [batch for step in self._steps for batch in step]

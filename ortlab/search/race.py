@@ -236,7 +236,7 @@ class Race(Background[RaceResult]):
     def apply(self, run: Run | None = None) -> str:
         """Has the best settings hold in `run`; says in words what it did.
 
-        Without one in the run that trains the model, or else in the model's next run. ValueError
+        Without one in the run that trains the model, or else in the model's next runs. ValueError
         where there is no best yet, or the run cannot take them (see `Run.apply`).
         """
         settings, best = self.standing.settings, self.best()
@@ -403,6 +403,7 @@ class Race(Background[RaceResult]):
         while self._entrants:
             self._entrants.popitem()[1].close()
         self._model = nn.Module()
+        self._feed.close()
         gc.collect()
 
     # ---- what is known ---------------------------------------------------------------------------

@@ -247,7 +247,9 @@ class Tune(Background[TuneResult]):
         """What was found so far."""
         over = self.over()
         took_s = self._took_s if over else time.perf_counter() - self._began
-        rows = [self._row(candidate, found) for candidate, found in self._search.found.items()]
+        rows = [
+            self._row(candidate, found) for candidate, found in list(self._search.found.items())
+        ]
         rows.sort(key=lambda row: (row.state != "measured", -(row.spread or _NONE).median))
         disturbed = (f"{name} trained beside it" for name in self._disturbed)
         return dataclasses.replace(
@@ -291,7 +293,7 @@ class Tune(Background[TuneResult]):
     def apply(self, run: Run | None = None) -> str:
         """Has the best settings hold in `run`; says in words what it did.
 
-        Without one in the run that trains the model, or else in the model's next run. ValueError
+        Without one in the run that trains the model, or else in the model's next runs. ValueError
         where there is no best yet, or where the run has another micro-batch, which stays.
         """
         best, settings = self.best(), self.standing.settings
@@ -321,6 +323,7 @@ class Tune(Background[TuneResult]):
             while self._entrants:
                 self._entrants.popitem()[1].close()
             self._model = nn.Module()
+            self._feed.close()
             gc.collect()
 
     # ---- prune.Track -----------------------------------------------------------------------------
