@@ -44,6 +44,7 @@ from ortlab.engines.selfcheck import (
 from ortlab.engines.served import OF_A_KIND, ExportFailed, Kind, Served, Shapes, bucket
 from ortlab.engines.torch_native import autocast_for
 from ortlab.errors import place
+from ortlab.kernels.recompute import UnknownPlan
 from ortlab.settings import EngineSettings
 
 _EXPORTS = 6
@@ -322,6 +323,8 @@ class Execution:
                 if not self._cached() or not export.restore(args, kwargs, self._call(args, kwargs)):
                     export.build(args, kwargs)
             options.check_plans(export.manager, self.settings)
+        except UnknownPlan:
+            raise
         # ORT raises all kinds of exceptions; what they mean is said in one line.
         except Exception as error:  # noqa: BLE001
             if not self.settings.self_check:

@@ -220,11 +220,9 @@ class Export:
             self._as_it_is = True
             if not self.plans:
                 restoring.open_session(manager, executed, configure=configure)
+        self._executed = self._recomputing(executed, configure) if self.plans else executed
         # ORT's plans are the session's: what it made by them is no graph for another one.
         self._optimized = None if planned else executed
-        self._executed = executed
-        if self.plans:
-            self._executed = self._recomputing(executed, configure)
         self._check_outputs(manager._graph_transition_manager)
         if self.gradient:
             manager._gradient_accumulation_manager.initialize(
@@ -236,12 +234,13 @@ class Export:
     def _recomputing(self, graph: bytes | None, configure: Callable[[Any], None] | None) -> bytes:
         """Makes the session of a `graph` that was optimized, with its plans; returns what it runs.
 
-        ValueError for a plan that does not fit the graph.
+        UnknownPlan for one that does not fit the graph.
         """
         if graph is None:
-            raise ValueError(
-                f"recompute={','.join(self.plans)!r} is for CPUs, whose sessions tell their graph; "
-                "on a GPU choose ORT's own plans: memory_level=1, or recompute='BiasGelu+:1:-1'"
+            raise recomputing.UnknownPlan(
+                f"recompute={','.join(self.plans)!r} needs the graph that the session runs, which "
+                "it tells on a CPU and without save_onnx; elsewhere choose ORT's own plans, as in "
+                "memory_level=1 or recompute='BiasGelu+:1:-1'"
             )
         rewritten = recomputing.Plans(onnx.load_model_from_string(graph)).applied(self.plans)
         executed = rewritten.SerializeToString()
@@ -251,14 +250,14 @@ class Export:
     def recompute(self, plans: tuple[str, ...]) -> None:
         """Changes what is computed again: another session of the same graph, nothing is exported.
 
-        ValueError for a plan that does not fit the graph; then it stays as it was.
+        UnknownPlan for one that does not fit the graph, which then stays as it was.
         """
         if plans == self.plans or not self.gradient:
             return
         before, self.plans = self.plans, plans
         try:
             self._open_session(self._optimized)
-        except ValueError:
+        except recomputing.UnknownPlan:
             self.plans = before
             raise
 

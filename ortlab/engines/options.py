@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ortlab import compat
+from ortlab.kernels.recompute import UnknownPlan
 from ortlab.settings import EngineSettings, unknown_name
 
 UNUSED = {
@@ -330,7 +331,7 @@ def _logger(level: str) -> logging.Logger:
 
 
 def check_plans(manager: Any, settings: EngineSettings) -> None:
-    """ValueError where a recompute plan names what the graph of `manager` has none of.
+    """UnknownPlan where a recompute plan names what the graph of `manager` has none of.
 
     ORT itself ignores such a plan.
     """
@@ -345,7 +346,7 @@ def check_plans(manager: Any, settings: EngineSettings) -> None:
     for plan in (part for each in chosen for part in each.split(",")):
         cluster = plan.rpartition(":")[0]
         if cluster not in known:
-            raise ValueError(
+            raise UnknownPlan(
                 f"nothing in the graph is {cluster!r}, to recompute it: "
                 f"{unknown_name(cluster, known)}"
             )

@@ -23,6 +23,7 @@ from onnx import TensorProto, helper
 from ortlab.compat.autograd import read_by
 from ortlab.compat.failures import module_path
 from ortlab.compat.restoring import in_order
+from ortlab.errors import Concise
 from ortlab.kernels import DOMAIN, called, operator
 from ortlab.settings import unknown_name
 
@@ -47,6 +48,10 @@ _NOT_AGAIN = frozenset(
 _SIZES = frozenset({TensorProto.INT64, TensorProto.INT32})
 _KEYED = {"dropout": "dropout_of", "attention": "attention_of"}
 _RATIO = {"dropout": 1, "attention": 4}
+
+
+class UnknownPlan(Concise, ValueError):
+    """A plan that names nothing in the graph; the message names the nearest."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +106,12 @@ class Plans:
         return tuple(plan for plan in self.parts if plan.endswith("*"))
 
     def check(self, plans: Iterable[str]) -> tuple[str, ...]:
-        """The plans that `plans` stand for; ValueError names one that there is not."""
+        """The plans that `plans` stand for; UnknownPlan names one that there is not."""
         found: list[str] = []
         for plan in plans:
             if plan == LAYERS:
                 if not self.layers:
-                    raise ValueError(
+                    raise UnknownPlan(
                         f"recompute={LAYERS!r}: the model has no list of layers whose activations "
                         f"could be computed again; {unknown_name('', self.parts)}"
                     )
@@ -115,13 +120,13 @@ class Plans:
                 found.append(plan)
             else:
                 known = [LAYERS, *self.parts] if self.layers else list(self.parts)
-                raise ValueError(f"recompute={plan!r}: {unknown_name(plan, known)}")
+                raise UnknownPlan(f"recompute={plan!r}: {unknown_name(plan, known)}")
         return tuple(dict.fromkeys(found))
 
     def applied(self, plans: Iterable[str]) -> onnx.ModelProto:
         """The graph that computes the parts of `plans` again, its nodes in the order to run them.
 
-        A session takes that order by priority. ValueError as of `check`.
+        A session takes that order by priority. UnknownPlan as of `check`.
         """
         model = onnx.ModelProto()
         model.CopyFrom(self._model)

@@ -47,6 +47,10 @@ class Case:
     sizes: Mapping[str, int]
     plans: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+        return f"{self.kind} {self.layers} x {self.width}, {sizes}"
+
 
 CASES = (
     Case("mlp", 512, 4, {"batch": 8192}),
@@ -98,7 +102,7 @@ class _Mlp(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.net(x), labels)}
 
 
-def _model(case: Case) -> nn.Module:
+def model_of(case: Case) -> nn.Module:
     width, layers = case.width, case.layers
     heads = max(1, width // 64)
     match case.kind:
@@ -112,6 +116,21 @@ def _model(case: Case) -> nn.Module:
                     num_hidden_layers=layers,
                     num_attention_heads=heads,
                     intermediate_size=4 * width,
+                )
+            )
+        case "deberta":
+            return transformers.DebertaV2ForSequenceClassification(
+                transformers.DebertaV2Config(
+                    vocab_size=_WORDS,
+                    hidden_size=width,
+                    num_hidden_layers=layers,
+                    num_attention_heads=heads,
+                    intermediate_size=4 * width,
+                    relative_attention=True,
+                    position_buckets=64,
+                    norm_rel_ebd="layer_norm",
+                    share_att_key=True,
+                    pos_att_type=["p2c", "c2p"],
                 )
             )
         case "gpt2":
@@ -155,7 +174,7 @@ def _model(case: Case) -> nn.Module:
     raise ValueError(case.kind)
 
 
-def _batch(case: Case, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+def batch_of(case: Case, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
     rows = sizes["batch"]
     if case.kind == "mlp":
         return {"x": torch.randn(rows, case.width), "labels": torch.randint(0, 10, (rows,))}
@@ -167,28 +186,30 @@ def _batch(case: Case, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
     length = sizes["source" if case.kind == "t5" else "seq"]
     ids = torch.randint(0, _WORDS, (rows, length))
     labels = ids
-    if case.kind == "bert":
+    if case.kind in ("bert", "deberta"):
         labels = torch.arange(rows) % 2
     elif case.kind == "t5":
         labels = torch.randint(0, _WORDS, (rows, sizes["target"]))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-class _Training:
+class Training:
     """A wrapped model and its optimizer, in this process."""
 
-    def __init__(self, case: Case, folder: str) -> None:
+    def __init__(self, case: Case, settings: Mapping[str, Any], folder: str = "") -> None:
         torch.manual_seed(0)
         self.case = case
-        settings: dict[str, Any] = {"arena": False, "cache": False}
+        settings = {"cache": False, **settings}
         if case.plans:
             plans = Path(folder, "plans.json")
             plans.write_text(json.dumps(case.plans), encoding="utf-8")
-            settings["memory_plans"] = str(plans)
-        model = _model(case).train()
+            settings |= {"memory_plans": str(plans)}
+        model = model_of(case).train()
         self.model = ortlab.wrap(model, **settings)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        self.step(_batch(case, {name: max(2, size // _SMALL) for name, size in case.sizes.items()}))
+        self.step(
+            batch_of(case, {name: max(2, size // _SMALL) for name, size in case.sizes.items()})
+        )
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> None:
         outputs = self.model(**batch)
@@ -198,27 +219,32 @@ class _Training:
 
     def measure(self, sizes: Mapping[str, int]) -> tuple[int, int]:
         """Bytes of the process when idle, and at its peak in a step with a batch of these sizes."""
-        self.step(_batch(self.case, sizes))  # an export may have its shapes checked
-        self.step(_batch(self.case, sizes))
+        self.step(batch_of(self.case, sizes))  # an export may have its shapes checked
+        self.step(batch_of(self.case, sizes))
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        idle = _resident("VmRSS")
+        idle = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        self.step(_batch(self.case, sizes))
-        return idle, _resident("VmHWM")
+        self.step(batch_of(self.case, sizes))
+        return idle, resident("VmHWM")
 
 
-def _resident(field: str) -> int:
+def give_back_at_once() -> None:
+    """Has malloc give memory back when it is freed, for the process's size to tell what is used."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+
+
+def resident(field: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 def _child(case: Case, budget: int | None) -> dict[str, float]:
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    give_back_at_once()
     with tempfile.TemporaryDirectory() as folder:
         if budget is not None:
             return _at_the_limit(case, folder, budget)
-        training = _Training(case, folder)
+        training = Training(case, {"arena": False}, folder)
         plan = ortlab.memory_plan(training.model)
         predicted = plan.step_bytes(**case.sizes)
         idle, peak = training.measure(case.sizes)
@@ -227,7 +253,7 @@ def _child(case: Case, budget: int | None) -> dict[str, float]:
 
 def _at_the_limit(case: Case, folder: str, budget: int) -> dict[str, float]:
     """The largest batch by the plan, what that takes with the model, and what 1.1 times it does."""
-    training = _Training(case, folder)
+    training = Training(case, {"arena": False}, folder)
     plan = ortlab.memory_plan(training.model)
     others = {name: size for name, size in case.sizes.items() if name != "batch"}
     most = plan.max_batch(budget, **others)
@@ -266,11 +292,9 @@ def _predictions(cases: Sequence[Case]) -> bool:
         off = predicted / measured - 1
         within = abs(off) <= (BAR_PLANNED if case.plans else BAR)
         met &= within
-        sizes = ", ".join(f"{name} {size}" for name, size in case.sizes.items())
-        name = f"{case.kind} {case.layers} x {case.width}, {sizes}"
         plans = f", {len(case.plans)} recompute plans" if case.plans else ""
         print(
-            f"{name}{plans}: predicted {predicted / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, "
+            f"{case}{plans}: predicted {predicted / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, "
             f"{off:+.1%} {'' if within else 'MISSED'}",
             flush=True,
         )

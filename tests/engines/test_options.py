@@ -29,6 +29,7 @@ from ortlab.engines.base import EngineUnavailable, engine
 from ortlab.engines.export import Export
 from ortlab.engines.ortmodule import execution_of
 from ortlab.engines.served import ExportFailed
+from ortlab.kernels.recompute import UnknownPlan
 from ortlab.settings import EngineSettings
 
 BATCH = (torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]), torch.tensor([0, 2]))
@@ -318,7 +319,7 @@ def test_memory_plans(tmp_path: Path) -> None:
     trained(Gelu(), memory_plans=str(file), save_onnx=str(tmp_path / "net"))
     assert recomputed(tmp_path / "net_execution_model_training.onnx") == 1
     file.write_text(json.dumps(["Nothing+:1:-1"]))
-    with pytest.raises(ExportFailed, match=r"nothing in the graph is 'Nothing\+:1'"):
+    with pytest.raises(UnknownPlan, match=r"nothing in the graph is 'Nothing\+:1'"):
         ortlab.wrap(Gelu(), memory_plans=str(file))(*BATCH)
 
 
