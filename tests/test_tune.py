@@ -124,6 +124,9 @@ def test_what_cannot_win_is_not_begun_and_says_why() -> None:
     assert left.state == "left out"
     assert "cannot win" in left.reason
     assert not left.rates
+    small = search.found[Candidate(Setup("ort", "bf16"), 1)]
+    assert "samples/s expected, ort bf16, 4 at a time has more" in small.reason
+    assert not small.rates
     behind = search.found[Candidate(Setup("eager", "fp32"), 1)]
     assert behind.rates
     assert "behind ort bf16, 4 at a time" in behind.reason

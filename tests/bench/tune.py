@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import transformers
 from torch.utils.data import Dataset
 
@@ -76,6 +77,8 @@ def _grid(given: argparse.Namespace, field: dict[str, dict[str, Any]]) -> dict[s
     from ortlab.search.race import Race
     from ortlab.settings import RaceSettings
 
+    # With its own limit torch would run the last of so many compiled cells as eager torch.
+    torch._dynamo.config.recompile_limit = 64
     model, data = _model(given.width, given.layers), Sentences(8 * given.batch, given.tokens)
     began = time.perf_counter()
     race = Race(
