@@ -25,7 +25,7 @@ from ortlab.checkpoint import Checkpoint, Order, Position
 from ortlab.engines.base import Batch, NotFinite, Stepper, StepResult
 from ortlab.memory import Memory, Meter
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
-from ortlab.settings import EngineSettings, FinetuneSettings
+from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
 from ortlab.telemetry import NAN, Event, Recorder, Sample
 
 
@@ -375,7 +375,9 @@ class Course:
         seeds do not hold; the last of them to end gives back what was before the first.
 
         NotFinite when a loss or a gradient is NaN or infinite: at once on a CPU, on another device
-        as soon as the recorder has fetched the loss; the stepper has changed no weight since.
+        as soon as the recorder has fetched the loss; the stepper has changed no weight since. In
+        fp16 such a step is skipped: it counts as a step of the schedule, its data is behind the
+        run, and NotFinite comes where the loss scale cannot fall any further.
         """
         with seeded(self.settings.seed):
             try:
@@ -398,7 +400,11 @@ class Course:
         """`checkpoint` without a copy, for when no step follows."""
         state = self.stepper.state_dict()
         return Checkpoint(
-            state["model"], state["optimizer"], self._position(), self.settings.as_dict()
+            state["model"],
+            state["optimizer"],
+            self._position(),
+            self.settings.as_dict(),
+            state["loss_scale"],
         )
 
     def _position(self) -> Position:
@@ -512,7 +518,9 @@ class Course:
         self._use(settings)
 
     def _load(self, taken: Checkpoint) -> None:
-        self.stepper.load_state_dict({"model": taken.model, "optimizer": taken.optimizer})
+        self.stepper.load_state_dict(
+            {"model": taken.model, "optimizer": taken.optimizer, "loss_scale": taken.loss_scale}
+        )
         taken.position.random.give_back()
         self.stepper.reseed(taken.position.engine_seed)
 
@@ -553,19 +561,21 @@ class Course:
 
     def _record(self, result: StepResult, epoch: float, step_s: float, data_s: float) -> None:
         on_host = result.loss.device.type == "cpu"
-        loss: float | torch.Tensor = result.loss.item() if on_host else result.loss
-        grad_norm: float | torch.Tensor | None = result.grad_norm
-        if isinstance(grad_norm, torch.Tensor) and on_host:
-            grad_norm = grad_norm.item()
+
+        def number(value: torch.Tensor | None) -> float | torch.Tensor:
+            if value is None:
+                return NAN
+            return float(value) if on_host else value
+
         memory = self._meter.take() if self._meter is not None else Memory()
         self._recorder.add(
             Sample(
                 step=self._step,
                 time_s=self._control.elapsed_s(),
                 epoch=epoch,
-                loss=loss,
+                loss=number(result.loss),
                 lr=result.lr,
-                grad_norm=NAN if grad_norm is None else grad_norm,
+                grad_norm=number(result.grad_norm),
                 samples=result.samples,
                 tokens=result.tokens or NAN,
                 samples_per_s=result.samples / step_s,
@@ -575,6 +585,8 @@ class Course:
                 forward_ms=result.forward_ms,
                 backward_ms=result.backward_ms,
                 optimizer_ms=result.optimizer_ms,
+                loss_scale=number(result.loss_scale),
+                skipped=number(result.skipped),
                 **memory.as_dict(),
             )
         )
@@ -586,6 +598,13 @@ class Course:
         self._recorder.count  # noqa: B018 - fetches the losses that are still on the device
         step = self._recorder.not_finite_step or self._step
         self._step = step - 1
+        if self.settings.precision == "fp16":
+            raise NotFinite(
+                f"the loss or its gradient overflows float16 at step {step} although the loss "
+                f"scale has fallen to {LOWEST_LOSS_SCALE:g}; the run ends with the last good "
+                f"weights. Choose precision='bf16', lower lr={self.settings.lr:g}, or look for "
+                "NaN in the data"
+            )
         raise NotFinite(
             f"the loss or its gradient is not finite at step {step}; the run ends with the weights "
             f"of step {step - 1}. Lower lr={self.settings.lr:g}, or look for NaN in the data"

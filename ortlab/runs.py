@@ -42,7 +42,8 @@ class RunResult:
 
     ``before`` and ``after`` are the first and the last evaluation, None without evaluation data.
     Rates count the time of the steps alone; ``wall_s`` is everything, pauses included. The peak is
-    that of the resident size, or on CUDA of torch's allocated bytes.
+    that of the resident size, or on CUDA of torch's allocated bytes. ``skipped_steps`` are those of
+    ``steps`` whose gradients overflowed in fp16, ``loss_scale`` is the last one.
     """
 
     state: State
@@ -56,6 +57,8 @@ class RunResult:
     peak_bytes: float = NAN
     export_s: float = 0.0
     check_s: float = 0.0
+    skipped_steps: int = 0
+    loss_scale: float = NAN
 
     def __str__(self) -> str:
         parts = [f"{self.state} after {self.steps} steps in {self.wall_s:.1f} s"]
@@ -67,6 +70,8 @@ class RunResult:
             parts.append(f"{self.samples_per_s:.4g} samples/s")
         if not math.isnan(self.peak_bytes):
             parts.append(f"peak {self.peak_bytes / 1024**2:.0f} MiB")
+        if self.skipped_steps:
+            parts.append(_skipped(self.skipped_steps, self.loss_scale))
         return "; ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -386,6 +391,8 @@ class Run:
             before, after = evaluations[0], evaluations[-1]
             first = f" (before training: {before})" if after.step else ""
             lines.append(f"held out at step {after.step}: {after}{first}")
+        if skipped := int(self.recorder.total("skipped")):
+            lines.append(_skipped(skipped, _loss_scale(self.recorder)))
         if self._report is not None and self._report.export_s:
             lines.append(f"export to ORT {self._report.export_s:.2g} s")
         if self._report is not None and self._report.check_s:
@@ -525,6 +532,8 @@ class Run:
             peak_bytes=self._meter.highest_peak_bytes() if self._meter else NAN,
             export_s=report.export_s if report else 0.0,
             check_s=report.check_s if report else 0.0,
+            skipped_steps=int(recorder.total("skipped")),
+            loss_scale=_loss_scale(recorder),
         )
 
     def _write_about(self, result: RunResult | None) -> None:
@@ -548,6 +557,17 @@ class Run:
         """Python is ending: the run's thread must not be cut off in the middle of a write."""
         self.stop()
         self._over.wait(_LAST_WAIT_S)
+
+
+def _loss_scale(recorder: Recorder) -> float:
+    """That of the next step; NaN without one."""
+    last = recorder.last
+    return float(last.loss_scale) if last else NAN
+
+
+def _skipped(steps: int, loss_scale: float) -> str:
+    now = "" if math.isnan(loss_scale) else f", scale {loss_scale:,.10g}"
+    return f"{steps} step{'s' * (steps > 1)} skipped: gradients overflowed{now}"
 
 
 @dataclasses.dataclass

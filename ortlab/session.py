@@ -5,6 +5,7 @@ Nothing in it trains, draws or knows IPython.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ortlab.graph.capture import Graphs, Overlay, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
+    from ortlab.graph.recompute import RecomputePlans
     from ortlab.runs import Run
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
@@ -325,6 +327,22 @@ class Session:
         self._measured.setdefault(model, {})["memory"] = found.overlay
         return found
 
+    def recompute_plans(
+        self, model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
+    ) -> RecomputePlans:
+        """See `recompute_plans` below."""
+        from ortlab.graph.recompute import RecomputePlans
+
+        choose = functools.partial(self._choose_recompute, model)
+        return RecomputePlans(model, batch, optimizer=optimizer, choose=choose)
+
+    def _choose_recompute(self, model: nn.Module, plan: str) -> None:
+        run = self._training(model)
+        if run is not None:
+            run.apply(recompute=plan)
+        else:
+            self.wrapped.configure(model, {"recompute": plan})
+
     def _check_free(self, model: nn.Module) -> None:
         """Two runs must not move the same weights."""
         run = self._training(model)
@@ -455,6 +473,19 @@ def memory_plan(model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
     batch that fits; ``.dims`` are the names of the sizes. `batch` is as in `graphs`.
     """
     return session.memory_plan(model, batch, optimizer=optimizer)
+
+
+def recompute_plans(
+    model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
+) -> RecomputePlans:
+    """What the backward pass of the wrapped `model` could compute again, and what that saves.
+
+    ``recompute_plans(model).measure()`` times what it costs, ``.at(batch=32)`` is for other sizes,
+    ``.choose("layers")`` lets a plan hold from the next step on, ``.least_time("2GiB")`` names the
+    cheapest that fits. `batch` is as in `graphs`. ValueError where the model is not wrapped in
+    engine ort, or has no graph of a training step yet.
+    """
+    return session.recompute_plans(model, batch, optimizer=optimizer)
 
 
 def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:

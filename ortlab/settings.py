@@ -196,9 +196,11 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
 
 
 ENGINES = ("eager", "compile", "ort")
-PRECISIONS = ("fp32", "bf16")
 REFERENCE = ("eager", "fp32")
 """The engine and precision that others are compared with."""
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+LOWEST_LOSS_SCALE = 1.0
+"""Where gradients overflow float16 at this loss scale, a run ends: DeepSpeed's min_loss_scale."""
 KERNELS = ("measured", "torch", "ort")
 ATTENTION = ("auto", "fused", "onnx")
 LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
@@ -215,7 +217,8 @@ class EngineSettings(Settings):
     precision: str = setting(
         "fp32",
         choices=PRECISIONS,
-        help="of matrix products; weights, gradients and optimizer stay fp32",
+        help="of matrix products; weights, gradients and optimizer stay fp32; tf32 is for CUDA, "
+        "fp16 on a CPU for checking numerics",
     )
     kernels: str = setting(
         "measured",
@@ -399,6 +402,13 @@ class ProfileSettings(Settings):
     """How a model is profiled; the options of ``%ort profile`` and ``ortlab.profile``."""
 
     steps: int = setting(5, minimum=1, help="steps that are timed, in each engine, after two more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeSettings(Settings):
+    """How the table of recompute plans is made; the options of ``%ort recompute``."""
+
+    measure: bool = setting(False, help="time the model's own steps, for what each plan costs")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ortlab.settings import LOWEST_LOSS_SCALE
+
 if TYPE_CHECKING:
     import torch
 
@@ -64,6 +66,9 @@ COLUMNS: tuple[Column, ...] = (
     Column("cuda_reserved_bytes", "B", "memory", "CUDA reserved", "last"),
     Column("cuda_peak_bytes", "B", "memory", "CUDA peak", "max"),
     Column("device_used_bytes", "B", "memory", "used on the device", "last"),
+    # A unit of its own has it drawn against an axis of its own.
+    Column("loss_scale", "loss scale", "lr", "loss scale", "last"),
+    Column("skipped", "", None, "share of steps skipped"),
 )
 INDEX = {column.name: index for index, column in enumerate(COLUMNS)}
 """Where a column lies in a row."""
@@ -76,8 +81,8 @@ _PEAKS = [INDEX[column.name] for column in COLUMNS if column.merge == "max"]
 class Sample:
     """The numbers of one step, in the order of `COLUMNS`; NaN is unknown.
 
-    ``loss``, ``lr`` and ``grad_norm`` may be 0-d tensors, on a device too: the recorder fetches
-    them off the training thread.
+    ``loss``, ``lr``, ``grad_norm``, ``loss_scale`` and ``skipped`` (1 or 0) may be 0-d tensors, on
+    a device too: the recorder fetches them off the training thread.
     """
 
     step: float
@@ -101,8 +106,11 @@ class Sample:
     cuda_reserved_bytes: float = NAN
     cuda_peak_bytes: float = NAN
     device_used_bytes: float = NAN
+    loss_scale: float | torch.Tensor = NAN
+    skipped: float | torch.Tensor = NAN
 
 
+_TENSORS = ("loss", "lr", "grad_norm", "loss_scale", "skipped")
 _values = operator.attrgetter(*INDEX)
 
 
@@ -261,7 +269,7 @@ class Recorder:
     PERIOD_S = 0.5
     WRITE_EVERY = 2  # periods: what a crash of the process can lose is about a second
     PENDING = 8192  # samples queued before the adding thread moves them itself
-    BACKLOG = 262_144  # rows waiting for a sink, 168 bytes each
+    BACKLOG = 262_144  # rows waiting for a sink, 184 bytes each
     RECENT = 1024  # rows kept as they came, for views that follow
 
     def __init__(self, capacity: int = 4096, sinks: Sequence[Sink] = ()) -> None:
@@ -280,7 +288,11 @@ class Recorder:
         self._backlog = 0
         self._dropped = 0
         self.not_finite_step: int | None = None
-        """The first step whose loss, or gradient norm on a device, was NaN or infinite."""
+        """The first step whose loss, or gradient norm on a device, was NaN or infinite.
+
+        With a loss scale it is the first that overflowed at the lowest one.
+        """
+        self._skipped = False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -383,6 +395,7 @@ class Recorder:
             events = [item for item in items if isinstance(item, Event)]
             samples = [item for item in items if isinstance(item, Sample)]
             rows = _rows(samples)
+            events += self._first_skipped(rows)
             self._events += events
             while len(self._events) > self._capacity:
                 del self._events[1::2]
@@ -394,7 +407,7 @@ class Recorder:
                 self._note_not_finite(samples, rows)
             if self._sinks and self._backlog + len(items) <= self.BACKLOG:
                 self._unwritten.append((rows, events))
-                self._backlog += len(items)
+                self._backlog += len(rows) + len(events)
             elif self._sinks:
                 self._dropped += len(items)
 
@@ -404,8 +417,22 @@ class Recorder:
         bad = ~np.isfinite(rows[:, [INDEX["loss"], INDEX["grad_norm"]]])
         # A gradient norm that was not measured is NaN, but no tensor.
         bad[:, 1] &= [not isinstance(sample.grad_norm, float) for sample in samples]
-        if bad.any():
-            self.not_finite_step = int(rows[bad.any(axis=1).argmax(), INDEX["step"]])
+        scale, skipped = rows[:, INDEX["loss_scale"]], rows[:, INDEX["skipped"]]
+        collapsed = (skipped > 0) & (scale < LOWEST_LOSS_SCALE)
+        found = np.where(np.isnan(scale), bad.any(axis=1), collapsed)
+        if found.any():
+            self.not_finite_step = int(rows[found.argmax(), INDEX["step"]])
+
+    def _first_skipped(self, rows: Rows) -> list[Event]:
+        """The note of the first step that a loss scale had skipped."""
+        at = np.flatnonzero(rows[:, INDEX["skipped"]] > 0)
+        if self._skipped or not len(at):
+            return []
+        self._skipped = True
+        first = Sample(*rows[at[0]].tolist())
+        why = f"its gradients overflowed; the loss scale is {first.loss_scale:,.10g}"
+        text = f"step {first.step:.0f} was skipped: {why}"
+        return [Event("note", int(first.step), first.time_s, text)]
 
     def _write(self) -> None:
         """Hands the backlog to the sinks. The writer thread only."""
@@ -435,7 +462,7 @@ def _rows(samples: Sequence[Sample]) -> Rows:
     if not values:
         return rows
     columns = list(zip(*values, strict=True))
-    for name in ("loss", "lr", "grad_norm"):
+    for name in _TENSORS:
         columns[INDEX[name]] = tuple(numbers(columns[INDEX[name]]))
     rows[:] = np.array(columns, dtype=np.float64).T
     return rows

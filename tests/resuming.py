@@ -58,6 +58,11 @@ def bert(dropout: float) -> nn.Module:
         return tiny.bert(dropout)
 
 
+def loud(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradients overflow float16 at the first loss scales."""
+    return 1000 * functional.cross_entropy(scores, target)
+
+
 @dataclass(frozen=True)
 class Case:
     model: Callable[[], nn.Module]
@@ -69,6 +74,7 @@ class Case:
 _BERT = {"kernels": "ort", "cache": False}
 CASES = {
     "eager": Case(lambda: bert(0.1), Tokens, {"engine": "eager", "precision": "bf16"}),
+    "eager in fp16": Case(network, examples, {"engine": "eager", "precision": "fp16"}, loud),
     "compile": Case(network, examples, {"engine": "compile"}, functional.cross_entropy),
     "ort": Case(lambda: bert(0.0), Tokens, {"engine": "ort", **_BERT}),
     "ort with dropout": Case(lambda: bert(0.1), Tokens, {"engine": "ort", **_BERT}),

@@ -20,7 +20,7 @@ from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import EngineUnavailable, Stepper, engine
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
-from tests.resuming import Tokens, bert, examples, network
+from tests.resuming import Tokens, bert, examples, loud, network
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,6 +99,7 @@ def apply(**changes: Any) -> Callable[[Course], None]:
 ORT = {"engine": "ort", "kernels": "ort"}
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "precision": ({}, {"precision": "bf16"}),
+    "to fp16": ({}, {"precision": "fp16"}),
     "eager to ort": ({}, ORT),
     "ort to eager": (ORT, {"engine": "eager"}),
     "precision of ort": ({"engine": "ort", "kernels": "torch"}, {"precision": "bf16"}),
@@ -131,6 +132,31 @@ def test_it_is_a_run_that_switches_through_a_saved_checkpoint(name: str, tmp_pat
     assert event.values["cost_s"] > 0
     for setting in change:
         assert f"{setting}=" in event.text
+
+
+@pytest.mark.parametrize("change", [{"self_check": False}, {"precision": "bf16"}])
+def test_the_loss_scale_goes_on_with_the_run(change: dict[str, Any], tmp_path: Path) -> None:
+    """Through another stepper of fp16, and away from it; it has fallen by then, and falls on."""
+    before = {"loss": loud, "precision": "fp16", "epochs": 4, "optimizer": "sgd", "lr": 1e-5}
+    path = tmp_path / "a.ckpt"
+    kept_by = Course(
+        network(), examples(), act=lambda c: c.loop.checkpoint().save(path) and None, **before
+    )
+    kept = Checkpoint.load(path)
+    assert kept.loss_scale is not None
+    assert kept.loss_scale["scale"] == kept_by.column("loss_scale")[3] < 2.0**13
+    fresh = Course(network(), examples(), kept, **{**before, **change})
+    switched = Course(network(), examples(), act=apply(**change), **before)
+    for name in ("loss", "loss_scale", "skipped"):
+        # As text: NaN is NaN.
+        assert str(switched.column(name)[4:]) == str(fresh.column(name)), name
+    if "precision" in change:
+        assert np.isnan(switched.column("loss_scale")[4:]).all()
+    else:
+        assert switched.column("loss_scale") == kept_by.column("loss_scale")
+    assert switched.made == 2
+    for entry, value in fresh.model.state_dict().items():
+        assert torch.equal(value, switched.model.state_dict()[entry]), entry
 
 
 def test_engines_that_take_turns_are_one_run() -> None:
@@ -353,6 +379,8 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
         ({"lrr": 1.0}, "unknown setting 'lrr': .*did you mean 'lr'"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"engine": "ort", "precision": "bf16", "kernels": "ort"}, "needs torch's kernels"),
+        ({"engine": "ort", "precision": "fp16"}, "ORT's CPU kernels take float16 as float32"),
+        ({"precision": "tf32"}, "is for CUDA devices"),
     ],
 )
 def test_what_cannot_be_applied_is_refused_at_once(

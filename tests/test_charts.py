@@ -18,9 +18,11 @@ import nbformat
 import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from nbclient import NotebookClient
 
-from ortlab.notebook import build, charts, plaintext
+from ortlab.notebook import build, charts, picture, plaintext
 from ortlab.notebook.charts import WIRE, Feed, Pump, Update
 from ortlab.telemetry import COLUMNS, INDEX, Event, Recorder, Rows, Sample, Status
 from tests.browser.bench_update import LIMIT_BYTES, LIMIT_MS, measure
@@ -50,14 +52,15 @@ class Still:
 
     resume = stop = pause
 
-    def advance(self, steps: int) -> None:
+    def advance(self, steps: int, **values: float) -> None:
         first = self.now.step + 1
         for step in range(first, first + steps):
             self.recorder.add(
                 Sample(
-                    step=step, loss=1 / step, lr=1e-4, samples=8, step_ms=4.0, samples_per_s=2000
+                    step=step, loss=1 / step, lr=1e-4, samples=8, step_ms=4.0, samples_per_s=2000,
+                    **values,
                 )
-            )
+            )  # fmt: skip
         self.now = Status("running", first + steps - 1, 1000, 0.004 * first, 3.0)
 
 
@@ -217,6 +220,26 @@ def test_text_says_the_numbers() -> None:
     (loss,) = (line for line in lines if line.startswith("training loss"))
     first, last = known(run.recorder.rows(), "loss")[[0, -1]]
     assert loss.endswith(f"{plaintext.number(first)} → {plaintext.number(last)}")
+
+
+def test_a_loss_scale_is_charted_where_there_is_one(run: Still) -> None:
+    """Beside the learning rate, against an axis of its own."""
+    feed = Feed(run)
+    run.advance(3)
+    assert "loss_scale" not in rows(fresh(feed))[0]
+    assert "loss scale" not in charts.text(run)
+    run.advance(2, loss_scale=2.0**16, skipped=0.0)
+    run.advance(2, loss_scale=2.0**15, skipped=1.0)
+    assert [row["loss_scale"] for row in rows(fresh(feed))] == [2.0**16] * 2 + [2.0**15] * 2
+    (line,) = (line for line in charts.text(run).splitlines() if line.startswith("loss scale"))
+    assert line.endswith("65,536 → 32,768")
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    picture._draw(figure.add_subplot(), "lr", run.recorder.rows(), run.recorder)
+    rate, scale = figure.axes
+    assert [line.get_label() for line in rate.lines] == ["learning rate"]
+    assert scale.lines[0].get_ydata().tolist() == [2.0**16] * 2 + [2.0**15] * 2
+    assert rate.get_title("right") == "loss scale"
 
 
 def known(rows: Rows, name: str) -> Any:

@@ -341,23 +341,29 @@ class Remote:
 class OnDevice:
     """A stepper as on CUDA: its losses are known later, and asking `finite` waits."""
 
-    def __init__(self, bad_step: int | None = None) -> None:
+    def __init__(self, bad_step: int | None = None, *, scaled: bool = False) -> None:
         self.bad_step = bad_step
+        self.scaled = scaled
         self.steps = self.waits = 0
 
     def step(self, batches: Sequence[Any], *, lr: float) -> StepResult:
         self.steps += 1
         bad = self.bad_step is not None and self.steps >= self.bad_step
         loss: Any = Remote(math.nan if bad else 0.5)
-        return StepResult(loss=loss, samples=1, lr=lr)
+        if not self.scaled:
+            return StepResult(loss=loss, samples=1, lr=lr)
+        # Steps 2 and 4 are skipped as well, which is no harm yet.
+        skipped: Any = Remote(bad or self.steps in (2, 4))
+        scale: Any = Remote(0.5 if bad else 1.0)
+        return StepResult(loss=loss, samples=1, lr=lr, loss_scale=scale, skipped=skipped)
 
     def finite(self) -> bool:
         self.waits += 1
         return self.bad_step is None or self.steps < self.bad_step
 
 
-def drive(stepper: Any, batches: Iterable[Any], recorder: Recorder) -> None:
-    chosen = settings(schedule="constant")
+def drive(stepper: Any, batches: Iterable[Any], recorder: Recorder, **values: Any) -> None:
+    chosen = settings(schedule="constant", **values)
     train = batching.batches(batches, chosen)
     try:
         for _ in loop.steps(stepper, train, chosen, control=Control(), recorder=recorder):
@@ -381,6 +387,30 @@ def test_a_bad_loss_on_a_device_is_found_by_the_recorder(length: int | None) -> 
     batches = itertools.repeat(torch.zeros(1), *([] if length is None else [length]))
     with pytest.raises(NotFinite, match="at step 6; the run ends with the weights of step 5"):
         drive(stepper, batches, recorder)
+
+
+@pytest.mark.parametrize("length", [10, None])
+def test_a_loss_scale_that_collapses_on_a_device_is_found_by_the_recorder(
+    length: int | None,
+) -> None:
+    stepper, recorder = OnDevice(bad_step=6, scaled=True), Recorder()
+    batches = itertools.repeat(torch.zeros(1), *([] if length is None else [length]))
+    with pytest.raises(NotFinite, match="overflows float16 at step 6 although the loss scale"):
+        drive(stepper, batches, recorder, precision="fp16")
+    assert stepper.waits == (0 if length is None else 1)
+
+
+def test_a_skipped_step_is_a_step_of_the_schedule() -> None:
+    """And its data is not given again."""
+    data = [(torch.full((4, 4), 1.0 if i != 1 else 1e6), torch.arange(4) % 3) for i in range(6)]
+    trained = Trained(settings(precision="fp16"), data=data)
+    plain = Trained(settings(), data=data)
+    assert trained.column("skipped") == [0, 1, 0, 0, 0, 0]
+    assert trained.column("step") == plain.column("step")
+    assert trained.column("lr") == plain.column("lr")
+    assert math.isnan(trained.column("loss")[1])
+    assert np.isnan(plain.column("skipped")).all()
+    assert np.isnan(plain.column("loss_scale")).all()
 
 
 def test_stop_ends_after_the_step_in_flight_and_does_not_evaluate() -> None:

@@ -615,6 +615,40 @@ def test_memory_of_a_step(ip: Typist) -> None:
 
 
 @needs_ort
+def test_recompute(ip: Typist) -> None:
+    ip(
+        "def layer():\n    return nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4))\n"
+        "class Deep(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layers = nn.ModuleList(layer() for _ in range(3))\n"
+        "    def forward(self, x):\n"
+        "        for layer in self.layers:\n"
+        "            x = x + layer(x)\n"
+        "        return x\n"
+        "model = Deep()\n%ort wrap model --kernels torch\nx = torch.randn(3, 4)"
+    )
+    assert ip.completions("%ort recompute model --choose ") == ["off"]
+    table = ip("%ort recompute model --batch x")
+    assert "layers.*" in table
+    assert "for batch 3:" in table
+    assert "not measured yet" in table
+    assert "for batch 500:" in ip("%ort recompute model batch=500")
+    assert ip.completions("%ort recompute model --choose l") == ["layers", "layers.*"]
+    assert ip.completions("%ort recompute model b") == ["batch="]
+    assert "layers.* from the next step on" in ip("%ort recompute model --choose layers.*")
+    assert "now: layers.*" in ip("model(x).sum().backward()\n%ort recompute model")
+    assert "off from the next step on" in ip("%ort recompute model batch=9 --budget 1GiB")
+    ip("plans = %ort recompute model --measure")
+    assert ip["plans"].savings("layers.*").cost_s > 0
+    assert "the least that a step takes" in ip.refused("%ort recompute model --budget 1KiB")
+    assert "did you mean 'layers'" in ip.refused("%ort recompute model --choose layer")
+    both = "%ort recompute model --choose off --budget 1GiB"
+    assert "chooses a plan, and so does" in ip.refused(both)
+    assert "%ort recompute: 'many'" in ip.refused("%ort recompute model many")
+
+
+@needs_ort
 def test_a_batch_makes_the_graphs_of_a_new_model(ip: Typist) -> None:
     ip("model = Net()\n%ort wrap model --cache off\nx = torch.randn(3, 4)")
     assert "gradient" in ip("%ort graph model --batch x --stage gradient")

@@ -472,6 +472,66 @@ def test_a_loss_that_is_nan(tmp_path: Path) -> None:
     assert [event.kind for event in kept.read_metrics().events][-2:] == ["error", "state"]
 
 
+class Overflowing(Gated):
+    """Beyond float16 in some steps."""
+
+    def __init__(self, at: range) -> None:
+        super().__init__()
+        self.at, self.calls = at, 0
+        self.good: dict[str, torch.Tensor] = {}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        if self.calls == self.at.start:
+            self.good = {name: value.clone() for name, value in self.state_dict().items()}
+        return super().forward(inputs * (1e6 if self.calls in self.at else 1.0))
+
+
+def test_steps_that_overflow_are_skipped_counted_and_told(tmp_path: Path) -> None:
+    run = made(tmp_path, Overflowing(range(3, 6)), precision="fp16", batch_size=4)
+    result = run.start().result()
+    assert (result.steps, result.skipped_steps, result.loss_scale) == (16, 3, 2.0**13)
+    said = "3 steps skipped: gradients overflowed, scale 8,192"
+    assert said in str(result)
+    assert said in run.status().lines
+    slow = "fp16 on a CPU is for checking numerics: it is slower than fp32"
+    assert slow in run.status().lines
+    kept = RunFolder(run.folder)
+    assert kept.read_json("run")["result"]["skipped_steps"] == 3
+    metrics = kept.read_metrics()
+    assert metrics.rows[:, INDEX["skipped"]].tolist() == [0] * 2 + [1] * 3 + [0] * 11
+    assert metrics.rows[1:6, INDEX["loss_scale"]].tolist() == [2.0**n for n in (16, 15, 14, 13, 13)]
+    notes = [(event.step, event.text) for event in metrics.events if event.kind == "note"]
+    skipped = "step 3 was skipped: its gradients overflowed; the loss scale is 32,768"
+    assert (3, skipped) in notes
+    assert slow in [text for _, text in notes]
+    assert len(notes) == 2
+    assert kept.read_checkpoint().loss_scale == {
+        "scale": 2.0**13, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+        "_growth_tracker": 11,
+    }  # fmt: skip
+
+
+def test_without_a_loss_scale_nothing_is_told_of_it(tmp_path: Path) -> None:
+    result = made(tmp_path).start().result()
+    assert result.skipped_steps == 0
+    assert "skipped" not in str(result)
+    assert math.isnan(result.loss_scale)
+
+
+def test_a_storm_of_overflows_ends_the_run(tmp_path: Path) -> None:
+    model = Overflowing(range(3, 100))
+    run = made(tmp_path, model, precision="fp16", epochs=9).start()
+    said = r"overflows float16 at step 19 although the loss scale has fallen to 1; .*'bf16'"
+    with pytest.raises(NotFinite, match=said):
+        run.result()
+    assert model.calls == 19  # 17 in a row: from 2**16 to 1, and once more
+    kept = RunFolder(run.folder).read_checkpoint()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, model.good[name])
+        assert torch.equal(kept.model[name], value)
+
+
 def test_a_loss_that_is_no_scalar(tmp_path: Path) -> None:
     model, settings = Gated(), FinetuneSettings(engine="eager", device="cpu")
 

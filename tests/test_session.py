@@ -527,6 +527,11 @@ def test_a_loss_of_the_user_s_own(data: Any) -> None:
             {"engine": "ort", "precision": "bf16", "kernels": "ort"},
             "needs torch's kernels",
         ),
+        (
+            lambda net, data: (net, data),
+            {"engine": "ort", "precision": "fp16", "device": "cpu"},
+            "choose precision='bf16', or engine='eager' to check numerics",
+        ),
     ],
 )
 def test_what_finetune_refuses(

@@ -254,6 +254,38 @@ def test_the_first_value_that_is_not_finite_is_noted(recorder: Recorder, name: s
     assert recorder.not_finite_step == 2
 
 
+def test_under_a_loss_scale_the_first_that_cannot_be_halved_is_noted(recorder: Recorder) -> None:
+    def add(step: int, scale: float, skipped: bool) -> None:
+        loss = torch.tensor(math.nan if skipped else 1.0)
+        tensors = {"loss_scale": torch.tensor(scale), "skipped": torch.tensor(skipped)}
+        recorder.add(Sample(step=step, loss=loss, grad_norm=loss, **tensors))  # type: ignore[arg-type]
+
+    add(1, 1.0, True)
+    add(2, 0.5, False)  # as a run may begin that goes on from a checkpoint
+    assert recorder.count == 2
+    assert recorder.not_finite_step is None
+    add(3, 0.25, True)
+    add(4, 0.125, True)
+    assert recorder.count == 4
+    assert recorder.not_finite_step == 3
+    assert recorder.total("skipped") == 3
+
+
+def test_the_first_skipped_step_is_an_event_for_views_and_sinks() -> None:
+    kept = Kept()
+    recorder = Recorder(sinks=[kept])
+    for step in range(1, 9):
+        scale, skipped = 2.0 ** (20 - step), step in (3, 4, 7)
+        recorder.add(Sample(step=step, time_s=step / 2, loss_scale=scale, skipped=skipped))
+        assert recorder.count == step  # each is absorbed alone
+    recorder.close()
+    (event,) = recorder.events("note")
+    assert (event.step, event.time_s) == (3, 1.5)
+    assert event.text == "step 3 was skipped: its gradients overflowed; the loss scale is 131,072"
+    assert kept.events == [event]
+    assert recorder._backlog == 0
+
+
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 

@@ -16,7 +16,7 @@ from ortlab.settings import REFERENCE
 from ortlab.turns import Spread
 
 FORM = 1
-_TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
+_TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2}
 """How far from eager fp32 a mean loss or gradient norm may be, in parts of it, masks apart."""
 _ERRORS = 6
 """Standard errors that dropout's masks are given."""

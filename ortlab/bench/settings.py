@@ -25,7 +25,7 @@ class BenchSettings(Settings):
         ",".join(ENGINES), choices=ENGINES, many=True, help="engines to compare, with commas"
     )
     precisions: str = setting(
-        ",".join(PRECISIONS),
+        "fp32,bf16",
         choices=PRECISIONS,
         many=True,
         help="precisions of matrix products, with commas",
@@ -57,7 +57,7 @@ class StepSettings(Settings):
     """Which step is taken apart, and how often."""
 
     model: str = setting("bert-768", choices=tuple(MODELS), help="the model to train; see below")
-    precision: str = setting("fp32", choices=PRECISIONS, help="precision of matrix products")
+    precision: str = setting("fp32", choices=("fp32", "bf16"), help="precision of matrix products")
     kernels: str = setting(
         "measured",
         choices=KERNELS,

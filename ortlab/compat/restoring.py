@@ -279,10 +279,14 @@ def _session_options(manager: Any, changes: Sequence[Callable[[Any], None]]) -> 
     configure = manager._get_session_config
 
     def configured() -> Any:
-        options, *providers = configure()
+        options, names, provided = configure()
         for change in changes:
             change(options)
-        return options, *providers
+        if names is not None and "CUDAExecutionProvider" in names:
+            # ORT's own choice is on: its fp32 would not be torch's. The option is ORT 1.18's.
+            tf32 = manager._runtime_options.tf32
+            provided[names.index("CUDAExecutionProvider")]["use_tf32"] = str(int(tf32))
+        return options, names, provided
 
     manager._get_session_config = configured
     try:

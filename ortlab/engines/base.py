@@ -62,7 +62,10 @@ class Report:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. ``loss`` and ``grad_norm`` are 0-d tensors, maybe still on the device.
+    """One optimizer step. Its tensors have no dimensions, and may still be on the device.
+
+    ``loss_scale`` is what the next step has, ``skipped`` whether this one left the weights as they
+    were because its gradients overflowed; None for both without a loss scale.
 
     Times are milliseconds of the calling thread; on CUDA they are host times, since nothing here
     waits for the device. ``tokens`` is the size of ``input_ids`` where a batch has them, else 0.
@@ -76,6 +79,8 @@ class StepResult:
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     optimizer_ms: float = 0.0
+    loss_scale: torch.Tensor | None = None
+    skipped: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ class Stepper(Protocol):
         """One optimizer step over micro-batches: the gradient is the mean of theirs.
 
         A loss that is not finite changes no weight; on a device it is known only later, when
-        `finite` is read. ValueError for a loss that is not a scalar.
+        `finite` is read. Under a loss scale such a step is skipped and others follow it.
+        ValueError for a loss that is not a scalar.
         """
         ...
 
@@ -104,7 +110,7 @@ class Stepper(Protocol):
         ...
 
     def finite(self) -> bool:
-        """Whether every loss so far was finite. Waits for the device."""
+        """Whether all losses were finite, or a loss scale could fall. Waits for the device."""
         ...
 
     def report(self) -> Report:
@@ -112,14 +118,18 @@ class Stepper(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizer state as torch gives them, under ``model`` and ``optimizer``."""
+        """Weights and optimizer state as torch gives them, under ``model`` and ``optimizer``.
+
+        Under ``loss_scale`` that of GradScaler, None without one.
+        """
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the form of `state_dict` back, in memory of its own.
 
-        The optimizer's rates and decays stay those of the settings. ValueError, before anything is
-        changed, names where the state is of another model or optimizer.
+        The optimizer's rates and decays stay those of the settings; a loss scale begins anew where
+        there is none. ValueError, before anything is changed, names where the state is of another
+        model or optimizer.
         """
         ...
 

@@ -354,7 +354,8 @@ class Execution:
         why = export.without_kernels
         if why is not None and why == kernels.unavailable():
             self._remark(f"ORT's own kernels compute alone: {why}")
-        if self.settings.precision == "fp32" or export.manager._runtime_options.low_precision:
+        in_torch = self.settings.precision in ("bf16", "fp16")
+        if not in_torch or export.manager._runtime_options.low_precision:
             return
         if why is not None:
             raise ExportFailed(

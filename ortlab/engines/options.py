@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ortlab import compat
+from ortlab.engines.torch_native import refuses_precision, trains_on_cpu
 from ortlab.kernels.recompute import UnknownPlan
 from ortlab.settings import EngineSettings, unknown_name
 
@@ -115,9 +116,16 @@ def check(settings: EngineSettings) -> None:
 
 
 def _check_precision(settings: EngineSettings) -> None:
-    if settings.precision == "fp32":
-        return
+    if (reason := refuses_precision(settings)) is not None:
+        raise ValueError(reason)
     chosen = f"precision={settings.precision!r}"
+    if settings.precision == "fp16" and trains_on_cpu(settings):
+        raise ValueError(
+            f"{chosen} is not what engine 'ort' would compute in on a CPU: ORT's CPU kernels take "
+            "float16 as float32; choose precision='bf16', or engine='eager' to check numerics"
+        )
+    if settings.precision != "bf16":
+        return
     if settings.kernels == "ort":
         raise ValueError(
             f"{chosen} needs torch's kernels: ORT's own have none on a CPU; leave kernels='ort' out"
@@ -276,7 +284,8 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     without = settings.kernels == "ort" or recomputes(settings)
     options.torch_kernels = "" if without else settings.kernels
     options.spinning = without  # what ORT's idle workers do, for `restoring.open_session` too
-    options.low_precision = settings.precision != "fp32"
+    options.low_precision = settings.precision == "bf16"
+    options.tf32 = settings.precision == "tf32"  # for `restoring.open_session`
     options.attention = settings.attention
     options.memory_optimization_level = type(options.memory_optimization_level)(
         settings.memory_level

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +25,7 @@ from ortlab.engines.base import (
     Report,
     StepResult,
 )
+from ortlab.engines.scaling import LossScale
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 
@@ -35,6 +36,21 @@ def training_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def trains_on_cpu(settings: EngineSettings) -> bool:
+    """Whether a model trains on a CPU under `settings`; those of a wrapped model name no device."""
+    return getattr(settings, "device", "auto") == "cpu" or not torch.cuda.is_available()
+
+
+def refuses_precision(settings: EngineSettings) -> str | None:
+    """Why torch cannot compute in the precision that `settings` name; None when it can."""
+    if settings.precision == "tf32" and trains_on_cpu(settings):
+        return (
+            "precision='tf32' is for CUDA devices, and this is a CPU; choose precision='fp32', or "
+            "'bf16', which is faster"
+        )
+    return None
 
 
 def optimizer_for(module: nn.Module, settings: FinetuneSettings) -> torch.optim.Optimizer:
@@ -68,7 +84,8 @@ class TorchStepper:
     Forward and loss run within `autocast`. `reseed` restarts generators that torch does not seed.
 
     A loss or a gradient norm that is not finite sets a flag on the device, which the fused
-    optimizer reads as ``found_inf``: from that step on no weight changes, and nobody waits.
+    optimizer reads as ``found_inf``: from that step on no weight changes, and nobody waits. In
+    fp16 it skips that step alone, and the loss scale falls (see `LossScale`).
     """
 
     def __init__(
@@ -98,9 +115,15 @@ class TorchStepper:
         self._optimizer = optimizer_for(module, settings)
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._bad = torch.zeros((), device=device)
+        self._scale = LossScale(self._optimizer, device) if settings.precision == "fp16" else None
+        self._products = _tf32 if settings.precision == "tf32" else contextlib.nullcontext
 
     def step(self, batches_: Sequence[Batch], *, lr: float) -> StepResult:
         """See `Stepper.step`."""
+        with self._products():
+            return self._step(batches_, lr)
+
+    def _step(self, batches_: Sequence[Batch], lr: float) -> StepResult:
         if not self._module.training:
             self._module.train()
         kept = [buffer.clone() for buffer in self._changing]
@@ -114,7 +137,8 @@ class TorchStepper:
             with self._autocast():
                 loss = batches.forward(self._module, batch, self._loss).loss / len(batches_)
             forwarded = time.perf_counter()
-            loss.backward()  # type: ignore[no-untyped-call]
+            scaled = loss if self._scale is None else self._scale.scaled(loss)
+            scaled.backward()  # type: ignore[no-untyped-call]
             backward_s += time.perf_counter() - forwarded
             forward_s += forwarded - started
             losses.append(loss.detach())
@@ -123,8 +147,8 @@ class TorchStepper:
             tokens += more_tokens
         started = time.perf_counter()
         total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        grad_norm = self._update(total, lr)
-        self._keep_finite(kept)
+        grad_norm, loss_scale, skipped = self._update(total, lr)
+        self._keep_finite(kept, self._bad.bool() if skipped is None else skipped)
         return StepResult(
             loss=total,
             samples=samples,
@@ -134,26 +158,36 @@ class TorchStepper:
             forward_ms=forward_s * 1e3,
             backward_ms=backward_s * 1e3,
             optimizer_ms=(time.perf_counter() - started) * 1e3,
+            loss_scale=loss_scale,
+            skipped=skipped,
         )
 
-    def _update(self, loss: torch.Tensor, lr: float) -> torch.Tensor:
+    def _update(
+        self, loss: torch.Tensor, lr: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The gradient norm, and the loss scale and whether it had the step skipped."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._scale is not None:
+            self._scale.unscale(loss, gradients)
         grad_norm = nn.utils.get_total_norm(gradients)
         if self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, grad_norm)
-        bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
-        self._bad = torch.maximum(self._bad, bad.to(self._bad))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        if self._scale is not None:
+            loss_scale, skipped = self._scale.step()
+            self._bad = self._scale.collapsed
+            return grad_norm, loss_scale, skipped
+        bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        self._bad = torch.maximum(self._bad, bad.to(self._bad))
         # The attributes by which torch.amp.GradScaler tells a fused optimizer to skip a step.
         self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         self._optimizer.found_inf = self._bad  # type: ignore[attr-defined]
         self._optimizer.step()
-        return grad_norm
+        return grad_norm, None, None
 
-    def _keep_finite(self, kept: Sequence[torch.Tensor]) -> None:
-        """Gives running statistics back what they were before a step that was not finite."""
-        bad = self._bad.bool()
+    def _keep_finite(self, kept: Sequence[torch.Tensor], bad: torch.Tensor) -> None:
+        """Gives running statistics back what they were before a `bad` step: one not finite."""
         for buffer, before in zip(self._changing, kept, strict=True):
             buffer.copy_(torch.where(bad, before, buffer))
 
@@ -162,7 +196,7 @@ class TorchStepper:
         modes, was_training = _modes(self._owner), self._module.training
         self._module.eval()
         try:
-            with torch.no_grad(), self._autocast():
+            with torch.no_grad(), self._products(), self._autocast():
                 batch = batches.to_device(batch, self._device)
                 result = batches.forward(self._module, batch, self._loss)
         finally:
@@ -182,7 +216,11 @@ class TorchStepper:
 
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`."""
-        return {"model": self._owner.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {
+            "model": self._owner.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "loss_scale": None if self._scale is None else self._scale.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`."""
@@ -195,6 +233,8 @@ class TorchStepper:
             for number, each in kept["state"].items()
         }
         self._optimizer.load_state_dict({"state": states, "param_groups": own["param_groups"]})
+        if self._scale is not None:
+            self._scale.load(state["loss_scale"])
 
     def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         names = {id(p): name for name, p in self._owner.named_parameters()}
@@ -254,9 +294,9 @@ class Eager:
         """See `Engine.unavailable`."""
         return None
 
-    def refuses(self, settings: EngineSettings) -> str | None:  # noqa: ARG002
+    def refuses(self, settings: EngineSettings) -> str | None:
         """See `Engine.refuses`."""
-        return self.unavailable()
+        return self.unavailable() or refuses_precision(settings)
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """`model` itself. ValueError for another precision: a loop's own autocast gives that."""
@@ -289,9 +329,9 @@ class Compile:
             return None
         return "engine 'compile' needs a C++ compiler: apt-get install g++, or use engine='eager'"
 
-    def refuses(self, settings: EngineSettings) -> str | None:  # noqa: ARG002
+    def refuses(self, settings: EngineSettings) -> str | None:
         """See `Engine.refuses`."""
-        return self.unavailable()
+        return self.unavailable() or refuses_precision(settings)
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """torch.compile's module; the first call of a new kind of input compiles.
@@ -334,9 +374,23 @@ def _refuse_precision(settings: EngineSettings) -> None:
 
 def autocast_for(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """What forward runs within for torch to compute in `precision` on `device`."""
-    if precision == "fp32":
+    if precision in ("fp32", "tf32"):
         return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
+    return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
+
+
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    """CUDA's float32 products in TF32, in the whole process: backward has threads of its own."""
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        yield  # by torch's newer setting, perhaps, and then its older one raises
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _stepper(
@@ -346,14 +400,18 @@ def _stepper(
     settings: FinetuneSettings,
 ) -> TorchStepper:
     """Trains `module`, which `engine` has wrapped."""
+    if (reason := refuses_precision(settings)) is not None:
+        raise ValueError(reason)
     device = training_device(settings.device)
     module.to(device)
+    slow = settings.precision == "fp16" and device.type == "cpu"
+    remarks = ("fp16 on a CPU is for checking numerics: it is slower than fp32",) if slow else ()
     return TorchStepper(
         module,
         loss,
         settings,
         owner=engine.unwrap(module),
         device=device,
-        report=functools.partial(engine.report, module),
+        report=functools.partial(Report, engine.name, notes=remarks, remarks=remarks),
         autocast=functools.partial(autocast_for, settings.precision, device),
     )

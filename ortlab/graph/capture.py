@@ -90,6 +90,10 @@ class Stage:
         self._before = before
         self._scopes: dict[str, str | None] = {}  # a scope has many nodes
 
+    def of(self, model: onnx.ModelProto) -> Stage:
+        """The stage with another graph of the same model in its place."""
+        return Stage(self.name, model, self._modules, self._trained, self._before)
+
     @functools.cached_property
     def nodes(self) -> tuple[Node, ...]:
         """In the order of the graph, which is one in which it can be computed."""

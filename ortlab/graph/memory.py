@@ -286,8 +286,13 @@ def plan(graphs: Graphs, model: nn.Module, *, optimizer: str = "adamw") -> Memor
     Where ORT did not tell that, for the one with the gradient, which is a little larger.
     """
     stage = graphs.stages.get("execution") or graphs.gradient
+    return plan_of(stage, graphs.sizes, model, optimizer)
+
+
+def plan_of(stage: Stage, sizes: Mapping[str, int], model: nn.Module, optimizer: str) -> MemoryPlan:
+    """The plan of a graph of `model`; `sizes` are those of the last call, by ORT's names."""
     both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    return MemoryPlan(stage, graphs.sizes, optimizer=optimizer, encoder_decoder=both)
+    return MemoryPlan(stage, sizes, optimizer=optimizer, encoder_decoder=both)
 
 
 def parse_bytes(size: int | str) -> int:

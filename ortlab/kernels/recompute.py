@@ -126,12 +126,16 @@ class Plans:
     def applied(self, plans: Iterable[str]) -> onnx.ModelProto:
         """The graph that computes the parts of `plans` again, its nodes in the order to run them.
 
-        A session takes that order by priority. UnknownPlan as of `check`.
+        A session takes that order by priority. Without plans it is the graph as it was, in the
+        order that a session takes by itself. UnknownPlan as of `check`.
         """
         model = onnx.ModelProto()
         model.CopyFrom(self._model)
+        occurrences = self._occurrences(self.check(plans))
+        if not occurrences:
+            return model
         del model.graph.node[:]
-        return _Rewriting(self, model, self._occurrences(self.check(plans))).done()
+        return _Rewriting(self, model, occurrences).done()
 
     def _occurrences(self, plans: Sequence[str]) -> list[frozenset[int]]:
         """Of all plans; what lies within another one is that one's."""

@@ -20,6 +20,7 @@ from ortlab.settings import (
     FinetuneSettings,
     ProfileSettings,
     RaceSettings,
+    RecomputeSettings,
     Settings,
     TuneSettings,
     unknown_name,
@@ -287,6 +288,26 @@ COMMANDS = {
             ),
             extra=(
                 Option("--budget", "memory that there is, as in 16GiB"),
+                Option(
+                    "--batch", "what the model is exported for, if it was not called", kind="batch"
+                ),
+                Option("--optimizer", "whose state counts", choices=("adamw", "sgd")),
+            ),
+        ),
+        Command(
+            "recompute",
+            "Show what recompute saves and costs a model, plan by plan, or choose a plan.",
+            "A size is NAME=NUMBER, as in %ort memory. --measure times the model's steps, for the "
+            "cost; --budget chooses what costs least time of what fits; --choose takes a plan from "
+            "the table, several with commas, layers, or off, from the next step on.",
+            (
+                Positional("model", "wrapped", "a wrapped model"),
+                Positional("sizes", "size", "NAME=NUMBER: a size, as in batch=32", "*"),
+            ),
+            settings=RecomputeSettings,
+            extra=(
+                Option("--budget", "memory that there is, as in 16GiB"),
+                Option("--choose", "the plan to hold from the next step on", kind="plan"),
                 Option(
                     "--batch", "what the model is exported for, if it was not called", kind="batch"
                 ),

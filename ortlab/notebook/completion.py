@@ -38,6 +38,14 @@ class Names:
             return []
         return [f"{dim}=" for dim in found]
 
+    def plans(self, model: str) -> list[str]:
+        """What the wrapped model of this name can compute again: "layers" and so on, and "off"."""
+        try:
+            found = session.recompute_plans(self._shell.user_ns[model]).names
+        except (KeyError, ValueError):
+            return ["off"]
+        return ["off", "layers", *found] if found else ["off"]
+
     def of(self, kind: str) -> list[str]:
         """The names of every `kind`: model, wrapped, loader, batch, loss or run."""
         if kind == "run":
@@ -116,13 +124,15 @@ def offers(text: str, names: Names) -> list[str]:
         return []
     option = command.options.get(words[-1]) if words else None
     if option is not None and not (option.is_switch and last.startswith("-")):
-        return _starting(last, _values(option, names))
+        return _starting(last, _values(option, names, words))
     if last.startswith("-"):
         return _starting(last, (flag for flag in (*command.options, HELP[0]) if flag not in words))
     return _starting(last, _words(command, words, names))
 
 
-def _values(option: Option, names: Names) -> list[str]:
+def _values(option: Option, names: Names, words: list[str]) -> list[str]:
+    if option.kind == "plan":
+        return names.plans(words[0])
     return [*option.choices, *(names.of(option.kind) if option.kind else ())]
 
 

@@ -18,7 +18,7 @@ from ortlab.engines import cache
 from ortlab.notebook import cells, completion
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
 from ortlab.session import check_setup, graphs, session
-from ortlab.settings import EngineSettings, unknown_name
+from ortlab.settings import EngineSettings, RecomputeSettings, unknown_name
 from ortlab.tables import Table
 from ortlab.wrapping import CellReport, is_model, is_own_name, model_called
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ortlab.graph.capture import Graphs, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
+    from ortlab.graph.recompute import RecomputePlans
     from ortlab.notebook.charts import Live
     from ortlab.runs import Run
     from ortlab.search.race import Race
@@ -203,12 +204,31 @@ class OrtMagics(Magics):
         optimizer = given.words["optimizer"] or "adamw"
         with _progress():
             plan = session.memory_plan(model, self._batch(given), optimizer=optimizer)
-        sizes = dict(map(_size, given.words["sizes"]))
+        sizes = dict(_size("memory", word) for word in given.words["sizes"])
         if given.words["budget"] is not None:
             most = plan.at(**sizes).max_batch(given.words["budget"])
             print(f"batch={most} is the largest that fits into {given.words['budget']}")
             sizes["batch"] = most
         return plan.at(**sizes)
+
+    def _recompute(self, given: Given) -> RecomputePlans:
+        model = model_called(given.words["model"], self._ip.user_ns)
+        words = given.words
+        chosen, budget = words["choose"], words["budget"]
+        if chosen is not None and budget is not None:
+            raise UsageError("%ort recompute: --budget chooses a plan, and so does --choose")
+        with _progress():
+            plans = session.recompute_plans(
+                model, self._batch(given), optimizer=words["optimizer"] or "adamw"
+            ).at(**dict(_size("recompute", word) for word in words["sizes"]))
+            if RecomputeSettings.of(given.settings).measure:
+                plans.measure()
+        if budget is not None:
+            chosen = plans.least_time(budget)
+        if chosen is not None:
+            plans.choose(chosen)
+            print(f"{chosen} from the next step on")
+        return plans
 
     def _profile(self, given: Given) -> Profile:
         model = model_called(given.words["model"], self._ip.user_ns)
@@ -283,11 +303,11 @@ def _compiled(tree: ast.Module | ast.Expression, shell: InteractiveShell, name: 
     return code
 
 
-def _size(word: str) -> tuple[str, int]:
+def _size(command: str, word: str) -> tuple[str, int]:
     """A size as it is typed: batch=32."""
     name, _, number = word.partition("=")
     if not name or not number.isdecimal():
-        raise UsageError(f"%ort memory: {word!r} is no size; type NAME=NUMBER, as in batch=32")
+        raise UsageError(f"%ort {command}: {word!r} is no size; type NAME=NUMBER, as in batch=32")
     return name, int(number)
 
 

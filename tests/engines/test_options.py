@@ -24,13 +24,14 @@ from torch import nn
 
 import ortlab
 from ortlab import compat
+from ortlab.compat import restoring
 from ortlab.engines import options
 from ortlab.engines.base import EngineUnavailable, engine
 from ortlab.engines.export import Export
 from ortlab.engines.ortmodule import execution_of
 from ortlab.engines.served import ExportFailed
 from ortlab.kernels.recompute import UnknownPlan
-from ortlab.settings import EngineSettings
+from ortlab.settings import EngineSettings, FinetuneSettings
 
 BATCH = (torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]), torch.tensor([0, 2]))
 
@@ -91,6 +92,44 @@ def exported(export: Export) -> onnx.ModelProto:
 
 def gradient_ops(export: Export) -> Counter[str]:
     return Counter(node.op_type for node in export.manager._onnx_models.optimized_model.graph.node)
+
+
+# ---- precision -----------------------------------------------------------------------------------
+
+
+def test_fp16_on_a_cpu_is_refused(no_gpu: None) -> None:
+    """By a loop's autocast it is the loop's own choice."""
+    with pytest.raises(ValueError, match="ORT's CPU kernels take float16 as float32; choose"):
+        ortlab.wrap(Net(), precision="fp16")
+    with pytest.raises(ValueError, match="is for CUDA devices"):
+        ortlab.wrap(Net(), precision="tf32")
+
+
+def test_what_trains_on_a_gpu_may_have_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for precision in ("tf32", "fp16"):
+        for settings in (
+            EngineSettings(precision=precision, kernels="ort", memory_level=1),
+            FinetuneSettings(precision=precision, device="cuda"),
+        ):
+            assert engine("ort").refuses(settings) is None
+        refused = engine("ort").refuses(FinetuneSettings(precision=precision, device="cpu"))
+        assert refused is not None
+        assert refused.startswith(f"precision='{precision}'")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_tf32_is_an_option_of_orts_cuda_provider(precision: str) -> None:
+    """Which is looked at here as it is on its way to a session that no CPU can make."""
+    manager = trained(Net())[1].manager
+    options._set(manager, EngineSettings(precision=precision))
+    of_cpu = manager._get_session_config()
+    names, provided = ["CUDAExecutionProvider", *of_cpu[1]], [{"device_id": "0"}, *of_cpu[2]]
+    manager._get_session_config = lambda: (of_cpu[0], names, provided)
+    with restoring._session_options(manager, []):
+        _, _, (cuda, cpu) = manager._get_session_config()
+    assert cuda == {"device_id": "0", "use_tf32": "1" if precision == "tf32" else "0"}
+    assert cpu == {}
 
 
 # ---- each option ---------------------------------------------------------------------------------
