@@ -81,7 +81,7 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
     from generators that others draw from too, is not found again; neither are the random numbers of
     workers that outlive an epoch (``persistent_workers``).
     """
-    made_of_samples = _of_samples(data)
+    made_of_samples = of_samples(data)
     single = isinstance(data, torch.Tensor | Mapping | str | bytes)
     if not made_of_samples and (single or not hasattr(data, "__iter__")):
         raise ValueError(
@@ -132,7 +132,7 @@ def _sampler(batch_sampler: Any) -> Any:
     return getattr(batch_sampler, "sampler", None)
 
 
-def _of_samples(data: Any) -> bool:
+def of_samples(data: Any) -> bool:
     """Whether `data` yields samples, not batches."""
     # Only who imported it can have made one, and importing it takes a second.
     hub = sys.modules.get("datasets")

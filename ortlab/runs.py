@@ -9,21 +9,20 @@ import contextvars
 import dataclasses
 import datetime
 import math
-import signal
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper, engine_for, progress
 from ortlab.errors import shorten
 from ortlab.history import FORM, RunFolder, environment
+from ortlab.interrupts import Interrupts
 from ortlab.loop import Control, Evaluation
 from ortlab.memory import SAMPLER, Meter
 from ortlab.settings import FinetuneSettings
@@ -340,7 +339,7 @@ class Run:
 
     async def _awaited(self) -> RunResult:
         self._check_started()
-        with _Interrupts() as interrupts:
+        with Interrupts() as interrupts:
             try:
                 while not self._over.is_set():
                     await asyncio.sleep(_POLL_S)
@@ -604,42 +603,6 @@ class _Work:
     begin: Checkpoint | None = None
     course: loop.Course | None = None
     heard: Stepper | None = None
-
-
-class _Interrupts:
-    """Hears SIGINT while a wait goes on, and hands it on to who handled it before.
-
-    ipykernel and asyncio.run make an interrupt a cancellation of the cell's or the main task, and
-    a task that is cancelled cannot tell that from a timeout: asyncio.timeout cancels the very same
-    task. The signal itself tells. Outside the main thread, where none arrives, nothing is heard.
-    """
-
-    def __init__(self) -> None:
-        self.heard = False
-        self._over = False
-        self._before: Callable[[int, FrameType | None], Any] | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.heard = True
-        if self._before is not None:
-            self._before(number, frame)
-
-    def __enter__(self) -> Self:
-        before = signal.getsignal(signal.SIGINT)
-        # Without a handler in Python an interrupt is ignored, or ends the process: so it stays.
-        if threading.current_thread() is threading.main_thread() and callable(before):
-            self._before = before
-            signal.signal(signal.SIGINT, self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over = True
-        if threading.current_thread() is not threading.main_thread():
-            return
-        # Waits end in any order: who is over lies below one that still hears, and goes with it.
-        # A handler that somebody else has set meanwhile (the kernel, after the cell) stays.
-        while isinstance(top := signal.getsignal(signal.SIGINT), _Interrupts) and top._over:
-            signal.signal(signal.SIGINT, top._before)
 
 
 def _forget_locals(error: BaseException | None) -> None:

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ortlab import wrapping
 from ortlab.settings import (
     LOSSES,
+    NOT_RACED,
+    NOT_TUNED,
     EngineSettings,
     FinetuneSettings,
     ProfileSettings,
+    RaceSettings,
+    TuneSettings,
     unknown_name,
 )
 from ortlab.tables import Column, Table
@@ -33,28 +37,40 @@ if TYPE_CHECKING:
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
     from ortlab.runs import Run
+    from ortlab.search.race import Race
+    from ortlab.search.tune import Tune
     from ortlab.telemetry import Watched
     from ortlab.tracking import Tracker
 
 B = TypeVar("B")
 """A batch, whatever a loader gives."""
+Prefer = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
+"""Has settings hold for a model: what makes a set-up, and all that goes with it. Says what for."""
+
+
+_AT_WORK: Final = ("starting", "running", "stopping")
 
 
 class Session:
     """What the lab holds in one Python process.
 
-    ``viewers`` are called with every run and tracker that is to be seen; ``wrapped`` are the
+    ``viewers`` are called with every run, tracker and race that is to be seen; ``wrapped`` are the
     models; ``runs`` are all runs of this process, the last one last.
     """
 
     def __init__(self) -> None:
-        self.viewers: list[Callable[[Watched], None]] = []
+        self.viewers: list[Callable[[Watched | Race | Tune], None]] = []
         self.wrapped = wrapping.Wrapped()
         self.runs: list[Run] = []
         # What each run trains, by engine; the run itself keeps it alive as long as it trains.
         self._executed: weakref.WeakKeyDictionary[
             Run, weakref.WeakValueDictionary[str, nn.Module]
         ] = weakref.WeakKeyDictionary()
+        self.searches: list[Race | Tune] = []
+        """Races and searches of this process, the last one last."""
+        self._preferred: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         # By model, and by what is measured: the last measurement takes the place of the one before.
         self._measured: weakref.WeakKeyDictionary[
             nn.Module, dict[str, Callable[[Stage], Overlay]]
@@ -104,6 +120,8 @@ class Session:
             # Of another version's settings those that there still are.
             known = FinetuneSettings.declarations()
             own |= {name: value for name, value in begin.settings.items() if name in known}
+        else:
+            own |= self._preferred.get(self._original(module), {})
         function, loss_name = _loss(loss, own.get("loss"))
         chosen = FinetuneSettings.of({**own, **settings, "loss": loss_name})
         executed: dict[str, nn.Module] = {}
@@ -145,13 +163,121 @@ class Session:
         run.start()
         return run
 
+    def race(
+        self,
+        model: nn.Module,
+        data: Iterable[Any],
+        *,
+        loss: str | LossFunction | None = None,
+        **settings: Any,
+    ) -> Race:
+        """See `race` below."""
+        from ortlab.search.race import Race, apart
+
+        original, own = self._to_search(model)
+        mine, shared = apart(settings, RaceSettings)
+        function, loss_name = _loss(loss, None)
+        found = Race(
+            original,
+            data,
+            RaceSettings.of(mine),
+            shared={**own, **shared, **({"loss": loss_name} if isinstance(loss, str) else {})},
+            loss=function,
+            beside=self._at_work,
+            prefer=self._preferring(original),
+        )
+        self.searches.append(found)
+        found.start(self.show)
+        return found
+
+    def tune(
+        self,
+        model: nn.Module,
+        data: Iterable[Any],
+        *,
+        loss: str | LossFunction | None = None,
+        **settings: Any,
+    ) -> Tune:
+        """See `tune` below."""
+        from ortlab.search.race import apart
+        from ortlab.search.tune import Tune
+
+        original, own = self._to_search(model)
+        mine, shared = apart(settings, TuneSettings, without=NOT_TUNED)
+        function, loss_name = _loss(loss, None)
+        found = Tune(
+            original,
+            data,
+            TuneSettings.of(mine),
+            shared={**own, **shared, **({"loss": loss_name} if isinstance(loss, str) else {})},
+            loss=function,
+            beside=self._at_work,
+            prefer=self._preferring(original),
+        )
+        self.searches.append(found)
+        found.start(self.show)
+        return found
+
+    def _to_search(self, model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+        """The user's own module, and what its wrapper was told that is no default.
+
+        ValueError where it cannot be trained, or something else trains or searches just now.
+        """
+        from ortlab.engines.base import unfit
+
+        module = wrapping.check_model("the first argument", model)
+        original = self._original(module)
+        if (reason := unfit(original)) is not None:
+            raise ValueError(f"cannot train this {type(module).__name__}: it {reason}")
+        busy = [*self._at_work(), *(each.name for each in self.searches if not each.over())]
+        if busy:
+            raise ValueError(
+                f"{busy[0]} is at work, and both would be slower: await it, or %ort stop {busy[0]}"
+            )
+        entry = self.wrapped.entry(module)
+        if entry is None:
+            return original, {}
+        declared = EngineSettings.declarations()
+        told = entry.settings.as_dict()
+        left = {n: v for n, v in told.items() if n not in NOT_RACED and v != declared[n].default}
+        return original, left
+
+    def _original(self, module: nn.Module) -> nn.Module:
+        """The user's own module in `module`, or itself."""
+        entry = self.wrapped.entry(module)
+        return module if entry is None else entry.engine.unwrap(module)
+
+    def _at_work(self) -> list[str]:
+        """The runs that train just now."""
+        return [run.name for run in self.runs if run.state in _AT_WORK]
+
+    def _preferring(
+        self, model: nn.Module
+    ) -> Callable[[Mapping[str, Any], Mapping[str, Any]], str]:
+        """What has settings hold for `model`, which it does not keep alive."""
+        known = weakref.ref(model)
+
+        def prefer(changes: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+            model = known()
+            if model is None:
+                raise ValueError("nobody holds the model any more")
+            told = ", ".join(f"{name}={value}" for name, value in changes.items())
+            if (run := self._training(model)) is not None:
+                run.apply(**changes)
+                return f"{run.name} goes on with {told}"
+            self._preferred[model] = {n: v for n, v in settings.items() if n != "loss"}
+            kind = type(model).__name__
+            return f"finetune of this {kind} takes {told}, where nothing else is chosen"
+
+        return prefer
+
     def track(self, loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
         """See `track` below."""
         from ortlab.tracking import Tracker
 
         return Tracker(loader, name=name, show=self.show)
 
-    def show(self, watched: Watched) -> None:
+    def show(self, watched: Watched | Race | Tune) -> None:
         """Lets every viewer show `watched`."""
         for viewer in list(self.viewers):
             viewer(watched)
@@ -457,6 +583,52 @@ def finetune(
     return session.finetune(
         model, train, eval_data=eval_data, loss=loss, resume_from=resume_from, **settings
     )
+
+
+def race(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    loss: str | LossFunction | None = None,
+    **settings: Any,
+) -> Race:
+    """Trains copies of `model` in several set-ups side by side, in the background: a `Race`.
+
+    ``engines="eager,ort"`` and ``precisions="fp32,bf16"`` say which; ``preset="examples"`` is
+    another field. The other settings are those of `ortlab.settings.RaceSettings`, and those of a
+    run that all set-ups share (``batch_size``, ``lr``, ORT's options). `data` and `loss` are as in
+    `finetune`; what can be read only once is refused. In a notebook ``await race``, in a script
+    ``race.result()`` waits for the `ortlab.search.result.RaceResult`; ``race.stop()`` and an
+    interrupt end it with what was measured. ``ortlab.finetune(model, data, **race.settings)``
+    trains with the best, ``race.apply()`` has it hold in the model's run, or in its next ones.
+
+    The model stays as it is; meanwhile there is a copy of it for each set-up, with gradients and
+    optimizer. What torch.compile has in memory is dropped. ValueError where something is in
+    training just now, or for what `finetune` refuses; a set-up that cannot run says why in its row.
+    """
+    return session.race(model, data, loss=loss, **settings)
+
+
+def tune(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    loss: str | LossFunction | None = None,
+    **settings: Any,
+) -> Tune:
+    """Searches the settings that train `model` fastest here, in the background: a `Tune`.
+
+    Engine, precision and micro-batch at a fixed ``global_batch`` (with accumulation for the rest),
+    and recomputation where a micro-batch does not fit into ``memory="16GiB"``, or into what is
+    free. What cannot fit by its memory plan is skipped, what cannot win is left out early; see
+    `ortlab.search.prune`. Micro-batches are searched for a Dataset; a loader keeps its own batches.
+    ``target="tokens"`` counts tokens in the place of samples. The other settings are those of
+    `ortlab.settings.TuneSettings`, and those of a run that all candidates share. ``await tune`` or
+    ``tune.result()`` waits for the `ortlab.search.tune.TuneResult`;
+    ``ortlab.finetune(model, data, **tune.settings)`` trains with the best, ``tune.apply()`` has it
+    hold in the model's next runs. The model stays as it is. ValueError as in `race`.
+    """
+    return session.tune(model, data, loss=loss, **settings)
 
 
 def track(loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:

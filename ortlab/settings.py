@@ -225,6 +225,8 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
 
 ENGINES = ("eager", "compile", "ort")
 PLANNED_ENGINES = {"offload": "it will keep forward, backward and optimizer within ORT"}
+REFERENCE = ("eager", "fp32")
+"""The engine and precision that others are compared with."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 LOWEST_LOSS_SCALE = 1.0
 """Where gradients overflow float16 at this loss scale, a run ends: DeepSpeed's min_loss_scale."""
@@ -489,3 +491,75 @@ class FinetuneSettings(EngineSettings):
     )
     seed: int = setting(0, minimum=0, help="seeds the order of the data and every random number")
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="where the model trains")
+
+
+NOT_RACED = (
+    *("engine", "precision"),  # it has several
+    # It is no run: its data has no end, its learning rate is one.
+    *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every"),
+)
+"""The settings of `FinetuneSettings` that `ortlab.race` does not take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceSettings(Settings):
+    """Who races and how long; the options of ``%ort race`` and ``ortlab.race``."""
+
+    engines: str = setting(
+        ",".join(ENGINES), choices=ENGINES, many=True, help="engines to race, with commas"
+    )
+    precisions: str = setting(
+        "fp32,bf16", choices=PRECISIONS, many=True, help="their precisions, with commas"
+    )
+    preset: str | None = setting(
+        None,
+        choices=("examples",),
+        help="another field: examples is that of ORT's training examples, torch and ORT, without "
+        "DeepSpeed and with",
+    )
+    rounds: int = setting(10, minimum=1, help="rounds that count; in each every set-up has a turn")
+    steps: int | None = setting(
+        None, minimum=1, help="optimizer steps of a turn; else what eager torch does in 30 ms"
+    )
+    batches: int = setting(
+        4, minimum=1, help="different steps of data, which all set-ups go through in turn"
+    )
+    memory: str | None = setting(
+        None, help="what the largest batch is to fit into, as in 16GiB; else what is free"
+    )
+
+
+NOT_TUNED = (*NOT_RACED, "batch_size", "accumulation", "recompute")
+"""The settings of `FinetuneSettings` that `ortlab.tune` does not take: most of them it finds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings(Settings):
+    """What is searched, and for how long; the options of ``%ort tune`` and ``ortlab.tune``."""
+
+    engines: str = setting(
+        ",".join(ENGINES), choices=ENGINES, many=True, help="engines to choose from, with commas"
+    )
+    precisions: str = setting(
+        "fp32,bf16", choices=PRECISIONS, many=True, help="precisions to choose from, with commas"
+    )
+    recompute: str = setting(
+        "layers", help="what may be computed again where a micro-batch does not fit; off: nothing"
+    )
+    global_batch: int | None = setting(
+        None,
+        minimum=1,
+        unit="samples",
+        help="samples of an optimizer step, which stay the same; else 16, or a loader's own batch",
+    )
+    sizes: int = setting(
+        4, minimum=1, help="micro-batches to choose from: the global batch, its half, and so on"
+    )
+    memory: str | None = setting(None, help="what a step may take, as in 16GiB; else what is free")
+    target: str = setting(
+        "samples", choices=("samples", "tokens"), help="what a second shall have most of"
+    )
+    rounds: int = setting(8, minimum=2, help="rounds among those that may win")
+    steps: int | None = setting(
+        None, minimum=1, help="optimizer steps of a turn; else what eager torch does in 30 ms"
+    )

@@ -17,12 +17,14 @@ import pytest
 import torch
 
 import ortlab
-from ortlab import bench, compat
+from ortlab import bench, compat, turns
 from ortlab.bench import machine, models, timing
-from ortlab.bench.result import Difference, EngineBench, Spread
-from ortlab.bench.settings import REFERENCE, BenchSettings
+from ortlab.bench.result import Difference, EngineBench
+from ortlab.bench.settings import BenchSettings
 from ortlab.engines import cache
 from ortlab.engines.base import progress
+from ortlab.settings import REFERENCE
+from ortlab.turns import Spread
 from tests.readme import speed
 
 MODEL = "bert-256/2x128"
@@ -72,7 +74,7 @@ def test_every_cell_has_its_figures(measured: EngineBench) -> None:
         assert len(cell.step_ms) == 3
         assert all(ms > 0 for ms in cell.step_ms)
         assert cell.first_step_s is not None
-        assert len(cell.losses) == len(cell.grad_norms) == 1 + timing.WARMUP + 3
+        assert len(cell.losses) == len(cell.grad_norms) == 1 + turns.WARMUP + 3
         assert not measured.suspect(cell), measured.loss_difference(cell)
     reference = measured.cell(MODEL, *REFERENCE)
     assert reference is not None
@@ -105,8 +107,8 @@ def test_it_leaves_the_process_as_it_was() -> None:
 
 def test_turns_are_shuffled_and_repeatable() -> None:
     keys = list(BenchSettings().cells)
-    orders = list(timing.rounds(keys, 40))
-    assert orders == list(timing.rounds(keys, 40))
+    orders = list(turns.rounds(keys, 40))
+    assert orders == list(turns.rounds(keys, 40))
     assert all(sorted(order) == sorted(keys) for order in orders)
     assert {order[0] for order in orders} == set(keys)
     assert {order[-1] for order in orders} == set(keys)
@@ -116,9 +118,9 @@ def test_all_train_from_the_same_weights_and_keep_them() -> None:
     race = timing.Race(MODEL, BenchSettings(**TINY, engines="eager"), "cpu")
     race.run()
     original, _ = models.build(MODEL, quick=True)
-    assert len(race.steppers) == 2
-    for stepper in race.steppers.values():
-        trained = stepper.state_dict()
+    assert len(race.lanes) == 2
+    for lane in race.lanes.values():
+        trained = lane.stepper.state_dict()
         assert trained["optimizer"]["state"], "the optimizer made no step"
         for name, tensor in original.state_dict().items():
             assert torch.equal(trained["model"][name], tensor), name
@@ -174,7 +176,7 @@ def test_a_cell_that_fails_later_leaves_the_others() -> None:
 
     def listen(line: str) -> None:
         if "round 1 of" in line:
-            broken: Any = race.steppers["eager", "bf16"]
+            broken: Any = race.lanes["eager", "bf16"].stepper
             broken._module.classifier = torch.nn.Linear(3, 2)
 
     token = progress.set(listen)

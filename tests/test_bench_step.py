@@ -19,11 +19,11 @@ import torch
 from ortlab import bench, compat
 from ortlab.bench import parts
 from ortlab.bench.report import MOST_OPERATORS, Operator, StepBench, StepParts
-from ortlab.bench.result import Spread
 from ortlab.bench.settings import StepSettings
 from ortlab.graph.profile_ort import NodeTime
 from ortlab.kernels.choice import Timing
 from ortlab.settings import FinetuneSettings
+from ortlab.turns import Spread
 
 MODEL = "bert-256/2x128"
 # One thread: two of them wait for each other wherever a third computes.

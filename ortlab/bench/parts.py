@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ortlab import history
+from ortlab import history, turns
 from ortlab.bench import models, timing
 from ortlab.bench.machine import Machine, machine
 from ortlab.bench.report import Operator, SessionPhase, StepBench, StepParts
@@ -136,11 +136,11 @@ class Trial:
 
     def race(self) -> list[dict[str, StepParts]]:
         """The rounds that count, after some to warm up; in each of them all have a turn."""
-        orders = timing.rounds((EAGER, ORT, OTHER), timing.WARMUP + self._settings.steps)
-        tell(f"{self._settings.model}: {timing.WARMUP} rounds to warm up")
-        for order in itertools.islice(orders, timing.WARMUP):
+        orders = turns.rounds((EAGER, ORT, OTHER), turns.WARMUP + self._settings.steps)
+        tell(f"{self._settings.model}: {turns.WARMUP} rounds to warm up")
+        for order in itertools.islice(orders, turns.WARMUP):
             step_ms = self._round(order)[EAGER].step_ms
-            self.steps = max(self.steps, timing.enough(step_ms, quick=self._settings.quick))
+            self.steps = max(self.steps, turns.enough(step_ms, quick=self._settings.quick))
         found = []
         began = time.perf_counter()
         for number, order in enumerate(orders, start=1):
@@ -177,7 +177,7 @@ class Trial:
         """ORT's own profile of some steps more, forward and backward alone."""
         tell(f"{self._settings.model}: {self.profiled_steps} steps with ORT's profile")
         taken = Step(self._model, self._args, self._kwargs)
-        with timing.no_gc():
+        with turns.no_gc():
             return profile_ort.profile(taken, self.export, self.profiled_steps, torch.device("cpu"))
 
     def timings(self) -> dict[str, Timing]:
@@ -190,7 +190,7 @@ class Trial:
         gc.collect()
         found = {}
         for name in order:
-            time.sleep(timing.PAUSE_S)
+            time.sleep(turns.PAUSE_S)
             found[name] = self._turn(EAGER) if name == EAGER else self._ort_turn(name)
         return found
 
@@ -219,7 +219,7 @@ class Trial:
     def _turn(self, name: str) -> StepParts:
         stepper, number = self.steppers[name], self.steps
         results = []
-        with timing.no_gc():
+        with turns.no_gc():
             started = time.perf_counter()
             for _ in range(number):
                 results.append(stepper.step([self._batch], lr=0.0))

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ortlab.bench.machine import Machine
-from ortlab.bench.result import Spread, milliseconds, origin, table, warnings
+from ortlab.bench.result import milliseconds, origin, table, warnings
 from ortlab.bench.settings import StepSettings
+from ortlab.turns import Spread
 
 FORM = 1
 MOST_OPERATORS = 12

@@ -10,31 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ortlab.bench.machine import Machine
-from ortlab.bench.settings import REFERENCE, BenchSettings
+from ortlab.bench.settings import BenchSettings
 from ortlab.bench.settings import Cell as Key
+from ortlab.settings import REFERENCE
+from ortlab.turns import Spread
 
 FORM = 1
 _TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2}
 """How far from eager fp32 a mean loss or gradient norm may be, in parts of it, masks apart."""
 _ERRORS = 6
 """Standard errors that dropout's masks are given."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A median with its quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """The spread of one value or more."""
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, low, high)
 
 
 @dataclass(frozen=True)

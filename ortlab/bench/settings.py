@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ortlab.bench.models import MODELS
-from ortlab.settings import ENGINES, KERNELS, PRECISIONS, Settings, setting
+from ortlab.settings import ENGINES, KERNELS, PRECISIONS, REFERENCE, Settings, setting
 
 Cell = tuple[str, str]
 """An engine and a precision."""
-
-REFERENCE: Cell = ("eager", "fp32")
-"""What every other cell is compared with; it is always measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

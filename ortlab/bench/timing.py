@@ -14,13 +14,10 @@ import dataclasses
 import datetime
 import gc
 import itertools
-import math
 import os
-import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -29,22 +26,14 @@ from ortlab import history
 from ortlab.bench import models
 from ortlab.bench.machine import machine
 from ortlab.bench.result import Cell, EngineBench
-from ortlab.bench.settings import REFERENCE, BenchSettings
+from ortlab.bench.settings import BenchSettings
 from ortlab.bench.settings import Cell as Key
-from ortlab.engines.base import Stepper, engine, tell
+from ortlab.engines.base import engine, tell
 from ortlab.engines.torch_native import training_device
 from ortlab.randomness import undisturbed_random
-from ortlab.settings import FinetuneSettings
+from ortlab.settings import REFERENCE, FinetuneSettings
+from ortlab.turns import SHORTEST_MS, WARMUP, Lane, enough, reasons, rounds, take_turns
 
-K = TypeVar("K")
-
-WARMUP = 2
-"""Rounds before the first that counts."""
-SHORTEST_MS = 30
-"""A turn makes as many steps as take so long in eager torch, at most `MOST_STEPS`."""
-MOST_STEPS = 50
-PAUSE_S = 0.02
-"""Before a turn: idle workers of the engine before it stop spinning."""
 _INTERRUPTED = "interrupted before it was timed"
 
 
@@ -110,10 +99,8 @@ class Race:
         self._device = device
         self._model, self._batch = models.build(name, quick=settings.quick)
         self._cells = {key: Cell(name, *key, reason=_INTERRUPTED) for key in settings.cells}
-        self.steppers: dict[Key, Stepper] = {}
+        self.lanes: dict[Key, Lane] = {}
         """Those that run, by cell."""
-        self._losses: dict[Key, list[float]] = {}
-        self._norms: dict[Key, list[float]] = {}
         self._turns = 0
         self.steps = 1
         """Steps of a turn, the same for all cells."""
@@ -122,7 +109,7 @@ class Race:
         """The first step of each cell, rounds to warm up, and the rounds that count."""
         for key in self._settings.cells:
             self._begin(key)
-        orders = rounds(list(self.steppers), WARMUP + self._settings.rounds)
+        orders = rounds(list(self.lanes), WARMUP + self._settings.rounds, seed=models.SEED)
         tell(f"{self.name}: {WARMUP} rounds to warm up")
         for order in itertools.islice(orders, WARMUP):
             self.steps = max(self.steps, self._enough(self._round(order)))
@@ -139,8 +126,8 @@ class Race:
 
     def close(self) -> None:
         """Gives back what the engines hold."""
-        while self.steppers:
-            self.steppers.popitem()[1].close()
+        while self.lanes:
+            self.lanes.popitem()[1].stepper.close()
         self._model = nn.Module()
         gc.collect()
 
@@ -149,20 +136,21 @@ class Race:
         name, precision = key
         tell(f"{self.name}: first step of {name} in {precision}")
         settings = _finetune(key, self._device)
-        self._losses[key], self._norms[key] = [], []
-        with _reason(self, key):
+        with reasons(lambda reason: self.refuse(key, reason)):
             # An engine that cannot run says so before the model is copied.
             chosen = engine(name)
             model = copy.deepcopy(self._model)
-            self._synchronize()
-            started = time.perf_counter()
-            self.steppers[key] = chosen.prepare(model, None, settings)
-            self._turn(key, steps=1)
-            first_s = time.perf_counter() - started
-            report = self.steppers[key].report()
+            lane = Lane(
+                lambda: chosen.prepare(model, None, settings),
+                [self._batch],
+                lr=0.0,
+                seed=self._turns,
+            )
+            self.lanes[key] = lane
+            report = lane.stepper.report()
             self._cells[key] = dataclasses.replace(
                 self._cells[key],
-                first_step_s=first_s,
+                first_step_s=lane.first_step_s,
                 export_s=report.export_s,
                 check_s=report.check_s,
                 remarks=report.remarks,
@@ -170,88 +158,43 @@ class Race:
 
     def _round(self, order: Sequence[Key]) -> dict[Key, float]:
         """Milliseconds of a step for each cell, one turn after the other."""
-        took = {}
-        gc.collect()
         self._turns += 1
-        for key in order:
-            if key in self.steppers:
-                time.sleep(PAUSE_S)
-                with _reason(self, key):
-                    took[key] = self._turn(key, steps=self.steps)
-        return took
+        going = [key for key in order if key in self.lanes]
+        return take_turns(going, self._turn, self.refuse)
 
-    def _turn(self, key: Key, *, steps: int) -> float:
-        """Milliseconds of a step. Cells that draw dropout as eager torch does get its masks."""
-        stepper = self.steppers[key]
-        torch.manual_seed(self._turns)
-        with no_gc():
-            started = time.perf_counter()
-            for _ in range(steps):
-                result = stepper.step([self._batch], lr=0.0)
-            self._synchronize()
-            took_s = time.perf_counter() - started
-        assert result.grad_norm is not None
-        self._losses[key].append(float(result.loss))
-        self._norms[key].append(float(result.grad_norm))
-        return took_s / steps * 1e3
+    def _turn(self, key: Key) -> float:
+        return self.lanes[key].turn([[self._batch]] * self.steps, seed=self._turns)
 
     def _enough(self, took: dict[Key, float]) -> int:
         """Steps that make a turn of eager torch long enough to time."""
         step_ms = took.get(REFERENCE, SHORTEST_MS)
         return enough(step_ms, quick=self._settings.quick)
 
-    def _synchronize(self) -> None:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-
     def refuse(self, key: Key, reason: str) -> None:
         """Leaves a cell out from now on."""
         tell(f"{self.name}: {key[0]} in {key[1]} does not run: {reason}")
         self._cells[key] = Cell(self.name, *key, reason=reason)
-        if (stepper := self.steppers.pop(key, None)) is not None:
-            stepper.close()
+        if (lane := self.lanes.pop(key, None)) is not None:
+            lane.stepper.close()
 
     def _cell(self, key: Key) -> Cell:
         cell = self._cells[key]
         step_ms = tuple(took[key] for took in self.rounds if key in took)
-        if key not in self.steppers or not step_ms:
+        if key not in self.lanes or not step_ms:
             return cell
         return dataclasses.replace(
             cell,
             reason=None,
             steps_per_turn=self.steps,
             step_ms=step_ms,
-            losses=tuple(self._losses[key]),
-            grad_norms=tuple(self._norms[key]),
+            losses=tuple(self.lanes[key].losses),
+            grad_norms=tuple(self.lanes[key].grad_norms),
         )
-
-
-def enough(step_ms: float, *, quick: bool) -> int:
-    """Steps of a turn of eager torch that is long enough to time; one where it is quick."""
-    wanted = 1 if quick else math.ceil(SHORTEST_MS / step_ms)
-    return min(wanted, MOST_STEPS)
-
-
-def rounds(keys: Sequence[K], number: int, *, seed: int = models.SEED) -> Iterator[list[K]]:
-    """The order of turns in each of `number` rounds, shuffled by `seed`."""
-    shuffled = random.Random(seed)
-    for _ in range(number):
-        yield shuffled.sample(keys, len(keys))
 
 
 def _finetune(key: Key, device: str) -> FinetuneSettings:
     # Without the cache of exports: its first step would not be the first.
     return FinetuneSettings(engine=key[0], precision=key[1], cache=False, device=device)
-
-
-@contextlib.contextmanager
-def _reason(race: Race, key: Key) -> Iterator[None]:
-    """What a cell raises is its reason, and the others go on."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - engines and compilers raise anything; it is shown
-        lines = str(error).strip().splitlines()
-        race.refuse(key, lines[0] if lines else type(error).__name__)
 
 
 def _load(settings: BenchSettings, device: str) -> None:
@@ -306,15 +249,3 @@ def _empty_cache() -> Iterator[None]:
             os.environ.pop(variable)
             if before is not None:
                 os.environ[variable] = before
-
-
-@contextlib.contextmanager
-def no_gc() -> Iterator[None]:
-    """Python collects no garbage meanwhile."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -26,7 +26,7 @@ def svg(rows: Sequence[Row], series: Series) -> str:
     parts, top = list(_legend(used, series)), LEGEND
     for label, bars in rows:
         middle = top + len(bars) * BAR / 2
-        parts.append(_text(LABELS - 8, middle, _fitting(label), anchor="end"))
+        parts.append(text(LABELS - 8, middle, _fitting(label), anchor="end"))
         for bar in bars:
             parts += _bar(top, bar, series, scale)
             top += BAR
@@ -62,17 +62,17 @@ def _address(picture: str) -> str:
 def _legend(names: Sequence[str], series: Series) -> Iterator[str]:
     left = float(LABELS)
     for name in names:
-        yield _box(left, 4, 10, 10, series[name])
-        yield _text(left + 14, 9, name)
+        yield box(left, 4, 10, 10, series[name])
+        yield text(left + 14, 9, name)
         left += 28 + 0.6 * FONT * len(name)
 
 
 def _bar(top: float, bar: Mapping[str, float], series: Series, scale: float) -> Iterator[str]:
     left = float(LABELS)
     for name, us in bar.items():
-        yield _box(left, top, us * scale, BAR - 1, series[name])
+        yield box(left, top, us * scale, BAR - 1, series[name])
         left += us * scale
-    yield _text(left + 4, top + BAR / 2, f"{sum(bar.values()) / 1000:.2f} ms", size=FONT - 2)
+    yield text(left + 4, top + BAR / 2, f"{sum(bar.values()) / 1000:.2f} ms", size=FONT - 2)
 
 
 def _fitting(label: str) -> str:
@@ -80,7 +80,8 @@ def _fitting(label: str) -> str:
     return label if len(label) <= LETTERS else "\N{HORIZONTAL ELLIPSIS}" + label[1 - LETTERS :]
 
 
-def _box(x: float, y: float, width: float, height: float, look: tuple[str, float]) -> str:
+def box(x: float, y: float, width: float, height: float, look: tuple[str, float]) -> str:
+    """A rectangle in SVG; `look` is its colour and opacity."""
     colour, opacity = look
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.0):.1f}" height="{height}" '
@@ -88,8 +89,9 @@ def _box(x: float, y: float, width: float, height: float, look: tuple[str, float
     )
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = FONT) -> str:
+def text(x: float, y: float, words: str, *, anchor: str = "start", size: int = FONT) -> str:
+    """Words in SVG, their middle at the height `y`."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" fill="{TEXT}" font-size="{size}" text-anchor="{anchor}" '
-        f'dominant-baseline="central">{html.escape(text)}</text>'
+        f'dominant-baseline="central">{html.escape(words)}</text>'
     )

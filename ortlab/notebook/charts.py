@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anywidget
 import numpy as np
@@ -191,6 +191,14 @@ def _json(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
+class Ending(Protocol):
+    """What comes to its end: a run, a race."""
+
+    def over(self) -> bool:
+        """Whether it has."""
+        ...
+
+
 class Pump:
     """Calls `draw` a few times a second until the run is over, then `finish`, in one thread.
 
@@ -206,7 +214,7 @@ class Pump:
     AWAKE_PERIOD_S = 0.1
 
     def __init__(
-        self, watched: Watched, draw: Callable[[], None], finish: Callable[[], None]
+        self, watched: Ending, draw: Callable[[], None], finish: Callable[[], None]
     ) -> None:
         self._watched = watched
         self._draw = draw
@@ -406,7 +414,7 @@ class Live:
     """
 
     def __init__(
-        self, shell: Any, watched: Watched, pump: Pump, stop: Callable[[], None] = lambda: None
+        self, shell: Any, watched: Ending, pump: Pump, stop: Callable[[], None] = lambda: None
     ) -> None:
         self._shell = shell
         self._watched = watched

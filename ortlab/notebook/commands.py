@@ -13,12 +13,16 @@ from IPython.core.magic_arguments import MagicArgumentParser
 from ortlab.graph import STAGES
 from ortlab.settings import (
     LOSSES,
+    NOT_RACED,
+    NOT_TUNED,
     Declaration,
     EngineSettings,
     FinetuneSettings,
     ProfileSettings,
+    RaceSettings,
     RecomputeSettings,
     Settings,
+    TuneSettings,
     unknown_name,
 )
 
@@ -74,6 +78,8 @@ class Command:
     more: str = ""
     positionals: tuple[Positional, ...] = ()
     settings: type[Settings] | None = None
+    besides: tuple[Declaration, ...] = ()
+    """Settings that it takes of another set."""
     extra: tuple[Option, ...] = ()
     parser: MagicArgumentParser = field(init=False, repr=False, compare=False)
 
@@ -98,7 +104,7 @@ class Command:
     def options(self) -> dict[str, Option]:
         """Every option by its flag."""
         declared = () if self.settings is None else self.settings.declarations().values()
-        options = (*self.extra, *map(_option, declared))
+        options = (*self.extra, *map(_option, (*declared, *self.besides)))
         return {option.flag: option for option in options}
 
     @property
@@ -202,6 +208,11 @@ WRAP = Command(
     settings=EngineSettings,
 )
 
+_RACED, _TUNED = (
+    tuple(d for name, d in FinetuneSettings.declarations().items() if name not in without)
+    for without in (NOT_RACED, NOT_TUNED)
+)
+
 _RUN = (Positional("run", "run", "a run's name; without it the last run", "?"),)
 
 COMMANDS = {
@@ -226,6 +237,31 @@ COMMANDS = {
                 Option("--eval-data", "the data that it is evaluated on", kind="loader"),
                 Option("--resume-from", "the file of a checkpoint to go on from"),
             ),
+        ),
+        Command(
+            "race",
+            "Train copies of a model in several set-ups side by side: which is fastest here.",
+            "`race = %ort race model data` returns at once, `await race` waits for the end; "
+            "race.settings are the best one's, race.apply() has its run take them.",
+            (
+                Positional("model", "model", "the model, wrapped or not; it stays as it is"),
+                Positional("data", "loader", "its data: a loader, a dataset, a list of batches"),
+            ),
+            settings=RaceSettings,
+            besides=_RACED,
+        ),
+        Command(
+            "tune",
+            "Search engine, precision and micro-batch for those that train a model fastest here.",
+            "The global batch stays the same. `tune = %ort tune model data` returns at once, "
+            "`await tune` waits; tune.settings are the best, tune.apply() has its next run take "
+            "them.",
+            (
+                Positional("model", "model", "the model, wrapped or not; it stays as it is"),
+                Positional("data", "loader", "its data; micro-batches are searched for a Dataset"),
+            ),
+            settings=TuneSettings,
+            besides=_TUNED,
         ),
         Command(
             "graph",
@@ -308,7 +344,9 @@ COMMANDS = {
         Command("runs", "List the runs of this kernel."),
         Command("pause", "Pause a run after the step in flight.", positionals=_RUN),
         Command("resume", "Let a paused run go on.", positionals=_RUN),
-        Command("stop", "Stop a run after the step in flight.", positionals=_RUN),
+        Command(
+            "stop", "Stop a run, a race or a search after the step in flight.", positionals=_RUN
+        ),
         Command(
             "cache",
             "Show how many exported graphs are cached, and where.",

@@ -49,9 +49,10 @@ class Names:
     def of(self, kind: str) -> list[str]:
         """The names of every `kind`: model, wrapped, loader, batch, loss, run or target."""
         if kind == "run":
-            return [run.name for run in session.runs if not run.over()]
+            runs = [run.name for run in session.runs if not run.over()]
+            return runs + [search.name for search in session.searches if not search.over()]
         if kind == "target":
-            return [*self.of("model"), *self.of("run")]
+            return [*self.of("model"), *(run.name for run in session.runs if not run.over())]
         holds: dict[str, Callable[[Any], bool]] = {
             "model": is_model,
             "wrapped": lambda value: session.wrapped.entry(value) is not None,

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from ortlab.graph.recompute import RecomputePlans
     from ortlab.notebook.charts import Live
     from ortlab.runs import Run
+    from ortlab.search.race import Race
+    from ortlab.search.result import RaceResult
+    from ortlab.search.tune import Tune, TuneResult
     from ortlab.telemetry import Watched
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,22 @@ class OrtMagics(Magics):
             **settings,
         )
 
+    def _race(self, given: Given) -> Race:
+        return self._searched(session.race, given)
+
+    def _tune(self, given: Given) -> Tune:
+        return self._searched(session.tune, given)
+
+    def _searched(self, search: Callable[..., S], given: Given) -> S:
+        settings = dict(given.settings)
+        loss = settings.pop("loss", None)
+        return search(
+            model_called(given.words["model"], self._ip.user_ns),
+            self._value("loader", given.words["data"]),
+            loss=self._loss(loss),
+            **settings,
+        )
+
     def _graph(self, given: Given) -> Graphs | Stage | Table[tuple[str, int, int]]:
         model = model_called(given.words["model"], self._ip.user_ns)
         with _progress():
@@ -268,6 +289,10 @@ class OrtMagics(Magics):
         print(f"{run.name} goes on")
 
     def _stop(self, given: Given) -> None:
+        if (search := self._search_alive(given)) is not None:
+            search.stop()
+            print(f"{search.name} stops after the turn in flight and keeps what it has")
+            return
         run = self._run_alive(given)
         run.stop()
         print(f"{run.name} stops after the step in flight and keeps its weights")
@@ -278,6 +303,13 @@ class OrtMagics(Magics):
 
     def _doctor(self, given: Given) -> Table[Finding]:  # noqa: ARG002
         return check_setup()
+
+    def _search_alive(self, given: Given) -> Race | Tune | None:
+        """The race or search that was named, by its name or the user's, or that goes on."""
+        name = given.words["run"]
+        value = None if name is None else self._ip.user_ns.get(name)
+        going = (search for search in session.searches if not search.over())
+        return next((s for s in going if name is None or s is value or s.name == name), None)
 
     def _run_alive(self, given: Given) -> Run:
         """The run that was named, by its own name or the user's; ValueError when it is over."""
@@ -374,6 +406,10 @@ class Extension:
         """What is being shown, and goes with the extension."""
         self._displays: dict[tuple[str, str], Callable[[Any], None]] = {
             ("ortlab.runs", "Run"): self._display,
+            ("ortlab.search.race", "Race"): self._display,
+            ("ortlab.search.result", "RaceResult"): self._display_result,
+            ("ortlab.search.tune", "Tune"): self._display,
+            ("ortlab.search.tune", "TuneResult"): self._display_result,
             ("ortlab.graph.capture", "Graphs"): _display_graphs,
             ("ortlab.graph.capture", "Stage"): _display_stage,
             ("ortlab.graph.recompute", "RecomputePlans"): _display_plans,
@@ -416,13 +452,17 @@ class Extension:
         assert formatter is not None
         return formatter.ipython_display_formatter
 
-    def _show(self, watched: Watched) -> None:
-        """The session's viewer: the charts, in the cell that is running."""
-        from ortlab.notebook import charts
+    def _show(self, watched: Watched | Race | Tune) -> None:
+        """The session's viewer: charts or a table, in the cell that is running."""
+        from ortlab.notebook import charts, searchview
+        from ortlab.search.background import Background
 
         self._shown.add(watched)
         try:
-            live = charts.follow(watched)
+            if isinstance(watched, Background):
+                live = searchview.follow(watched)
+            else:
+                live = charts.follow(watched)
         except RuntimeError as error:
             # A package that was installed without its JavaScript still trains.
             print(f"no charts: {error}")
@@ -430,10 +470,18 @@ class Extension:
         if live is not None:
             self._live.append(live)
 
-    def _display(self, run: Run) -> None:
-        """A run as a cell's value: its charts, unless this cell has started it and shows them."""
+    def _display(self, run: Run | Race | Tune) -> None:
+        """A run or a race as a cell's value, unless this cell has started it and shows it."""
         if run not in self._shown:
             self._show(run)
+
+    def _display_result(self, result: RaceResult | TuneResult) -> None:
+        """What ``await race`` gave, unless this cell shows the race."""
+        from ortlab.notebook import searchview
+
+        shown = [search for search in session.searches if search in self._shown]
+        if not any(repr(search.standing) == repr(result) for search in shown):
+            searchview.show(result)
 
     def _forget(self, _: object) -> None:
         self._shown.clear()

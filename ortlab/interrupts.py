@@ -1,0 +1,45 @@
+"""Ctrl-C, and a notebook's stop button, heard while something is awaited."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+
+class Interrupts:
+    """Hears SIGINT while a wait goes on, and hands it on to who handled it before.
+
+    ipykernel and asyncio.run make an interrupt a cancellation of the cell's or the main task, and
+    a task that is cancelled cannot tell that from a timeout: asyncio.timeout cancels the very same
+    task. The signal itself tells. Outside the main thread, where none arrives, nothing is heard.
+    """
+
+    def __init__(self) -> None:
+        self.heard = False
+        self._over = False
+        self._before: Callable[[int, FrameType | None], Any] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.heard = True
+        if self._before is not None:
+            self._before(number, frame)
+
+    def __enter__(self) -> Self:
+        before = signal.getsignal(signal.SIGINT)
+        # Without a handler in Python an interrupt is ignored, or ends the process: so it stays.
+        if threading.current_thread() is threading.main_thread() and callable(before):
+            self._before = before
+            signal.signal(signal.SIGINT, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        if threading.current_thread() is not threading.main_thread():
+            return
+        # Waits end in any order: who is over lies below one that still hears, and goes with it.
+        # A handler that somebody else has set meanwhile (the kernel, after the cell) stays.
+        while isinstance(top := signal.getsignal(signal.SIGINT), Interrupts) and top._over:
+            signal.signal(signal.SIGINT, top._before)

@@ -1,0 +1,307 @@
+"""What a search measures next, and what it leaves out because it cannot win or cannot fit.
+
+Nothing here knows models or clocks: a `Track` measures, and `Search` decides.
+
+Of engine, precision and micro-batch the speeds go roughly as products: how a precision changes the
+speed of one engine, and a micro-batch that of one set-up, bounds what they do to others. So one
+set-up, which costs little to begin, is measured at every micro-batch; of the others first one
+precision each at the best of these; and the rest only where the bound reaches the leader.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+SLACK = 1.3
+"""How far speeds are from products: a bound is so many times what the product says."""
+NEAR = 1.05
+"""A set-up that takes long to begin tries another micro-batch if it is so near to the leader."""
+MARGIN = 1.03
+"""Whoever has not come so near to the leader in any of its rounds is left out."""
+FIRST = 2
+"""Rounds that a candidate has when it is first measured."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine with a precision; with ``recompute`` it keeps fewer activations and is slower."""
+
+    engine: str
+    precision: str
+    recompute: str | None = None
+
+    def __str__(self) -> str:
+        again = f" recompute {self.recompute}" if self.recompute else ""
+        return f"{self.engine} {self.precision}{again}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A set-up at a micro-batch of ``micro`` samples."""
+
+    setup: Setup
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.setup}, {self.micro} at a time"
+
+
+@dataclass
+class Found:
+    """What is known of a candidate: its rates in all rounds, and why it was not measured further.
+
+    ``state`` is "waits", "measured", "left out" or "failed".
+    """
+
+    rates: list[float] = field(default_factory=list)
+    state: str = "waits"
+    reason: str = ""
+
+    @property
+    def rate(self) -> float:
+        """The median; 0 where it was not measured."""
+        return statistics.median(self.rates) if self.rates else 0.0
+
+
+class Track(Protocol):
+    """What measures. A candidate that fails raises nothing and has no rates from then on."""
+
+    def begin(self, setup: Setup, micro: int) -> str | None:
+        """Has a set-up make its first step at a micro-batch; why it cannot, or None."""
+        ...
+
+    def rounds(
+        self, candidates: Sequence[Candidate], number: int
+    ) -> Mapping[Candidate, Sequence[float]]:
+        """Rates of `candidates`, in turn, in `number` rounds, after one to warm up."""
+        ...
+
+    def too_large(self, candidate: Candidate) -> str | None:
+        """Why a candidate does not fit into memory, as far as that can be said; None if it may."""
+        ...
+
+    def slow_to_begin(self, setup: Setup) -> bool:
+        """Whether a set-up takes long to begin, with another micro-batch too."""
+        ...
+
+    def forgets(self, setup: Setup) -> bool:
+        """Whether a set-up can recompute: whether a graph says what it takes."""
+        ...
+
+
+class Search:
+    """The search: `run` measures on a track until one candidate is ahead. `found` is all of it."""
+
+    def __init__(
+        self,
+        setups: Sequence[Setup],
+        sizes: Sequence[int],
+        track: Track,
+        *,
+        rounds: int = 8,
+        recompute: str | None = None,
+    ) -> None:
+        self.setups = list(setups)
+        self.sizes = sorted(sizes)
+        self._track = track
+        self._rounds = rounds
+        self._recompute = recompute
+        self.found = {
+            Candidate(setup, micro): Found() for setup in self.setups for micro in self.sizes
+        }
+        self._shape: dict[int, float] = {}
+        """The speed of the first set-up by micro-batch, in parts of its best."""
+        self._begun: dict[Setup, str | None] = {}
+
+    def best(self) -> Candidate | None:
+        """Who is ahead; None before anyone was measured."""
+        going = [c for c, found in self.found.items() if found.state == "measured"]
+        return max(going, key=lambda c: self.found[c].rate, default=None)
+
+    def run(self) -> None:
+        """Measures, leaves out, and measures again until the rounds are made."""
+        self._all_sizes(self.setups[0])
+        anchor = max(self._shape, key=lambda micro: self._shape[micro], default=self.sizes[0])
+        first, later = self._by_engine()
+        for setup in first:
+            self._one_size(setup, anchor)
+        for setup in later:
+            if self._can_win(setup, anchor):
+                self._one_size(setup, anchor)
+        self._other_sizes(anchor)
+        self._forgetful(anchor)
+        self._finals()
+
+    # ---- the parts -------------------------------------------------------------------------------
+
+    def _all_sizes(self, setup: Setup) -> None:
+        """From the smallest micro-batch up, so that the next one's memory is known before."""
+        for micro in self.sizes:
+            self._measure(Candidate(setup, micro))
+        rates = {micro: self.found[Candidate(setup, micro)].rate for micro in self.sizes}
+        best = max(rates.values())
+        self._shape = {micro: rate / best for micro, rate in rates.items() if rate}
+
+    def _by_engine(self) -> tuple[list[Setup], list[Setup]]:
+        """The set-ups to begin with, and those that the first ones bound.
+
+        All of the first engine, whose precisions are the measure for others'; of the others one
+        each, in the precision that is fastest there.
+        """
+        reference = self.setups[0].engine
+        own = [s for s in self.setups[1:] if s.engine == reference]
+        others = [s for s in self.setups if s.engine != reference]
+        # Measured now, since the order of the others goes by it.
+        anchor = max(self._shape, key=lambda micro: self._shape[micro], default=self.sizes[0])
+        for setup in own:
+            self._one_size(setup, anchor)
+        others.sort(key=lambda s: -self._rate_of_precision(s.precision, anchor))
+        first = {setup.engine: setup for setup in reversed(others)}
+        return list(first.values()), [s for s in others if s not in first.values()]
+
+    def _rate_of_precision(self, precision: str, anchor: int) -> float:
+        known = self.found.get(Candidate(Setup(self.setups[0].engine, precision), anchor))
+        return known.rate if known else 0.0
+
+    def _one_size(self, setup: Setup, micro: int) -> None:
+        leader = self.best()
+        self._measure(Candidate(setup, micro), beside=leader)
+
+    def _can_win(self, setup: Setup, anchor: int) -> bool:
+        """Whether the same engine's other precision leaves it a chance; says so where not."""
+        leader = self.best()
+        others = [
+            s
+            for s in self.setups
+            if s.engine == setup.engine and self.found[Candidate(s, anchor)].rates
+        ]
+        ours = self._rate_of_precision(setup.precision, anchor)
+        if leader is None or not others or not ours:
+            return True
+        other = others[0]
+        theirs = self._rate_of_precision(other.precision, anchor)
+        expected = self.found[Candidate(other, anchor)].rate * ours / theirs if theirs else 0.0
+        if not theirs or expected * SLACK >= self.found[leader].rate:
+            return True
+        ahead = self.found[leader].rate / expected
+        self._leave_out(
+            (Candidate(setup, micro) for micro in self.sizes),
+            f"cannot win: {leader} is about {ahead:.1f} times as fast as {other} says of it",
+        )
+        return False
+
+    def _other_sizes(self, anchor: int) -> None:
+        """The other micro-batches of the set-ups that may win with one."""
+        for setup in self._fastest_first(anchor):
+            at_anchor = self.found[Candidate(setup, anchor)]
+            for micro in sorted(self.sizes, key=lambda micro: -self._shape.get(micro, 1.0)):
+                candidate, leader = Candidate(setup, micro), self.best()
+                assert leader is not None
+                if self.found[candidate].state != "waits":
+                    continue
+                # Of a micro-batch that was too large for the first set-up nothing is known.
+                expected = at_anchor.rate * self._shape.get(micro, 1.0)
+                slow = self._track.slow_to_begin(setup)
+                if expected * (NEAR if slow else SLACK) < self.found[leader].rate:
+                    told = f"cannot win: {expected:.3g} samples/s expected, {leader} has more"
+                    self._leave_out([candidate], told)
+                else:
+                    self._measure(candidate, beside=leader)
+        self._leave_out(
+            [c for c, found in self.found.items() if found.state == "waits"],
+            "its set-up was not measured at the micro-batch that is best for others",
+        )
+
+    def _fastest_first(self, anchor: int) -> list[Setup]:
+        measured = [s for s in self.setups if self.found[Candidate(s, anchor)].rates]
+        return sorted(measured, key=lambda s: -self.found[Candidate(s, anchor)].rate)
+
+    def _forgetful(self, anchor: int) -> None:
+        """Recomputation costs time at every micro-batch: it is tried for those that do not fit."""
+        if self._recompute is None:
+            return
+        for setup in self._fastest_first(anchor):
+            unfit = [m for m in self.sizes if self._track.too_large(Candidate(setup, m))]
+            if not unfit or not self._track.forgets(setup):
+                continue
+            again = Setup(setup.engine, setup.precision, self._recompute)
+            self.setups.append(again)
+            self.found |= {Candidate(again, micro): Found() for micro in unfit}
+            for micro in unfit:
+                self._measure(Candidate(again, micro), beside=self.best())
+
+    def _finals(self) -> None:
+        """Rounds among those that may still win, and more of them for fewer."""
+        number, made = FIRST, FIRST
+        while made < self._rounds:
+            left = self._in_reach()
+            if len(left) < 2:
+                return
+            number = min(2 * number, self._rounds - made)
+            self._take(left, number, again=True)  # all are compared in the same rounds
+            made += number
+
+    def _in_reach(self) -> list[Candidate]:
+        leader = self.best()
+        if leader is None:
+            return []
+        ahead = self.found[leader].rate
+        going = [c for c, found in self.found.items() if found.state == "measured"]
+        left = [c for c in going if max(self.found[c].rates) * MARGIN >= ahead]
+        for candidate in going:
+            if candidate not in left:
+                reason = f"behind {leader} in every round"
+                self._leave_out([candidate], reason)
+        return left
+
+    # ---- measuring -------------------------------------------------------------------------------
+
+    def _measure(self, candidate: Candidate, *, beside: Candidate | None = None) -> None:
+        """The first rounds of a candidate, beside the leader's."""
+        setup = candidate.setup
+        if (reason := self._track.too_large(candidate)) is not None:
+            self._leave_out([candidate], reason)
+            return
+        if setup not in self._begun:
+            self._begun[setup] = self._track.begin(setup, candidate.micro)
+        if (reason := self._begun[setup]) is not None:
+            for micro in self.sizes:
+                if (known := self.found.get(Candidate(setup, micro))) is not None:
+                    known.state, known.reason = "failed", reason
+            return
+        # What was not known before it began: the plan of its graph.
+        if (reason := self._track.too_large(candidate)) is not None:
+            self._leave_out([candidate], reason)
+            return
+        self._take([candidate] if beside is None else [beside, candidate], FIRST)
+        if (reason := self._track.too_large(candidate)) is not None:
+            self._leave_out([candidate], reason)
+
+    def _take(self, candidates: Sequence[Candidate], number: int, *, again: bool = False) -> None:
+        """Rounds of `candidates`, which count with those before, or `again` in their place."""
+        made = self._track.rounds(candidates, number)
+        for candidate in candidates:
+            found = self.found[candidate]
+            if rates := made.get(candidate):
+                found.rates = [*rates] if again else [*found.rates, *rates]
+                found.state = "measured"
+            else:
+                found.state, found.reason = "failed", "failed in a round"
+
+    def _leave_out(self, candidates: Iterable[Candidate], reason: str) -> None:
+        for candidate in candidates:
+            found = self.found[candidate]
+            if found.state in ("waits", "measured"):
+                found.state, found.reason = "left out", reason
+
+
+def settings_of(candidate: Candidate, samples: int) -> dict[str, Any]:
+    """What a run has to be told to train as `candidate`, `samples` in an optimizer step."""
+    setup = candidate.setup
+    found: dict[str, Any] = {"engine": setup.engine, "precision": setup.precision}
+    if setup.recompute is not None:
+        found["recompute"] = setup.recompute
+    return found | {"batch_size": candidate.micro, "accumulation": samples // candidate.micro}

@@ -1,0 +1,173 @@
+"""What `ortlab.tune` ends on, beside a race of all that it chose from: python -m tests.bench.tune
+
+The grid: every engine in every precision at every micro-batch, each on a copy of its own. Its time
+and the search's are wall-clock, in one process after another, with nothing cached on disk for
+either. Then the two winners take turns again. The bar: the search's winner is the grid's, or within
+5% of it in those turns, in less than a third of the grid's time. `--json FILE` keeps all figures;
+`-` prints them. Wants a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import transformers
+from torch.utils.data import Dataset
+
+WORDS = 8000
+BAR, SHARE = 0.05, 1 / 3
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Made-up tokens with a class."""
+
+    def __init__(self, number: int, tokens: int) -> None:
+        made = torch.Generator().manual_seed(0)
+        self._ids = torch.randint(WORDS, (number, tokens), generator=made)
+        self._labels = torch.randint(2, (number,), generator=made)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._ids[at], "labels": self._labels[at]}
+
+
+def _model(width: int, layers: int) -> transformers.BertForSequenceClassification:
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=WORDS,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=max(1, width // 64),
+            intermediate_size=4 * width,
+        )
+    )
+
+
+def _settings(given: argparse.Namespace) -> Any:
+    from ortlab.settings import TuneSettings
+
+    return TuneSettings(engines=given.engines, global_batch=given.batch, sizes=given.sizes)
+
+
+def _candidates(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    from ortlab.search.prune import Candidate, settings_of
+    from ortlab.search.tune import setups_of
+
+    sizes = [given.batch >> place for place in range(given.sizes)]
+    candidates = [Candidate(s, micro) for s in setups_of(_settings(given)) for micro in sizes]
+    return {str(each): settings_of(each, given.batch) for each in candidates}
+
+
+def _grid(given: argparse.Namespace, field: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    import time
+
+    from ortlab.search.race import Race
+    from ortlab.settings import RaceSettings
+
+    # With its own limit torch would run the last of so many compiled cells as eager torch.
+    torch._dynamo.config.recompile_limit = 64
+    model, data = _model(given.width, given.layers), Sentences(8 * given.batch, given.tokens)
+    began = time.perf_counter()
+    race = Race(
+        model,
+        data,
+        RaceSettings(rounds=given.rounds),
+        shared={"batch_size": given.batch, "device": "cpu", "cache": False},
+        field=field,
+    )
+    race.start()
+    result = race.result()
+    return {"took_s": time.perf_counter() - began, "result": result.to_dict()}
+
+
+def _tune(given: argparse.Namespace) -> dict[str, Any]:
+    import ortlab
+
+    model, data = _model(given.width, given.layers), Sentences(8 * given.batch, given.tokens)
+    asked = {"engines": given.engines, "global_batch": given.batch, "sizes": given.sizes}
+    result = ortlab.tune(model, data, device="cpu", cache=False, **asked).result()
+    return {"took_s": result.took_s, "result": result.to_dict()}
+
+
+def _apart(part: str, *more: str) -> dict[str, Any]:
+    """What this script says of a part, in a process that finds nothing compiled or exported."""
+    with tempfile.TemporaryDirectory(prefix="ortlab-tune-", ignore_cleanup_errors=True) as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.bench.tune", *sys.argv[1:], "--part", part, *more],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _compare(given: argparse.Namespace) -> dict[str, Any]:
+    grid = _apart("grid")
+    tune = _apart("tune")
+    best = {"grid": grid["result"]["best"], "tune": tune["result"]["best"]}
+    again, ratio = None, 1.0
+    if best["grid"] != best["tune"]:
+        again = _apart("again", "--label", best["grid"], "--label", best["tune"])
+        ours = {cell["label"]: cell["step_ms"] for cell in again["result"]["cells"]}
+        pairs = zip(ours[best["grid"]], ours[best["tune"]], strict=True)
+        ratio = statistics.median(theirs / mine for theirs, mine in pairs)
+    share = tune["took_s"] / grid["took_s"]
+    return {
+        "settings": vars(given),
+        "best": best,
+        "speed_of_tunes_best_beside_the_grids": ratio,
+        "grid_s": grid["took_s"],
+        "tune_s": tune["took_s"],
+        "share_of_the_grids_time": share,
+        "within_the_bar": ratio >= 1 - BAR and share < SHARE,
+        "busy": grid["result"]["machine"]["load"],
+        "grid": grid,
+        "tune": tune,
+        "again": again,
+    }
+
+
+def main() -> int:
+    """Compares, or does a part of it; the exit status is 1 where the bar is missed."""
+    parser = argparse.ArgumentParser("tests.bench.tune", description=__doc__)
+    parser.add_argument("--engines", default="eager,compile,ort")
+    for name, default in (("width", 256), ("layers", 4), ("tokens", 64), ("batch", 32)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sizes", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--part", choices=("grid", "tune", "again"), help=argparse.SUPPRESS)
+    parser.add_argument("--label", action="append", default=[], help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.part is not None:
+        field = _candidates(given)
+        if given.part == "again":
+            field = {label: field[label] for label in given.label}
+        print(json.dumps(_tune(given) if given.part == "tune" else _grid(given, field)))
+        return 0
+    found = _compare(given)
+    figures = json.dumps(found, indent=1)
+    if given.json not in (None, "-"):
+        Path(given.json).write_text(f"{figures}\n")
+    head = {name: found[name] for name in found if name not in ("grid", "tune", "again")}
+    print(figures if given.json == "-" else json.dumps(head, indent=1))
+    return 0 if found["within_the_bar"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
