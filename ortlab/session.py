@@ -262,7 +262,7 @@ class Session:
             if model is None:
                 raise ValueError("nobody holds the model any more")
             told = ", ".join(f"{name}={value}" for name, value in changes.items())
-            if (run := self._training(model)) is not None:
+            if (run := self.training(model)) is not None:
                 run.apply(**changes)
                 return f"{run.name} goes on with {told}"
             self._preferred[model] = {n: v for n, v in settings.items() if n != "loss"}

@@ -382,6 +382,7 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
         ({"lrr": 1.0}, "unknown setting 'lrr': .*did you mean 'lr'"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"engine": "ort", "precision": "bf16", "kernels": "ort"}, "needs torch's kernels"),
+        ({"recompute": "layers"}, "recompute='layers' is for engine 'ort'"),
         ({"engine": "ort", "precision": "fp16"}, "ORT's CPU kernels take float16 as float32"),
         ({"precision": "tf32"}, "is for CUDA devices"),
     ],

@@ -51,11 +51,13 @@ class Capabilities:
     """What an engine can do beyond one process with all of a model in its memory.
 
     ``most_workers`` is the largest number of processes that train together (None is any number),
-    ``zero_stages`` are those of ZeRO that it knows.
+    ``zero_stages`` are those of ZeRO that it knows, ``recompute`` says whether its backward pass can
+    compute activations again.
     """
 
     most_workers: int | None = 1
     zero_stages: tuple[int, ...] = (0,)
+    recompute: bool = False
 
     def refuses(self, engine: str, settings: EngineSettings) -> str | None:
         """Why an `engine` with these cannot run under `settings`; None when it can."""
@@ -70,6 +72,11 @@ class Capabilities:
             return (
                 f"zero_stage={stage}: engine {engine!r} has no workers to share anything out to "
                 "so far; leave zero_stage out"
+            )
+        if settings.recompute != "off" and not self.recompute:
+            return (
+                f"recompute={settings.recompute!r} is for engine 'ort'; choose recompute='off' with "
+                f"engine {engine!r}"
             )
         return None
 

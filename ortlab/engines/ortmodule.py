@@ -36,7 +36,7 @@ class Ort:
     """ORTModule on today's torch, checked against eager torch."""
 
     name = "ort"
-    capabilities = Capabilities()
+    capabilities = Capabilities(recompute=True)
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""

@@ -9,7 +9,7 @@ import html
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import ipywidgets  # type: ignore[import-untyped]
+import ipywidgets
 
 from ortlab.graph.memory import memory
 from ortlab.graph.recompute import OFF, signed
