@@ -51,8 +51,8 @@ class Capabilities:
     """What an engine can do beyond one process with all of a model in its memory.
 
     ``most_workers`` is the largest number of processes that train together (None is any number),
-    ``zero_stages`` are those of ZeRO that it knows, ``recompute`` says whether its backward pass can
-    compute activations again.
+    ``zero_stages`` are those of ZeRO that it knows, ``recompute`` says whether its backward pass
+    can compute activations again.
     """
 
     most_workers: int | None = 1
@@ -75,8 +75,8 @@ class Capabilities:
             )
         if settings.recompute != "off" and not self.recompute:
             return (
-                f"recompute={settings.recompute!r} is for engine 'ort'; choose recompute='off' with "
-                f"engine {engine!r}"
+                f"recompute={settings.recompute!r} is for engine 'ort'; choose recompute='off' "
+                f"with engine {engine!r}"
             )
         return None
 
