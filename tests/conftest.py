@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -18,6 +19,9 @@ os.environ.update(
     MPLBACKEND="agg",
     TOKENIZERS_PARALLELISM="false",
 )
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what runs in the background; what the tests start would ignore it, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores, and idle OpenMP threads of one would spin on those of the other.
     # Tests of what several threads compute ask torch for them.

@@ -36,8 +36,8 @@ def _watch():
     from ortlab.session import session
     from ortlab.telemetry import INDEX
 
-    watched = []
-    session.viewers.append(watched.append)
+    shown = []
+    session.viewers.append(shown.append)
 
     def known(rows, name):
         values = rows[:, INDEX[name]]
@@ -59,7 +59,8 @@ def _watch():
         }
 
     def write(*_):
-        Path(SUMMARY).write_text(json.dumps([summary(one) for one in watched]))
+        runs = [one for one in shown if hasattr(one, "recorder")]  # a race is shown, too
+        Path(SUMMARY).write_text(json.dumps([summary(one) for one in runs]))
 
     get_ipython().events.register("post_execute", write)
 

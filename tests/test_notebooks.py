@@ -85,6 +85,26 @@ def test_graphs_answers_its_questions() -> None:
     assert sum(page.count("<img") for page in pages) == 5
 
 
+def test_turn_the_knobs_changes_a_run_and_settles_on_settings() -> None:
+    notebook = executed("04_turn_the_knobs")
+    printed = notebook.printed()
+    changed = re.findall(r"^after step (\d+): (.*), [\d.]+ s$", printed, re.MULTILINE)
+    assert [text for _, text in changed] == [
+        "recompute=layers (was off)",
+        "precision=bf16 (was fp32), recompute=off (was layers)",
+        "precision=fp32 (was bf16), lr=0.0001 (was 0.0005)",
+        "engine=eager (was ort)",
+    ]
+    assert sorted({int(step) for step, _ in changed}) == [int(step) for step, _ in changed]
+    run, refused, chosen = notebook.runs
+    assert (run["steps"], refused["steps"], chosen["steps"]) == (240, 20, 20)
+    assert "batch_size=3 cannot be applied" in printed
+    batches = [int(size) for size in re.findall(r"^recompute \w+: batch (\d+) fits", printed, re.M)]
+    assert batches[1] >= 2 * batches[0]
+    assert re.search(r"^eager fp32 .*\n(ort|eager) ", printed, re.MULTILINE)
+    assert re.search(r"^\{'engine': '\w+', 'precision': '\w+', 'batch_size'", printed, re.MULTILINE)
+
+
 def written(folder: Path, *sources: str) -> Path:
     """A notebook of these cells."""
     path = folder / "written.ipynb"

@@ -241,7 +241,7 @@ def test_the_examples_have_columns_that_are_not_there_yet() -> None:
     assert labels == ["torch", "ORT", "DeepSpeed", "DeepSpeed with ORT"]
     assert result.reference.spread is not None
     for cell in result.cells[2:]:
-        assert cell.reason == "there is no setting 'zero_stage' in this version of ortlab"
+        assert "has no workers to share anything out to so far" in str(cell.reason)
 
 
 def test_a_stop_keeps_what_was_measured() -> None:

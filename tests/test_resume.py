@@ -48,6 +48,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def gone_on(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Every case stopped here and finished by a process of its own, all at once; which can run."""
+    torch.compiler.reset()  # what other tests compiled here decides what is compiled next
     folder, names = tmp_path_factory.mktemp("resumed"), []
     for name, case in CASES.items():
         try:
