@@ -224,6 +224,7 @@ class _Rewriting:
         end = self._plans._end
         for i, node in enumerate(self._nodes[: end + 1]):
             self._order += [self._keys[i], node] if i in self._keys else [node]
+            self._order += self._let_go(node)
         for node in self._nodes[end + 1 :]:
             node.input[:] = [self._again.get(name, name) for name in node.input]
             _mark_backward(node)
@@ -234,6 +235,15 @@ class _Rewriting:
         _Schedule(waiting, self._add).run()
         self._model.graph.node.extend(self._order)
         return self._model
+
+    def _let_go(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """Readers for results of `node` that nobody reads by now: ORT frees what was read last."""
+        end, readers = self._plans._end, self._plans._readers
+        return [
+            helper.make_node("Size", [name], [f"{name}_size"], name=f"{name}_size")
+            for name in node.output
+            if name in self._again and all(i > end for i in readers.get(name, ()))
+        ]
 
     def _add(self, node: onnx.NodeProto) -> None:
         """Adds a node of backward, behind what it reads that nothing but forward decides."""
