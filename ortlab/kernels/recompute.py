@@ -240,7 +240,7 @@ class _Rewriting:
         """Readers for results of `node` that nobody reads by now: ORT frees what was read last."""
         end, readers = self._plans._end, self._plans._readers
         return [
-            helper.make_node("Size", [name], [f"{name}_size"], name=f"{name}_size")
+            helper.make_node("Shape", [name], [f"{name}_shape"], name=f"{name}_shape")
             for name in node.output
             if name in self._again and all(i > end for i in readers.get(name, ()))
         ]
