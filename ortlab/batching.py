@@ -1,12 +1,11 @@
 """What a run trains on, as batches: of samples, of a loader's own, of a stream.
 
-Where an epoch was left it goes on, in the same order.
+Where an epoch was left it goes on, in the same order; samples in batches of another size, too.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,53 +14,106 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import Dataset, IterableDataset
 
-from ortlab.checkpoint import Order, Position
+from ortlab.checkpoint import Order, Position, Unit
 from ortlab.engines.base import Batch
 from ortlab.randomness import RandomStates
 from ortlab.settings import FinetuneSettings
 
+Read = Callable[[int], list[Any]]
+"""Gives the next items of an epoch: as many as it is asked for, or those that are left."""
+
+
+class Epoch(Iterator[Batch]):
+    """What is left of an epoch, of which `done` items are read: a micro-batch after the other.
+
+    Items are samples, and iterating gives batches of `size` of them; without a `size` they are
+    batches already.
+    """
+
+    def __init__(self, read: Read, size: int | None, done: int) -> None:
+        self.done = done
+        """Items of the epoch that are read."""
+        self._read = read
+        self._size = size
+        self._kept: list[Any] = []
+        self._again: list[Any] = []
+
+    def __next__(self) -> Batch:
+        for batch in self.take(1):
+            return batch
+        raise StopIteration
+
+    def take(self, number: int, size: int | None = None, *, keep: bool = False) -> list[Batch]:
+        """The next `number` micro-batches of `size` samples; at the epoch's end fewer and smaller.
+
+        With `keep`, `put_back` can follow. A `size` is nothing to batches that are made already.
+        """
+        found: list[Batch] = []
+        self._kept = []
+        count = 1 if self._size is None else size or self._size
+        while len(found) < number and (items := self._next(count)):
+            self.done += len(items)
+            if keep:
+                self._kept += items
+            found.append(items[0] if self._size is None else collate(items))
+        return found
+
+    def put_back(self) -> None:
+        """The next `take` begins where the last one did: with the same items, not read again."""
+        self.done -= len(self._kept)
+        self._kept, self._again = [], self._kept + self._again
+
+    def _next(self, count: int) -> list[Any]:
+        items, self._again = self._again[:count], self._again[count:]
+        return items if len(items) == count else items + self._read(count - len(items))
+
 
 @dataclass(frozen=True)
 class Batches:
-    """Data as micro-batches: ``epoch(n, k)`` iterates over epoch `n`, counted from 0, without `k`.
+    """Data as micro-batches: ``open(n, k)`` reads epoch `n`, counted from 0, without `k` items.
 
-    ``length`` is the number of micro-batches in an epoch, None where only reading tells.
-    ``generators`` are those that the user's loader draws its order from, where it has any of its
-    own; ``workers_stay`` says whether its workers outlive an epoch.
+    Items are samples, and ``size`` is how many make a micro-batch where nobody says otherwise; of
+    data that makes its own batches those are the items, ``size`` is None, and ``own`` says why.
+    ``length`` is the number of items in an epoch, None where only reading tells. ``generators`` are
+    those that the user's loader draws its order from, where it has any of its own;
+    ``workers_stay`` says whether its workers outlive an epoch.
     """
 
-    epoch: Callable[..., Iterator[Batch]]
+    open: Callable[[int, int], Read]
     length: int | None
+    size: int | None
+    own: str = ""
     generators: tuple[torch.Generator, ...] = ()
     workers_stay: bool = False
+
+    @property
+    def unit(self) -> Unit:
+        """What the items are."""
+        return "micro-batches" if self.size is None else "samples"
+
+    def epoch(self, number: int, skip: int = 0, *, size: int | None = None) -> Epoch:
+        """Epoch `number` without its first `skip` items, in micro-batches of `size` samples."""
+        return Epoch(self.open(number, skip), self.size and (size or self.size), skip)
 
     def order(self) -> Order:
         """What the order of an epoch that begins now is drawn from."""
         return Order(RandomStates.now(), [each.get_state() for each in self.generators])
 
-    def again(self, position: Position) -> Iterator[Batch]:
-        """The epoch of `position` as it began then, from its micro-batch on.
+    def again(self, position: Position) -> Epoch:
+        """The epoch of `position` as it began then, from its place on.
 
         What was read before it is read again and dropped; a Dataset that is batched here skips it
         unread. Leaves the random states changed.
         """
         assert position.order is not None
         if self.workers_stay and position.epoch > 0:
-            self.epoch(0)  # such a loader draws its workers' seed in its first epoch alone
+            self.open(0, 0)  # such a loader draws its workers' seed in its first epoch alone
         position.order.random.give_back()
         for generator, state in zip(self.generators, position.order.generators, strict=True):
             generator.set_state(state)
-        return self.epoch(position.epoch, position.batch)
+        return self.epoch(position.epoch, position.read)
 
 
 def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) -> Batches:
@@ -69,7 +121,8 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
 
     A DataLoader or another iterable of batches is used as it is. A torch or ``datasets`` Dataset is
     made of samples: they are batched by ``batch_size`` (see `collate`), and in training those that
-    can be indexed come in an order of their own each epoch, drawn from the seed.
+    can be indexed come in an order of their own each epoch, drawn from the seed and the epoch's
+    number alone.
 
     ValueError for what is empty, is no iterable, or can be read once but is needed for several
     epochs; a ``batch_size`` that has no effect warns.
@@ -99,24 +152,29 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
             f"a {type(data).__name__} can be read only once, and this data is read several times; "
             "give a list or a DataLoader (to train on it once: epochs=1)"
         )
-    _warn_of_batch_size(data, settings)
-
-    def epoch(_: int, skip: int = 0) -> Iterator[Batch]:
-        return _without(iter(data), skip)
-
+    own = (
+        f"the {type(data).__name__} makes its own batches; give the Dataset itself, or set the "
+        "loader's batch_size"
+    )
+    _warn_of_batch_size(data, settings, own)
     stay = getattr(data, "persistent_workers", False) and getattr(data, "num_workers", 0) > 0
-    return Batches(epoch, length, _generators(data), stay)
+    return Batches(_reader(data, "micro-batches"), length, None, own, _generators(data), stay)
 
 
-def _without(items: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """`items` without the first `count`, which are read here and now."""
-    read = sum(1 for _ in itertools.islice(items, count))
-    if read < count:
-        raise ValueError(
-            f"the data ended after {read} micro-batches, and the checkpoint was taken after "
-            f"{count}; go on with the data that it was trained on"
-        )
-    return items
+def _reader(data: Any, unit: Unit) -> Callable[[int, int], Read]:
+    """Epochs of what can only be read on: what is to be skipped is read as well."""
+
+    def begin(_: int, skip: int) -> Read:
+        items = iter(data)
+        read = sum(1 for _ in itertools.islice(items, skip))
+        if read < skip:
+            raise ValueError(
+                f"the data ended after {read} {unit}, and the checkpoint was taken after {skip}; "
+                "go on with the data that it was trained on"
+            )
+        return lambda count: list(itertools.islice(items, count))
+
+    return begin
 
 
 def _generators(data: Any) -> tuple[torch.Generator, ...]:
@@ -151,40 +209,40 @@ def length_of(data: Any) -> int | None:
 def _batched(
     data: Any, length: int | None, settings: FinetuneSettings, *, shuffle: bool
 ) -> Batches:
-    size = settings.batch_size
     if length is None or isinstance(data, IterableDataset):
-        return Batches(
-            lambda _, skip=0: _without(map(collate, _grouped(iter(data), size)), skip), None
-        )
+        return Batches(_reader(data, "samples"), None, settings.batch_size)
 
-    def epoch(number: int, skip: int = 0) -> Iterator[Batch]:
-        order = torch.Generator()
-        order.manual_seed(int(np.random.SeedSequence([settings.seed, number]).generate_state(1)[0]))
-        sampler: Sampler[int] = SequentialSampler(data)
-        if shuffle:
-            sampler = RandomSampler(data, generator=order)
-        groups: Any = itertools.islice(BatchSampler(sampler, size, drop_last=False), skip, None)
-        loader: DataLoader[Any] = DataLoader(
-            data, batch_sampler=groups, generator=order, collate_fn=collate
-        )
-        return iter(loader)
+    def begin(number: int, skip: int) -> Read:
+        order = _shuffled(length, settings.seed, number) if shuffle else range(length)
+        left = itertools.islice(order, skip, None)
+        return lambda count: _fetched(data, list(itertools.islice(left, count)))
 
-    return Batches(epoch, math.ceil(length / size))
+    return Batches(begin, length, settings.batch_size)
 
 
-def _warn_of_batch_size(data: Any, settings: FinetuneSettings) -> None:
+def _shuffled(length: int, seed: int, epoch: int) -> list[int]:
+    order = torch.Generator()
+    order.manual_seed(int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0]))
+    # A DataLoader draws its workers' seed first, and checkpoints of runs that had one go on here.
+    torch.empty((), dtype=torch.int64).random_(generator=order)
+    return torch.randperm(length, generator=order).tolist()
+
+
+def _fetched(data: Any, indices: list[int]) -> list[Any]:
+    """The samples at `indices`, at once where the Dataset can, as torch's DataLoader has them."""
+    at_once = getattr(data, "__getitems__", None)
+    if at_once is None or not indices:
+        return [data[index] for index in indices]
+    return list(at_once(indices))
+
+
+def _warn_of_batch_size(data: Any, settings: FinetuneSettings, own: str) -> None:
     default = FinetuneSettings.declarations()["batch_size"].default
     if settings.batch_size not in (default, getattr(data, "batch_size", None)):
         warnings.warn(
-            f"batch_size={settings.batch_size} has no effect: the {type(data).__name__} makes its "
-            "own batches; give the Dataset itself, or set the loader's batch_size",
+            f"batch_size={settings.batch_size} has no effect: {own}",
             stacklevel=4,
         )
-
-
-def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    while group := list(itertools.islice(items, size)):
-        yield group
 
 
 def collate(samples: Sequence[Any]) -> Batch:

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors
@@ -32,7 +32,9 @@ import torch
 from ortlab.history import environment, write_beside
 from ortlab.randomness import RandomStates
 
-FORM = 1
+FORM = 2
+Unit = Literal["samples", "micro-batches"]
+"""What the place in an epoch is counted in."""
 _TRAINING = "training."
 _FEW = 3
 
@@ -50,18 +52,20 @@ class Order:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is: `step` optimizer steps done, `batch` micro-batches read of epoch `epoch`.
+    """Where a run is: `step` optimizer steps done, `read` of the `length` that epoch `epoch` has.
 
-    ``length`` are the micro-batches of an epoch, None where only reading tells. ``evaluated`` is
-    the step of the last evaluation, -1 before the first. ``random`` is what will be drawn next;
-    ``order`` is None between epochs. ``engine_seed`` is what the engine's own generators, whose
-    states cannot be read, were restarted with here.
+    Both count in ``unit``: samples, in micro-batches of whatever size, or micro-batches where the
+    data makes its own. ``length`` is None where only reading tells. ``evaluated`` is the step of
+    the last evaluation, -1 before the first. ``random`` is what will be drawn next; ``order`` is
+    None between epochs. ``engine_seed`` is what the engine's own generators, whose states cannot be
+    read, were restarted with here.
     """
 
     step: int
     epoch: int
-    batch: int
+    read: int
     length: int | None
+    unit: Unit
     evaluated: int
     random: RandomStates
     order: Order | None
@@ -118,7 +122,7 @@ class Checkpoint:
             "format": "pt",  # transformers reads no file without it
             "ortlab": str(FORM),
             "state": text,
-            "sha256": _digest(text, packed.tensors),
+            "sha256": _digest(FORM, text, packed.tensors),
         }
         try:
             write_beside(
@@ -162,7 +166,7 @@ def _read(path: Path) -> Checkpoint:
         raise ValueError(f"{path} is a folder; give the checkpoint's file{_file_in(path)}")
     try:
         with safetensors.safe_open(path, "pt") as file:
-            text, digest = _parts(path, file.metadata() or {})
+            form, text, digest = _parts(path, file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise ValueError(
@@ -171,7 +175,7 @@ def _read(path: Path) -> Checkpoint:
         ) from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if _digest(text, tensors) != digest:
+    if _digest(form, text, tensors) != digest:
         raise ValueError(
             f"{path} is damaged: it is not what was written (its SHA-256 is another); take another "
             "checkpoint, as those in the run's folder"
@@ -183,8 +187,8 @@ def _read(path: Path) -> Checkpoint:
         raise ValueError(f"{path} is no checkpoint of ortlab's: {error!r}") from error
 
 
-def _parts(path: Path, metadata: Mapping[str, str]) -> tuple[str, str]:
-    """The JSON and the digest of a file; ValueError where it is of another form."""
+def _parts(path: Path, metadata: Mapping[str, str]) -> tuple[int, str, str]:
+    """The form, the JSON and the digest of a file; ValueError where it is of an unknown form."""
     form = metadata.get("ortlab", "")
     if not form.isdecimal() or "state" not in metadata:
         raise ValueError(
@@ -196,7 +200,7 @@ def _parts(path: Path, metadata: Mapping[str, str]) -> tuple[str, str]:
             f"{path} is of form {form}, and this ortlab knows {FORM}: it was written by a newer "
             "one; update with pip install -U ortlab"
         )
-    return metadata["state"], metadata.get("sha256", "")
+    return int(form), metadata["state"], metadata.get("sha256", "")
 
 
 def _file_in(folder: Path) -> str:
@@ -211,6 +215,8 @@ def _pairs(text: str) -> list[tuple[str, Any]]:
 
 def _checkpoint(values: dict[str, Any]) -> Checkpoint:
     position = values["position"]
+    if "batch" in position:  # form 1 counts micro-batches, of a Dataset's samples too
+        position["read"], position["unit"] = position.pop("batch"), "micro-batches"
     order = position["order"]
     if order is not None:
         order = Order(RandomStates(**order["random"]), order["generators"])
@@ -329,8 +335,8 @@ def _memory(tensor: torch.Tensor) -> object:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    found = hashlib.sha256(f"{FORM}\n{text}\n".encode())
+def _digest(form: int, text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    found = hashlib.sha256(f"{form}\n{text}\n".encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         found.update(f"{name}\n{tensor.dtype}{list(tensor.shape)}\n".encode())

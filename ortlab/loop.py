@@ -6,7 +6,7 @@ Nothing here knows threads or files: ``for result in steps(...)`` trains in the 
 from __future__ import annotations
 
 import collections
-import itertools
+import dataclasses
 import math
 import threading
 import time
@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ortlab.batching import Batches
-from ortlab.checkpoint import Checkpoint, Order, Position
+from ortlab.batching import Batches, Epoch
+from ortlab.checkpoint import Checkpoint, Order, Position, Unit
 from ortlab.engines import base
-from ortlab.engines.base import Batch, Cost, NotFinite, Stepper, StepResult
+from ortlab.engines.base import Cost, NotFinite, Stepper, StepResult
 from ortlab.memory import Memory, Meter
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
@@ -135,17 +135,19 @@ class Control:
 
 
 def total_steps(
-    length: int | None, settings: FinetuneSettings, begin: Position | None = None
+    data: Batches, settings: FinetuneSettings, begin: Position | None = None
 ) -> int | None:
     """Optimizer steps of the whole run; None where the data's length and max_steps are unknown.
 
-    A run that is at `begin` has its steps behind it and the rest of its data before it.
+    A run that is at `begin`, counted as `data` counts, has its steps behind it and the rest of its
+    data before it.
     """
-    if length is None:
+    if data.length is None:
         return settings.max_steps
-    done, epoch, batch = (begin.step, begin.epoch, begin.batch) if begin else (0, 0, 0)
-    whole = max(settings.epochs - epoch - 1, 0) * math.ceil(length / settings.accumulation)
-    here = math.ceil((length - batch) / settings.accumulation) if epoch < settings.epochs else 0
+    done, epoch, read = (begin.step, begin.epoch, begin.read) if begin else (0, 0, 0)
+    items = settings.accumulation * (1 if data.size is None else settings.batch_size)
+    whole = max(settings.epochs - epoch - 1, 0) * math.ceil(data.length / items)
+    here = math.ceil((data.length - read) / items) if epoch < settings.epochs else 0
     steps_ = done + here + whole
     return min(steps_, settings.max_steps or steps_)
 
@@ -167,29 +169,36 @@ def learning_rate(step: int, total: int | None, settings: FinetuneSettings) -> f
     return settings.lr * (1 + math.cos(math.pi * done)) / 2
 
 
-_FIXED = ("seed", "batch_size", "optimizer")
+_FIXED = ("seed", "optimizer")
 _FIXED_IN_A_RUN = (*_FIXED, "loss", "device")
 
 
-def kept(name: str) -> str | None:
-    """Why a run cannot change the setting `name`, whatever the value; None when it may."""
-    if name not in _FIXED_IN_A_RUN:
-        return None
-    return f"a run keeps the {name} that it began with; finetune makes another run"
+def kept(data: Batches) -> dict[str, str]:
+    """The settings that a run on `data` cannot change, whatever the value, each with the reason."""
+    found = {
+        name: f"a run keeps the {name} that it began with; finetune makes another run"
+        for name in _FIXED_IN_A_RUN
+    }
+    return {**found, "batch_size": data.own} if data.own else found
 
 
-def check_change(before: FinetuneSettings, after: FinetuneSettings) -> None:
-    """ValueError where a run cannot go on with the settings `after` in the place of `before`."""
-    for name in _FIXED_IN_A_RUN:
-        if getattr(before, name) != getattr(after, name):
+def check_change(
+    before: FinetuneSettings, after: FinetuneSettings, kept: Mapping[str, str]
+) -> None:
+    """ValueError where a run that has `kept` cannot go on with `after` in the place of `before`."""
+    for name, reason in kept.items():
+        there, here = getattr(before, name), getattr(after, name)
+        if there != here:
             raise ValueError(
-                f"{name}={getattr(after, name)!r} cannot be applied to a run that has "
-                f"{name}={getattr(before, name)!r}; finetune makes another run with it"
+                f"{name}={here!r} cannot be applied to a run that has {name}={there!r}: {reason}"
             )
 
 
-def check_begin(begin: Checkpoint, data: Batches, settings: FinetuneSettings) -> None:
-    """ValueError where a run on `data` cannot go on from `begin`."""
+def place(begin: Checkpoint, data: Batches, settings: FinetuneSettings) -> Position:
+    """Where a run on `data` goes on from `begin`, counted as `data` counts.
+
+    ValueError where it cannot.
+    """
     for name in _FIXED:
         there, here = begin.settings.get(name), getattr(settings, name)
         if there != here:
@@ -197,22 +206,37 @@ def check_begin(begin: Checkpoint, data: Batches, settings: FinetuneSettings) ->
                 f"{name}={here!r}, and the checkpoint is of a run with {name}={there!r}: its "
                 f"place in the data and its optimizer's state hold for that; leave {name} out"
             )
-    there, here = begin.position.length, data.length
-    if there != here:
+    position = begin.position
+    if position.unit == "micro-batches" and data.size is not None:
+        position = _in_samples(position, data.length, begin.settings["batch_size"])
+    if (position.unit, position.length) != (data.unit, data.length):
         raise ValueError(
-            f"the data has {_count(here)} an epoch, and the checkpoint's had {_count(there)}; go "
-            "on with the data that it was trained on"
+            f"the data has {_count(data.length, data.unit)} an epoch, and the checkpoint's had "
+            f"{_count(position.length, position.unit)}; go on with the data that it was trained on"
         )
-    order = begin.position.order
+    order = position.order
     if order is not None and len(order.generators) != len(data.generators):
         raise ValueError(
             f"the loader has {len(data.generators)} generators of its own, and the checkpoint's "
             f"had {len(order.generators)}; make the loader as it was made then"
         )
+    return position
 
 
-def _count(length: int | None) -> str:
-    return "an unknown number of micro-batches" if length is None else f"{length} micro-batches"
+def _in_samples(position: Position, length: int | None, size: int) -> Position:
+    """A place that was counted in micro-batches of `size`; as it is where their number differs."""
+    read = position.read * size
+    if length is not None:
+        read = min(read, length)  # the last one is smaller
+        if math.ceil(length / size) != position.length:
+            return position
+    elif position.length is not None:
+        return position
+    return dataclasses.replace(position, read=read, length=length, unit="samples")
+
+
+def _count(length: int | None, unit: Unit) -> str:
+    return f"an unknown number of {unit}" if length is None else f"{length} {unit}"
 
 
 def check_schedule(total: int | None, settings: FinetuneSettings) -> None:
@@ -243,16 +267,23 @@ class Evaluation:
 
 
 def evaluate(
-    stepper: Stepper, data: Batches, *, step: int, proceed: Callable[[], bool] = lambda: True
+    stepper: Stepper,
+    data: Batches,
+    *,
+    step: int,
+    size: int | None = None,
+    proceed: Callable[[], bool] = lambda: True,
 ) -> Evaluation | None:
     """The loss (mean over samples) and accuracy of `data`; None when `proceed` says to stop.
+
+    Samples are batched by `size`, or else by what `data` was made with.
 
     Random states are what they were before: evaluating more often changes no training.
     """
     loss = torch.zeros(())
     samples = measured = correct = predicted = 0
     with undisturbed_random():
-        for batch in data.epoch(0):
+        for batch in data.epoch(0, size=size):
             if not proceed():
                 return None
             result = stepper.evaluate(batch)
@@ -300,7 +331,9 @@ def steps(
 
 def cost(before: FinetuneSettings, after: FinetuneSettings) -> Cost:
     """What it takes a run to go on with `after` in the place of `before`."""
-    return base.cost(before, after) if _rebuilds(before, after) else "free"
+    if _rebuilds(before, after):
+        return base.cost(before, after)
+    return "free" if before.batch_size == after.batch_size else base.size_cost(after)
 
 
 @dataclass(frozen=True)
@@ -350,8 +383,8 @@ class Course:
         begin: Checkpoint | None = None,
         prepare: Callable[[FinetuneSettings], Stepper] | None = None,
     ) -> None:
-        if begin is not None:
-            check_begin(begin, train, settings)
+        self._begin = begin
+        self._place = None if begin is None else place(begin, train, settings)
         self.settings = settings
         """What holds now."""
         self.stepper = stepper
@@ -360,20 +393,20 @@ class Course:
         self._wanted: dict[str, Any] = {}
         self._trial: _Trial | None = None
         self._train = train
+        self._kept = kept(train)
         self._control = control
         self._recorder = recorder
         self._evaluation = evaluation
         self._meter = meter
-        self._begin = begin
-        place = begin.position if begin else None
-        self.total = total_steps(train.length, settings, place)
+        at = self._place
+        self.total = total_steps(train, settings, at)
         """Optimizer steps of the whole run, None where that is unknown."""
-        self._step = place.step if place else 0
-        self._epoch = place.epoch if place else 0
-        self._batch = place.batch if place else 0
-        self._evaluated = place.evaluated if place else -1
-        self._order: Order | None = place.order if place else None
-        self._drawn: RandomStates | None = place.random if place else None
+        self._step = at.step if at else 0
+        self._epoch = at.epoch if at else 0
+        self._read = at.read if at else 0
+        self._evaluated = at.evaluated if at else -1
+        self._order: Order | None = at.order if at else None
+        self._drawn: RandomStates | None = at.random if at else None
         """The random states of the place between two steps, where they are not those of now."""
 
     def steps(self) -> Iterator[StepResult]:
@@ -424,8 +457,9 @@ class Course:
         return Position(
             step=self._step,
             epoch=self._epoch,
-            batch=self._batch,
+            read=self._read,
             length=self._train.length,
+            unit=self._train.unit,
             evaluated=self._evaluated,
             random=self._drawn or RandomStates.now(),
             order=self._order,
@@ -434,12 +468,13 @@ class Course:
 
     def _steps(self) -> Iterator[StepResult]:
         data = None
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
+        if self._begin is not None and self._place is not None:
+            begin, at = self._begin, self._place
+            self._begin = self._place = None
             self._load(begin)
             if self._order is not None and not self._done():
-                data = self._train.again(begin.position)
-                begin.position.random.give_back()
+                data = self._train.again(at)
+                at.random.give_back()
             self._drawn = None
         if self._evaluated < 0 or self._due():
             self._evaluate()
@@ -450,13 +485,13 @@ class Course:
                 break
             if self.settings.eval_every is None:
                 self._evaluate()
-            self._epoch, self._batch, self._order = self._epoch + 1, 0, None
+            self._epoch, self._read, self._order = self._epoch + 1, 0, None
         if not self._control.stopping:
             self._evaluate()
         if not self.stepper.finite():
             self._fail_not_finite()
 
-    def _steps_of_epoch(self, data: Iterator[Batch] | None) -> Iterator[StepResult]:
+    def _steps_of_epoch(self, data: Epoch | None) -> Iterator[StepResult]:
         """The steps of an epoch, or of what is left of it in `data`."""
         if data is None:
             self._order = self._train.order()
@@ -464,12 +499,13 @@ class Course:
         while not self._done() and self._proceed():
             began = time.perf_counter()
             wanted = self._asked_for()
-            group = list(itertools.islice(data, wanted.accumulation))
+            changes = bool(self._wanted)
+            group = data.take(wanted.accumulation, wanted.batch_size, keep=changes)
             data_s = time.perf_counter() - began
             if not group:
                 break
             try:
-                if self._wanted:
+                if changes:
                     self._change(wanted, began)
                 lr = learning_rate(self._step, self.total, self.settings)
                 result = self.stepper.step(group, lr=lr)
@@ -479,14 +515,14 @@ class Course:
                 if self._trial is None:
                     raise
                 self._go_back(error)
-                data = itertools.chain(group, data)
+                data.put_back()
                 continue
             self._settle()
             step_s = time.perf_counter() - began
             self._step += 1
-            self._batch += len(group)
+            self._read = data.done
             length = self._train.length
-            within = self._batch / length if length else 0.0
+            within = self._read / length if length else 0.0
             self._record(result, self._epoch + within, step_s, data_s)
             yield result
             if not self._done() and self._due():
@@ -501,7 +537,7 @@ class Course:
             return self.settings
         try:
             wanted = self.settings.replace(**self._wanted)
-            check_change(self.settings, wanted)
+            check_change(self.settings, wanted, self._kept)
             if self._prepare is None and _rebuilds(self.settings, wanted):
                 raise ValueError("nothing makes a stepper for another engine or its options")
         except ValueError as error:
@@ -540,7 +576,7 @@ class Course:
 
     def _use(self, settings: FinetuneSettings) -> None:
         self.settings = settings
-        self.total = total_steps(self._train.length, settings, self._position())
+        self.total = total_steps(self._train, settings, self._position())
 
     def _settle(self) -> None:
         """The first step under new settings is done."""
@@ -630,7 +666,13 @@ class Course:
             return
         # In the middle of it, as in a pause there, the random states are those of the evaluation.
         self._drawn = RandomStates.now()
-        found = evaluate(self.stepper, self._evaluation, step=self._step, proceed=self._proceed)
+        found = evaluate(
+            self.stepper,
+            self._evaluation,
+            step=self._step,
+            size=self.settings.batch_size,
+            proceed=self._proceed,
+        )
         self._drawn = None
         if found is None:
             return

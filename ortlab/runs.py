@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,11 +113,8 @@ class Run:
         held_out = None
         if evaluation is not None:
             held_out = batching.batches(evaluation, settings, evaluation=True)
-        place = None
-        if begin is not None:
-            loop.check_begin(begin, batches, settings)
-            place = begin.position
-        self._total = loop.total_steps(batches.length, settings, place)
+        place = None if begin is None else loop.place(begin, batches, settings)
+        self._total = loop.total_steps(batches, settings, place)
         loop.check_schedule(self._total, settings)
         self.settings = settings
         """What the run began with."""
@@ -125,6 +122,8 @@ class Run:
         """What holds now."""
         self.earlier_settings: list[FinetuneSettings] = []
         """What held before each change, the last one last; an undo takes it away again."""
+        self.kept: Mapping[str, str] = loop.kept(batches)
+        """The settings that `apply` cannot change, whatever the value, each with the reason."""
         self._work: _Work | None = _Work(model, prepare, batches, held_out, begin)
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
@@ -276,18 +275,21 @@ class Run:
         """Changes settings while the run trains, from the next step on; not waited for.
 
         Weights, the optimizer's state, the order of the data and the random states go on. Learning
-        rate, schedule, accumulation, clipping and decay cost nothing; engine, precision, kernels
-        and ORT's options have another stepper made, and where that or its first step fails, the run
-        goes on with what it had. An event of the recorder says what was changed and its cost, or
-        why not. The schedule goes on at the same step; of how many, accumulation decides.
+        rate, schedule, batch size, accumulation, clipping and decay cost nothing; engine,
+        precision, kernels and ORT's options have another stepper made, and where that or its first
+        step fails, the run goes on with what it had. An event of the recorder says what was changed
+        and its cost, or why not. The epoch goes on at the next sample, evaluations have the new
+        batch size too. The schedule goes on at the same step; of how many, batch size and
+        accumulation decide.
 
-        ValueError for what is unknown or wrong, for what an engine cannot do here, for seed, batch
-        size, optimizer, loss and device, and when the run is over.
+        ValueError for what is unknown or wrong, for what an engine cannot do here, for what is
+        `kept` (seed, optimizer, loss, device, and the batch size where a loader makes the batches),
+        and when the run is over.
         """
         if self.over():
             raise ValueError(f"{self.name} is over ({self.state}): nothing can be applied to it")
         wanted = self.current_settings.replace(**changes)
-        loop.check_change(self.current_settings, wanted)
+        loop.check_change(self.current_settings, wanted, self.kept)
         engine_for(wanted)
         self._control.apply(changes)
 

@@ -49,24 +49,29 @@ class Control:
     costs: tuple[Cost, ...] = ()
 
 
-def controls(held: FinetuneSettings, chosen: FinetuneSettings, *, running: bool) -> list[Control]:
+def controls(
+    held: FinetuneSettings, chosen: FinetuneSettings, *, kept: Mapping[str, str] | None
+) -> list[Control]:
     """Every setting, in the order of declaration, where `held` holds and `chosen` is looked at.
 
-    What cannot be had is what an engine refuses, or where a run is `running` what that keeps. A
-    reason that stands against `chosen` anyhow is no reason against each of its settings.
+    What cannot be had is what an engine refuses, or what a run has `kept` (see `Run.kept`; None
+    before a run). A reason that stands against `chosen` anyhow is no reason against each of its
+    settings.
     """
-    known = refused(held, chosen, running=running)
+    known = refused(held, chosen, kept=kept)
     return [
-        _control(declaration, held, chosen, known, running=running)
+        _control(declaration, held, chosen, known, kept=kept)
         for declaration in FinetuneSettings.declarations().values()
     ]
 
 
-def refused(held: FinetuneSettings, chosen: FinetuneSettings, *, running: bool) -> str | None:
+def refused(
+    held: FinetuneSettings, chosen: FinetuneSettings, *, kept: Mapping[str, str] | None
+) -> str | None:
     """Why `chosen` cannot take the place of `held`; None when it can."""
-    if running:
+    if kept is not None:
         try:
-            loop.check_change(held, chosen)
+            loop.check_change(held, chosen, kept)
         except ValueError as error:
             return str(error)
     return refusal(chosen)
@@ -78,18 +83,18 @@ def _control(
     chosen: FinetuneSettings,
     known: str | None,
     *,
-    running: bool,
+    kept: Mapping[str, str] | None,
 ) -> Control:
     name, value = declaration.name, getattr(chosen, declaration.name)
-    if running and (kept := loop.kept(name)):
-        return Control(declaration, value, reason=kept)
+    if kept is not None and name in kept:
+        return Control(declaration, value, reason=kept[name])
 
     def reason(other: Any) -> str:
         try:
             settings = chosen.replace(**{name: other})
         except ValueError as error:
             return str(error)
-        found = refused(held, settings, running=running)
+        found = refused(held, settings, kept=kept)
         return "" if found is None or found == known else found
 
     offered = tuple(_offered(declaration))
@@ -102,7 +107,7 @@ def _control(
     others += [] if offered else [reason(other) for other in _beside(declaration, value)]
     fixed = others[0] if others and all(others) else ""
     costs: tuple[Cost, ...] = ()
-    if running and not fixed:
+    if kept is not None and not fixed:
         now = getattr(held, name)
         able = [each for each, choice in zip(offered, choices, strict=False) if not choice.reason]
         wanted = [value] if value != now else able or list(_beside(declaration, now)) or ["another"]

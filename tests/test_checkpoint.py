@@ -61,7 +61,7 @@ def taken(
 ) -> Checkpoint:
     now = RandomStates.now()
     order = Order(now, [torch.Generator().manual_seed(5).get_state()])
-    place = Position(step, 1, 2, 4, -1, now, order, 99)
+    place = Position(step, 1, 2, 4, "samples", -1, now, order, 99)
     values = {"weight": torch.ones(2)} if model is None else model
     return Checkpoint(values, optimizer or {}, place, FinetuneSettings().as_dict())
 
@@ -98,7 +98,7 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     assert read.settings == kept.settings
     assert same(read.versions, kept.versions)
     assert read.versions["packages"]["torch"] == torch.__version__
-    for name in ("step", "epoch", "batch", "length", "evaluated", "engine_seed"):
+    for name in ("step", "epoch", "read", "length", "unit", "evaluated", "engine_seed"):
         assert getattr(read.position, name) == getattr(kept.position, name)
     assert read.position.order is not None
     assert read.position.order.random.same_as(kept.position.random)
@@ -241,9 +241,9 @@ def test_files_of_others(tmp_path: Path) -> None:
 
 def test_a_newer_form_says_to_update(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    metadata = {"ortlab": "2", "state": "{}", "sha256": ""}
+    metadata = {"ortlab": "3", "state": "{}", "sha256": ""}
     safetensors.torch.save_file({"weight": torch.zeros(2)}, path, metadata)
-    refused(path, because=r"is of form 2, and this ortlab knows 1: .* pip install -U ortlab")
+    refused(path, because=r"is of form 3, and this ortlab knows 2: .* pip install -U ortlab")
 
 
 class Payload:
@@ -272,7 +272,7 @@ def test_a_form_that_fits_its_digest_alone(tmp_path: Path, state: Any) -> None:
 
     path, text = tmp_path / "a.ckpt", json.dumps(state)
     tensors = {"weight": torch.zeros(2)}
-    metadata = {"ortlab": "1", "state": text, "sha256": _digest(text, tensors)}
+    metadata = {"ortlab": "1", "state": text, "sha256": _digest(1, text, tensors)}
     safetensors.torch.save_file(tensors, path, metadata)
     refused(path, because="is no checkpoint of ortlab's")
 

@@ -98,7 +98,7 @@ def test_turn_the_knobs_changes_a_run_and_settles_on_settings() -> None:
     assert sorted({int(step) for step, _ in changed}) == [int(step) for step, _ in changed]
     run, refused, chosen = notebook.runs
     assert (run["steps"], refused["steps"], chosen["steps"]) == (240, 20, 20)
-    assert "batch_size=3 cannot be applied" in printed
+    assert "optimizer='sgd' cannot be applied" in printed
     batches = [int(size) for size in re.findall(r"^recompute \w+: batch (\d+) fits", printed, re.M)]
     assert batches[1] >= 2 * batches[0]
     assert re.search(r"^eager fp32 .*\n(ort|eager) ", printed, re.MULTILINE)

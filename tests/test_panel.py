@@ -321,7 +321,7 @@ def test_text_says_values_costs_reasons_and_what_to_type(run: Run) -> None:
     assert "free" in rows["lr"]
     assert "5e-05" in rows["lr"]
     assert "engine='offload' is not there yet" in rows["engine"]
-    assert "a run keeps the batch_size" in rows["batch_size"]
+    assert "free" in rows["batch_size"]
     assert "loss" in rows, "what differs from its default is shown, too"
     assert "seed" not in rows
     assert "run.apply(lr=1e-4), or %ort apply --lr 1e-4" in text
@@ -366,13 +366,16 @@ def test_magics_show_apply_and_undo(types: Types, run: Run, data: Gated) -> None
         assert not run.wait_over(0.01)
     assert run.current_settings.lr == 5e-5
     assert "nothing to undo" in types("%ort undo")
-    assert "batch_size=3 cannot be applied to a run" in types("%ort apply --batch-size 3")
+    assert "optimizer='sgd' cannot be applied to a run" in types("%ort apply --optimizer sgd")
+    assert "takes batch_size after the step in flight" in types("%ort apply --batch-size 3")
+    while run.current_settings.batch_size != 3:
+        assert not run.wait_over(0.01)
     page.hear()
 
 
 def test_a_model_in_training_has_its_runs_panel(types: Types, run: Run) -> None:
     types.shell.user_ns["net"] = run.model  # type: ignore[attr-defined]
-    assert "a run keeps the batch_size" in types("%ort panel net")
+    assert "run.apply(lr=1e-4)" in types("%ort panel net")
 
 
 def test_names_are_completed(types: Types, run: Run) -> None:

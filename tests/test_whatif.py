@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
-from ortlab import loop, whatif
+from ortlab import batching, loop, whatif
 from ortlab.engines import base, torch_native
 from ortlab.engines.base import Capabilities, EngineUnavailable, engine
 from ortlab.settings import ENGINES, Declaration, FinetuneSettings
 from ortlab.whatif import Control
+from tests.resuming import examples
 
 EAGER = FinetuneSettings(engine="eager")
+KEPT = loop.kept(batching.batches(examples(), EAGER))
 
 
 def needs_ort() -> None:
@@ -22,9 +26,11 @@ def needs_ort() -> None:
         pytest.skip(str(error))
 
 
-def control(name: str, held: FinetuneSettings, *, running: bool = True, **edits: Any) -> Control:
+def control(
+    name: str, held: FinetuneSettings, *, kept: Mapping[str, str] | None = KEPT, **edits: Any
+) -> Control:
     chosen = held.replace(**edits)
-    found = whatif.controls(held, chosen, running=running)
+    found = whatif.controls(held, chosen, kept=kept)
     return next(each for each in found if each.declaration.name == name)
 
 
@@ -33,7 +39,7 @@ def reasons(found: Control) -> dict[str, str]:
 
 
 def test_every_declaration_has_a_control() -> None:
-    found = whatif.controls(EAGER, EAGER, running=False)
+    found = whatif.controls(EAGER, EAGER, kept=None)
     assert [each.declaration for each in found] == [*FinetuneSettings.declarations().values()]
     assert list(reasons(control("engine", EAGER))) == [*ENGINES, "offload"]
     assert list(reasons(control("self_check", EAGER))) == ["on", "off"]
@@ -66,12 +72,12 @@ def test_workers_and_zero_wait_for_an_engine_that_declares_them(
     assert base.refusal(EAGER.replace(workers=5))
 
 
-@pytest.mark.parametrize("name", ["seed", "batch_size", "optimizer", "loss", "device"])
+@pytest.mark.parametrize("name", ["seed", "optimizer", "loss", "device"])
 def test_a_run_keeps_what_it_began_with(name: str) -> None:
     kept = control(name, EAGER)
     assert f"a run keeps the {name}" in kept.reason
     assert kept.costs == ()
-    assert "run keeps" not in control(name, EAGER, running=False).reason
+    assert "run keeps" not in control(name, EAGER, kept=None).reason
 
 
 def test_a_combination_that_cannot_work_is_refused_by_its_engine() -> None:
@@ -89,8 +95,8 @@ def test_a_reason_against_all_that_is_chosen_is_not_held_against_each_setting() 
     needs_ort()
     held = FinetuneSettings(engine="ort", kernels="ort")
     chosen = held.replace(precision="bf16")
-    assert whatif.refused(held, chosen, running=True)
-    found = {c.declaration.name: c for c in whatif.controls(held, chosen, running=True)}
+    assert whatif.refused(held, chosen, kept=KEPT)
+    found = {c.declaration.name: c for c in whatif.controls(held, chosen, kept=KEPT)}
     assert found["lr"].reason == found["opset"].reason == ""
     assert not reasons(found["precision"])["fp32"], "the way out"
     assert not reasons(found["kernels"])["torch"], "and the other one"
@@ -101,10 +107,19 @@ def test_two_settings_that_exclude_each_other_are_told_apart() -> None:
     assert "choose one" in reasons(control("memory_level", held))["1"]
 
 
+def test_batches_of_a_loaders_own_keep_their_size() -> None:
+    own = loop.kept(batching.batches(DataLoader(examples()), EAGER))
+    reason = "the DataLoader makes its own batches; give the Dataset itself"
+    assert control("batch_size", EAGER, kept=own).reason.startswith(reason)
+    assert not control("batch_size", EAGER).reason
+    assert control("batch_size", EAGER).costs == ("free",)
+    assert control("batch_size", EAGER.replace(engine="compile")).costs == ("recompile",)
+
+
 @pytest.mark.parametrize(
     ("changes", "cost"),
     [
-        ({"lr": 1.0, "clip_norm": None, "accumulation": 2}, "free"),
+        ({"lr": 1.0, "clip_norm": None, "accumulation": 2, "batch_size": 3}, "free"),
         ({"precision": "bf16"}, "rebuild"),
         ({"engine": "compile"}, "recompile"),
         ({"engine": "ort"}, "re-export"),
@@ -128,7 +143,7 @@ def test_a_control_tells_the_cost_of_what_is_chosen_else_of_all_that_can_be() ->
     assert control("lr", EAGER).costs == ("free",)
     assert set(control("engine", EAGER).costs) >= {"recompile"}
     assert control("engine", EAGER, engine="compile").costs == ("recompile",)
-    assert control("lr", EAGER, running=False).costs == (), "before a run nothing is rebuilt"
+    assert control("lr", EAGER, kept=None).costs == (), "before a run nothing is rebuilt"
 
 
 @pytest.mark.parametrize("declaration", FinetuneSettings.declarations().values())

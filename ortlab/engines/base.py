@@ -52,12 +52,13 @@ class Capabilities:
 
     ``most_workers`` is the largest number of processes that train together (None is any number),
     ``zero_stages`` are those of ZeRO that it knows, ``recompute`` says whether its backward pass
-    can compute activations again.
+    can compute activations again, ``size_cost`` what batches of another size cost.
     """
 
     most_workers: int | None = 1
     zero_stages: tuple[int, ...] = (0,)
     recompute: bool = False
+    size_cost: Cost = "free"
 
     def refuses(self, engine: str, settings: EngineSettings) -> str | None:
         """Why an `engine` with these cannot run under `settings`; None when it can."""
@@ -309,6 +310,11 @@ def refusal(settings: EngineSettings) -> str | None:
 def cost(before: EngineSettings, after: EngineSettings) -> Cost:
     """What it takes to go on under `after` where `before` held, as the engine of `after` says."""
     return _engine(after.engine).cost(before, after)
+
+
+def size_cost(settings: EngineSettings) -> Cost:
+    """What it takes to go on with batches of another size, as the engine of `settings` says."""
+    return _engine(settings.engine).capabilities.size_cost
 
 
 def engine_for(settings: EngineSettings) -> Engine:

@@ -337,7 +337,7 @@ class Compile:
     """torch.compile with its default backend, Inductor."""
 
     name = "compile"
-    capabilities = Capabilities()
+    capabilities = Capabilities(size_cost="recompile")
 
     def unavailable(self) -> str | None:
         """Inductor compiles C++ on a CPU, so a compiler must be there."""
