@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ortlab
 from ortlab import batching, loop
@@ -105,7 +106,10 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ort to eager": (ORT, {"engine": "eager"}),
     "precision of ort": ({"engine": "ort", "kernels": "torch"}, {"precision": "bf16"}),
     "kernels": (ORT, {"kernels": "torch"}),
-    "all at once": ({}, {**ORT, "accumulation": 2, "lr": 0.02, "clip_norm": 0.1}),
+    "all at once": (
+        {},
+        {**ORT, "batch_size": 3, "accumulation": 2, "lr": 0.02, "clip_norm": 0.1},
+    ),
 }
 
 
@@ -199,6 +203,184 @@ def test_what_costs_nothing_makes_no_stepper() -> None:
     assert changed.loop.total == 8
     groups = changed.loop.stepper.state_dict()["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.9, 0.0]
+
+
+# --- another size of batches
+
+COUNT = 22
+
+
+class Numbered(Dataset[Any]):
+    """Samples with their numbers for a target; `fetched` are those that were read."""
+
+    def __init__(self) -> None:
+        self.inputs, self.fetched = examples(COUNT).tensors[0], list[int]()
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> Any:
+        self.fetched.append(index)
+        return self.inputs[index] + 0.1 * torch.randn(4), index
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        samples = Numbered()
+        yield from (samples[index] for index in range(COUNT))
+
+
+class Seen:
+    """A loss that remembers the numbers of each micro-batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def __call__(self, scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        self.batches.append(numbers.tolist())
+        return functional.cross_entropy(scores, numbers % 3)
+
+    def sizes(self) -> list[int]:
+        return [len(batch) for batch in self.batches]
+
+    def epochs(self) -> list[list[int]]:
+        numbers = [number for batch in self.batches for number in batch]
+        return [numbers[at : at + COUNT] for at in range(0, len(numbers), COUNT)]
+
+
+def layers() -> nn.Module:
+    """A batch of one sample is none for BatchNorm."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+
+
+Plan = dict[int, dict[str, Any]]
+PLANS: dict[str, tuple[dict[str, Any], Plan, list[list[int]]]] = {
+    "larger, then smaller": (
+        {},
+        {2: {"batch_size": 7}, 5: {"batch_size": 3}},
+        [[4], [4], [7], [7], [7], [3], [3], [3], [3], [3]],
+    ),
+    "with accumulation": (
+        {"accumulation": 2},
+        {1: {"batch_size": 3}, 2: {"accumulation": 3, "batch_size": 2}, 5: {"batch_size": 6}},
+        [[4, 4], [3, 3], [2, 2, 2], [2], [2, 2, 2], [6, 6, 4]],
+    ),
+    "before the epoch's last batch": ({}, {5: {"batch_size": 8}}, [[4]] * 5 + [[2], [8], [8], [6]]),
+    "at the epoch's end": ({}, {6: {"batch_size": 8}}, [[4]] * 5 + [[2], [8], [8], [6]]),
+    "more than there is": ({}, {1: {"batch_size": 100}}, [[4], [18], [22]]),
+    "to one and back": (
+        {"batch_size": 10},
+        {1: {"batch_size": 1}, 3: {"batch_size": 10}},
+        [[10], [1], [1], [10], [10], [10], [2]],
+    ),
+}
+
+
+@pytest.mark.parametrize("data", [Numbered, Streamed])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_sample_of_an_epoch_comes_once_whatever_the_sizes(name: str, data: Any) -> None:
+    values, plan, groups = PLANS[name]
+    plain, seen = Seen(), Seen()
+    chosen = {"schedule": "constant", **values}
+    Course(layers(), data(), loss=plain, **chosen)
+    course = Course(
+        layers(),
+        data(),
+        loss=seen,
+        each=lambda course, done: course.control.apply(plan.get(done, {})),
+        **chosen,
+    )
+    assert seen.sizes() == [size for group in groups for size in group]
+    assert course.column("samples") == [sum(group) for group in groups]
+    assert seen.epochs() == plain.epochs(), "the order is that of a run without changes"
+    assert all(sorted(epoch) == list(range(COUNT)) for epoch in seen.epochs())
+    assert course.made == 1
+    changes = course.recorder.events("change")
+    assert [event.step for event in changes] == list(plan)
+    assert all(event.values == {"cost_s": 0.0} for event in changes)
+    if data is Numbered:
+        read = np.cumsum([sum(group) for group in groups])
+        assert course.column("epoch") == pytest.approx((read / COUNT).tolist())
+
+
+def test_the_schedule_goes_on_to_a_total_of_what_is_left() -> None:
+    totals: list[int | None] = []
+
+    def each(course: Any, done: int) -> None:
+        totals.append(course.loop.total)
+        course.control.apply({2: {"batch_size": 7}, 5: {"batch_size": 3}}.get(done, {}))
+
+    course = Course(layers(), Numbered(), loss=Seen(), each=each, schedule="linear")
+    assert totals == [12, 12, 8, 8, 8, 10, 10, 10, 10, 10]
+    left = [1 - step / total for step, total in enumerate(totals) if total]
+    assert course.column("lr") == pytest.approx([0.01 * share for share in left])
+
+
+SIZED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], dict[str, Any]]] = {
+    "a dataset": (layers, Numbered, {}, {"batch_size": 3}),
+    "a dataset, accumulated": (
+        layers,
+        Numbered,
+        {"accumulation": 2},
+        {"batch_size": 5, "accumulation": 3},
+    ),
+    "a stream": (layers, Streamed, {"schedule": "constant"}, {"batch_size": 3}),
+    "with another precision": (layers, Numbered, {}, {"batch_size": 3, "precision": "bf16"}),
+    "ort": (lambda: bert(0.0), Tokens, {**ORT, "seed": 3}, {"batch_size": 3}),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_another_size_is_a_run_that_was_resumed_with_it(name: str, tmp_path: Path) -> None:
+    """From a checkpoint of that step; and once more from one that was taken after the change."""
+    model, data, before, change = SIZED[name]
+    needs(before.get("engine", "eager"))
+    loss = None if data is Tokens else Seen()
+    again = {"batch_size": 6}
+
+    def course(begin: Checkpoint | None = None, **values: Any) -> Course:
+        return Course(model(), data(), begin, loss=loss, **{"epochs": 3, **before, **values})
+
+    def keep_first(course: Any, done: int) -> None:
+        if done == 3:
+            course.loop.checkpoint().save(tmp_path / "first.ckpt")
+        if done == 5:
+            course.loop.checkpoint().save(tmp_path / "later.ckpt")
+        course.control.apply({3: change, 5: again}.get(done, {}))
+
+    switched = course(each=keep_first)
+    first = course(Checkpoint.load(tmp_path / "first.ckpt"), **change, each=_at(2, again))
+    later = course(Checkpoint.load(tmp_path / "later.ckpt"), **{**change, **again})
+    assert len(later.column()) > 1
+    for begun, resumed in ((3, first), (5, later)):
+        for column in ("step", "epoch", "loss", "lr", "samples"):
+            assert switched.column(column)[begun:] == resumed.column(column), column
+        assert resumed.loop.total == switched.loop.total
+        for entry, value in switched.model.state_dict().items():
+            assert torch.equal(value, resumed.model.state_dict()[entry]), entry
+
+
+def _at(step: int, changes: dict[str, Any]) -> Callable[[Any, int], None]:
+    return lambda course, done: course.control.apply(changes if done == step else {})
+
+
+@pytest.mark.parametrize("data", [Numbered, Streamed])
+def test_what_fails_with_another_size_gives_its_samples_back(data: Any) -> None:
+    """They are taken by the old size, and not read once more."""
+    samples, tried_of, plain_of = data(), Seen(), Seen()
+    chosen = {"accumulation": 2, "schedule": "constant"}
+    plain = Course(NoAutocast(), data(), loss=plain_of, **chosen)
+    act = apply(precision="bf16", batch_size=5, accumulation=1)
+    tried = Course(NoAutocast(), samples, loss=tried_of, act=act, stop=1, **chosen)
+    assert "the run goes on without, for it failed" in tried.told("warning")[0]
+    assert tried.loop.settings.batch_size == 4
+    assert tried_of.batches == plain_of.batches
+    assert tried.column("samples") == plain.column("samples")
+    assert tried.column("epoch") == plain.column("epoch")
+    if data is Numbered:
+        assert samples.fetched == [number for epoch in plain_of.epochs() for number in epoch]
 
 
 def test_clipping_holds_from_the_next_step_on() -> None:
@@ -371,6 +553,64 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
     assert kept.settings["lr"] == 0.02
     with pytest.raises(ValueError, match=r"is over \(finished\): nothing can be applied"):
         run.apply(lr=1.0)
+
+
+def test_a_run_changes_its_batch_size_and_comes_back(threads_end: None) -> None:
+    """In a pause; evaluations have the size that holds."""
+    turns, trained, evaluated = threading.Semaphore(0), list[int](), list[int]()
+
+    class Gated(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                trained.append(len(x))
+                assert turns.acquire(timeout=60)
+            else:
+                evaluated.append(len(x))
+            return super().forward(x)
+
+    run = ortlab.finetune(
+        Gated(4, 3), examples(24), loss="cross_entropy", batch_size=4, engine="eager",
+        device="cpu", epochs=2, eval_data=examples(10),
+    )  # fmt: skip
+
+    def paused_at(step: int) -> None:
+        turns.release(step - 1 - run.step)
+        until(lambda: len(trained) == step)
+        run.pause()
+        turns.release()
+        until(lambda: run.state == "paused")
+        assert run.step == step
+
+    paused_at(2)
+    run.apply(batch_size=8)
+    assert run.current_settings.batch_size == 4
+    assert Checkpoint.load(run.checkpoint()).position.read == 8
+    run.resume()
+    paused_at(4)
+    assert run.status().total_steps == 2 + 2 + 3
+    run.undo()
+    run.resume()
+    turns.release(1000)
+    assert run.result().steps == 2 + 2 + 6
+    assert trained == [4] * 2 + [8] * 2 + [4] * 6
+    assert evaluated == [4, 4, 2, 8, 2, 4, 4, 2], "before, after an epoch, after the other"
+    assert not run.earlier_settings
+    assert Checkpoint.load(run.checkpoint()).settings["batch_size"] == 4
+
+
+def test_a_loader_keeps_the_sizes_of_its_batches(threads_end: None) -> None:
+    loader = DataLoader(examples(), batch_size=4)
+    run = ortlab.finetune(network(), loader, loss="cross_entropy", engine="eager", epochs=100_000)
+    message = (
+        r"^batch_size=8 cannot be applied to a run that has batch_size=16: the DataLoader makes "
+        r"its own batches; give the Dataset itself, or set the loader's batch_size$"
+    )
+    with pytest.raises(ValueError, match=message):
+        run.apply(batch_size=8, lr=0.1)
+    run.stop()
+    run.result()
+    assert run.current_settings == run.settings
+    assert "batch_size" in run.kept, "it is told of a run that is over, too"
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,43 @@ def test_epochs_have_orders_of_their_own() -> None:
     assert torch.equal(first.sort(0).values, second.sort(0).values)
 
 
+def test_an_order_is_of_the_seed_and_the_epoch_and_stays_what_it_was() -> None:
+    """Across versions too: checkpoints of earlier ones go on in it."""
+    data, order = TensorDataset(torch.arange(10)), [2, 0, 5, 4, 3, 7, 9, 8, 1, 6]
+    for size, skip in ((4, 0), (3, 0), (3, 5)):
+        batches = batching.batches(data, settings(seed=7, batch_size=size))
+        found = [batch[0].tolist() for batch in batches.epoch(3, skip)]
+        assert [number for numbers in found for number in numbers] == order[skip:]
+        assert {len(batch) for batch in found[:-1]} == {size}
+
+
+class AtOnce(Dataset[tuple[int]]):
+    """Gives several samples at a time, as Datasets of the hub do."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[int]:
+        raise AssertionError("one by one takes longer")
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int]]:
+        self.asked.append(indices)
+        return [(index,) for index in indices]
+
+
+def test_a_dataset_is_asked_for_a_batch_at_once() -> None:
+    data = AtOnce()
+    epoch = batching.batches(data, settings(batch_size=4), evaluation=True).epoch(0)
+    assert [batch[0].tolist() for batch in epoch.take(1) + epoch.take(1, 5) + epoch.take(2)] == [
+        *([0, 1, 2, 3], [4, 5, 6, 7, 8], [9]),
+    ]
+    assert data.asked == [[0, 1, 2, 3], [4, 5, 6, 7, 8], [9]]
+    assert epoch.done == 10
+
+
 def test_evaluation_data_keeps_its_order() -> None:
     batches = batching.batches(examples(), settings(), evaluation=True)
     assert torch.equal(torch.cat([b[0] for b in batches.epoch(0)]), examples().tensors[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 import safetensors.torch
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ from torch.utils.data import (
 
 import ortlab
 from ortlab import batching, loop
-from ortlab.checkpoint import Checkpoint
+from ortlab.checkpoint import Checkpoint, _digest
 from ortlab.engines.base import EngineUnavailable, NotFinite, Stepper, engine
 from ortlab.engines.torch_native import Eager
 from ortlab.runs import Run
@@ -130,6 +132,8 @@ def loader(data: Any = None, **options: Any) -> DataLoader[Any]:
     return DataLoader(examples(22) if data is None else data, batch_size=4, **options)
 
 
+WHOLE = [5, 5, 5, 5, 2]
+"""An epoch in batches of five."""
 DATA: dict[str, Callable[[], Any]] = {
     "a dataset": lambda: examples(22),
     "a dataset that draws": Augmented,
@@ -213,6 +217,61 @@ def assert_goes_on(data: Callable[[], Any], stop: int, path: Path, **values: Any
 def test_the_place_in_the_data_is_found_again(name: str, stop: int, tmp_path: Path) -> None:
     """Six steps an epoch: before the last of the first, at its end, in the middle of the second."""
     assert_goes_on(DATA[name], stop, tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("name", "stop", "sizes"),
+    [
+        ("a dataset that draws", 5, [2, *WHOLE, *WHOLE]),
+        ("a dataset", 6, [*WHOLE, *WHOLE]),
+        ("a dataset that draws", 8, [5, 5, 4, *WHOLE]),
+        ("a stream of samples", 8, [5, 5, 4, *WHOLE]),
+        ("a loader that shuffles and draws", 8, None),
+    ],
+)
+def test_a_file_that_counts_micro_batches_is_read(
+    name: str, stop: int, sizes: list[int] | None, tmp_path: Path
+) -> None:
+    """As the first form has it; a Dataset goes on from it in batches of another size, too."""
+    losses, weights, kept, _ = trained(DATA[name](), stop=stop)
+    assert kept is not None
+    begin = Checkpoint.load(in_form_1(kept, tmp_path / "a.ckpt"))
+    assert (begin.position.unit, begin.position.epoch) == ("micro-batches", stop // 7)
+    assert begin.position.read == stop - 6 * begin.position.epoch
+    later, resumed, *_ = trained(DATA[name](), begin)
+    assert later == losses[stop:]
+    for entry, value in weights.items():
+        assert torch.equal(value, resumed[entry]), entry
+    if sizes is not None:
+        *_, rest = trained(DATA[name](), begin, batch_size=5)
+        assert rest.rows()[:, INDEX["samples"]].tolist() == sizes
+
+
+def test_a_file_that_counts_micro_batches_of_other_data(tmp_path: Path) -> None:
+    begin = Checkpoint.load(in_form_1(kept_at(3), tmp_path / "a.ckpt"))
+    with pytest.raises(ValueError, match=r"has 50 samples an epoch, .* had 6 micro-batches; go on"):
+        trained(examples(50), begin)
+
+
+def in_form_1(kept: Checkpoint, path: Path) -> Path:
+    """`kept` as a file of the first form, whose places are in micro-batches of four."""
+
+    def counted(samples: int | None) -> int | None:
+        made = kept.position.unit == "micro-batches" or samples is None
+        return samples if made else math.ceil(samples / 4)
+
+    with safetensors.safe_open(kept.save(path), "pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    state = json.loads(metadata["state"])
+    place = dict(state["position"]["dict"])
+    place["batch"], place["length"] = counted(place.pop("read")), counted(place["length"])
+    del place["unit"]
+    state["position"]["dict"] = [[name, value] for name, value in place.items()]
+    text = json.dumps(state)
+    metadata |= {"ortlab": "1", "state": text, "sha256": _digest(1, text, tensors)}
+    safetensors.torch.save_file(tensors, path, metadata)
+    return path
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
