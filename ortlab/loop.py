@@ -338,11 +338,15 @@ def cost(before: FinetuneSettings, after: FinetuneSettings) -> Cost:
 
 @dataclass(frozen=True)
 class _Trial:
-    """New settings until their first step is done, and what the old ones go on from."""
+    """New settings until their first step is done, and what the old ones go on from.
+
+    ``taken`` is None where the stepper stays: a step that fails leaves it as it was.
+    """
 
     before: FinetuneSettings
     wanted: FinetuneSettings
-    taken: Checkpoint
+    taken: Checkpoint | None
+    random: RandomStates
     began: float
 
 
@@ -551,13 +555,17 @@ class Course:
         self._wanted, before = {}, self.settings
         if wanted == before:
             return
-        if not _rebuilds(before, wanted):
-            self.stepper.adopt(wanted)
-            self._use(wanted)
-            self._tell("change", _differences(before, wanted), {"cost_s": 0.0})
+        if _rebuilds(before, wanted):
+            taken = self.checkpoint()
+            self._trial = _Trial(before, wanted, taken, taken.position.random, began)
+            self._rebuild(wanted, taken)
             return
-        self._trial = _Trial(before, wanted, self.checkpoint(), began)
-        self._rebuild(wanted, self._trial.taken)
+        self._trial = _Trial(before, wanted, None, RandomStates.now(), began)
+        self._adopt(wanted)
+
+    def _adopt(self, settings: FinetuneSettings) -> None:
+        self.stepper.adopt(settings)
+        self._use(settings)
 
     def _rebuild(self, settings: FinetuneSettings, taken: Checkpoint) -> None:
         assert self._prepare is not None
@@ -583,7 +591,8 @@ class Course:
         if self._trial is None:
             return
         trial, self._trial = self._trial, None
-        cost_s = time.perf_counter() - trial.began
+        free = cost(trial.before, trial.wanted) == "free"
+        cost_s = 0.0 if free else time.perf_counter() - trial.began
         self._tell("change", _differences(trial.before, trial.wanted), {"cost_s": cost_s})
 
     def _go_back(self, error: Exception) -> None:
@@ -591,7 +600,11 @@ class Course:
         assert self._trial is not None
         trial, self._trial = self._trial, None
         traceback.clear_frames(error.__traceback__)  # what it was computing takes memory
-        self._rebuild(trial.before, trial.taken)
+        if trial.taken is None:
+            trial.random.give_back()
+            self._adopt(trial.before)
+        else:
+            self._rebuild(trial.before, trial.taken)
         changes = _differences(trial.before, trial.wanted)
         told = f"{changes}: the run goes on without, for it failed: {error}"
         self._tell("warning", told, {"cost_s": time.perf_counter() - trial.began})

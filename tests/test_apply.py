@@ -383,6 +383,47 @@ def test_what_fails_with_another_size_gives_its_samples_back(data: Any) -> None:
         assert samples.fetched == [number for epoch in plain_of.epochs() for number in epoch]
 
 
+class Cramped(nn.Module):
+    """Has no room for the second micro-batch of five, after statistics moved and masks drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fives = network(0.5), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.inner(x)
+        self.fives += len(x) == 5
+        if self.fives == 2:
+            raise RuntimeError("out of memory")
+        return scores
+
+
+def test_a_size_that_does_not_fit_leaves_no_trace() -> None:
+    """The run goes on with the one it had, and no stepper is made for that either."""
+    tried_of, plain_of = Seen(), Seen()
+    chosen = {"accumulation": 2, "schedule": "linear"}
+    plain = Course(Cramped(), Numbered(), loss=plain_of, **chosen)
+    act = apply(batch_size=5, weight_decay=0.5)
+    tried = Course(Cramped(), Numbered(), loss=tried_of, act=act, stop=1, **chosen)
+    (text,) = tried.told("warning")
+    assert text == (
+        "batch_size=5 (was 4), weight_decay=0.5 (was 0.01): the run goes on without, for it "
+        "failed: out of memory"
+    )
+    assert not tried.told("change")
+    assert tried.made == 1
+    assert tried.loop.settings == plain.loop.settings
+    five = tried_of.batches.pop(2)
+    assert len(five) == 5, "the first one fitted"
+    assert tried_of.batches == plain_of.batches
+    for column in ("loss", "lr", "samples", "epoch"):
+        assert tried.column(column) == plain.column(column), column
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, tried.model.state_dict()[name]), name
+    groups = tried.loop.stepper.state_dict()["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
+
+
 def test_clipping_holds_from_the_next_step_on() -> None:
     def trained(**change: Any) -> list[float]:
         model, act = network(0.0), apply(**change)

@@ -142,7 +142,8 @@ class Stepper(Protocol):
 
         A loss that is not finite changes no weight; on a device it is known only later, when
         `finite` is read. Under a loss scale such a step is skipped and others follow it.
-        ValueError for a loss that is not a scalar.
+        ValueError for a loss that is not a scalar. Where forward or backward raises, weights,
+        running statistics and optimizer are as they were.
         """
         ...
 

@@ -130,13 +130,20 @@ class TorchStepper:
 
     def step(self, batches_: Sequence[Batch], *, lr: float) -> StepResult:
         """See `Stepper.step`."""
-        with self._products():
-            return self._step(batches_, lr)
+        kept = [buffer.clone() for buffer in self._changing]
+        try:
+            with self._products():
+                return self._step(batches_, lr, kept)
+        except Exception:
+            for buffer, before in zip(self._changing, kept, strict=True):
+                buffer.copy_(before)
+            raise
 
-    def _step(self, batches_: Sequence[Batch], lr: float) -> StepResult:
+    def _step(
+        self, batches_: Sequence[Batch], lr: float, kept: Sequence[torch.Tensor]
+    ) -> StepResult:
         if not self._module.training:
             self._module.train()
-        kept = [buffer.clone() for buffer in self._changing]
         self._optimizer.zero_grad(set_to_none=True)
         forward_s = backward_s = 0.0
         samples = tokens = 0
