@@ -238,6 +238,32 @@ def test_a_search_ends_with_settings_that_train() -> None:
     assert run.settings.accumulation == best.settings["accumulation"]
 
 
+@pytest.mark.usefixtures("threads_end")
+def test_the_best_settings_hold_in_a_run_that_trains() -> None:
+    model, chosen = Net(), {"engines": "eager", "precisions": "fp32", **QUICK}
+    tune = ortlab.tune(model, dataset(), global_batch=8, sizes=2, **chosen)
+    best = tune.result(120).best()
+    assert best is not None
+    run = ortlab.finetune(
+        model, dataset(), loss="cross_entropy", engine="eager", batch_size=3, epochs=100_000
+    )
+
+    def until_it_has(size: int) -> None:
+        while run.current_settings.batch_size != size:
+            assert not run.wait_over(0.01)
+
+    assert run.name in tune.apply(run)
+    until_it_has(best.settings["batch_size"])
+    run.undo()
+    until_it_has(3)
+    assert run.name in tune.apply()
+    until_it_has(best.settings["batch_size"])
+    run.stop()
+    run.result(60)
+    assert not run.recorder.events("warning")
+    assert {name: getattr(run.current_settings, name) for name in best.settings} == best.settings
+
+
 def test_a_loader_keeps_its_batches() -> None:
     tune = ortlab.tune(Net(), pairs(rows=4), engines="eager", global_batch=8, **QUICK)
     result = tune.result(60)

@@ -294,7 +294,7 @@ class Tune(Background[TuneResult]):
         """Has the best settings hold in `run`; says in words what it did.
 
         Without one in the run that trains the model, or else in the model's next runs. ValueError
-        where there is no best yet, or where the run has another micro-batch, which stays.
+        where there is no best yet, or the run cannot take them (see `Run.apply`).
         """
         best, settings = self.best(), self.standing.settings
         assert best is not None
