@@ -387,8 +387,8 @@ class Course:
         begin: Checkpoint | None = None,
         prepare: Callable[[FinetuneSettings], Stepper] | None = None,
     ) -> None:
-        self._begin = begin
-        self._place = None if begin is None else place(begin, train, settings)
+        if begin is not None:
+            begin = dataclasses.replace(begin, position=place(begin, train, settings))
         self.settings = settings
         """What holds now."""
         self.stepper = stepper
@@ -402,7 +402,8 @@ class Course:
         self._recorder = recorder
         self._evaluation = evaluation
         self._meter = meter
-        at = self._place
+        self._begin = begin
+        at = begin.position if begin else None
         self.total = total_steps(train, settings, at)
         """Optimizer steps of the whole run, None where that is unknown."""
         self._step = at.step if at else 0
@@ -472,13 +473,12 @@ class Course:
 
     def _steps(self) -> Iterator[StepResult]:
         data = None
-        if self._begin is not None and self._place is not None:
-            begin, at = self._begin, self._place
-            self._begin = self._place = None
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
             self._load(begin)
             if self._order is not None and not self._done():
-                data = self._train.again(at)
-                at.random.give_back()
+                data = self._train.again(begin.position)
+                begin.position.random.give_back()
             self._drawn = None
         if self._evaluated < 0 or self._due():
             self._evaluate()

@@ -578,7 +578,7 @@ def finetune(
     settings where no others are given, on the same data (see `ortlab.batching.batches` for how its
     place is found again). Weights and losses are, to the last bit, those of the run that took it
     and went on, where the engine computes with the same kernels. ValueError for a file that is
-    damaged or foreign, and for another model, optimizer, order or number of batches.
+    damaged or foreign, and for another model, optimizer, order or amount of data.
     """
     return session.finetune(
         model, train, eval_data=eval_data, loss=loss, resume_from=resume_from, **settings

@@ -13,7 +13,7 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import ortlab
 from ortlab.notebook import panel as panels
@@ -265,6 +265,18 @@ def test_memory_of_recomputing_is_predicted_and_comes_true() -> None:
     assert "did you mean" in page.standing["memory"]
 
 
+def test_batches_of_a_loaders_own_have_a_greyed_size() -> None:
+    loader = DataLoader(TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.int64)))
+    run = ortlab.finetune(
+        nn.Linear(8, 4), loader, loss="cross_entropy", engine="eager", device="cpu", max_steps=1
+    )
+    page = Page(Panel(run))
+    assert page.controls["batch_size"]["reason"].startswith("the DataLoader makes its own batches")
+    page.send("edit", batch_size="4")
+    assert page.standing["blocked"].startswith("batch_size=4 cannot be applied to a run")
+    run.result(20)
+
+
 def test_memory_of_a_run_is_that_of_its_own_batches(data: Gated, wrapped: nn.Module) -> None:
     data.open.set()
     run = ortlab.finetune(
@@ -279,6 +291,10 @@ def test_memory_of_a_run_is_that_of_its_own_batches(data: Gated, wrapped: nn.Mod
         plan, _ = session.plan_for(run, run.settings)
         peak = panels.memory(plan.peak_bytes(batch=8))
         assert page.standing["memory"] == f"{peak} at the peak of a step, by the graph"
+        page.send("edit", batch_size="4096")
+        then = panels.memory(plan.peak_bytes(batch=4096))
+        assert page.standing["memory"] == f"{peak} → {then} at the peak of a step"
+        assert page.standing["cost"].startswith("free")
     finally:
         run.stop()
         assert run.wait_over(20)
