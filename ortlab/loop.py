@@ -24,7 +24,7 @@ from ortlab.batching import Batches
 from ortlab.checkpoint import Checkpoint, Order, Position
 from ortlab.engines import base
 from ortlab.engines.base import Batch, Cost, NotFinite, Stepper, StepResult
-from ortlab.memory import Memory, Meter
+from ortlab.memory import Memory, Meter, trim
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
 from ortlab.telemetry import NAN, Event, Recorder, Sample
@@ -527,6 +527,7 @@ class Course:
         assert self._prepare is not None
         # First, so that the new one finds the model as the user gave it: in train mode or not.
         self.stepper.close()
+        trim(collect=False)  # so that the charts show what the new one takes
         self.stepper = self._prepare(settings)
         self._load(taken)
         self._use(settings)

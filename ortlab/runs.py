@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,8 @@ class Run:
     the last good weights and the folder is complete. The run itself then holds neither model nor
     data.
 
+    `kept` says what waits for a return to earlier settings, in bytes.
+
     With `begin` it goes on where that was taken, by another run of any engine, in this process or
     an earlier one; ``settings`` may differ in what `loop.check_begin` does not fix.
 
@@ -108,6 +110,7 @@ class Run:
         show: Callable[[Watched], None] | None = None,
         root: Path | None = None,
         begin: Checkpoint | None = None,
+        kept: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         batches = batching.batches(train, settings)
         held_out = None
@@ -129,6 +132,7 @@ class Run:
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
         self._show = show
+        self._kept = kept
         self._control = Control()
         self._state: State = "starting"
         self._report: Report | None = None
@@ -411,6 +415,11 @@ class Run:
             lines.append(f"self-check against eager {self._report.check_s:.2g} s")
         if self._report is not None:
             lines += self._report.remarks
+        if not self.over() and (kept := self._kept()):
+            from ortlab.graph.memory import memory
+
+            told = ", ".join(f"{settings} ({memory(size)})" for settings, size in kept.items())
+            lines.append(f"kept for a return: {told}")
         return tuple(lines)
 
     def _evaluations(self) -> list[Evaluation]:

@@ -109,6 +109,7 @@ class Session:
     ) -> Run:
         """See `finetune` below."""
         from ortlab.checkpoint import check_model
+        from ortlab.engines.base import engine as engine_called
         from ortlab.engines.base import engine_for
         from ortlab.runs import Run
 
@@ -149,10 +150,18 @@ class Session:
             shared[engine.name] = executed[engine.name]
             return engine.prepare(executed[engine.name], function, settings)
 
+        def kept() -> dict[str, int]:
+            return {
+                f"{name} {settings}": size
+                for name, module in list(shared.items())
+                for settings, size in engine_called(name).kept(module).items()
+            }
+
         run = Run(
             original,
             prepare,
             train,
+            kept=kept,
             evaluation=eval_data,
             settings=chosen,
             show=self.show,
