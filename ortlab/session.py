@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from ortlab import wrapping
 from ortlab.settings import (
     LOSSES,
-    NOT_RACED,
-    NOT_TUNED,
     EngineSettings,
     FinetuneSettings,
     ProfileSettings,
     RaceSettings,
+    SearchSettings,
     TuneSettings,
     unknown_name,
 )
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
 B = TypeVar("B")
 """A batch, whatever a loader gives."""
+S = TypeVar("S", "Race", "Tune")
 Prefer = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
 """Has settings hold for a model: what makes a set-up, and all that goes with it. Says what for."""
 
@@ -172,23 +172,9 @@ class Session:
         **settings: Any,
     ) -> Race:
         """See `race` below."""
-        from ortlab.search.race import Race, apart
+        from ortlab.search.race import Race
 
-        original, own = self._to_search(model)
-        mine, shared = apart(settings, RaceSettings)
-        function, loss_name = _loss(loss, None)
-        found = Race(
-            original,
-            data,
-            RaceSettings.of(mine),
-            shared={**own, **shared, **({"loss": loss_name} if isinstance(loss, str) else {})},
-            loss=function,
-            beside=self._at_work,
-            prefer=self._preferring(original),
-        )
-        self.searches.append(found)
-        found.start(self.show)
-        return found
+        return self._search(Race, RaceSettings, model, data, loss, settings)
 
     def tune(
         self,
@@ -199,17 +185,29 @@ class Session:
         **settings: Any,
     ) -> Tune:
         """See `tune` below."""
-        from ortlab.search.race import apart
         from ortlab.search.tune import Tune
 
-        original, own = self._to_search(model)
-        mine, shared = apart(settings, TuneSettings, without=NOT_TUNED)
-        function, loss_name = _loss(loss, None)
-        found = Tune(
+        return self._search(Tune, TuneSettings, model, data, loss, settings)
+
+    def _search(
+        self,
+        kind: Callable[..., S],
+        own: type[SearchSettings],
+        model: nn.Module,
+        data: Iterable[Any],
+        loss: str | LossFunction | None,
+        given: Mapping[str, Any],
+    ) -> S:
+        """Starts a race or a search of the settings that were `given`."""
+        original, shared = self._to_search(model)
+        settings, more = own.apart(given)
+        function, _ = _loss(loss, None)
+        named = {"loss": loss} if isinstance(loss, str) else {}
+        found = kind(
             original,
             data,
-            TuneSettings.of(mine),
-            shared={**own, **shared, **({"loss": loss_name} if isinstance(loss, str) else {})},
+            settings,
+            shared={**shared, **more, **named},
             loss=function,
             beside=self._at_work,
             prefer=self._preferring(original),
@@ -239,7 +237,8 @@ class Session:
             return original, {}
         declared = EngineSettings.declarations()
         told = entry.settings.as_dict()
-        left = {n: v for n, v in told.items() if n not in NOT_RACED and v != declared[n].default}
+        without = SearchSettings.without
+        left = {n: v for n, v in told.items() if n not in without and v != declared[n].default}
         return original, left
 
     def _original(self, module: nn.Module) -> nn.Module:

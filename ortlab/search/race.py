@@ -33,14 +33,7 @@ from ortlab.search.background import Background
 from ortlab.search.feed import Feed
 from ortlab.search.footprint import Line
 from ortlab.search.result import DONE, Cell, RaceResult
-from ortlab.settings import (
-    NOT_RACED,
-    REFERENCE,
-    FinetuneSettings,
-    RaceSettings,
-    Settings,
-    unknown_name,
-)
+from ortlab.settings import REFERENCE, FinetuneSettings, RaceSettings
 
 if TYPE_CHECKING:
     from ortlab.runs import Run
@@ -297,12 +290,8 @@ class Race(Background[RaceResult]):
             )
 
     def _chosen(self, label: str) -> FinetuneSettings:
-        """The settings of a set-up; ValueError says what there is not."""
-        changes = self._cells[label].settings
-        known = FinetuneSettings.declarations()
-        if unknown := [name for name in changes if name not in known]:
-            raise ValueError(f"there is no setting {unknown[0]!r} in this version of ortlab")
-        return FinetuneSettings.of({**PLAIN, **self._shared, **changes})
+        """The settings of a set-up."""
+        return FinetuneSettings.of({**PLAIN, **self._shared, **self._cells[label].settings})
 
     def _micro(self, label: str) -> int:
         """Samples in a micro-batch: the feed's, or those that make this set-up."""
@@ -436,21 +425,3 @@ def _drops_out(module: nn.Module) -> bool:
     """Whether it draws masks, as far as its own attributes tell."""
     chances = (getattr(module, name, 0.0) for name in ("p", "dropout", "dropout_p"))
     return any(isinstance(chance, float) and chance > 0 for chance in chances)
-
-
-def apart(
-    given: Mapping[str, Any], own: type[Settings], *, without: Sequence[str] = NOT_RACED
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments by whose they are: those of `own`, and those that all set-ups share.
-
-    ValueError for one that neither has, and for those of a run that are in `without`.
-    """
-    mine = own.declarations()
-    shared = [name for name in FinetuneSettings.declarations() if name not in without]
-    for name in given:
-        if name not in mine and name not in shared:
-            raise ValueError(f"unknown setting {name!r}: {unknown_name(name, [*mine, *shared])}")
-    return (
-        {name: value for name, value in given.items() if name in mine},
-        {name: value for name, value in given.items() if name not in mine},
-    )
