@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
     from ortlab.runs import Run
+    from ortlab.search.comparison import Prefer
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
     from ortlab.telemetry import Watched
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 """A batch, whatever a loader gives."""
 S = TypeVar("S", "Race", "Tune")
-Prefer = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
-"""Has settings hold for a model: what makes a set-up, and all that goes with it. Says what for."""
-
 
 _AT_WORK: Final = ("starting", "running", "stopping")
 
@@ -250,9 +248,7 @@ class Session:
         """The runs that train just now."""
         return [run.name for run in self.runs if run.state in _AT_WORK]
 
-    def _preferring(
-        self, model: nn.Module
-    ) -> Callable[[Mapping[str, Any], Mapping[str, Any]], str]:
+    def _preferring(self, model: nn.Module) -> Prefer:
         """What has settings hold for `model`, which it does not keep alive."""
         known = weakref.ref(model)
 
@@ -623,7 +619,7 @@ def tune(
     `ortlab.search.prune`. Micro-batches are searched for a Dataset; a loader keeps its own batches.
     ``target="tokens"`` counts tokens in the place of samples. The other settings are those of
     `ortlab.settings.TuneSettings`, and those of a run that all candidates share. ``await tune`` or
-    ``tune.result()`` waits for the `ortlab.search.tune.TuneResult`;
+    ``tune.result()`` waits for the `ortlab.search.result.TuneResult`;
     ``ortlab.finetune(model, data, **tune.settings)`` trains with the best, ``tune.apply()`` has it
     hold in the model's next runs. The model stays as it is. ValueError as in `race`.
     """

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import ortlab
 from ortlab import compat
 from ortlab.search.prune import Candidate, Search, Setup, settings_of
-from ortlab.search.tune import TuneResult
+from ortlab.search.result import TuneResult
 from ortlab.session import session
 from tests.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.test_race import Net, no_searches, one_thread, pairs  # noqa: F401 - fixtures
@@ -256,6 +256,26 @@ def test_what_takes_too_much_is_left_out() -> None:
     with pytest.raises(ValueError, match="nothing was measured"):
         _ = result.settings
     assert "nothing was measured" in repr(result)
+
+
+def test_one_that_fails_in_a_round_says_why() -> None:
+    class Tired(Net):
+        low: list[bool] = []  # noqa: RUF012 - of all copies
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.low.append(torch.is_autocast_enabled("cpu"))
+            if self.low[-1] and sum(self.low) > 3:
+                raise ValueError("tired of it")
+            return super().forward(x)
+
+    data = dataset()
+    result = ortlab.tune(Tired(), data, engines="eager", global_batch=8, sizes=1, **QUICK).result(
+        60
+    )
+    full, low = result.rows
+    assert (full.state, full.reason) == ("measured", "")
+    assert (low.state, low.reason, low.rates) == ("failed", "tired of it", ())
+    assert result.best() is full
 
 
 def test_a_stop_keeps_what_was_found() -> None:
