@@ -127,6 +127,8 @@ def test_what_cannot_win_is_not_begun_and_says_why() -> None:
     small = search.found[Candidate(Setup("ort", "bf16"), 1)]
     assert "samples/s expected, ort bf16, 4 at a time has more" in small.reason
     assert not small.rates
+    of_tokens = searched(Costs(speeds()), unit="tokens").found[Candidate(Setup("ort", "bf16"), 1)]
+    assert "tokens/s expected" in of_tokens.reason
     behind = search.found[Candidate(Setup("eager", "fp32"), 1)]
     assert behind.rates
     assert "behind ort bf16, 4 at a time" in behind.reason
@@ -188,6 +190,19 @@ def test_one_that_fails_is_left_and_others_go_on() -> None:
     best = search.best()
     assert best is not None
     assert best.setup not in costs.broken
+
+
+def test_all_may_fail_in_a_round() -> None:
+    class Broken(Costs):
+        def rounds(
+            self, candidates: Sequence[Candidate], number: int
+        ) -> Mapping[Candidate, Sequence[float]]:
+            found = super().rounds(candidates, number)
+            return found if len(self.together) <= 5 else {}
+
+    search = searched(Broken(speeds()))
+    assert search.best() is None
+    assert {found.state for found in search.found.values()} == {"failed", "left out"}
 
 
 # ---- a real one ----------------------------------------------------------------------------------

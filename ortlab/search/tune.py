@@ -29,8 +29,6 @@ from ortlab.settings import FinetuneSettings, TuneSettings
 
 STEPS = 4
 """Different steps of data, which all candidates go through in turn."""
-_MARGIN = 0.01
-"""Of the memory that there is, what a step leaves free."""
 
 
 class Tune(Comparison[TuneResult, Row]):
@@ -74,6 +72,7 @@ class Tune(Comparison[TuneResult, Row]):
             self,
             rounds=settings.rounds,
             recompute=None if settings.recompute == "off" else settings.recompute,
+            unit=settings.target,
         )
         self._result = TuneResult(
             **self._about(), rows=(), target=settings.target, took_s=math.nan, notes=notes
@@ -143,7 +142,7 @@ class Tune(Comparison[TuneResult, Row]):
     def too_large(self, candidate: Candidate) -> str | None:
         """See `prune.Track.too_large`."""
         expected = self._expected_bytes(candidate)
-        if math.isnan(expected) or expected <= self._budget * (1 - _MARGIN):
+        if math.isnan(expected) or expected <= self._budget * (1 - footprint.MARGIN):
             return None
         return f"takes {memory(expected)}, more than {memory(self._budget)}"
 
