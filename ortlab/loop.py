@@ -1,6 +1,7 @@
 """Fine-tuning as a generator: schedule, evaluation, seeds and changes around a stepper.
 
-Nothing here knows threads or files: ``for result in steps(...)`` trains in the caller's thread.
+Nothing here knows threads or files: ``for result in Course(...).steps()`` trains in the caller's
+thread.
 """
 
 from __future__ import annotations
@@ -269,33 +270,6 @@ def evaluate(
         loss=loss.item() / measured if measured else NAN,
         accuracy=correct / predicted if predicted else NAN,
     )
-
-
-def steps(
-    stepper: Stepper,
-    train: Batches,
-    settings: FinetuneSettings,
-    *,
-    control: Control,
-    recorder: Recorder,
-    evaluation: Batches | None = None,
-    meter: Meter | None = None,
-    begin: Checkpoint | None = None,
-    prepare: Callable[[FinetuneSettings], Stepper] | None = None,
-) -> Iterator[StepResult]:
-    """Trains, and yields after every optimizer step; see `Course.steps`."""
-    course = Course(
-        stepper,
-        train,
-        settings,
-        control=control,
-        recorder=recorder,
-        evaluation=evaluation,
-        meter=meter,
-        begin=begin,
-        prepare=prepare,
-    )
-    return course.steps()
 
 
 def cost(before: FinetuneSettings, after: FinetuneSettings) -> Cost:

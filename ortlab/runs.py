@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import concurrent.futures
 import contextvars
@@ -22,7 +21,7 @@ from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper, engine_for, progress
 from ortlab.errors import shorten
 from ortlab.history import FORM, RunFolder, environment
-from ortlab.interrupts import Interrupts
+from ortlab.interrupts import until
 from ortlab.loop import Control, Evaluation
 from ortlab.memory import SAMPLER, Meter
 from ortlab.settings import FinetuneSettings
@@ -31,7 +30,6 @@ from ortlab.telemetry import INDEX, NAN, Event, Recorder, State, Status, Watched
 if TYPE_CHECKING:
     from torch import nn
 
-_POLL_S = 0.2
 _LAST_WAIT_S = 30.0  # an export cannot be stopped; Python must end nonetheless
 _OVER: tuple[State, ...] = ("stopped", "finished", "failed")
 
@@ -343,16 +341,8 @@ class Run:
 
     async def _awaited(self) -> RunResult:
         self._check_started()
-        with Interrupts() as interrupts:
-            try:
-                while not self._over.is_set():
-                    await asyncio.sleep(_POLL_S)
-            except (asyncio.CancelledError, KeyboardInterrupt) as error:
-                if interrupts.heard or isinstance(error, KeyboardInterrupt):
-                    self._interrupted(
-                        "await it again to wait; interrupt that wait, or run.stop(), to stop"
-                    )
-                raise
+        hint = "await it again to wait; interrupt that wait, or run.stop(), to stop"
+        await until(self._over, lambda: self._interrupted(hint))
         return self._outcome()
 
     def _check_started(self) -> None:
