@@ -1,6 +1,7 @@
 """Fine-tuning as a generator: schedule, evaluation, seeds and changes around a stepper.
 
-Nothing here knows threads or files: ``for result in steps(...)`` trains in the caller's thread.
+Nothing here knows threads or files: ``for result in Course(...).steps()`` trains in the caller's
+thread.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ortlab.batching import Batches, Epoch
 from ortlab.checkpoint import Checkpoint, Order, Position, Unit
 from ortlab.engines import base
 from ortlab.engines.base import Cost, NotFinite, Stepper, StepResult
-from ortlab.memory import Memory, Meter
+from ortlab.memory import Memory, Meter, trim
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
 from ortlab.telemetry import NAN, Event, Recorder, Sample
@@ -173,7 +174,7 @@ _FIXED = ("seed", "optimizer")
 _FIXED_IN_A_RUN = (*_FIXED, "loss", "device")
 
 
-def kept(data: Batches) -> dict[str, str]:
+def fixed(data: Batches) -> dict[str, str]:
     """The settings that a run on `data` cannot change, whatever the value, each with the reason."""
     found = {
         name: f"a run keeps the {name} that it began with; finetune makes another run"
@@ -183,10 +184,10 @@ def kept(data: Batches) -> dict[str, str]:
 
 
 def check_change(
-    before: FinetuneSettings, after: FinetuneSettings, kept: Mapping[str, str]
+    before: FinetuneSettings, after: FinetuneSettings, fixed: Mapping[str, str]
 ) -> None:
-    """ValueError where a run that has `kept` cannot go on with `after` in the place of `before`."""
-    for name, reason in kept.items():
+    """ValueError where `after` cannot take the place of `before` in a run with these `fixed`."""
+    for name, reason in fixed.items():
         there, here = getattr(before, name), getattr(after, name)
         if there != here:
             raise ValueError(
@@ -302,33 +303,6 @@ def evaluate(
     )
 
 
-def steps(
-    stepper: Stepper,
-    train: Batches,
-    settings: FinetuneSettings,
-    *,
-    control: Control,
-    recorder: Recorder,
-    evaluation: Batches | None = None,
-    meter: Meter | None = None,
-    begin: Checkpoint | None = None,
-    prepare: Callable[[FinetuneSettings], Stepper] | None = None,
-) -> Iterator[StepResult]:
-    """Trains, and yields after every optimizer step; see `Course.steps`."""
-    course = Course(
-        stepper,
-        train,
-        settings,
-        control=control,
-        recorder=recorder,
-        evaluation=evaluation,
-        meter=meter,
-        begin=begin,
-        prepare=prepare,
-    )
-    return course.steps()
-
-
 def cost(before: FinetuneSettings, after: FinetuneSettings) -> Cost:
     """What it takes a run to go on with `after` in the place of `before`."""
     if _rebuilds(before, after):
@@ -397,7 +371,7 @@ class Course:
         self._wanted: dict[str, Any] = {}
         self._trial: _Trial | None = None
         self._train = train
-        self._kept = kept(train)
+        self._fixed = fixed(train)
         self._control = control
         self._recorder = recorder
         self._evaluation = evaluation
@@ -541,7 +515,7 @@ class Course:
             return self.settings
         try:
             wanted = self.settings.replace(**self._wanted)
-            check_change(self.settings, wanted, self._kept)
+            check_change(self.settings, wanted, self._fixed)
             if self._prepare is None and _rebuilds(self.settings, wanted):
                 raise ValueError("nothing makes a stepper for another engine or its options")
         except ValueError as error:
@@ -571,6 +545,7 @@ class Course:
         assert self._prepare is not None
         # First, so that the new one finds the model as the user gave it: in train mode or not.
         self.stepper.close()
+        trim(collect=False)  # so that the charts show what the new one takes
         self.stepper = self._prepare(settings)
         self._load(taken)
         self._use(settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import concurrent.futures
 import contextvars
@@ -22,7 +21,7 @@ from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper, engine_for, progress
 from ortlab.errors import shorten
 from ortlab.history import FORM, RunFolder, environment
-from ortlab.interrupts import Interrupts
+from ortlab.interrupts import until
 from ortlab.loop import Control, Evaluation
 from ortlab.memory import SAMPLER, Meter
 from ortlab.settings import FinetuneSettings
@@ -31,7 +30,6 @@ from ortlab.telemetry import INDEX, NAN, Event, Recorder, State, Status, Watched
 if TYPE_CHECKING:
     from torch import nn
 
-_POLL_S = 0.2
 _LAST_WAIT_S = 30.0  # an export cannot be stopped; Python must end nonetheless
 _OVER: tuple[State, ...] = ("stopped", "finished", "failed")
 
@@ -88,8 +86,10 @@ class Run:
     the last good weights and the folder is complete. The run itself then holds neither model nor
     data.
 
+    `kept` says what waits for a return to earlier settings, in bytes.
+
     With `begin` it goes on where that was taken, by another run of any engine, in this process or
-    an earlier one; ``settings`` may differ in what `loop.check_begin` does not fix.
+    an earlier one; ``settings`` may differ in what `loop.place` does not check.
 
     ValueError, before anything is written, for data that cannot be used (see `batching.batches`).
     """
@@ -108,6 +108,7 @@ class Run:
         show: Callable[[Watched], None] | None = None,
         root: Path | None = None,
         begin: Checkpoint | None = None,
+        kept: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         batches = batching.batches(train, settings)
         held_out = None
@@ -122,12 +123,13 @@ class Run:
         """What holds now."""
         self.earlier_settings: list[FinetuneSettings] = []
         """What held before each change, the last one last; an undo takes it away again."""
-        self.kept: Mapping[str, str] = loop.kept(batches)
+        self.fixed: Mapping[str, str] = loop.fixed(batches)
         """The settings that `apply` cannot change, whatever the value, each with the reason."""
         self._work: _Work | None = _Work(model, prepare, batches, held_out, begin)
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
         self._show = show
+        self._kept = kept
         self._control = Control()
         self._state: State = "starting"
         self._report: Report | None = None
@@ -283,13 +285,13 @@ class Run:
         accumulation decide.
 
         ValueError for what is unknown or wrong, for what an engine cannot do here, for what is
-        `kept` (seed, optimizer, loss, device, and the batch size where a loader makes the batches),
-        and when the run is over.
+        `fixed` (seed, optimizer, loss, device, and the batch size where a loader makes its own
+        batches), and when the run is over.
         """
         if self.over():
             raise ValueError(f"{self.name} is over ({self.state}): nothing can be applied to it")
         wanted = self.current_settings.replace(**changes)
-        loop.check_change(self.current_settings, wanted, self.kept)
+        loop.check_change(self.current_settings, wanted, self.fixed)
         engine_for(wanted)
         self._control.apply(changes)
 
@@ -341,16 +343,8 @@ class Run:
 
     async def _awaited(self) -> RunResult:
         self._check_started()
-        with Interrupts() as interrupts:
-            try:
-                while not self._over.is_set():
-                    await asyncio.sleep(_POLL_S)
-            except (asyncio.CancelledError, KeyboardInterrupt) as error:
-                if interrupts.heard or isinstance(error, KeyboardInterrupt):
-                    self._interrupted(
-                        "await it again to wait; interrupt that wait, or run.stop(), to stop"
-                    )
-                raise
+        hint = "await it again to wait; interrupt that wait, or run.stop(), to stop"
+        await until(self._over, lambda: self._interrupted(hint))
         return self._outcome()
 
     def _check_started(self) -> None:
@@ -413,6 +407,11 @@ class Run:
             lines.append(f"self-check against eager {self._report.check_s:.2g} s")
         if self._report is not None:
             lines += self._report.remarks
+        if not self.over() and (kept := self._kept()):
+            from ortlab.graph.memory import memory
+
+            told = ", ".join(f"{settings} ({memory(size)})" for settings, size in kept.items())
+            lines.append(f"kept for a return: {told}")
         return tuple(lines)
 
     def _evaluations(self) -> list[Evaluation]:

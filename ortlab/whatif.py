@@ -50,28 +50,28 @@ class Control:
 
 
 def controls(
-    held: FinetuneSettings, chosen: FinetuneSettings, *, kept: Mapping[str, str] | None
+    held: FinetuneSettings, chosen: FinetuneSettings, *, fixed: Mapping[str, str] | None
 ) -> list[Control]:
     """Every setting, in the order of declaration, where `held` holds and `chosen` is looked at.
 
-    What cannot be had is what an engine refuses, or what a run has `kept` (see `Run.kept`; None
-    before a run). A reason that stands against `chosen` anyhow is no reason against each of its
-    settings.
+    What cannot be had is what an engine refuses, or what is `fixed` in a run (see `Run.fixed`;
+    None before a run). A reason that stands against `chosen` anyhow is no reason against each of
+    its settings.
     """
-    known = refused(held, chosen, kept=kept)
+    known = refused(held, chosen, fixed=fixed)
     return [
-        _control(declaration, held, chosen, known, kept=kept)
+        _control(declaration, held, chosen, known, fixed=fixed)
         for declaration in FinetuneSettings.declarations().values()
     ]
 
 
 def refused(
-    held: FinetuneSettings, chosen: FinetuneSettings, *, kept: Mapping[str, str] | None
+    held: FinetuneSettings, chosen: FinetuneSettings, *, fixed: Mapping[str, str] | None
 ) -> str | None:
     """Why `chosen` cannot take the place of `held`; None when it can."""
-    if kept is not None:
+    if fixed is not None:
         try:
-            loop.check_change(held, chosen, kept)
+            loop.check_change(held, chosen, fixed)
         except ValueError as error:
             return str(error)
     return refusal(chosen)
@@ -83,18 +83,18 @@ def _control(
     chosen: FinetuneSettings,
     known: str | None,
     *,
-    kept: Mapping[str, str] | None,
+    fixed: Mapping[str, str] | None,
 ) -> Control:
     name, value = declaration.name, getattr(chosen, declaration.name)
-    if kept is not None and name in kept:
-        return Control(declaration, value, reason=kept[name])
+    if fixed is not None and name in fixed:
+        return Control(declaration, value, reason=fixed[name])
 
     def reason(other: Any) -> str:
         try:
             settings = chosen.replace(**{name: other})
         except ValueError as error:
             return str(error)
-        found = refused(held, settings, kept=kept)
+        found = refused(held, settings, fixed=fixed)
         return "" if found is None or found == known else found
 
     offered = tuple(_offered(declaration))
@@ -105,14 +105,14 @@ def _control(
     choices += tuple(Choice(each, declaration.not_there(each)) for each in declaration.planned)
     others = [each.reason for each in choices if each.text != declaration.show(value)]
     others += [] if offered else [reason(other) for other in _beside(declaration, value)]
-    fixed = others[0] if others and all(others) else ""
+    always = others[0] if others and all(others) else ""
     costs: tuple[Cost, ...] = ()
-    if kept is not None and not fixed:
+    if fixed is not None and not always:
         now = getattr(held, name)
         able = [each for each, choice in zip(offered, choices, strict=False) if not choice.reason]
         wanted = [value] if value != now else able or list(_beside(declaration, now)) or ["another"]
         costs = tuple(_costs(held, name, [one for one in wanted if one != now]))
-    return Control(declaration, value, choices, fixed, costs)
+    return Control(declaration, value, choices, always, costs)
 
 
 def _costs(held: FinetuneSettings, name: str, values: Iterable[Any]) -> Iterable[Cost]:

@@ -652,7 +652,7 @@ def test_a_loader_keeps_the_sizes_of_its_batches(threads_end: None) -> None:
     run.stop()
     run.result()
     assert run.current_settings == run.settings
-    assert "batch_size" in run.kept, "it is told of a run that is over, too"
+    assert "batch_size" in run.fixed, "it is told of a run that is over, too"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ortlab.whatif import Control
 from tests.resuming import examples
 
 EAGER = FinetuneSettings(engine="eager")
-KEPT = loop.kept(batching.batches(examples(), EAGER))
+FIXED = loop.fixed(batching.batches(examples(), EAGER))
 
 
 def needs_ort() -> None:
@@ -27,10 +27,10 @@ def needs_ort() -> None:
 
 
 def control(
-    name: str, held: FinetuneSettings, *, kept: Mapping[str, str] | None = KEPT, **edits: Any
+    name: str, held: FinetuneSettings, *, fixed: Mapping[str, str] | None = FIXED, **edits: Any
 ) -> Control:
     chosen = held.replace(**edits)
-    found = whatif.controls(held, chosen, kept=kept)
+    found = whatif.controls(held, chosen, fixed=fixed)
     return next(each for each in found if each.declaration.name == name)
 
 
@@ -39,7 +39,7 @@ def reasons(found: Control) -> dict[str, str]:
 
 
 def test_every_declaration_has_a_control() -> None:
-    found = whatif.controls(EAGER, EAGER, kept=None)
+    found = whatif.controls(EAGER, EAGER, fixed=None)
     assert [each.declaration for each in found] == [*FinetuneSettings.declarations().values()]
     assert list(reasons(control("engine", EAGER))) == [*ENGINES, "offload"]
     assert list(reasons(control("self_check", EAGER))) == ["on", "off"]
@@ -77,7 +77,7 @@ def test_a_run_keeps_what_it_began_with(name: str) -> None:
     kept = control(name, EAGER)
     assert f"a run keeps the {name}" in kept.reason
     assert kept.costs == ()
-    assert "run keeps" not in control(name, EAGER, kept=None).reason
+    assert "run keeps" not in control(name, EAGER, fixed=None).reason
 
 
 def test_a_combination_that_cannot_work_is_refused_by_its_engine() -> None:
@@ -95,8 +95,8 @@ def test_a_reason_against_all_that_is_chosen_is_not_held_against_each_setting() 
     needs_ort()
     held = FinetuneSettings(engine="ort", kernels="ort")
     chosen = held.replace(precision="bf16")
-    assert whatif.refused(held, chosen, kept=KEPT)
-    found = {c.declaration.name: c for c in whatif.controls(held, chosen, kept=KEPT)}
+    assert whatif.refused(held, chosen, fixed=FIXED)
+    found = {c.declaration.name: c for c in whatif.controls(held, chosen, fixed=FIXED)}
     assert found["lr"].reason == found["opset"].reason == ""
     assert not reasons(found["precision"])["fp32"], "the way out"
     assert not reasons(found["kernels"])["torch"], "and the other one"
@@ -108,9 +108,9 @@ def test_two_settings_that_exclude_each_other_are_told_apart() -> None:
 
 
 def test_batches_of_a_loaders_own_keep_their_size() -> None:
-    own = loop.kept(batching.batches(DataLoader(examples()), EAGER))
+    own = loop.fixed(batching.batches(DataLoader(examples()), EAGER))
     reason = "the DataLoader makes its own batches; give the Dataset itself"
-    assert control("batch_size", EAGER, kept=own).reason.startswith(reason)
+    assert control("batch_size", EAGER, fixed=own).reason.startswith(reason)
     assert not control("batch_size", EAGER).reason
     assert control("batch_size", EAGER).costs == ("free",)
     assert control("batch_size", EAGER.replace(engine="compile")).costs == ("recompile",)
@@ -143,7 +143,7 @@ def test_a_control_tells_the_cost_of_what_is_chosen_else_of_all_that_can_be() ->
     assert control("lr", EAGER).costs == ("free",)
     assert set(control("engine", EAGER).costs) >= {"recompile"}
     assert control("engine", EAGER, engine="compile").costs == ("recompile",)
-    assert control("lr", EAGER, kept=None).costs == (), "before a run nothing is rebuilt"
+    assert control("lr", EAGER, fixed=None).costs == (), "before a run nothing is rebuilt"
 
 
 @pytest.mark.parametrize("declaration", FinetuneSettings.declarations().values())

@@ -64,7 +64,7 @@ class Panel:
         self._start = start
         self.started_in: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Where a run that is started shows itself."""
-        self._kept = self.run.kept if self.run else None
+        self._fixed = self.run.fixed if self.run else None
         self._held = self._holds()
         self._edits: dict[str, str] = {}
         self._serial = 0
@@ -154,7 +154,7 @@ class Panel:
             if key != self._key:
                 self._key = key
                 found["controls"] = [
-                    _json(each, held) for each in whatif.controls(held, chosen, kept=self._kept)
+                    _json(each, held) for each in whatif.controls(held, chosen, fixed=self._fixed)
                 ]
             begun = self.run is not None and self.run.step > 0
             if self._opened and (key, begun) != self._foreseen_of:
@@ -168,7 +168,7 @@ class Panel:
     def table(self) -> Table[Control]:
         """The same as text: settings, values, costs, what cannot be had; the line to type."""
         held = self._holds()
-        found = whatif.controls(held, held, kept=self._kept)
+        found = whatif.controls(held, held, fixed=self._fixed)
         front = [each for each in found if each.declaration.panel]
         defaults = {name: each.default for name, each in FinetuneSettings.declarations().items()}
         others = [
@@ -269,7 +269,7 @@ class Panel:
             )
             if value != before
         }
-        blocked = whatif.refused(held, chosen, kept=self._kept) if differs else None
+        blocked = whatif.refused(held, chosen, fixed=self._fixed) if differs else None
         cost = ""
         if differs and running and not blocked:
             cost = whatif.COSTS[loop.cost(held, chosen)]
@@ -334,7 +334,7 @@ class Panel:
 
     def _batch(self, settings: FinetuneSettings) -> int | None:
         """Samples in a micro-batch: as many as the run has had, or as a run would have."""
-        if self.run is None or "batch_size" not in self.run.kept:
+        if self.run is None or "batch_size" not in self.run.fixed:
             return settings.batch_size
         recorder = self.run.recorder
         rows, _ = recorder.since(max(recorder.count - 64, 0))
