@@ -186,6 +186,14 @@ def _restart_cuda_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def memory(size_bytes: float) -> str:
+    """Bytes in GiB, MiB or KiB."""
+    if size_bytes >= 2**30:
+        return f"{size_bytes / 2**30:.2f} GiB"
+    unit, power = ("MiB", 20) if size_bytes >= 2**20 else ("KiB", 10)
+    return f"{size_bytes / 2**power:.1f} {unit}"
+
+
 def trim(*, collect: bool = True) -> None:
     """Has the C library give freed memory back to the system, where it can (glibc).
 

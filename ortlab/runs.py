@@ -23,7 +23,7 @@ from ortlab.errors import shorten
 from ortlab.history import FORM, RunFolder, environment
 from ortlab.interrupts import until
 from ortlab.loop import Control, Evaluation
-from ortlab.memory import SAMPLER, Meter
+from ortlab.memory import SAMPLER, Meter, memory
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, NAN, Event, Recorder, State, Status, Watched
 
@@ -408,8 +408,6 @@ class Run:
         if self._report is not None:
             lines += self._report.remarks
         if not self.over() and (kept := self._kept()):
-            from ortlab.graph.memory import memory
-
             told = ", ".join(f"{settings} ({memory(size)})" for settings, size in kept.items())
             lines.append(f"kept for a return: {told}")
         return tuple(lines)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ortlab import loop
-from ortlab.engines.base import Cost, refusal
+from ortlab.engines.base import Cost, ignored, refusal
 from ortlab.settings import Declaration, FinetuneSettings
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def controls(
 ) -> list[Control]:
     """Every setting, in the order of declaration, where `held` holds and `chosen` is looked at.
 
-    What cannot be had is what an engine refuses, or what is `fixed` in a run (see `Run.fixed`;
-    None before a run). A reason that stands against `chosen` anyhow is no reason against each of
-    its settings.
+    What cannot be had is what an engine refuses or makes nothing of, or what is `fixed` in a run
+    (see `Run.fixed`; None before a run). A reason that stands against `chosen` anyhow is no reason
+    against each of its settings.
     """
     known = refused(held, chosen, fixed=fixed)
     return [
@@ -105,7 +105,7 @@ def _control(
     choices += tuple(Choice(each, declaration.not_there(each)) for each in declaration.planned)
     others = [each.reason for each in choices if each.text != declaration.show(value)]
     others += [] if offered else [reason(other) for other in _beside(declaration, value)]
-    always = others[0] if others and all(others) else ""
+    always = ignored(chosen, name) or (others[0] if others and all(others) else "")
     costs: tuple[Cost, ...] = ()
     if fixed is not None and not always:
         now = getattr(held, name)

@@ -20,7 +20,7 @@ from IPython.core.getipython import get_ipython
 
 from ortlab import loop, whatif
 from ortlab.changes import refusals
-from ortlab.graph.memory import memory
+from ortlab.memory import memory
 from ortlab.notebook import plaintext
 from ortlab.runs import Run
 from ortlab.session import session
@@ -71,7 +71,7 @@ class Panel:
         self._asked: dict[str, Any] | None = None  # what was applied and does not hold yet
         self._told = (0, 0)  # changes and refusals before that
         self._result = ("", "")
-        self._plans: dict[tuple[FinetuneSettings, str, str], tuple[MemoryPlan, EngineSettings]] = {}
+        self._plans: dict[tuple[FinetuneSettings, object], tuple[MemoryPlan, EngineSettings]] = {}
         self._foreseen = ""
         self._foreseen_of: object = None
         self._opened = False  # nobody waits for a prediction before that
@@ -321,8 +321,11 @@ class Panel:
         return f"{memory(now)} → {memory(then)} at the peak of a step"
 
     def _peak(self, settings: FinetuneSettings) -> tuple[int | None, str]:
-        key = (self._held, settings.recompute, settings.optimizer)
+        from ortlab.engines import options
+
         try:
+            graph = (options.key(settings), settings.recompute, settings.optimizer)
+            key = (self._held, graph)
             if key not in self._plans:
                 # That of what holds, and that of what is looked at.
                 kept = {known: plan for known, plan in self._plans.items() if known[0] is key[0]}
@@ -333,7 +336,7 @@ class Panel:
         return whatif.foreseen(*self._plans[key], settings, batch=self._batch(settings))
 
     def _batch(self, settings: FinetuneSettings) -> int | None:
-        """Samples in a micro-batch: as many as the run has had, or as a run would have."""
+        """Samples in a micro-batch: what is chosen, or as many as a loader of its own has given."""
         if self.run is None or "batch_size" not in self.run.fixed:
             return settings.batch_size
         recorder = self.run.recorder

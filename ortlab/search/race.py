@@ -21,7 +21,7 @@ from torch import nn
 from ortlab import turns
 from ortlab.engines.base import LossFunction, Stepper
 from ortlab.engines.batch import forward, to_device
-from ortlab.graph.memory import memory
+from ortlab.memory import memory
 from ortlab.search import footprint
 from ortlab.search.comparison import Comparison, Prefer
 from ortlab.search.entrant import PLAIN, Entrant

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from ortlab.bench.machine import Machine
 from ortlab.bench.result import origin
 from ortlab.graph import bars
-from ortlab.graph.memory import memory
+from ortlab.memory import memory
 from ortlab.search import rates
 from ortlab.tables import Column, Table
 from ortlab.turns import Spread

@@ -17,7 +17,7 @@ from torch import nn
 from ortlab import batching, turns
 from ortlab.engines.base import LossFunction
 from ortlab.engines.batch import count
-from ortlab.graph.memory import memory
+from ortlab.memory import memory
 from ortlab.search import footprint
 from ortlab.search.comparison import Comparison, Prefer
 from ortlab.search.entrant import PLAIN, Entrant
