@@ -24,6 +24,7 @@ from tests.resuming import Tokens, bert
 from tests.test_apply import Course, needs, one_thread  # noqa: F401 - a fixture
 
 CHANGES = 10
+"""Of each setting, with twelve layers."""
 EPOCHS = 12
 MICRO_BATCHES = 5
 """In an epoch of `Tokens`."""
@@ -110,23 +111,34 @@ class Part:
 
 
 def drawn(values: Values, settings: Mapping[str, Any], *, seed: int, changes: int) -> Toggles:
-    """So many changes that an engine takes, at steps that a run of any accumulation reaches."""
-    draw, now = random.Random(seed), dict(settings)
+    """So many changes that an engine takes, at steps that a run of any accumulation reaches.
+
+    The settings take turns in an order of their own; one that cannot change then waits.
+    """
+    draw, now = random.Random(seed), FinetuneSettings.of({"device": "cpu", **settings})
     fewest = EPOCHS * -(-MICRO_BATCHES // max(FREE["accumulation"]))
+    waiting = draw.sample(sorted(values), len(values))
     toggles: dict[int, dict[str, Any]] = {}
     for step in sorted(draw.sample(range(1, fewest), changes)):
-        while True:
-            name = draw.choice(sorted(values))
-            wanted = FinetuneSettings.of({"device": "cpu", **now})
-            value = draw.choice([v for v in values[name] if v != getattr(wanted, name)])
-            try:
-                engine_for(wanted.replace(**{name: value}))
-            except ValueError:
-                continue
-            break
-        now[name] = value
+        name, value = next(
+            (name, value)
+            for name in waiting
+            for value in draw.sample(values[name], len(values[name]))
+            if value != getattr(now, name) and taken(now, name, value)
+        )
+        waiting.append(waiting.pop(waiting.index(name)))
+        now = now.replace(**{name: value})
         toggles[step] = {name: value}
     return toggles
+
+
+def taken(settings: FinetuneSettings, name: str, value: object) -> bool:
+    """Whether an engine takes the settings with this one."""
+    try:
+        engine_for(settings.replace(**{name: value}))
+    except ValueError:
+        return False
+    return True
 
 
 def compare(
@@ -166,11 +178,12 @@ def assert_same(found: Checkpoint, expected: Checkpoint) -> None:
 
 
 def test_a_run_that_changes_again_and_again_is_a_chain_of_runs(tmp_path: Path) -> None:
-    """Everything at once, with dropout."""
+    """Every setting in turn, with dropout."""
     needs("ort")
     values = {**IN_ORT, "engine": ("eager", "ort")}
-    settings = {"engine": "ort", "kernels": "torch"}
-    toggles = drawn(values, settings, seed=5, changes=CHANGES)
+    settings = {"engine": "eager", "kernels": "torch"}
+    toggles = drawn(values, settings, seed=11, changes=12)
+    assert {name for changes in toggles.values() for name in changes} == {*values}
     compare(lambda: bert(0.1), settings, toggles, tmp_path)
 
 
