@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
+
+_POLL_S = 0.1
+
+
+async def until(over: threading.Event, interrupted: Callable[[], None]) -> None:
+    """Waits for `over` with the buttons alive; `interrupted` is called when an interrupt ends that.
+
+    CancelledError or KeyboardInterrupt then, and CancelledError alone after a time-out.
+    """
+    with Interrupts() as interrupts:
+        try:
+            while not over.is_set():
+                await asyncio.sleep(_POLL_S)
+        except (asyncio.CancelledError, KeyboardInterrupt) as error:
+            if interrupts.heard or isinstance(error, KeyboardInterrupt):
+                interrupted()
+            raise
 
 
 class Interrupts:

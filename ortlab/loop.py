@@ -1,6 +1,7 @@
 """Fine-tuning as a generator: schedule, evaluation, seeds and changes around a stepper.
 
-Nothing here knows threads or files: ``for result in steps(...)`` trains in the caller's thread.
+Nothing here knows threads or files: ``for result in Course(...).steps()`` trains in the caller's
+thread.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ortlab.batching import Batches
 from ortlab.checkpoint import Checkpoint, Order, Position
 from ortlab.engines import base
 from ortlab.engines.base import Batch, Cost, NotFinite, Stepper, StepResult
-from ortlab.memory import Memory, Meter
+from ortlab.memory import Memory, Meter, trim
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
 from ortlab.telemetry import NAN, Event, Recorder, Sample
@@ -271,33 +272,6 @@ def evaluate(
     )
 
 
-def steps(
-    stepper: Stepper,
-    train: Batches,
-    settings: FinetuneSettings,
-    *,
-    control: Control,
-    recorder: Recorder,
-    evaluation: Batches | None = None,
-    meter: Meter | None = None,
-    begin: Checkpoint | None = None,
-    prepare: Callable[[FinetuneSettings], Stepper] | None = None,
-) -> Iterator[StepResult]:
-    """Trains, and yields after every optimizer step; see `Course.steps`."""
-    course = Course(
-        stepper,
-        train,
-        settings,
-        control=control,
-        recorder=recorder,
-        evaluation=evaluation,
-        meter=meter,
-        begin=begin,
-        prepare=prepare,
-    )
-    return course.steps()
-
-
 def cost(before: FinetuneSettings, after: FinetuneSettings) -> Cost:
     """What it takes a run to go on with `after` in the place of `before`."""
     return base.cost(before, after) if _rebuilds(before, after) else "free"
@@ -527,6 +501,7 @@ class Course:
         assert self._prepare is not None
         # First, so that the new one finds the model as the user gave it: in train mode or not.
         self.stepper.close()
+        trim(collect=False)  # so that the charts show what the new one takes
         self.stepper = self._prepare(settings)
         self._load(taken)
         self._use(settings)

@@ -186,14 +186,41 @@ def _restart_cuda_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def trim() -> None:
+def memory(size_bytes: float) -> str:
+    """Bytes in GiB, MiB or KiB."""
+    if size_bytes >= 2**30:
+        return f"{size_bytes / 2**30:.2f} GiB"
+    unit, power = ("MiB", 20) if size_bytes >= 2**20 else ("KiB", 10)
+    return f"{size_bytes / 2**power:.1f} {unit}"
+
+
+def trim(*, collect: bool = True) -> None:
     """Has the C library give freed memory back to the system, where it can (glibc).
 
-    What a step takes shows in the resident size only where it was given back before.
+    What a step takes shows in the resident size only where it was given back before. Without
+    `collect`, which takes tenths of a second, what only Python's collector finds stays.
     """
-    gc.collect()
+    if collect:
+        gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+_SCARCE = 0.05
+"""Of all memory: with less left over, what can be made again is let go."""
+
+
+def is_scarce(device: str) -> bool:
+    """Whether little memory of the `device` ("cpu" or "cuda") is left."""
+    import psutil
+    import torch
+
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+    else:
+        now = psutil.virtual_memory()
+        free, total = now.available, now.total
+    return bool(free < _SCARCE * total)
 
 
 def free_bytes(device: str) -> int:

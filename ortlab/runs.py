@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import concurrent.futures
 import contextvars
@@ -13,7 +12,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +21,15 @@ from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper, engine_for, progress
 from ortlab.errors import shorten
 from ortlab.history import FORM, RunFolder, environment
-from ortlab.interrupts import Interrupts
+from ortlab.interrupts import until
 from ortlab.loop import Control, Evaluation
-from ortlab.memory import SAMPLER, Meter
+from ortlab.memory import SAMPLER, Meter, memory
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, NAN, Event, Recorder, State, Status, Watched
 
 if TYPE_CHECKING:
     from torch import nn
 
-_POLL_S = 0.2
 _LAST_WAIT_S = 30.0  # an export cannot be stopped; Python must end nonetheless
 _OVER: tuple[State, ...] = ("stopped", "finished", "failed")
 
@@ -88,6 +86,8 @@ class Run:
     the last good weights and the folder is complete. The run itself then holds neither model nor
     data.
 
+    `kept` says what waits for a return to earlier settings, in bytes.
+
     With `begin` it goes on where that was taken, by another run of any engine, in this process or
     an earlier one; ``settings`` may differ in what `loop.check_begin` does not fix.
 
@@ -108,6 +108,7 @@ class Run:
         show: Callable[[Watched], None] | None = None,
         root: Path | None = None,
         begin: Checkpoint | None = None,
+        kept: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         batches = batching.batches(train, settings)
         held_out = None
@@ -129,6 +130,7 @@ class Run:
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
         self._show = show
+        self._kept = kept
         self._control = Control()
         self._state: State = "starting"
         self._report: Report | None = None
@@ -339,16 +341,8 @@ class Run:
 
     async def _awaited(self) -> RunResult:
         self._check_started()
-        with Interrupts() as interrupts:
-            try:
-                while not self._over.is_set():
-                    await asyncio.sleep(_POLL_S)
-            except (asyncio.CancelledError, KeyboardInterrupt) as error:
-                if interrupts.heard or isinstance(error, KeyboardInterrupt):
-                    self._interrupted(
-                        "await it again to wait; interrupt that wait, or run.stop(), to stop"
-                    )
-                raise
+        hint = "await it again to wait; interrupt that wait, or run.stop(), to stop"
+        await until(self._over, lambda: self._interrupted(hint))
         return self._outcome()
 
     def _check_started(self) -> None:
@@ -411,6 +405,9 @@ class Run:
             lines.append(f"self-check against eager {self._report.check_s:.2g} s")
         if self._report is not None:
             lines += self._report.remarks
+        if not self.over() and (kept := self._kept()):
+            told = ", ".join(f"{settings} ({memory(size)})" for settings, size in kept.items())
+            lines.append(f"kept for a return: {told}")
         return tuple(lines)
 
     def _evaluations(self) -> list[Evaluation]:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from ortlab import wrapping
 from ortlab.settings import (
     LOSSES,
-    NOT_RACED,
-    NOT_TUNED,
     EngineSettings,
     FinetuneSettings,
     ProfileSettings,
     RaceSettings,
+    SearchSettings,
     TuneSettings,
     unknown_name,
 )
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
     from ortlab.runs import Run
+    from ortlab.search.comparison import Prefer
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
     from ortlab.telemetry import Watched
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
 
 B = TypeVar("B")
 """A batch, whatever a loader gives."""
-Prefer = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
-"""Has settings hold for a model: what makes a set-up, and all that goes with it. Says what for."""
-
+S = TypeVar("S", "Race", "Tune")
 
 _AT_WORK: Final = ("starting", "running", "stopping")
 
@@ -109,6 +107,7 @@ class Session:
     ) -> Run:
         """See `finetune` below."""
         from ortlab.checkpoint import check_model
+        from ortlab.engines.base import engine as engine_called
         from ortlab.engines.base import engine_for
         from ortlab.runs import Run
 
@@ -149,10 +148,18 @@ class Session:
             shared[engine.name] = executed[engine.name]
             return engine.prepare(executed[engine.name], function, settings)
 
+        def kept() -> dict[str, int]:
+            return {
+                f"{name} {settings}": size
+                for name, module in list(shared.items())
+                for settings, size in engine_called(name).kept(module).items()
+            }
+
         run = Run(
             original,
             prepare,
             train,
+            kept=kept,
             evaluation=eval_data,
             settings=chosen,
             show=self.show,
@@ -172,23 +179,9 @@ class Session:
         **settings: Any,
     ) -> Race:
         """See `race` below."""
-        from ortlab.search.race import Race, apart
+        from ortlab.search.race import Race
 
-        original, own = self._to_search(model)
-        mine, shared = apart(settings, RaceSettings)
-        function, loss_name = _loss(loss, None)
-        found = Race(
-            original,
-            data,
-            RaceSettings.of(mine),
-            shared={**own, **shared, **({"loss": loss_name} if isinstance(loss, str) else {})},
-            loss=function,
-            beside=self._at_work,
-            prefer=self._preferring(original),
-        )
-        self.searches.append(found)
-        found.start(self.show)
-        return found
+        return self._search(Race, RaceSettings, model, data, loss, settings)
 
     def tune(
         self,
@@ -199,17 +192,29 @@ class Session:
         **settings: Any,
     ) -> Tune:
         """See `tune` below."""
-        from ortlab.search.race import apart
         from ortlab.search.tune import Tune
 
-        original, own = self._to_search(model)
-        mine, shared = apart(settings, TuneSettings, without=NOT_TUNED)
-        function, loss_name = _loss(loss, None)
-        found = Tune(
+        return self._search(Tune, TuneSettings, model, data, loss, settings)
+
+    def _search(
+        self,
+        kind: Callable[..., S],
+        own: type[SearchSettings],
+        model: nn.Module,
+        data: Iterable[Any],
+        loss: str | LossFunction | None,
+        given: Mapping[str, Any],
+    ) -> S:
+        """Starts a race or a search of the settings that were `given`."""
+        original, shared = self._to_search(model)
+        settings, more = own.apart(given)
+        function, _ = _loss(loss, None)
+        named = {"loss": loss} if isinstance(loss, str) else {}
+        found = kind(
             original,
             data,
-            TuneSettings.of(mine),
-            shared={**own, **shared, **({"loss": loss_name} if isinstance(loss, str) else {})},
+            settings,
+            shared={**shared, **more, **named},
             loss=function,
             beside=self._at_work,
             prefer=self._preferring(original),
@@ -239,7 +244,8 @@ class Session:
             return original, {}
         declared = EngineSettings.declarations()
         told = entry.settings.as_dict()
-        left = {n: v for n, v in told.items() if n not in NOT_RACED and v != declared[n].default}
+        without = SearchSettings.without
+        left = {n: v for n, v in told.items() if n not in without and v != declared[n].default}
         return original, left
 
     def _original(self, module: nn.Module) -> nn.Module:
@@ -251,9 +257,7 @@ class Session:
         """The runs that train just now."""
         return [run.name for run in self.runs if run.state in _AT_WORK]
 
-    def _preferring(
-        self, model: nn.Module
-    ) -> Callable[[Mapping[str, Any], Mapping[str, Any]], str]:
+    def _preferring(self, model: nn.Module) -> Prefer:
         """What has settings hold for `model`, which it does not keep alive."""
         known = weakref.ref(model)
 
@@ -624,7 +628,7 @@ def tune(
     `ortlab.search.prune`. Micro-batches are searched for a Dataset; a loader keeps its own batches.
     ``target="tokens"`` counts tokens in the place of samples. The other settings are those of
     `ortlab.settings.TuneSettings`, and those of a run that all candidates share. ``await tune`` or
-    ``tune.result()`` waits for the `ortlab.search.tune.TuneResult`;
+    ``tune.result()`` waits for the `ortlab.search.result.TuneResult`;
     ``ortlab.finetune(model, data, **tune.settings)`` trains with the best, ``tune.apply()`` has it
     hold in the model's next runs. The model stays as it is. ValueError as in `race`.
     """

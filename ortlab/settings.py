@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 _VARIABLES = "ORTMODULE_"
 _STANDING = object()
@@ -493,23 +493,58 @@ class FinetuneSettings(EngineSettings):
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="where the model trains")
 
 
-NOT_RACED = (
-    *("engine", "precision"),  # it has several
-    # It is no run: its data has no end, its learning rate is one.
-    *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every"),
-)
-"""The settings of `FinetuneSettings` that `ortlab.race` does not take."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class RaceSettings(Settings):
-    """Who races and how long; the options of ``%ort race`` and ``ortlab.race``."""
+class SearchSettings(Settings):
+    """What a race and a search have in common: set-ups that take turns, and a memory."""
+
+    without: ClassVar[tuple[str, ...]] = (
+        *("engine", "precision"),  # it has several
+        # It is no run: its data has no end, its learning rate is one.
+        *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every"),
+    )
+    """The settings of `FinetuneSettings` that it does not take."""
 
     engines: str = setting(
-        ",".join(ENGINES), choices=ENGINES, many=True, help="engines to race, with commas"
+        ",".join(ENGINES), choices=ENGINES, many=True, help="engines to compare, with commas"
     )
     precisions: str = setting(
         "fp32,bf16", choices=PRECISIONS, many=True, help="their precisions, with commas"
+    )
+    memory: str | None = setting(
+        None, help="what the largest micro-batch is to fit into, as in 16GiB; else what is free"
+    )
+    steps: int | None = setting(
+        None, minimum=1, help="optimizer steps of a turn; else what eager torch does in 30 ms"
+    )
+
+    @classmethod
+    def besides(cls) -> dict[str, Declaration]:
+        """The settings of `FinetuneSettings` that all set-ups share."""
+        declared = FinetuneSettings.declarations()
+        return {name: declared[name] for name in declared if name not in cls.without}
+
+    @classmethod
+    def apart(cls, given: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
+        """Keyword arguments by whose they are: these settings, and what all set-ups share.
+
+        ValueError for one that is neither.
+        """
+        own = cls.declarations()
+        known = {**own, **cls.besides()}
+        for name in given:
+            if name not in known:
+                raise ValueError(f"unknown setting {name!r}: {unknown_name(name, known)}")
+        mine = cls.of({name: value for name, value in given.items() if name in own})
+        return mine, {name: value for name, value in given.items() if name not in own}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceSettings(SearchSettings):
+    """Who races and how long; the options of ``%ort race`` and ``ortlab.race``."""
+
+    rounds: int = setting(10, minimum=1, help="rounds that count; in each every set-up has a turn")
+    batches: int = setting(
+        4, minimum=1, help="different steps of data, which all set-ups go through in turn"
     )
     preset: str | None = setting(
         None,
@@ -517,32 +552,16 @@ class RaceSettings(Settings):
         help="another field: examples is that of ORT's training examples, torch and ORT, without "
         "DeepSpeed and with",
     )
-    rounds: int = setting(10, minimum=1, help="rounds that count; in each every set-up has a turn")
-    steps: int | None = setting(
-        None, minimum=1, help="optimizer steps of a turn; else what eager torch does in 30 ms"
-    )
-    batches: int = setting(
-        4, minimum=1, help="different steps of data, which all set-ups go through in turn"
-    )
-    memory: str | None = setting(
-        None, help="what the largest batch is to fit into, as in 16GiB; else what is free"
-    )
-
-
-NOT_TUNED = (*NOT_RACED, "batch_size", "accumulation", "recompute")
-"""The settings of `FinetuneSettings` that `ortlab.tune` does not take: most of them it finds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneSettings(Settings):
+class TuneSettings(SearchSettings):
     """What is searched, and for how long; the options of ``%ort tune`` and ``ortlab.tune``."""
 
-    engines: str = setting(
-        ",".join(ENGINES), choices=ENGINES, many=True, help="engines to choose from, with commas"
-    )
-    precisions: str = setting(
-        "fp32,bf16", choices=PRECISIONS, many=True, help="precisions to choose from, with commas"
-    )
+    # Most of what it does not take it finds.
+    without = (*SearchSettings.without, "batch_size", "accumulation", "recompute")
+
+    rounds: int = setting(8, minimum=2, help="rounds among those that may win")
     recompute: str = setting(
         "layers", help="what may be computed again where a micro-batch does not fit; off: nothing"
     )
@@ -555,11 +574,6 @@ class TuneSettings(Settings):
     sizes: int = setting(
         4, minimum=1, help="micro-batches to choose from: the global batch, its half, and so on"
     )
-    memory: str | None = setting(None, help="what a step may take, as in 16GiB; else what is free")
     target: str = setting(
         "samples", choices=("samples", "tokens"), help="what a second shall have most of"
-    )
-    rounds: int = setting(8, minimum=2, help="rounds among those that may win")
-    steps: int | None = setting(
-        None, minimum=1, help="optimizer steps of a turn; else what eager torch does in 30 ms"
     )

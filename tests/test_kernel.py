@@ -181,3 +181,18 @@ def test_unloading_while_a_run_is_live_leaves_its_picture(kernel: Kernel) -> Non
     assert "ortlab" not in cell.text
     assert cell.text.startswith("[] [")
     assert cell.text.endswith("] False\n")
+
+
+def test_a_race_and_its_result_are_shown_as_tables_below_what_was_printed(kernel: Kernel) -> None:
+    kernel(
+        "race = ortlab.race(nn.Linear(4, 2), data, loss='cross_entropy', engines='eager', "
+        "rounds=2, steps=1)\nresult = race.result(60)"
+    )
+    for name in ("race", "result"):
+        cell = kernel(f"print('above')\n{name}")
+        assert cell.text == "above\n"
+        (data,) = cell.shown
+        assert "is fastest with" in data["text/plain"]
+        assert "<table" in data["text/html"]
+        # Where buttons belong to a table, what is above it is hidden when they are gone.
+        assert "display: none" not in data["text/html"]

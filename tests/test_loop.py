@@ -20,7 +20,7 @@ from transformers import BatchEncoding
 from ortlab import batching, loop
 from ortlab.engines.base import NotFinite, Stepper, StepResult
 from ortlab.engines.torch_native import Eager
-from ortlab.loop import Control
+from ortlab.loop import Control, Course
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
 
@@ -71,14 +71,15 @@ class Trained:
         if held_out is not None:
             evaluation = batching.batches(held_out, chosen, evaluation=True)
         try:
-            for _ in loop.steps(
+            course = Course(
                 stepper,
                 train,
                 chosen,
                 control=self.control,
                 recorder=self.recorder,
                 evaluation=evaluation,
-            ):
+            )
+            for _ in course.steps():
                 if self.recorder.count == stop_after:
                     self.control.stop()
         finally:
@@ -180,7 +181,7 @@ def test_random_states_come_back_from_a_loop_that_is_left() -> None:
     recorder = Recorder()
     stepper = Eager().prepare(network(0.5), functional.cross_entropy, chosen)
     train = batching.batches(examples(), chosen)
-    running = loop.steps(stepper, train, chosen, control=Control(), recorder=recorder)
+    running = Course(stepper, train, chosen, control=Control(), recorder=recorder).steps()
     next(running)
     assert not torch.equal(torch.get_rng_state(), state)
     running.close()
@@ -193,7 +194,7 @@ def _unfinished(seed: int) -> tuple[Iterator[StepResult], Recorder]:
     chosen, recorder = settings(seed=seed), Recorder()
     stepper = Eager().prepare(network(0.5), functional.cross_entropy, chosen)
     train = batching.batches(examples(), chosen)
-    running = loop.steps(stepper, train, chosen, control=Control(), recorder=recorder)
+    running = Course(stepper, train, chosen, control=Control(), recorder=recorder).steps()
     next(running)
     return running, recorder
 
@@ -366,7 +367,7 @@ def drive(stepper: Any, batches: Iterable[Any], recorder: Recorder, **values: An
     chosen = settings(schedule="constant", **values)
     train = batching.batches(batches, chosen)
     try:
-        for _ in loop.steps(stepper, train, chosen, control=Control(), recorder=recorder):
+        for _ in Course(stepper, train, chosen, control=Control(), recorder=recorder).steps():
             pass
     finally:
         recorder.close()

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import ortlab
 from ortlab import compat
 from ortlab.search.prune import Candidate, Search, Setup, settings_of
-from ortlab.search.tune import TuneResult
+from ortlab.search.result import TuneResult
 from ortlab.session import session
 from tests.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.test_race import Net, no_searches, one_thread, pairs  # noqa: F401 - fixtures
@@ -127,6 +127,8 @@ def test_what_cannot_win_is_not_begun_and_says_why() -> None:
     small = search.found[Candidate(Setup("ort", "bf16"), 1)]
     assert "samples/s expected, ort bf16, 4 at a time has more" in small.reason
     assert not small.rates
+    of_tokens = searched(Costs(speeds()), unit="tokens").found[Candidate(Setup("ort", "bf16"), 1)]
+    assert "tokens/s expected" in of_tokens.reason
     behind = search.found[Candidate(Setup("eager", "fp32"), 1)]
     assert behind.rates
     assert "behind ort bf16, 4 at a time" in behind.reason
@@ -188,6 +190,19 @@ def test_one_that_fails_is_left_and_others_go_on() -> None:
     best = search.best()
     assert best is not None
     assert best.setup not in costs.broken
+
+
+def test_all_may_fail_in_a_round() -> None:
+    class Broken(Costs):
+        def rounds(
+            self, candidates: Sequence[Candidate], number: int
+        ) -> Mapping[Candidate, Sequence[float]]:
+            found = super().rounds(candidates, number)
+            return found if len(self.together) <= 5 else {}
+
+    search = searched(Broken(speeds()))
+    assert search.best() is None
+    assert {found.state for found in search.found.values()} == {"failed", "left out"}
 
 
 # ---- a real one ----------------------------------------------------------------------------------
@@ -256,6 +271,26 @@ def test_what_takes_too_much_is_left_out() -> None:
     with pytest.raises(ValueError, match="nothing was measured"):
         _ = result.settings
     assert "nothing was measured" in repr(result)
+
+
+def test_one_that_fails_in_a_round_says_why() -> None:
+    class Tired(Net):
+        low: list[bool] = []  # noqa: RUF012 - of all copies
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.low.append(torch.is_autocast_enabled("cpu"))
+            if self.low[-1] and sum(self.low) > 3:
+                raise ValueError("tired of it")
+            return super().forward(x)
+
+    data = dataset()
+    result = ortlab.tune(Tired(), data, engines="eager", global_batch=8, sizes=1, **QUICK).result(
+        60
+    )
+    full, low = result.rows
+    assert (full.state, full.reason) == ("measured", "")
+    assert (low.state, low.reason, low.rates) == ("failed", "tired of it", ())
+    assert result.best() is full
 
 
 def test_a_stop_keeps_what_was_found() -> None:

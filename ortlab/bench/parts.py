@@ -131,7 +131,7 @@ class Trial:
         """Gives back what the engines hold."""
         while self.steppers:
             self.steppers.popitem()[1].close()
-        profiling.close(self._twin.manager)
+        self._twin.close()
         gc.collect()
 
     def race(self) -> list[dict[str, StepParts]]:

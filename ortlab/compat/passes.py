@@ -63,15 +63,16 @@ class Passes:
         self.check_device("Input argument to forward", inputs)
         state = self.ort.PartialGraphExecutionState()
         found = self.ort.OrtValueVector()
+        agent = manager._execution_agent
         with torch.no_grad(), interop.keeping_states() as states:
             cache = manager._gradient_accumulation_manager.cache
-            manager._execution_agent.run_forward(self._feeds(inputs), found, state, cache)
+            agent.run_forward(self._feeds(inputs), found, state, cache)
         outputs: Tensors = self.utils._ortvalues_to_torch_tensor(found, manager._device)
         observer.inspect_memory(self.phase.POST_FORWARD)
         trained = self._needing_gradients(inputs)
         if not (torch.is_grad_enabled() and trained):
             return outputs
-        backward = _Backward(self, state, states, trained, outputs)
+        backward = _Backward(self, agent, state, states, trained, outputs)
         without = tuple(outputs[i] for i in info.output_grad_indices_non_differentiable)
         return native.record(inputs, outputs, without, backward)
 
@@ -131,12 +132,15 @@ class _Backward:
     def __init__(
         self,
         passes: Passes,
+        agent: Any,
         state: Any,
         states: list[Any],
         trained: Tensors,
         outputs: Tensors,
     ) -> None:
         self._passes = passes
+        self._agent = agent
+        """The session of that pass, where its state belongs: another may have taken its place."""
         self._state = state
         self._states = states
         """Of the autograd.Functions in the graph, for as long as backward may come."""
@@ -164,8 +168,8 @@ class _Backward:
             if i not in without:
                 feeds.push_back(*_lent(self._zeros(i) if gradient is None else gradient))
         # What the pass held is free as soon as it is over.
-        state, self._state = self._state, None
-        manager._execution_agent.run_backward(feeds, found, state)
+        agent, state, self._agent, self._state = self._agent, self._state, None, None
+        agent.run_backward(feeds, found, state)
         capsules = found.to_dlpacks(None)
         observer.inspect_memory(passes.phase.POST_BACKWARD)
         order = [capsules[i] if i != -1 else None for i in manager._gradient_map]

@@ -55,11 +55,6 @@ def finish(manager: Any) -> list[Ran]:
     return read(Path(manager._execution_agent._inference_session.end_profiling()))
 
 
-def close(manager: Any) -> None:
-    """Gives back the memory of the session of `manager`, which runs no more."""
-    manager._execution_agent = None
-
-
 class SessionClock:
     """How many runs of a session there were, and their seconds, of forward and of backward."""
 

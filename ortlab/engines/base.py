@@ -216,6 +216,13 @@ class Engine(Protocol):
         """What there is to say by now about what `wrap` gave."""
         ...
 
+    def kept(self, wrapped: nn.Module) -> Mapping[str, int]:
+        """The bytes that wait in what `wrap` gave for a return to earlier settings, by their name.
+
+        What has no size that could be told (torch.compile's code) is not among it.
+        """
+        ...
+
     def prepare(
         self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
     ) -> Stepper:

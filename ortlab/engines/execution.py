@@ -45,6 +45,7 @@ from ortlab.engines.served import OF_A_KIND, ExportFailed, Kind, Served, Shapes,
 from ortlab.engines.torch_native import autocast_for
 from ortlab.errors import place
 from ortlab.kernels.recompute import UnknownPlan
+from ortlab.memory import is_scarce
 from ortlab.settings import EngineSettings
 
 _EXPORTS = 6
@@ -108,6 +109,7 @@ class Execution:
         self.settings = settings
         self._plans = options.recomputed(settings)
         if options.key(settings) != self._options:
+            self.rest()
             self._options = options.key(settings)
             options.apply(self._ort_module, settings)
 
@@ -115,6 +117,7 @@ class Execution:
         """Starts a run: `settings` hold until `end_run`. Returns what reports on this run alone."""
         options.check(settings)
         self._use(settings)
+        self._let_some_go()
         self._checks = 0
         self._fallback, self._fallbacks = None, 0
         before = self.report()
@@ -131,8 +134,26 @@ class Execution:
         return report
 
     def end_run(self) -> None:
-        """The settings that the model was wrapped with hold again."""
+        """The settings that the model was wrapped with hold again, and no memory is kept."""
+        self.rest()
         self._use(self._own_settings)
+
+    def rest(self) -> None:
+        """Gives back what sessions keep from step to step; a call makes its own anew.
+
+        The graphs stay for a return to the settings that they were made with, see `kept`.
+        """
+        for served in self._served():
+            served.rest()
+
+    def kept(self) -> dict[str, int]:
+        """The graphs that wait for a return to their settings: what those are, and their bytes."""
+        found: dict[str, int] = {}
+        for served in self._served():
+            if not served.export.is_open:
+                found.setdefault(served.made_with, 0)
+                found[served.made_with] += served.export.graph_bytes
+        return found
 
     def report(self) -> Report:
         """What there is to say by now, since the model was wrapped."""
@@ -147,7 +168,10 @@ class Execution:
 
     def exports(self) -> list[Export]:
         """The exports at hand, the newest last."""
-        return [served.export for kind in self._kinds.values() for served in kind.served]
+        return [served.export for served in self._served()]
+
+    def _served(self) -> list[Served]:
+        return [served for kind in list(self._kinds.values()) for served in kind.served[:]]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward, by the export that fits."""
@@ -197,7 +221,7 @@ class Execution:
             return None if now in made_of else self._guard.change or "the model"
 
     def export_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Export | None:
-        """The export that serves such a call; None where torch runs the model.
+        """The export that serves such a call, with a session; None where torch runs the model.
 
         Where there is none yet, or only a call tells which, the call is made, with gradients in
         training; the model and the arguments are left as they are.
@@ -216,7 +240,10 @@ class Execution:
             if served is None or served.definitions or served.export.decisions:
                 self._forward(args, kwargs)
                 served = self._met(args, kwargs)
-            return None if served is None else served.export
+            if served is None:
+                return None
+            served.export.open()
+            return served.export
 
     def _met(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | None:
         """The export that has served such a call."""
@@ -342,12 +369,26 @@ class Execution:
                 "tensors, but does not call them"
             )
         counters, buffers = _batch_counters(self.module), list(self.module.buffers())
-        served = Served(export, shapes, counters, buffers)
+        made_with = options.told(self.settings)
+        served = Served(export, shapes, counters, buffers, made_with)
         # Forward ran by now, and may have set attributes: what fits the export is what it left.
         self._kinds.setdefault(self._kind(args, kwargs)[0], Kind()).served.insert(0, served)
-        while len(self._kinds) > _EXPORTS:
-            del self._kinds[next(iter(self._kinds))]
+        self._let_some_go()
         return served
+
+    def _let_some_go(self) -> None:
+        """Drops exports where there are too many, or too little memory: those at rest first."""
+        resting = [
+            key
+            for key, kind in self._kinds.items()
+            if not any(served.export.is_open for served in kind.served)
+        ]
+        while len(self._kinds) > _EXPORTS:
+            del self._kinds[resting.pop(0) if resting else next(iter(self._kinds))]
+        if resting and is_scarce(next(self.module.parameters()).device.type):
+            self._note(f"graphs for {', '.join(self.kept())} were let go: memory is scarce")
+            for key in resting:
+                del self._kinds[key]
 
     def _judge_precision(self, export: Export) -> None:
         """ExportFailed where products would be of another precision than the settings say."""

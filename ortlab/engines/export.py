@@ -66,6 +66,7 @@ class Export:
         """Why ORT's own kernels compute alone, where others were asked for."""
         self.checkpointing: str | None = None
         """What takes the place of the gradient checkpointing that the model asks for."""
+        self._let_go_of_memory: Callable[[], object] | None = None
         self.torch_module = self._unbuilt()
 
     def _unbuilt(self) -> Any:
@@ -95,8 +96,6 @@ class Export:
             self._leave_kernels(runtime, None)
         elif (reason := kernels.unavailable()) is not None:
             self._leave_kernels(runtime, reason)
-        else:
-            kernels.keep_memory_for(self, runtime.enable_cpu_mem_arena)
 
     def _leave_kernels(self, runtime: Any, why: str | None) -> None:
         self.without_kernels = why
@@ -208,6 +207,9 @@ class Export:
         if self.gradient:
             self.checkpointing = recompute.replace_checkpointing(manager)
         runtime = manager._runtime_options
+        if runtime.torch_kernels and self._let_go_of_memory is None:
+            keep = runtime.enable_cpu_mem_arena
+            self._let_go_of_memory = kernels.keep_memory_for(self, keep)
         planned = runtime.memory_optimizer_is_enabled()
         if planned and runtime.torch_kernels:  # gradient checkpointing has become a plan
             self._leave_kernels(runtime, "ORT's recompute plans know its own kernels alone")
@@ -256,10 +258,45 @@ class Export:
             return
         before, self.plans = self.plans, plans
         try:
-            self._open_session(self._optimized)
+            self.close()  # so that there are never two sessions with their memory
+            self.open()
         except recomputing.UnknownPlan:
             self.plans = before
             raise
+
+    def close(self) -> None:
+        """Gives back the session with the memory that it keeps from step to step.
+
+        The graph stays: `open`, or the next run, makes another session of it. A backward pass whose
+        forward ran in this one still does.
+        """
+        self.manager._execution_agent = None
+        if self._let_go_of_memory is not None:
+            self._let_go_of_memory()
+            self._let_go_of_memory = None
+
+    def open(self) -> None:
+        """Makes the session where there is none."""
+        if not self.is_open:
+            self._open_session(self._optimized)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session, which keeps memory from step to step."""
+        return self.manager._execution_agent is not None
+
+    @property
+    def graph_bytes(self) -> int:
+        """What its graphs take without a session, as they are written in a file."""
+        graphs = [self.manager._onnx_models.optimized_model]
+        made = self.manager._graph_transition_manager
+        if made._exported_model_info is not None:
+            graphs.append(made._exported_model_info.exported_model)
+        if made._post_export_processed_model_info is not None:
+            graphs.append(made._post_export_processed_model_info._post_export_processed_model)
+        written = {id(each): each for each in (self._optimized, self._executed) if each is not None}
+        sizes = [int(each.ByteSize()) for each in graphs if each is not None]
+        return sum(map(len, written.values())) + sum(sizes)
 
     def _substituted(self, executed: bytes, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
         """The graph of a session with the kernels that are wanted."""
@@ -309,6 +346,7 @@ class Export:
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module's outputs, of ORT; OtherDecision where this graph is not that of the call."""
+        self.open()
         return self.manager.forward(*args, **kwargs)
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -79,6 +79,14 @@ def changed(before: EngineSettings, after: EngineSettings) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in pairs if getattr(before, name) != value)
 
 
+def told(settings: EngineSettings) -> str:
+    """What a graph for `settings` is called: its precision, and the options that are no default."""
+    declared = EngineSettings.declarations()
+    plain = settings.replace(**{n: declared[n].default for n in (*_KERNELS[1:], *names())})
+    again = f"recompute={settings.recompute!r}" if ort_plans(settings) else ""
+    return ", ".join(filter(None, (settings.precision, changed(plain, settings), again)))
+
+
 def check(settings: EngineSettings) -> None:
     """ValueError names an option that cannot work here, and why; warns of what has no effect."""
     _check_precision(settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -80,6 +80,10 @@ class Ort:
     def report(self, wrapped: nn.Module) -> Report:
         """See `Engine.report`."""
         return execution_of(wrapped).report()
+
+    def kept(self, wrapped: nn.Module) -> Mapping[str, int]:
+        """See `Engine.kept`: graphs without their sessions, which take a moment to make again."""
+        return execution_of(wrapped).kept()
 
     def prepare(
         self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings

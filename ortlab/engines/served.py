@@ -31,13 +31,14 @@ class Served:
     """An export, the input shapes that it has served, and its twin without dropout.
 
     `made_of` are the shapes that it was exported with, `sizes` those that each dimension of each
-    tensor had in the checks that it passed.
+    tensor had in the checks that it passed, and `made_with` are the settings that its graph is for.
     """
 
     export: Export
     made_of: Shapes
     counters: list[torch.Tensor]
     buffers: list[torch.Tensor]
+    made_with: str
     checked: bool = False
     shapes: set[Shapes] = dataclasses.field(default_factory=set)
     sizes: dict[tuple[int, int], set[int]] = dataclasses.field(default_factory=dict)
@@ -59,6 +60,11 @@ class Served:
         for counter in self.counters:
             counter.add_(1)
         return outputs
+
+    def rest(self) -> None:
+        """Gives back what its sessions keep from step to step."""
+        self.export.close()
+        self.without_dropout = None
 
     def recompute(self, plans: tuple[str, ...]) -> None:
         """See `Export.recompute`."""

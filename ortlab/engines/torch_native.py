@@ -326,6 +326,10 @@ class Eager:
         """See `Engine.report`."""
         return Report(engine_used=self.name)
 
+    def kept(self, wrapped: nn.Module) -> Mapping[str, int]:  # noqa: ARG002
+        """See `Engine.kept`."""
+        return {}
+
     def prepare(
         self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
     ) -> TorchStepper:
@@ -370,6 +374,10 @@ class Compile:
     def report(self, wrapped: nn.Module) -> Report:  # noqa: ARG002
         """See `Engine.report`."""
         return Report(engine_used=self.name)
+
+    def kept(self, wrapped: nn.Module) -> Mapping[str, int]:  # noqa: ARG002
+        """See `Engine.kept`."""
+        return {}
 
     def prepare(
         self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings

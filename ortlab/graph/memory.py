@@ -20,6 +20,7 @@ from torch import nn
 from ortlab.graph import bars, timeline
 from ortlab.graph.capture import Graphs, Node, Overlay, Stage
 from ortlab.graph.lifetimes import HOLD_SIZES, KINDS, SCOPE, STATE, Tensor, lifetimes
+from ortlab.memory import memory
 from ortlab.settings import unknown_name
 from ortlab.tables import Column, Table
 
@@ -303,14 +304,6 @@ def parse_bytes(size: int | str) -> int:
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
         raise ValueError(f"{size!r} is no size of memory; give bytes or such as 16GiB or 500MB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def memory(size_bytes: float) -> str:
-    """Bytes in GiB, MiB or KiB."""
-    if size_bytes >= 2**30:
-        return f"{size_bytes / 2**30:.2f} GiB"
-    unit, power = ("MiB", 20) if size_bytes >= 2**20 else ("KiB", 10)
-    return f"{size_bytes / 2**power:.1f} {unit}"
 
 
 def _place(node: Node) -> str:

@@ -95,7 +95,7 @@ def profile(step: Step, export: Export, steps: int, device: torch.device) -> Ort
             ran = profiling.finish(twin.manager)
         for _ in range(WARMUP + steps):
             step.run(twin.manager.forward, plain)
-    profiling.close(twin.manager)
+    twin.close()
     phases = list(watched.us)
     assert len(ran) == len(phases) * (WARMUP + steps), "one run of the session for each phase"
     known = {node.name: node for node in graph.nodes}

@@ -18,8 +18,9 @@ from torch import nn
 from ortlab.engines.base import Batch
 from ortlab.graph import profiler
 from ortlab.graph.capture import capture, execution_behind
-from ortlab.graph.memory import MemoryPlan, memory, parse_bytes, plan_of
+from ortlab.graph.memory import MemoryPlan, parse_bytes, plan_of
 from ortlab.kernels.recompute import LAYERS, SUFFIX, Plans
+from ortlab.memory import memory
 from ortlab.tables import Column, Table
 
 OFF: Final = "off"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ortlab.compat import OrtUnavailable, extensions
@@ -47,15 +48,17 @@ def operator(node: onnx.NodeProto) -> str:
 _users: Counter[bool] = Counter()
 
 
-def keep_memory_for(user: object, keep: bool) -> None:
+def keep_memory_for(user: object, keep: bool) -> Callable[[], object]:
     """Keeps what results of kernels leave behind for the next step while one `user` wants that.
 
-    Where none is left what is kept is freed.
+    Where none is left what is kept is freed. A call of what is returned ends the `user`'s wish.
     """
     _users[keep] += 1
     if _users[keep] == 1:
         _set_memory()
-    weakref.finalize(user, _leave, keep).atexit = False
+    wish = weakref.finalize(user, _leave, keep)
+    wish.atexit = False
+    return wish
 
 
 def _leave(keep: bool) -> None:

@@ -13,8 +13,6 @@ from IPython.core.magic_arguments import MagicArgumentParser
 from ortlab.graph import STAGES
 from ortlab.settings import (
     LOSSES,
-    NOT_RACED,
-    NOT_TUNED,
     Declaration,
     EngineSettings,
     FinetuneSettings,
@@ -208,9 +206,9 @@ WRAP = Command(
     settings=EngineSettings,
 )
 
-_RACED, _TUNED = (
-    tuple(d for name, d in FinetuneSettings.declarations().items() if name not in without)
-    for without in (NOT_RACED, NOT_TUNED)
+_COPIED = (
+    Positional("model", "model", "the model, wrapped or not; it stays as it is"),
+    Positional("data", "loader", "its data: a loader, a dataset, a list of batches"),
 )
 
 _RUN = (Positional("run", "run", "a run's name; without it the last run", "?"),)
@@ -243,25 +241,19 @@ COMMANDS = {
             "Train copies of a model in several set-ups side by side: which is fastest here.",
             "`race = %ort race model data` returns at once, `await race` waits for the end; "
             "race.settings are the best one's, race.apply() has its run take them.",
-            (
-                Positional("model", "model", "the model, wrapped or not; it stays as it is"),
-                Positional("data", "loader", "its data: a loader, a dataset, a list of batches"),
-            ),
+            _COPIED,
             settings=RaceSettings,
-            besides=_RACED,
+            besides=tuple(RaceSettings.besides().values()),
         ),
         Command(
             "tune",
             "Search engine, precision and micro-batch for those that train a model fastest here.",
-            "The global batch stays the same. `tune = %ort tune model data` returns at once, "
-            "`await tune` waits; tune.settings are the best, tune.apply() has its next run take "
-            "them.",
-            (
-                Positional("model", "model", "the model, wrapped or not; it stays as it is"),
-                Positional("data", "loader", "its data; micro-batches are searched for a Dataset"),
-            ),
+            "The global batch stays the same; micro-batches are searched for a Dataset. "
+            "`tune = %ort tune model data` returns at once, `await tune` waits; tune.settings are "
+            "the best, tune.apply() has its next run take them.",
+            _COPIED,
             settings=TuneSettings,
-            besides=_TUNED,
+            besides=tuple(TuneSettings.besides().values()),
         ),
         Command(
             "graph",

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ortlab.notebook.charts import Live
     from ortlab.runs import Run
     from ortlab.search.race import Race
-    from ortlab.search.result import RaceResult
-    from ortlab.search.tune import Tune, TuneResult
+    from ortlab.search.result import Result
+    from ortlab.search.tune import Tune
     from ortlab.telemetry import Watched
 
 S = TypeVar("S")
@@ -406,10 +406,8 @@ class Extension:
         """What is being shown, and goes with the extension."""
         self._displays: dict[tuple[str, str], Callable[[Any], None]] = {
             ("ortlab.runs", "Run"): self._display,
-            ("ortlab.search.race", "Race"): self._display,
-            ("ortlab.search.result", "RaceResult"): self._display_result,
-            ("ortlab.search.tune", "Tune"): self._display,
-            ("ortlab.search.tune", "TuneResult"): self._display_result,
+            ("ortlab.search.comparison", "Comparison"): self._display,
+            ("ortlab.search.result", "Result"): self._display_result,
             ("ortlab.graph.capture", "Graphs"): _display_graphs,
             ("ortlab.graph.capture", "Stage"): _display_stage,
             ("ortlab.graph.recompute", "RecomputePlans"): _display_plans,
@@ -475,7 +473,7 @@ class Extension:
         if run not in self._shown:
             self._show(run)
 
-    def _display_result(self, result: RaceResult | TuneResult) -> None:
+    def _display_result(self, result: Result[Any]) -> None:
         """What ``await race`` gave, unless this cell shows the race."""
         from ortlab.notebook import searchview
 

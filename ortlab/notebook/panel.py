@@ -20,7 +20,7 @@ from IPython.core.getipython import get_ipython
 
 from ortlab import loop, whatif
 from ortlab.changes import refusals
-from ortlab.graph.memory import memory
+from ortlab.memory import memory
 from ortlab.notebook import plaintext
 from ortlab.runs import Run
 from ortlab.session import session

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from ortlab.graph.memory import memory
 from ortlab.graph.recompute import OFF, signed
+from ortlab.memory import memory
 
 if TYPE_CHECKING:
     from ortlab.graph.recompute import RecomputePlans, Saving

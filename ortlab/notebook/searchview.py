@@ -85,7 +85,7 @@ def follow(search: Background[Any]) -> Live | None:
 
 def show(standing: Any) -> None:
     """Shows what was found, in the cell that is running."""
-    _publish(_page(standing, ""), uuid.uuid4().hex)
+    _publish(_shown(standing))
 
 
 def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
@@ -93,7 +93,7 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
     mark = uuid.uuid4().hex
     buttons = Buttons(search)
     data = buttons.box._repr_mimebundle_()
-    _publish({**data, "text/plain": f"{search.name}: {search.doing}"}, uuid.uuid4().hex)
+    _publish({**data, "text/plain": f"{search.name}: {search.doing}"})
     _publish(_page(search.standing, mark), mark)
     shown = search.version
 
@@ -116,17 +116,19 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
 
 
 def _page(standing: Any, mark: str) -> dict[str, str]:
-    inside = f'<div data-ortlab-search="{mark}">{standing._repr_html_()}</div>'
-    return {
-        "text/html": _NO_DEAD_LINE.format(mark=mark) + inside,
-        "text/plain": repr(standing),
-    }
+    """What was found, below buttons that are gone from the page when it is opened again."""
+    data = _shown(standing)
+    inside = f'<div data-ortlab-search="{mark}">{data["text/html"]}</div>'
+    return {**data, "text/html": _NO_DEAD_LINE.format(mark=mark) + inside}
 
 
-def _publish(data: dict[str, Any], display_id: str, *, update: bool = False) -> None:
-    publish_display_data(  # type: ignore[no-untyped-call]
-        data, {}, transient={"display_id": display_id}, update=update
-    )
+def _shown(standing: Any) -> dict[str, str]:
+    return {"text/html": standing._repr_html_(), "text/plain": repr(standing)}
+
+
+def _publish(data: dict[str, Any], display_id: str = "", *, update: bool = False) -> None:
+    transient = {"display_id": display_id} if display_id else {}
+    publish_display_data(data, {}, transient=transient, update=update)  # type: ignore[no-untyped-call]
 
 
 def _print(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import asyncio
 import contextvars
 import itertools
 import threading
@@ -12,10 +11,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from ortlab.engines.base import progress
 from ortlab.errors import shorten
-from ortlab.interrupts import Interrupts
+from ortlab.interrupts import until
 
 R = TypeVar("R")
-_POLL_S = 0.1
 
 
 class Stopped(BaseException):
@@ -105,14 +103,7 @@ class Background(abc.ABC, Generic[R]):
         return self._awaited().__await__()
 
     async def _awaited(self) -> R:
-        with Interrupts() as interrupts:
-            try:
-                while not self._over.is_set():
-                    await asyncio.sleep(_POLL_S)
-            except (asyncio.CancelledError, KeyboardInterrupt) as error:
-                if interrupts.heard or isinstance(error, KeyboardInterrupt):
-                    self._interrupted()
-                raise
+        await until(self._over, self._interrupted)
         return self._outcome()
 
     def _interrupted(self) -> None:

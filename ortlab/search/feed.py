@@ -1,4 +1,4 @@
-"""What every set-up of a race trains on: the same samples, in the same steps."""
+"""What every set-up of a race or a search trains on: the same samples, in the same steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ortlab.settings import FinetuneSettings
 
 
 class Feed:
-    """Some optimizer steps of data, read once; `step` gives them again and again.
+    """Some optimizer steps of data, read once; `steps` gives them again and again.
 
     They are those that a run with `settings` begins with, `number` of them or as many as there are,
     all with as many samples as the first. The random states, and those of the loader's generators,

@@ -23,7 +23,8 @@ from ortlab.memory import SAMPLER, trim
 
 LEAST_BYTES = 2 * 2**20
 """A difference between two measured peaks that says something."""
-_MARGIN = 0.01
+MARGIN = 0.01
+"""Of the memory that there is, what a step leaves free."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Line:
         slope = self.peak_bytes(self.at[0] + 1) - self.at[1]
         if math.isnan(slope):
             return None
-        room = budget * (1 - _MARGIN) - self.at[1]
+        room = budget * (1 - MARGIN) - self.at[1]
         return max(0, self.at[0] + math.floor(room / slope))
 
 

@@ -103,12 +103,14 @@ class Search:
         *,
         rounds: int = 8,
         recompute: str | None = None,
+        unit: str = "samples",
     ) -> None:
         self.setups = list(setups)
         self.sizes = sorted(sizes)
         self._track = track
         self._rounds = rounds
         self._recompute = recompute
+        self._unit = unit
         self.found = {
             Candidate(setup, micro): Found() for setup in self.setups for micro in self.sizes
         }
@@ -123,14 +125,19 @@ class Search:
 
     def run(self) -> None:
         """Measures, leaves out, and measures again until the rounds are made."""
-        self._all_sizes(self.setups[0])
+        reference, *others = self.setups
+        self._all_sizes(reference)
         anchor = max(self._shape, key=lambda micro: self._shape[micro], default=self.sizes[0])
-        first, later = self._by_engine()
+        # All of the first engine, whose precisions are the measure for others'.
+        for setup in others:
+            if setup.engine == reference.engine:
+                self._measure(Candidate(setup, anchor))
+        first, later = self._by_engine(anchor)
         for setup in first:
-            self._one_size(setup, anchor)
+            self._measure(Candidate(setup, anchor))
         for setup in later:
             if self._can_win(setup, anchor):
-                self._one_size(setup, anchor)
+                self._measure(Candidate(setup, anchor))
         self._other_sizes(anchor)
         self._forgetful(anchor)
         self._finals()
@@ -140,24 +147,17 @@ class Search:
     def _all_sizes(self, setup: Setup) -> None:
         """From the smallest micro-batch up, so that the next one's memory is known before."""
         for micro in self.sizes:
-            self._measure(Candidate(setup, micro))
+            self._measure(Candidate(setup, micro), alone=True)
         rates = {micro: self.found[Candidate(setup, micro)].rate for micro in self.sizes}
         best = max(rates.values())
         self._shape = {micro: rate / best for micro, rate in rates.items() if rate}
 
-    def _by_engine(self) -> tuple[list[Setup], list[Setup]]:
-        """The set-ups to begin with, and those that the first ones bound.
+    def _by_engine(self, anchor: int) -> tuple[list[Setup], list[Setup]]:
+        """Of the other engines the set-ups to begin with, and those that the first ones bound.
 
-        All of the first engine, whose precisions are the measure for others'; of the others one
-        each, in the precision that is fastest there.
+        One each to begin with, in the precision that is fastest in the first engine.
         """
-        reference = self.setups[0].engine
-        own = [s for s in self.setups[1:] if s.engine == reference]
-        others = [s for s in self.setups if s.engine != reference]
-        # Measured now, since the order of the others goes by it.
-        anchor = max(self._shape, key=lambda micro: self._shape[micro], default=self.sizes[0])
-        for setup in own:
-            self._one_size(setup, anchor)
+        others = [s for s in self.setups if s.engine != self.setups[0].engine]
         others.sort(key=lambda s: -self._rate_of_precision(s.precision, anchor))
         first = {setup.engine: setup for setup in reversed(others)}
         return list(first.values()), [s for s in others if s not in first.values()]
@@ -165,10 +165,6 @@ class Search:
     def _rate_of_precision(self, precision: str, anchor: int) -> float:
         known = self.found.get(Candidate(Setup(self.setups[0].engine, precision), anchor))
         return known.rate if known else 0.0
-
-    def _one_size(self, setup: Setup, micro: int) -> None:
-        leader = self.best()
-        self._measure(Candidate(setup, micro), beside=leader)
 
     def _can_win(self, setup: Setup, anchor: int) -> bool:
         """Whether the same engine's other precision leaves it a chance; says so where not."""
@@ -199,17 +195,16 @@ class Search:
             at_anchor = self.found[Candidate(setup, anchor)]
             for micro in sorted(self.sizes, key=lambda micro: -self._shape.get(micro, 1.0)):
                 candidate, leader = Candidate(setup, micro), self.best()
-                assert leader is not None
                 if self.found[candidate].state != "waits":
                     continue
                 # Of a micro-batch that was too large for the first set-up nothing is known.
                 expected = at_anchor.rate * self._shape.get(micro, 1.0)
-                slow = self._track.slow_to_begin(setup)
-                if expected * (NEAR if slow else SLACK) < self.found[leader].rate:
-                    told = f"cannot win: {expected:.3g} samples/s expected, {leader} has more"
-                    self._leave_out([candidate], told)
+                slack = NEAR if self._track.slow_to_begin(setup) else SLACK
+                if leader is None or expected * slack >= self.found[leader].rate:
+                    self._measure(candidate)
                 else:
-                    self._measure(candidate, beside=leader)
+                    told = f"{expected:.3g} {self._unit}/s expected, {leader} has more"
+                    self._leave_out([candidate], f"cannot win: {told}")
         self._leave_out(
             [c for c, found in self.found.items() if found.state == "waits"],
             "its set-up was not measured at the micro-batch that is best for others",
@@ -231,7 +226,7 @@ class Search:
             self.setups.append(again)
             self.found |= {Candidate(again, micro): Found() for micro in unfit}
             for micro in unfit:
-                self._measure(Candidate(again, micro), beside=self.best())
+                self._measure(Candidate(again, micro))
 
     def _finals(self) -> None:
         """Rounds among those that may still win, and more of them for fewer."""
@@ -259,11 +254,10 @@ class Search:
 
     # ---- measuring -------------------------------------------------------------------------------
 
-    def _measure(self, candidate: Candidate, *, beside: Candidate | None = None) -> None:
-        """The first rounds of a candidate, beside the leader's."""
+    def _measure(self, candidate: Candidate, *, alone: bool = False) -> None:
+        """The first rounds of a candidate, beside the leader's unless it is to be `alone`."""
         setup = candidate.setup
-        if (reason := self._track.too_large(candidate)) is not None:
-            self._leave_out([candidate], reason)
+        if not self._fits(candidate):
             return
         if setup not in self._begun:
             self._begun[setup] = self._track.begin(setup, candidate.micro)
@@ -273,12 +267,18 @@ class Search:
                     known.state, known.reason = "failed", reason
             return
         # What was not known before it began: the plan of its graph.
-        if (reason := self._track.too_large(candidate)) is not None:
-            self._leave_out([candidate], reason)
+        if not self._fits(candidate):
             return
-        self._take([candidate] if beside is None else [beside, candidate], FIRST)
-        if (reason := self._track.too_large(candidate)) is not None:
+        leader = None if alone else self.best()
+        self._take([candidate] if leader is None else [leader, candidate], FIRST)
+        self._fits(candidate)  # now that it was measured
+
+    def _fits(self, candidate: Candidate) -> bool:
+        """Whether it fits into memory, as far as that can be said; left out where it does not."""
+        reason = self._track.too_large(candidate)
+        if reason is not None:
             self._leave_out([candidate], reason)
+        return reason is None
 
     def _take(self, candidates: Sequence[Candidate], number: int, *, again: bool = False) -> None:
         """Rounds of `candidates`, which count with those before, or `again` in their place."""

@@ -1,19 +1,21 @@
-"""What a race found: a cell for each set-up, as a table with a picture, as text and as JSON."""
+"""What a race and a search found: as a table with a picture, as text and as JSON."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import html
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from ortlab.bench.machine import Machine
 from ortlab.bench.result import origin
 from ortlab.graph import bars
-from ortlab.graph.memory import memory
+from ortlab.memory import memory
+from ortlab.search import rates
 from ortlab.tables import Column, Table
 from ortlab.turns import Spread
 
@@ -22,15 +24,138 @@ DONE = "done"
 """What a cell does when all of it is known."""
 LONGEST = 160
 """Letters of a reason that the table shows."""
-COLOUR = "#4a86cf"
-ROW, LABEL, NUMBER, LETTERS = 20, 220, 160, 36
-ROOM = bars.WIDTH - LABEL - NUMBER
-"""Of the picture, in its pixels: a row, the labels, the numbers, the bars; letters of a label."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One set-up: ``settings`` are what makes it, by their names.
+class Entry:
+    """One set-up: ``settings`` are what makes it, by their names."""
+
+    label: str
+    settings: Mapping[str, Any]
+
+
+E = TypeVar("E", bound=Entry)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Result(abc.ABC, Generic[E]):
+    """What was found of set-ups that trained side by side.
+
+    ``samples`` are those of an optimizer step. ``shared`` are the settings that all set-ups have
+    and that the user chose. ``interrupted`` where it was stopped before its end. ``date`` is in
+    UTC.
+    """
+
+    kind: ClassVar[str]
+    entries: ClassVar[tuple[str, type[Entry]]]
+    """The field that the set-ups are in, and what they are."""
+
+    model: str
+    samples: int
+    budget_bytes: int
+    shared: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    machine: Machine
+    date: str
+    interrupted: bool = False
+    notes: tuple[str, ...] = ()
+    doing: str = field(default="", compare=False)
+
+    @abc.abstractmethod
+    def best(self) -> E | None:
+        """Who is ahead; None before anyone is."""
+
+    @abc.abstractmethod
+    def table(self) -> Table[E]:
+        """A row for each set-up; the notes say what the figures are."""
+
+    @abc.abstractmethod
+    def picture(self) -> str:
+        """What a second has of each, as bars in SVG, with quartiles."""
+
+    @abc.abstractmethod
+    def _ahead(self) -> str | None:
+        """Who is ahead, in words; None before anyone is."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `best` would be trained with: keyword arguments of `ortlab.finetune`.
+
+        ValueError where nothing was measured.
+        """
+        best = self.best()
+        if best is None:
+            raise ValueError("nothing was measured, so there is nothing to choose from")
+        return {**self.shared, **best.settings}
+
+    @property
+    def headline(self) -> str:
+        """Who is ahead, and how far it is."""
+        ahead = self._ahead()
+        if ahead is None:
+            return f"{self.model}: {self.doing or 'nothing was measured'}"
+        state = "stopped before the end" if self.interrupted else self.doing
+        return f"{self.model}: {ahead}" + (f"; {state}" if state else "")
+
+    def __repr__(self) -> str:
+        return f"{self.headline}\n\n{self.table()!r}"
+
+    def _repr_html_(self) -> str:
+        picture = bars.image(self.picture(), self.headline)
+        return f"<p><b>{html.escape(self.headline)}</b></p>{picture}{self.table()._repr_html_()}"
+
+    def _circumstances(self) -> Iterator[str]:
+        """The last notes of a table: what disturbed it, and where and when it was."""
+        yield from self.notes
+        if self.machine.busy:
+            yield f"something else was computing: the load was {self.machine.load:.1f} before"
+        yield origin(self.environment, self.machine, self.date)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure as JSON has it: null for what is not known."""
+        figures: dict[str, Any] = _plain(dataclasses.asdict(self))
+        del figures["doing"]
+        best = self.best()
+        return {"form": FORM, **figures, "best": None if best is None else best.label}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave; figures that follow from others are made anew. ValueError if not."""
+        if stored.get("form") != FORM:
+            raise ValueError(f"form {stored.get('form')!r} of a {cls.kind}, expected {FORM}")
+        values = {name: stored[name] for name in stored if name not in ("form", "best")}
+        values |= {"machine": Machine(**stored["machine"]), "notes": tuple(stored["notes"])}
+        name, kind = cls.entries
+        values[name] = tuple(_entry(kind, each) for each in stored[name])
+        return cls(**values)
+
+
+def _entry(kind: type[Entry], stored: Mapping[str, Any]) -> Entry:
+    """An entry as it was: tuples for lists, NaN for the null of a figure that is not known."""
+    values: dict[str, Any] = {}
+    for each in dataclasses.fields(kind):
+        value = stored[each.name]
+        if value is None and isinstance(each.default, float):
+            value = math.nan
+        values[each.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it: lists for tuples, null for what is not finite."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- of a race -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell(Entry):
+    """A set-up of a race.
 
     ``first_step_s`` is from the plain module to the end of its first step. ``step_ms`` has a figure
     for each round, the mean of a turn's steps. ``peak_bytes`` is what a step takes, ``peak_from``
@@ -40,8 +165,6 @@ class Cell:
     says why a cell has no figures.
     """
 
-    label: str
-    settings: Mapping[str, Any]
     doing: str = "waits"
     reason: str | None = None
     first_step_s: float = math.nan
@@ -60,29 +183,18 @@ class Cell:
         return Spread.of(self.step_ms) if self.step_ms and self.reason is None else None
 
 
-@dataclass(frozen=True)
-class RaceResult:
-    """All set-ups of a race, the first of them the one that others are compared with.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RaceResult(Result[Cell]):
+    """All set-ups of a race, the first of them the one that others are compared with."""
 
-    ``samples`` are those of an optimizer step. ``shared`` are the settings that all cells have and
-    that the user chose. ``interrupted`` where it was stopped before its end. ``date`` is in UTC.
-    """
+    kind = "race"
+    entries = ("cells", Cell)
 
-    model: str
     cells: tuple[Cell, ...]
-    samples: int
     micro: int
-    budget_bytes: int
     turn_steps: int
     rounds: int
-    shared: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    machine: Machine
-    date: str
     dropout: bool = False
-    interrupted: bool = False
-    notes: tuple[str, ...] = ()
-    doing: str = field(default="", compare=False)
 
     def cell(self, label: str) -> Cell:
         """The cell called `label`; KeyError where there is none."""
@@ -135,40 +247,21 @@ class RaceResult:
         timed = [cell for cell in self.cells if cell.spread is not None and cell.finite]
         return min(timed, key=lambda cell: statistics.median(cell.step_ms), default=None)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What `best` would be trained with: keyword arguments of `ortlab.finetune`.
-
-        ValueError where no set-up was timed.
-        """
-        best = self.best()
-        if best is None:
-            raise ValueError("no set-up was timed, so there is nothing to choose from")
-        return {**self.shared, **best.settings}
-
     # ---- shown -----------------------------------------------------------------------------------
 
-    @property
-    def headline(self) -> str:
-        """What raced, and who is ahead."""
+    def _ahead(self) -> str | None:
         best = self.best()
         rate = None if best is None else self.samples_per_s(best)
         if best is None or rate is None:
-            return f"{self.model}: {self.doing}" if self.doing else f"{self.model}: nothing timed"
-        ahead = f"{best.label} is fastest with {_number(rate.median)} samples/s"
-        parts = [f"{self.model}: {ahead}"]
-        if self.interrupted:
-            parts.append("stopped before the end")
-        elif self.doing:
-            parts.append(self.doing)
-        return "; ".join(parts)
+            return None
+        return f"{best.label} is fastest with {rates.number(rate.median)} samples/s"
 
     def table(self) -> Table[Cell]:
         """A row for each set-up; the notes say what the figures are."""
         columns: list[Column[Cell]] = [
             Column("set-up", lambda cell: cell.label),
             Column("first step", self._first, number=True),
-            Column("samples/s", self._rate, number=True),
+            Column("samples/s", lambda c: rates.with_quartiles(self.samples_per_s(c)), number=True),
             Column("speed", self._speed, number=True),
             Column("peak memory", _peak, number=True),
             Column("largest batch", _largest, number=True),
@@ -179,28 +272,15 @@ class RaceResult:
         return Table(self.cells, columns, notes=list(self._notes()))
 
     def picture(self) -> str:
-        """Samples a second as bars, in SVG; a line from the lower to the upper quartile."""
-        return rates_picture(
-            [
-                (cell.label, self.samples_per_s(cell), "not run" if cell.reason else cell.doing)
-                for cell in self.cells
-            ],
-            "samples",
-        )
-
-    def __repr__(self) -> str:
-        return f"{self.headline}\n\n{self.table()!r}"
-
-    def _repr_html_(self) -> str:
-        picture = bars.image(self.picture(), self.headline)
-        return f"<p><b>{html.escape(self.headline)}</b></p>{picture}{self.table()._repr_html_()}"
+        """Samples a second as bars, in SVG, with quartiles; in words what was not measured."""
+        shown = [
+            (cell.label, self.samples_per_s(cell), "not run" if cell.reason else cell.doing)
+            for cell in self.cells
+        ]
+        return rates.picture(shown, "samples")
 
     def _first(self, cell: Cell) -> str:
-        return "" if math.isnan(cell.first_step_s) else f"{_number(cell.first_step_s)} s"
-
-    def _rate(self, cell: Cell) -> str:
-        rate = self.samples_per_s(cell)
-        return "" if rate is None else _with_quartiles(rate)
+        return "" if math.isnan(cell.first_step_s) else f"{rates.number(cell.first_step_s)} s"
 
     def _speed(self, cell: Cell) -> str:
         speed = self.speed(cell)
@@ -261,29 +341,20 @@ class RaceResult:
             if cell.reason is not None and len(cell.reason) > LONGEST:
                 yield f"{cell.label} did not run: {cell.reason}"
             yield from (f"{cell.label}: {remark}" for remark in cell.remarks)
-        yield from self.notes
-        if self.machine.busy:
-            yield f"something else was computing: the load was {self.machine.load:.1f} before"
-        yield origin(self.environment, self.machine, self.date)
+        yield from self._circumstances()
 
     # ---- JSON ------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure, and what follows from them, as JSON has it: null for what is not known."""
-        figures = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.name not in ("cells", "machine", "doing")
-        }
-        cells = [{**_fields(cell), "derived": self._derived(cell)} for cell in self.cells]
-        machine = dataclasses.asdict(self.machine)
-        found: dict[str, Any] = plain({"form": FORM, **figures, "machine": machine})
-        best = self.best()
-        return found | {"cells": cells, "best": None if best is None else best.label}
+        found = super().to_dict()
+        for cell, stored in zip(self.cells, found["cells"], strict=True):
+            stored["derived"] = self._derived(cell)
+        return found
 
     def _derived(self, cell: Cell) -> dict[str, Any]:
         rate, speed = self.samples_per_s(cell), self.speed(cell)
-        found: dict[str, Any] = plain(
+        found: dict[str, Any] = _plain(
             {
                 "samples_per_s": rate and dataclasses.asdict(rate),
                 "speed": speed and dataclasses.asdict(speed),
@@ -292,41 +363,6 @@ class RaceResult:
             }
         )
         return found
-
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave; figures that follow from others are made anew. ValueError if not."""
-        if stored.get("form") != FORM:
-            raise ValueError(f"form {stored.get('form')!r} of a race, expected {FORM}")
-        values = {name: stored[name] for name in stored if name not in ("form", "best", "cells")}
-        values |= {"machine": Machine(**stored["machine"]), "notes": tuple(stored["notes"])}
-        return cls(cells=tuple(map(_cell, stored["cells"])), **values)
-
-
-_UNKNOWN: Final = ("first_step_s", "peak_bytes", "loss")
-"""The fields of a cell that JSON's null stands for NaN in."""
-
-
-def _fields(cell: Cell) -> dict[str, Any]:
-    names = [f.name for f in dataclasses.fields(cell)]
-    found: dict[str, Any] = plain({name: getattr(cell, name) for name in names})
-    return found
-
-
-def _cell(stored: Mapping[str, Any]) -> Cell:
-    values = {name: value for name, value in stored.items() if name != "derived"}
-    values |= {name: math.nan for name in _UNKNOWN if values[name] is None}
-    values |= {name: tuple(values[name]) for name in ("step_ms", "remarks")}
-    return Cell(**values)
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON has it: lists for tuples, null for what is not finite."""
-    if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _peak(cell: Cell) -> str:
@@ -345,38 +381,76 @@ def _short(words: str) -> str:
     return words if len(words) <= LONGEST else words[: LONGEST - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def _with_quartiles(spread: Spread) -> str:
-    return f"{_number(spread.median)} ({_number(spread.low)} to {_number(spread.high)})"
+# ---- of a search ---------------------------------------------------------------------------------
 
 
-def _number(value: float) -> str:
-    """Three digits of it, or all before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+@dataclass(frozen=True)
+class Row(Entry):
+    """A candidate: ``settings`` are what a run takes to train so, ``rates`` its rounds.
 
-
-def rates_picture(rows: Sequence[tuple[str, Spread | None, str]], unit: str) -> str:
-    """Rates as bars, in SVG; a line from the lower to the upper quartile.
-
-    `rows` are a label, the rate, and what is said where there is none.
+    ``state`` is "waits", "measured", "left out" or "failed", and ``reason`` says why.
     """
-    highest = max((rate.high for _, rate, _ in rows if rate is not None), default=0.0)
-    scale = ROOM / (highest or 1.0)
-    parts = []
-    for place, (label, rate, words) in enumerate(rows):
-        middle = ROW * place + ROW / 2
-        parts.append(bars.text(LABEL - 8, middle, label[:LETTERS], anchor="end"))
-        if rate is None:
-            parts.append(bars.text(LABEL, middle, words[:LETTERS]))
-            continue
-        parts.append(bars.box(LABEL, middle - 6, rate.median * scale, 12, (COLOUR, 0.8)))
-        low, high = LABEL + rate.low * scale, LABEL + rate.high * scale
-        parts.append(bars.box(low, middle - 0.75, max(high - low, 1.0), 1.5, (bars.TEXT, 1)))
-        for end in (low, high):
-            parts.append(bars.box(end - 0.75, middle - 4, 1.5, 8, (bars.TEXT, 1)))
-        parts.append(bars.text(high + 6, middle, f"{_number(rate.median)} {unit}/s"))
-    height = ROW * len(rows)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {bars.WIDTH} {height}" '
-        f'width="{bars.WIDTH}" height="{height}" font-family="sans-serif" '
-        f'font-size="{bars.FONT}">{"".join(parts)}</svg>'
-    )
+
+    state: str
+    reason: str = ""
+    rates: tuple[float, ...] = ()
+    peak_bytes: float = math.nan
+
+    @property
+    def spread(self) -> Spread | None:
+        """What a second has, the median with quartiles; None where it was not measured."""
+        return Spread.of(self.rates) if self.rates and self.state != "failed" else None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TuneResult(Result[Row]):
+    """What a search found, the fastest first. ``target`` is what a second has most of."""
+
+    kind = "search"
+    entries = ("rows", Row)
+
+    rows: tuple[Row, ...]
+    target: str
+    took_s: float
+
+    def best(self) -> Row | None:
+        """The candidate that is ahead of all that were not left out; None before there is one."""
+        going = [row for row in self.rows if row.state == "measured" and row.rates]
+        return max(going, key=lambda row: statistics.median(row.rates), default=None)
+
+    def _ahead(self) -> str | None:
+        best = self.best()
+        if best is None or best.spread is None:
+            return None
+        rate = rates.number(best.spread.median)
+        return f"{best.label} is ahead with {rate} {self.target}/s after {self.took_s:.0f} s"
+
+    def table(self) -> Table[Row]:
+        """A row for each candidate; the notes say what the figures are."""
+        columns: list[Column[Row]] = [
+            Column("candidate", lambda row: row.label),
+            Column(f"{self.target}/s", lambda row: rates.with_quartiles(row.spread), number=True),
+            Column("rounds", lambda row: str(len(row.rates) or ""), number=True),
+            Column("peak memory", _needs, number=True),
+            Column("", lambda row: row.state),
+            Column("why", lambda row: row.reason),
+        ]
+        counts = {s: sum(row.state == s for row in self.rows) for s in ("left out", "failed")}
+        unmeasured = sum(not row.rates for row in self.rows)
+        notes = [
+            f"An optimizer step of {self.samples} samples, in micro-batches of so many at a time: "
+            f"median and quartiles of the rounds. {len(self.rows)} candidates, {unmeasured} of "
+            f"them never measured; {counts['left out']} left out, {counts['failed']} failed.",
+            f"A step may take {memory(self.budget_bytes)}: by the graph, or by what was measured.",
+            *self._circumstances(),
+        ]
+        return Table(self.rows, columns, notes=notes)
+
+    def picture(self) -> str:
+        """What was measured as bars, in SVG, with quartiles."""
+        shown = [(row.label, row.spread, "") for row in self.rows if row.spread is not None]
+        return rates.picture(shown, self.target)
+
+
+def _needs(row: Row) -> str:
+    return "" if math.isnan(row.peak_bytes) else memory(row.peak_bytes)

@@ -19,7 +19,8 @@ from ortlab import compat
 from ortlab.graph import timeline
 from ortlab.graph.capture import Stage
 from ortlab.graph.lifetimes import KINDS, Tensor
-from ortlab.graph.memory import MemoryPlan, memory, parse_bytes
+from ortlab.graph.memory import MemoryPlan, parse_bytes
+from ortlab.memory import memory
 from tests.bench import memory as bench
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))

@@ -1,0 +1,53 @@
+"""Rates of set-ups with their quartiles: in words, and as bars in one static picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ortlab.graph import bars
+from ortlab.turns import Spread
+
+COLOUR = "#4a86cf"
+ROW, LABEL, NUMBER, LETTERS = 20, 220, 160, 36
+ROOM = bars.WIDTH - LABEL - NUMBER
+"""Of the picture, in its pixels: a row, the labels, the numbers, the bars; letters of a label."""
+
+
+def number(value: float) -> str:
+    """Three digits of it, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def with_quartiles(rate: Spread | None) -> str:
+    """The median, and the quartiles in brackets; nothing where it was not measured."""
+    if rate is None:
+        return ""
+    return f"{number(rate.median)} ({number(rate.low)} to {number(rate.high)})"
+
+
+def picture(rows: Sequence[tuple[str, Spread | None, str]], unit: str) -> str:
+    """Rates as bars, in SVG; a line from the lower to the upper quartile.
+
+    `rows` are a label, the rate, and what is said where there is none.
+    """
+    highest = max((rate.high for _, rate, _ in rows if rate is not None), default=0.0)
+    scale = ROOM / (highest or 1.0)
+    parts = []
+    for place, (label, rate, words) in enumerate(rows):
+        middle = ROW * place + ROW / 2
+        parts.append(bars.text(LABEL - 8, middle, label[:LETTERS], anchor="end"))
+        if rate is None:
+            parts.append(bars.text(LABEL, middle, words[:LETTERS]))
+            continue
+        parts.append(bars.box(LABEL, middle - 6, rate.median * scale, 12, (COLOUR, 0.8)))
+        low, high = LABEL + rate.low * scale, LABEL + rate.high * scale
+        parts.append(bars.box(low, middle - 0.75, max(high - low, 1.0), 1.5, (bars.TEXT, 1)))
+        for end in (low, high):
+            parts.append(bars.box(end - 0.75, middle - 4, 1.5, 8, (bars.TEXT, 1)))
+        parts.append(bars.text(high + 6, middle, f"{number(rate.median)} {unit}/s"))
+    height = ROW * len(rows)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {bars.WIDTH} {height}" '
+        f'width="{bars.WIDTH}" height="{height}" font-family="sans-serif" '
+        f'font-size="{bars.FONT}">{"".join(parts)}</svg>'
+    )
