@@ -30,6 +30,9 @@ MICRO_BATCHES = 5
 """In an epoch of `Tokens`."""
 COLUMNS = ("step", "loss", "grad_norm", "lr", "samples", "loss_scale", "skipped")
 
+BEGIN = {"device": "cpu", "cache": True, "seed": 3, "schedule": "cosine", "lr": 1e-3}
+"""What every run begins with."""
+
 Values = Mapping[str, Sequence[Any]]
 Toggles = Mapping[int, dict[str, Any]]
 """What changes after a step, by the step's number."""
@@ -96,14 +99,13 @@ class Part:
                 course.loop.checkpoint().save(end[1])
                 course.control.stop()
 
-        values = {"cache": True, "seed": 3, "schedule": "cosine", "lr": 1e-3, "epochs": EPOCHS}
         self.course = Course(
             model,
             data,
             Checkpoint.load(begin) if begin else None,
             each=each,
             stop=-1,
-            **{**values, **settings},
+            **{**BEGIN, "epochs": EPOCHS, **settings},
         )
         assert not self.course.told("warning")
         self.columns = {name: self.course.column(name) for name in COLUMNS}
@@ -115,7 +117,7 @@ def drawn(values: Values, settings: Mapping[str, Any], *, seed: int, changes: in
 
     The settings take turns in an order of their own; one that cannot change then waits.
     """
-    draw, now = random.Random(seed), FinetuneSettings.of({"device": "cpu", **settings})
+    draw, now = random.Random(seed), FinetuneSettings.of({**BEGIN, **settings})
     fewest = EPOCHS * -(-MICRO_BATCHES // max(FREE["accumulation"]))
     waiting = draw.sample(sorted(values), len(values))
     toggles: dict[int, dict[str, Any]] = {}
