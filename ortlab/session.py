@@ -343,12 +343,15 @@ class Session:
     ) -> tuple[MemoryPlan, EngineSettings]:
         """The memory plan of what a model or a run trains, and the settings that its graph has.
 
-        The graph is the one that is there, with what `settings` have computed again in it; nothing
-        is exported. ValueError where engine ort has made none yet, or cannot compute that again.
+        The graph is the one that was made for `settings`, with what they have computed again in it,
+        or else the one that is in use; nothing is exported. ValueError where engine ort has made
+        none yet, or cannot compute that again.
         """
         from ortlab.engines import options
         from ortlab.engines.ortmodule import execution_of
+        from ortlab.graph.capture import capture
         from ortlab.graph.memory import plan
+        from ortlab.graph.recompute import RecomputePlans
         from ortlab.runs import Run
 
         model: nn.Module | None
@@ -360,13 +363,16 @@ class Session:
             model = target if entry is not None and entry.engine.name == "ort" else None
         if model is None:
             raise ValueError("engine 'ort' has made no graph of the model")
-        own = execution_of(model).settings
-        again = options.recomputed(settings) != options.recomputed(own)
-        if again and options.key(settings) == options.key(own):
-            found = self.recompute_plans(model, optimizer=settings.optimizer)
-            plan_then = found.memory(settings.recompute)
-            return plan_then, own.replace(recompute=settings.recompute)
-        return plan(self.graphs(model), model, optimizer=settings.optimizer), own
+        execution, optimizer = execution_of(model), settings.optimizer
+        made = [each for each in execution.exports(settings) if each.gradient]
+        if not made:
+            return plan(capture(model), model, optimizer=optimizer), execution.settings
+        if made[-1].plans == options.recomputed(settings):
+            graphs = capture(model, settings=settings)
+            return plan(graphs, model, optimizer=optimizer), settings
+        choose = functools.partial(self._choose_recompute, model)
+        again = RecomputePlans(model, None, optimizer=optimizer, choose=choose, settings=settings)
+        return again.memory(settings.recompute), settings
 
     def recompute_plans(
         self, model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"

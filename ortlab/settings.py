@@ -228,6 +228,8 @@ PLANNED_ENGINES = {"offload": "it will keep forward, backward and optimizer with
 REFERENCE = ("eager", "fp32")
 """The engine and precision that others are compared with."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+OF_ANY_ENGINE = ("engine", "precision", "recompute")
+"""The settings of `EngineSettings` that are not for ORT's graph alone."""
 LOWEST_LOSS_SCALE = 1.0
 """Where gradients overflow float16 at this loss scale, a run ends: DeepSpeed's min_loss_scale."""
 KERNELS = ("measured", "torch", "ort")

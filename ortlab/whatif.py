@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ortlab import loop
-from ortlab.engines.base import Cost, refusal
+from ortlab.engines.base import Cost, ignored, refusal
 from ortlab.settings import Declaration, FinetuneSettings
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ class Control:
 def controls(held: FinetuneSettings, chosen: FinetuneSettings, *, running: bool) -> list[Control]:
     """Every setting, in the order of declaration, where `held` holds and `chosen` is looked at.
 
-    What cannot be had is what an engine refuses, or where a run is `running` what that keeps. A
-    reason that stands against `chosen` anyhow is no reason against each of its settings.
+    What cannot be had is what an engine refuses or makes nothing of, or where a run is `running`
+    what that keeps. A reason that stands against `chosen` anyhow is no reason against each of its
+    settings.
     """
     known = refused(held, chosen, running=running)
     return [
@@ -100,7 +101,7 @@ def _control(
     choices += tuple(Choice(each, declaration.not_there(each)) for each in declaration.planned)
     others = [each.reason for each in choices if each.text != declaration.show(value)]
     others += [] if offered else [reason(other) for other in _beside(declaration, value)]
-    fixed = others[0] if others and all(others) else ""
+    fixed = ignored(chosen, name) or (others[0] if others and all(others) else "")
     costs: tuple[Cost, ...] = ()
     if running and not fixed:
         now = getattr(held, name)

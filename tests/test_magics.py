@@ -368,7 +368,10 @@ def test_finetune_goes_on_from_a_checkpoint(ip: Typist, tmp_path: Path) -> None:
     ip("net = nn.Linear(4, 2)\ndata = batches()")
     ip("run = %ort finetune net data --loss cross_entropy --engine eager --epochs 2\nawait run")
     run = ip["run"]
-    path = run.checkpoint(tmp_path / "a checkpoint")
+    path = tmp_path / "a checkpoint"
+    ip(f"path = %ort checkpoint run --to '{path}'")
+    assert ip["path"] == path
+    assert "final.safetensors" in ip("%ort checkpoint")
     ip(f"again = %ort finetune net data --resume-from '{path}' --epochs 3\nawait again")
     assert ip["again"].settings == run.settings.replace(epochs=3)
     assert ip["again"].step == run.step / 2 * 3

@@ -265,6 +265,28 @@ def test_memory_of_recomputing_is_predicted_and_comes_true() -> None:
     assert "did you mean" in page.standing["memory"]
 
 
+def test_memory_of_a_return_is_read_from_the_graph_that_waits() -> None:
+    try:
+        model = ortlab.wrap(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+    def step(precision: str) -> int:
+        session.wrapped.configure(model, {"precision": precision})
+        model(torch.randn(512, 64)).sum().backward()
+        return ortlab.memory_plan(model).peak_bytes(batch=16)
+
+    in_fp32, in_bf16 = step("fp32"), step("bf16")
+    assert panels.memory(in_fp32) != panels.memory(in_bf16)
+    page = Page(Panel(model))
+    page.send("edit", precision="fp32")
+    now, then = panels.memory(in_bf16), panels.memory(in_fp32)
+    assert page.standing["memory"] == f"{now} → {then} at the peak of a step"
+    assert step("fp32") == in_fp32, "the graph that is in use is the one that is shown"
+    page.send("edit", precision="bf16")
+    assert page.standing["memory"] == f"{then} → {now} at the peak of a step"
+
+
 def test_memory_of_a_run_is_that_of_its_own_batches(data: Gated, wrapped: nn.Module) -> None:
     data.open.set()
     run = ortlab.finetune(

@@ -74,6 +74,19 @@ def test_a_run_keeps_what_it_began_with(name: str) -> None:
     assert "run keeps" not in control(name, EAGER, running=False).reason
 
 
+def test_options_of_orts_graph_are_for_an_engine_that_has_one() -> None:
+    needs_ort()
+    for name in ("opset", "kernels", "self_check", "save_onnx"):
+        found = control(name, EAGER)
+        assert found.reason == (
+            f"engine 'eager' has no graph of ORT's, which is what {name} is for"
+        )
+        assert found.costs == ()
+        assert not control(name, EAGER, engine="ort").reason
+    assert not control("precision", EAGER).reason
+    assert not control("lr", EAGER).reason
+
+
 def test_a_combination_that_cannot_work_is_refused_by_its_engine() -> None:
     needs_ort()
     held = FinetuneSettings(engine="ort")

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ortlab.errors import Concise
+from ortlab.settings import OF_ANY_ENGINE, EngineSettings, unknown_name
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ortlab.settings import EngineSettings, FinetuneSettings
+    from ortlab.settings import FinetuneSettings
 
 Batch = Any
 """What forward takes: a mapping (keyword arguments), a tuple or list (inputs, target), a tensor."""
@@ -52,12 +53,14 @@ class Capabilities:
 
     ``most_workers`` is the largest number of processes that train together (None is any number),
     ``zero_stages`` are those of ZeRO that it knows, ``recompute`` says whether its backward pass
-    can compute activations again.
+    can compute activations again, ``ort_options`` whether the options of ORT's graph mean anything
+    to it.
     """
 
     most_workers: int | None = 1
     zero_stages: tuple[int, ...] = (0,)
     recompute: bool = False
+    ort_options: bool = False
 
     def refuses(self, engine: str, settings: EngineSettings) -> str | None:
         """Why an `engine` with these cannot run under `settings`; None when it can."""
@@ -79,6 +82,12 @@ class Capabilities:
                 f"with engine {engine!r}"
             )
         return None
+
+    def ignores(self, engine: str, name: str) -> str | None:
+        """Why the setting `name` means nothing to an `engine` with these; None where it does."""
+        if self.ort_options or name in OF_ANY_ENGINE or name not in EngineSettings.declarations():
+            return None
+        return f"engine {engine!r} has no graph of ORT's, which is what {name} is for"
 
 
 @dataclass(frozen=True)
@@ -295,7 +304,6 @@ def engine(name: str) -> Engine:
 
 def _engine(name: str) -> Engine:
     from ortlab.engines import ortmodule, torch_native
-    from ortlab.settings import unknown_name
 
     engines: dict[str, Engine] = {
         "eager": torch_native.Eager(),
@@ -311,6 +319,12 @@ def refusal(settings: EngineSettings) -> str | None:
     """Why nothing can run under `settings` on this machine; None when their engine can."""
     found = _engine(settings.engine)
     return found.capabilities.refuses(found.name, settings) or found.refuses(settings)
+
+
+def ignored(settings: EngineSettings, name: str) -> str | None:
+    """Why the setting `name` means nothing to the engine of `settings`; None where it does."""
+    found = _engine(settings.engine)
+    return found.capabilities.ignores(found.name, name)
 
 
 def cost(before: EngineSettings, after: EngineSettings) -> Cost:

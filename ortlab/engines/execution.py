@@ -74,7 +74,7 @@ class Execution:
         self._exported_with = settings
         self._ort_module: Any = None
         self._guard = Guard(module)
-        self._kinds: dict[Hashable, Kind] = {}
+        self._kinds: dict[tuple[Hashable, ...], Kind] = {}
         self._export_s = 0.0
         self._check_s = 0.0
         self._checks = 0
@@ -171,9 +171,18 @@ class Execution:
             remarks=tuple(self._remarks),
         )
 
-    def exports(self) -> list[Export]:
-        """The exports at hand, the newest last."""
-        return [served.export for served in self._served()]
+    def exports(self, settings: EngineSettings | None = None) -> list[Export]:
+        """The exports at hand, the one that was used last at the end; those for `settings` alone.
+
+        Whatever they compute again, which makes no other export.
+        """
+        wanted = None if settings is None else options.key(settings)
+        return [
+            served.export
+            for key, kind in list(self._kinds.items())
+            for served in reversed(kind.served)
+            if wanted is None or key[1] == wanted
+        ]
 
     def _served(self) -> list[Served]:
         return [served for kind in list(self._kinds.values()) for served in kind.served[:]]
@@ -203,6 +212,7 @@ class Execution:
                 why = f"forward decides otherwise at {place(*other.place)}"
             else:
                 kind.use(served)
+                self._kinds[key] = self._kinds.pop(key)  # the last one of all
                 return outputs
         try:
             return self._first(None, key, shapes, args, kwargs, why=why)
@@ -222,7 +232,7 @@ class Execution:
         """What of the model is not as in any export at hand; None where one is of this model."""
         with self._lock:
             now = self._guard.key()
-            made_of = [key[0] for key in self._kinds if isinstance(key, tuple)]
+            made_of = [key[0] for key in self._kinds]
             return None if now in made_of else self._guard.change or "the model"
 
     def export_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Export | None:
@@ -256,12 +266,14 @@ class Execution:
         fitting = self._kinds.get(key, Kind()).fitting(shapes)
         return next((served for served in fitting if shapes in served.shapes), None)
 
-    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Shapes]:
+    def _kind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Hashable, ...], Shapes]:
         """What an export must fit, and the shapes, which every export should take."""
         form = Form.of(args, kwargs)
         return self._key(form), form.shapes
 
-    def _key(self, form: Form) -> Hashable:
+    def _key(self, form: Form) -> tuple[Hashable, ...]:
         return (
             self._guard.key(),
             self._options,
@@ -274,7 +286,7 @@ class Execution:
     def _first(
         self,
         served: Served | None,
-        key: Hashable,
+        key: tuple[Hashable, ...],
         shapes: Shapes,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -418,7 +430,7 @@ class Execution:
         Sizes are among it where no check would notice that a graph holds other ones.
         """
         key, shapes = self._kind(args, kwargs)
-        assert isinstance(key, tuple)  # the guard's key and ORT's options come first
+        # The guard's key and ORT's options come first.
         known = self._kinds.get(key)
         sized = not self.settings.self_check or (known is not None and known.per_shape)
         return {"call": repr(key[2:]), "sizes": repr(shapes) if sized else ""}
@@ -453,7 +465,7 @@ class Execution:
     def _check_or_split(
         self,
         served: Served | None,
-        key: Hashable,
+        key: tuple[Hashable, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         why: str,

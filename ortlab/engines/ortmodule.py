@@ -36,7 +36,7 @@ class Ort:
     """ORTModule on today's torch, checked against eager torch."""
 
     name = "ort"
-    capabilities = Capabilities(recompute=True)
+    capabilities = Capabilities(recompute=True, ort_options=True)
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""

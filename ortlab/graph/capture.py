@@ -22,7 +22,7 @@ from ortlab.engines.execution import Execution
 from ortlab.engines.ortmodule import execution_of, is_wrapped
 from ortlab.graph import STAGES
 from ortlab.graph.sizes import bytes_of, follows, size_of
-from ortlab.settings import unknown_name
+from ortlab.settings import EngineSettings, unknown_name
 from ortlab.tables import Column, Table
 
 _ROOT = "_original_module"
@@ -443,10 +443,13 @@ def execution_behind(model: nn.Module) -> Execution:
     return execution_of(model)
 
 
-def capture(model: nn.Module, batch: Batch | None = None) -> Graphs:
+def capture(
+    model: nn.Module, batch: Batch | None = None, settings: EngineSettings | None = None
+) -> Graphs:
     """The stages of the exports that the wrapped `model` used last, for training and evaluation.
 
     With a `batch` those that serve it, made now where there are none; the model stays as it is.
+    With `settings` those made for them, which may wait for a return.
     ValueError where it is not wrapped in engine ort, has not been called yet, or runs in torch.
     """
     execution = execution_behind(model)
@@ -459,7 +462,7 @@ def capture(model: nn.Module, batch: Batch | None = None) -> Graphs:
     trained = frozenset(n for n, p in execution.module.named_parameters() if p.requires_grad)
     found: dict[str, Stage] = {}
     sizes: dict[str, dict[str, int]] = {}
-    for export in execution.exports():  # the newest last
+    for export in execution.exports(settings):  # the one that was used last at the end
         before: Stage | None = None
         for stage, graph in export.stages().items():
             found[stage] = before = Stage(stage, graph, modules, trained, before)

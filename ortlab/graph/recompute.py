@@ -21,6 +21,7 @@ from ortlab.graph.capture import capture, execution_behind
 from ortlab.graph.memory import MemoryPlan, parse_bytes, plan_of
 from ortlab.kernels.recompute import LAYERS, SUFFIX, Plans
 from ortlab.memory import memory
+from ortlab.settings import EngineSettings
 from ortlab.tables import Column, Table
 
 OFF: Final = "off"
@@ -49,7 +50,8 @@ class RecomputePlans:
     """The plans of a wrapped model; shown as a table, `at` sizes that are given by name.
 
     ``plans.choose("encoder.layer.*")`` lets one hold from the next step on; several are joined by
-    commas. ``plans.least_time("2GiB", batch=32)`` names what costs least of those that fit.
+    commas. ``plans.least_time("2GiB", batch=32)`` names what costs least of those that fit. With
+    `settings` they are those of the graph that was made for these.
     """
 
     def __init__(
@@ -59,10 +61,11 @@ class RecomputePlans:
         *,
         optimizer: str,
         choose: Callable[[str], None],
+        settings: EngineSettings | None = None,
     ) -> None:
-        graphs = capture(model, batch)
+        graphs = capture(model, batch, settings)
         execution = execution_behind(model)
-        exports = [each for each in execution.exports() if each.gradient]
+        exports = [each for each in execution.exports(settings) if each.gradient]
         if not exports or "execution" not in graphs.stages:
             raise ValueError(
                 f"{graphs.model} has no graph of a training step that its session tells: train a "

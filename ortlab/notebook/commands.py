@@ -332,6 +332,14 @@ COMMANDS = {
             _RUN,
             settings=FinetuneSettings,
         ),
+        Command(
+            "checkpoint",
+            "Keep a run's exact state in a file, after the step in flight.",
+            "`path = %ort checkpoint` holds the file's name, for %ort finetune --resume-from; of a "
+            "run that is over it is what it ended with.",
+            positionals=_RUN,
+            extra=(Option("--to", "the file; without it one in the run's folder"),),
+        ),
         Command("undo", "Go back to what held before a run's last change.", positionals=_RUN),
         Command("runs", "List the runs of this kernel."),
         Command("pause", "Pause a run after the step in flight.", positionals=_RUN),

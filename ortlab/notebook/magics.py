@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -269,6 +270,9 @@ class OrtMagics(Magics):
         run.apply(**given.settings)
         names = ", ".join(given.settings)
         print(f"{run.name} takes {names} after the step in flight; %ort undo goes back")
+
+    def _checkpoint(self, given: Given) -> Path:
+        return self._run(given.words["run"]).checkpoint(given.words["to"])
 
     def _undo(self, given: Given) -> None:
         run = self._run_alive(given)

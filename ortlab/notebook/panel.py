@@ -70,7 +70,7 @@ class Panel:
         self._asked: dict[str, Any] | None = None  # what was applied and does not hold yet
         self._told = (0, 0)  # changes and refusals before that
         self._result = ("", "")
-        self._plans: dict[tuple[FinetuneSettings, str, str], tuple[MemoryPlan, EngineSettings]] = {}
+        self._plans: dict[tuple[FinetuneSettings, object], tuple[MemoryPlan, EngineSettings]] = {}
         self._foreseen = ""
         self._foreseen_of: object = None
         self._opened = False  # nobody waits for a prediction before that
@@ -321,8 +321,11 @@ class Panel:
         return f"{memory(now)} → {memory(then)} at the peak of a step"
 
     def _peak(self, settings: FinetuneSettings) -> tuple[int | None, str]:
-        key = (self._held, settings.recompute, settings.optimizer)
+        from ortlab.engines import options
+
         try:
+            graph = (options.key(settings), settings.recompute, settings.optimizer)
+            key = (self._held, graph)
             if key not in self._plans:
                 # That of what holds, and that of what is looked at.
                 kept = {known: plan for known, plan in self._plans.items() if known[0] is key[0]}
