@@ -141,8 +141,13 @@ class Execution:
     def rest(self) -> None:
         """Gives back what sessions keep from step to step; a call makes its own anew.
 
-        The graphs stay for a return to the settings that they were made with, see `kept`.
+        The graphs stay for a return to the settings that they were made with, see `kept`. Where
+        some have to be let go, those that were in use last are so last.
         """
+        in_use = {key: kind for key, kind in self._kinds.items() if kind.is_open}
+        for key in in_use:
+            del self._kinds[key]
+        self._kinds |= in_use
         for served in self._served():
             served.rest()
 
@@ -390,11 +395,7 @@ class Execution:
 
     def _let_some_go(self) -> None:
         """Drops exports where there are too many, or too little memory: those at rest first."""
-        resting = [
-            key
-            for key, kind in self._kinds.items()
-            if not any(served.export.is_open for served in kind.served)
-        ]
+        resting = [key for key, kind in self._kinds.items() if not kind.is_open]
         while len(self._kinds) > _EXPORTS:
             del self._kinds[resting.pop(0) if resting else next(iter(self._kinds))]
         if resting and is_scarce(next(self.module.parameters()).device.type):

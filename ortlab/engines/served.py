@@ -112,6 +112,11 @@ class Kind:
     served: list[Served] = dataclasses.field(default_factory=list)
     per_shape: bool = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether one of them has a session."""
+        return any(served.export.is_open for served in self.served)
+
     def fitting(self, shapes: Shapes) -> list[Served]:
         """Those that may serve a call with these shapes."""
         if not self.per_shape:

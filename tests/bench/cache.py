@@ -12,14 +12,12 @@ import hashlib
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from typing import Any
 
-from ortlab.compat import extensions
 from ortlab.engines import cache
+from tests.bench.children import found_by, nothing_cached
 
 MODELS = ((12, 256), (4, 768))
 DROPOUTS = (0.1, 0.0)
@@ -81,14 +79,6 @@ def _child(layers: int, width: int, dropout: float) -> dict[str, Any]:
     }
 
 
-def _run(layers: int, width: int, dropout: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.bench.cache", "--child"]
-    words = [*command, str(layers), str(width), str(dropout)]
-    done = subprocess.run(words, check=True, capture_output=True, text=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 def main() -> int:
     """Prints a line for each model, and what was measured in every process; 1 above the bar."""
     parser = argparse.ArgumentParser()
@@ -99,13 +89,9 @@ def main() -> int:
         layers, width, dropout = options.child
         print(json.dumps(_child(int(layers), int(width), float(dropout))))
         return 0
-    built = extensions.cache_folder()
     missed = False
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder
-        own = extensions.cache_folder()
-        own.parent.mkdir(mode=0o700)
-        own.symlink_to(built)
+    with nothing_cached() as variables:
+        os.environ |= variables  # for `cache`, too
         for layers, width in MODELS:
             for dropout in DROPOUTS:
                 missed |= _measure(layers, width, dropout, options.rounds)
@@ -114,11 +100,12 @@ def main() -> int:
 
 def _measure(layers: int, width: int, dropout: float, rounds: int) -> bool:
     """Whether the bar is missed."""
+    child = ("tests.bench.cache", "--child", layers, width, dropout)
     without, with_cache = [], []
     for _ in range(rounds):
         cache.clear()
-        without.append(_run(layers, width, dropout))
-        with_cache.append(_run(layers, width, dropout))
+        without.append(found_by(*child))
+        with_cache.append(found_by(*child))
         for name, found in (("uncached", without[-1]), ("cached", with_cache[-1])):
             figures = {key: round(value, 3) for key, value in found.items() if key.endswith("_s")}
             print(f"  {name:8} {figures}", flush=True)

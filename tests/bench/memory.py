@@ -15,7 +15,6 @@ import ctypes
 import gc
 import json
 import math
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,11 +27,12 @@ import transformers
 from torch import nn
 
 import ortlab
+from tests.bench.children import found_by
 
 BAR, BAR_PLANNED = 0.05, 0.10
 BUDGET_BYTES = 600 * 2**20
 """Beyond what the process has before the model is made."""
-_WORDS = 8000
+WORDS = 8000
 _M_MMAP_THRESHOLD = -3
 _SMALL = 4
 
@@ -105,27 +105,24 @@ class _Mlp(nn.Module):
 def model_of(case: Case) -> nn.Module:
     width, layers = case.width, case.layers
     heads = max(1, width // 64)
+    encoder: dict[str, Any] = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+    }
     match case.kind:
         case "mlp":
             return _Mlp(width, layers)
         case "bert":
             return transformers.BertForSequenceClassification(
-                transformers.BertConfig(
-                    vocab_size=_WORDS,
-                    hidden_size=width,
-                    num_hidden_layers=layers,
-                    num_attention_heads=heads,
-                    intermediate_size=4 * width,
-                )
+                transformers.BertConfig(vocab_size=WORDS, **encoder)
             )
         case "deberta":
             return transformers.DebertaV2ForSequenceClassification(
                 transformers.DebertaV2Config(
-                    vocab_size=_WORDS,
-                    hidden_size=width,
-                    num_hidden_layers=layers,
-                    num_attention_heads=heads,
-                    intermediate_size=4 * width,
+                    vocab_size=WORDS,
+                    **encoder,
                     relative_attention=True,
                     position_buckets=64,
                     norm_rel_ebd="layer_norm",
@@ -135,13 +132,13 @@ def model_of(case: Case) -> nn.Module:
             )
         case "gpt2":
             config = transformers.GPT2Config(
-                vocab_size=_WORDS, n_embd=width, n_layer=layers, n_head=heads
+                vocab_size=WORDS, n_embd=width, n_layer=layers, n_head=heads
             )
             return transformers.GPT2LMHeadModel(config)
         case "t5":
             return transformers.T5ForConditionalGeneration(
                 transformers.T5Config(
-                    vocab_size=_WORDS,
+                    vocab_size=WORDS,
                     d_model=width,
                     d_ff=4 * width,
                     d_kv=64,
@@ -152,23 +149,14 @@ def model_of(case: Case) -> nn.Module:
             )
         case "vit":
             return transformers.ViTForImageClassification(
-                transformers.ViTConfig(
-                    hidden_size=width,
-                    num_hidden_layers=layers,
-                    num_attention_heads=heads,
-                    intermediate_size=4 * width,
-                    num_labels=10,
-                )
+                transformers.ViTConfig(**encoder, num_labels=10)
             )
         case "llama":
             return transformers.LlamaForCausalLM(
                 transformers.LlamaConfig(
-                    vocab_size=_WORDS,
-                    hidden_size=width,
-                    num_hidden_layers=layers,
-                    num_attention_heads=heads,
+                    **{**encoder, "intermediate_size": 3 * width},
+                    vocab_size=WORDS,
                     num_key_value_heads=max(1, heads // 2),
-                    intermediate_size=3 * width,
                 )
             )
     raise ValueError(case.kind)
@@ -184,12 +172,12 @@ def batch_of(case: Case, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
             "labels": torch.randint(0, 10, (rows,)),
         }
     length = sizes["source" if case.kind == "t5" else "seq"]
-    ids = torch.randint(0, _WORDS, (rows, length))
+    ids = torch.randint(0, WORDS, (rows, length))
     labels = ids
     if case.kind in ("bert", "deberta"):
         labels = torch.arange(rows) % 2
     elif case.kind == "t5":
-        labels = torch.randint(0, _WORDS, (rows, sizes["target"]))
+        labels = torch.randint(0, WORDS, (rows, sizes["target"]))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
@@ -266,11 +254,8 @@ def _at_the_limit(case: Case, folder: str, budget: int) -> dict[str, float]:
 
 
 def _run(number: int, budget: int | None) -> dict[str, float]:
-    words = [sys.executable, "-m", "tests.bench.memory", "--child", str(number)]
-    words += [] if budget is None else ["--limit", str(budget)]
-    done = subprocess.run(words, check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    limit = [] if budget is None else ["--limit", budget]
+    return found_by("tests.bench.memory", "--child", number, *limit)
 
 
 def predicted_and_measured(case: Case) -> tuple[float, float]:

@@ -14,14 +14,13 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
 import ortlab
 from ortlab.engines.ortmodule import execution_of
 from ortlab.graph.memory import MemoryPlan
+from tests.bench.children import found_by
 from tests.bench.memory import Case, Training, batch_of, give_back_at_once, resident
 
 CASES = (
@@ -116,10 +115,7 @@ def _doubling(case: Case) -> dict[str, Any]:
 
 
 def _in_a_process(what: str, case: Case) -> dict[str, Any]:
-    words = [sys.executable, "-m", "tests.bench.recompute", "--child", what, str(CASES.index(case))]
-    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return found_by("tests.bench.recompute", "--child", what, CASES.index(case))
 
 
 def _fell(found: dict[str, Any], name: str) -> float:

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
-import transformers
+from torch import nn
 from torch.utils.data import Dataset
 
-WORDS = 8000
+from tests.bench.children import found_by, nothing_cached
+from tests.bench.memory import WORDS, Case, model_of
+
 BAR, SHARE = 0.05, 1 / 3
 
 
@@ -43,17 +42,9 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self._ids[at], "labels": self._labels[at]}
 
 
-def _model(width: int, layers: int) -> transformers.BertForSequenceClassification:
+def _model(width: int, layers: int) -> nn.Module:
     torch.manual_seed(0)
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            vocab_size=WORDS,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=max(1, width // 64),
-            intermediate_size=4 * width,
-        )
-    )
+    return model_of(Case("bert", width, layers, {}))
 
 
 def _settings(given: argparse.Namespace) -> Any:
@@ -104,16 +95,9 @@ def _tune(given: argparse.Namespace) -> dict[str, Any]:
 
 def _apart(part: str, *more: str) -> dict[str, Any]:
     """What this script says of a part, in a process that finds nothing compiled or exported."""
-    with tempfile.TemporaryDirectory(prefix="ortlab-tune-", ignore_cleanup_errors=True) as folder:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.bench.tune", *sys.argv[1:], "--part", part, *more],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    with nothing_cached() as variables:
+        words = [*sys.argv[1:], "--part", part, *more]
+        return found_by("tests.bench.tune", *words, variables=variables)
 
 
 def _compare(given: argparse.Namespace) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.browser.lab import CHROMIUM_ARGUMENTS, Lab, Notebook, write_notebook
+from tests.browser.lab import CHROMIUM_ARGUMENTS, Lab, Notebook, Opens, Takes, write_notebook
 from tests.chromium import find
 
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
@@ -54,9 +54,7 @@ def page(chromium: Browser) -> Iterator[Page]:
 
 
 @pytest.fixture
-def notebook(
-    lab: Lab, page: Page, request: pytest.FixtureRequest
-) -> Iterator[Callable[[Sequence[str]], Notebook]]:
+def notebook(lab: Lab, page: Page, request: pytest.FixtureRequest) -> Iterator[Opens]:
     """Writes a notebook of these cells and opens it; its kernel ends with the test."""
     books: list[Notebook] = []
 
@@ -83,7 +81,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture
-def screenshot(request: pytest.FixtureRequest, page: Page) -> Callable[..., None]:
+def screenshot(request: pytest.FixtureRequest, page: Page) -> Takes:
     """Keeps what the page shows under build/screenshots, to be looked at."""
 
     def take(name: str) -> None:

@@ -13,13 +13,17 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
 import nbformat
+import pytest
 from playwright.sync_api import Locator, Page
 
+from ortlab import compat
+
+NEEDS_ORT = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 CHROMIUM_ARGUMENTS = [
     "--headless",
     "--no-sandbox",
@@ -232,6 +236,12 @@ class Notebook:
             }""",
             [name, options or {}, wait],
         )
+
+
+Opens = Callable[[Sequence[str]], Notebook]
+"""The fixture `notebook`."""
+Takes = Callable[[str], None]
+"""The fixture `screenshot`."""
 
 
 def write_notebook(path: Path, cells: Sequence[str]) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Sequence
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.browser.lab import Notebook
+from tests.browser.lab import Opens, Takes
 
 pytestmark = pytest.mark.browser
-
-Opens = Callable[[Sequence[str]], Notebook]
-Takes = Callable[[str], None]
 
 START = """
 from tests.practice import Practice

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import FrameLocator, Locator, Page, expect
 
-from ortlab import compat
-from tests.browser.lab import Lab, Notebook
+from tests.browser.lab import NEEDS_ORT, Lab, Notebook, Opens, Takes
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable())),
-]
-
-Opens = Callable[[Sequence[str]], Notebook]
-Takes = Callable[[str], None]
+pytestmark = [pytest.mark.browser, NEEDS_ORT]
 
 MODEL = """
 %load_ext ortlab

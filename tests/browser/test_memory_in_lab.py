@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
 
 import nbformat
 import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from ortlab import compat
-from tests.browser.lab import Lab, Notebook
+from tests.browser.lab import NEEDS_ORT, Lab, Notebook, Opens
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable())),
-]
-
-Opens = Callable[[Sequence[str]], Notebook]
+pytestmark = [pytest.mark.browser, NEEDS_ORT]
 
 MODEL = """
 %load_ext ortlab

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.browser.lab import Notebook
+from tests.browser.lab import Opens, Takes
 
 pytestmark = pytest.mark.browser
-
-Opens = Callable[[Sequence[str]], Notebook]
-Takes = Callable[[str], None]
 
 MODEL = """
 %load_ext ortlab

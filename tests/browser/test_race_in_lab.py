@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.lab import Lab, Notebook
+from tests.browser.lab import Lab, Notebook, Opens, Takes
 
 pytestmark = pytest.mark.browser
 
@@ -24,10 +22,7 @@ await race
 
 
 def test_a_table_fills_in_and_the_best_is_applied(
-    notebook: Callable[[Sequence[str]], Notebook],
-    page: Page,
-    lab: Lab,
-    screenshot: Callable[[str], None],
+    notebook: Opens, page: Page, lab: Lab, screenshot: Takes
 ) -> None:
     book = notebook([RACE])
     book.start()

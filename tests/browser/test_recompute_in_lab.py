@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import pytest
 from playwright.sync_api import Page, expect
 
-from ortlab import compat
-from tests.browser.lab import Notebook
+from tests.browser.lab import NEEDS_ORT, Notebook, Opens, Takes
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable())),
-]
-
-Opens = Callable[[Sequence[str]], Notebook]
+pytestmark = [pytest.mark.browser, NEEDS_ORT]
 
 MODEL = """
 %load_ext ortlab
@@ -35,9 +27,7 @@ def book(notebook: Opens) -> Notebook:
     return opened
 
 
-def test_ticks_sliders_and_errors(
-    book: Notebook, page: Page, screenshot: Callable[..., None]
-) -> None:
+def test_ticks_sliders_and_errors(book: Notebook, page: Page, screenshot: Takes) -> None:
     whole = page.get_by_label("bert.encoder.layer.*", exact=True)
     inner = page.get_by_label("bert.encoder.layer.*.attention.self", exact=True)
     said = page.locator(".ortlab-said")

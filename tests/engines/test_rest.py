@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -99,6 +100,25 @@ def test_other_settings_have_the_sessions_before_at_rest() -> None:
     forward(model)
     assert (first.is_open, second.is_open) == (True, False)
     assert list(execution.kept()) == ["bf16, kernels='torch'"]
+
+
+def test_what_was_in_use_last_is_let_go_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ortlab.engines.execution._EXPORTS", 2)
+    model, execution = wrapped(kernels="torch")
+    exported_s = [0.0]
+    for precision, arena in (
+        ("fp32", True),
+        ("bf16", True),
+        ("fp32", True),
+        ("fp32", False),
+        ("fp32", True),
+    ):
+        execution.configure(execution.settings.replace(precision=precision, arena=arena))
+        forward(model)
+        exported_s.append(execution.report().export_s)
+    new = [later > earlier for earlier, later in itertools.pairwise(exported_s)]
+    assert new == [True, True, False, True, False]
+    assert list(execution.kept()) == ["fp32, kernels='torch', arena=False"]
 
 
 def test_what_is_at_rest_is_let_go_where_memory_is_scarce(

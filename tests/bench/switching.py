@@ -1,0 +1,223 @@
+"""How long a run stands still when its settings change: python -m tests.bench.switching
+
+Each case is of processes of their own, with nothing exported or compiled on disk: a run of
+`ortlab.finetune` that goes to and fro between settings while it trains. The latency runs from the
+end of the step in flight to the start of the first one under the new settings. What an engine makes
+in the middle of that step (an export, a session, compiled code) belongs to it: it is what the first
+steps took beyond a median one under the same settings. `cost_s` is what the run itself says, the
+first step included. The bars: recompute, and a return to an engine or a precision, less than a
+second; learning rate, accumulation and clipping the next step, without a stop; another precision on
+ORT no more than the run's first export, which is its first step beyond a median one. `--json FILE`
+keeps all figures. Wants a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ortlab
+from ortlab.bench.machine import machine
+from ortlab.bench.result import origin, table, warnings
+from ortlab.changes import refusals
+from ortlab.history import environment
+from ortlab.telemetry import INDEX, Event
+from ortlab.turns import Spread
+from tests.bench import memory
+from tests.bench.children import found_by, nothing_cached
+
+BATCH, TOKENS = 4, 64
+STEPS = 10
+"""Under each settings; the last ones are what its median step is of."""
+FIRST = 2
+"""Steps that may still export or compile. The first call of a classifier of transformers' notes its
+kind of problem in its configuration, so the second one compiles again."""
+BAR_S = 1.0
+FREE = ("lr", "accumulation", "clip_norm")
+
+CASES: Mapping[str, tuple[dict[str, Any], tuple[dict[str, Any], ...]]] = {
+    "recompute": ({"engine": "ort"}, ({"recompute": "layers"}, {"recompute": "off"})),
+    "free": (
+        {"engine": "ort"},
+        (
+            *({"lr": 1e-4}, {"lr": 1e-5}, {"accumulation": 2}, {"accumulation": 1}),
+            *({"clip_norm": 0.1}, {"clip_norm": 1.0}),
+        ),
+    ),
+    "precision": ({"engine": "ort"}, ({"precision": "bf16"}, {"precision": "fp32"})),
+    "ort": ({"engine": "eager"}, ({"engine": "ort"}, {"engine": "eager"})),
+    "compile": ({"engine": "eager"}, ({"engine": "compile"}, {"engine": "eager"})),
+}
+"""What a run begins with, and what it goes through again and again."""
+
+
+MADE_ONCE = ("precision", "engine")
+"""Settings whose first change makes what a return finds again."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a run. ``late`` are the steps begun under the old settings after the asking."""
+
+    text: str
+    latency_s: float
+    cost_s: float
+    step_s: float
+    late: int
+
+
+class _Trained:
+    """A run that goes through the changes of a case, `rounds` times."""
+
+    def __init__(self, case: str, given: argparse.Namespace) -> None:
+        begin, cycle = CASES[case]
+        bert = memory.Case("bert", given.width, given.layers, {"batch": BATCH, "seq": TOKENS})
+        data = [memory.batch_of(bert, bert.sizes)] * 1000
+        settings = {"device": "cpu", "lr": 1e-5, "schedule": "constant", **begin}
+        self._asked: list[int] = []
+        self._run = ortlab.finetune(memory.model_of(bert), data, epochs=1000, **settings)
+        self._await(STEPS)
+        for changes in cycle * given.rounds:
+            self._run.apply(**changes)
+            self._asked.append(self._run.step)
+            self._await(self._changed().step + STEPS)
+        self._run.stop()
+        self._run.result()
+        self._step_s = self._run.recorder.rows()[:, INDEX["step_ms"]] / 1e3
+
+    def _await(self, step: int) -> None:
+        while self._run.step < step:
+            if self._run.over():
+                self._run.result()
+            time.sleep(0.005)
+
+    def _changed(self) -> Event:
+        recorder = self._run.recorder
+        while len(events := recorder.events("change")) < len(self._asked):
+            if refused := refusals(recorder):
+                raise RuntimeError(refused[-1].text)
+            if self._run.over():
+                self._run.result()
+            time.sleep(0.005)
+        return events[-1]
+
+    def _beyond(self, begin: int, end: int | None) -> tuple[float, float]:
+        """What the first steps after step `begin` took beyond a median one, and that one."""
+        times = self._step_s[begin:end]
+        step_s = float(np.median(times[FIRST:]))
+        return float((times[:FIRST] - step_s).sum()), step_s
+
+    def figures(self) -> dict[str, Any]:
+        """Of the first export or step, and of every change."""
+        events = self._run.recorder.events("change")
+        ends = [*(event.step for event in events[1:]), None]
+        changes, met = [], set()
+        for event, asked, end in zip(events, self._asked, ends, strict=True):
+            latency_s, step_s = self._beyond(event.step, end)
+            first = event.text.startswith(MADE_ONCE) and len(met) == 0
+            text = f"{event.text}, the first time" if first else event.text
+            met.add(text)
+            late = max(event.step - asked - 1, 0)  # the step in flight is not one of them
+            changes.append(Change(text, latency_s, event.values["cost_s"], step_s, late))
+        first_s, _ = self._beyond(0, events[0].step)
+        return {"first_s": first_s, "changes": [dataclasses.asdict(each) for each in changes]}
+
+
+def _in_a_process(case: str, given: argparse.Namespace) -> dict[str, Any]:
+    """What a process finds that has nothing exported, compiled or measured on disk."""
+    sizes = ["--layers", given.layers, "--width", given.width, "--rounds", given.rounds]
+    with nothing_cached() as variables:
+        return found_by("tests.bench.switching", "--child", case, *sizes, variables=variables)
+
+
+def _bar(text: str, first_s: Sequence[float]) -> float | None:
+    """The most seconds of the change `text`; None where there is no bar, 0 for no stop at all."""
+    if text.startswith(FREE):
+        return 0.0
+    if text.startswith("precision") and text.endswith("first time"):
+        return statistics.median(first_s)
+    return None if text.endswith("first time") else BAR_S
+
+
+def _rows(found: Sequence[Mapping[str, Any]]) -> tuple[list[list[str]], bool]:
+    """The table's rows for the processes of one case, and whether all bars are met."""
+    rows, met = [], True
+    first_s = [each["first_s"] for each in found]
+    changes = [Change(**change) for each in found for change in each["changes"]]
+    for text in dict.fromkeys(change.text for change in changes):
+        ours = [change for change in changes if change.text == text]
+        latency = Spread.of([change.latency_s for change in ours])
+        step_s = statistics.median(change.step_s for change in ours)
+        bar = _bar(text, first_s)
+        if bar == 0:
+            # Few steps have no finer median than that.
+            within = latency.median < step_s and not any(change.late for change in ours)
+            said = "the next step"
+        else:
+            within = bar is None or latency.median < bar
+            said = "" if bar is None else f"{bar:.2f} s"
+        met &= within
+        rows.append(
+            [
+                text,
+                str(len(ours)),
+                f"{latency.median:.3f} ({latency.low:.3f} to {latency.high:.3f}) s",
+                f"{statistics.median(change.cost_s for change in ours):.3f} s",
+                f"{step_s:.3f} s",
+                str(max(change.late for change in ours)),
+                f"{said}{'' if within else ' MISSED'}",
+            ]
+        )
+    return rows, met
+
+
+def main() -> int:
+    """Prints a table for each case; 1 where a bar is missed."""
+    parser = argparse.ArgumentParser("tests.bench.switching", description=__doc__)
+    for name, default in (("layers", 12), ("width", 256), ("rounds", 5), ("processes", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--case", choices=CASES, action="append", help="one alone, or several")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child is not None:
+        print(json.dumps(_Trained(given.child, given).figures()))
+        return 0
+    here, on, today = environment(), machine("cpu"), datetime.datetime.now(datetime.UTC)
+    date = today.date().isoformat()
+    print(f"{origin(here, on, date)}\n")
+    print("\n".join(warnings(on, quick=False)))
+    print(
+        f"BERT {given.layers} x {given.width}, {BATCH} x {TOKENS} tokens, {given.rounds} rounds in "
+        f"each of {given.processes} processes; medians, with quartiles\n"
+    )
+    found: dict[str, list[dict[str, Any]]] = {}
+    met = True
+    for case in given.case or CASES:
+        found[case] = [_in_a_process(case, given) for _ in range(given.processes)]
+        rows, within = _rows(found[case])
+        met &= within
+        heads = ["change", "times", "latency", "cost_s", "a step", "steps late", "bar"]
+        first_s = statistics.median(each["first_s"] for each in found[case])
+        print("\n".join(table(heads, rows)))
+        print(f"\nThe first step, beyond a median one: {first_s:.2f} s.\n", flush=True)
+    if given.json is not None:
+        figures = {"environment": here, "machine": dataclasses.asdict(on), "date": date}
+        figures |= {"settings": vars(given), "cases": found}
+        Path(given.json).write_text(f"{json.dumps(figures, indent=1)}\n")
+    return int(not met)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
