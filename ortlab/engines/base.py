@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ortlab.engines.processes import Processes
     from ortlab.settings import FinetuneSettings
 
 Batch = Any
@@ -119,6 +120,8 @@ class StepResult:
 
     Times are milliseconds of the calling thread; on CUDA they are host times, since nothing here
     waits for the device. ``tokens`` is the size of ``input_ids`` where a batch has them, else 0.
+    ``communication_ms`` is the time with a collective under way where several processes train
+    together, waiting for the slowest included; other times of the step may run meanwhile.
     """
 
     loss: torch.Tensor
@@ -131,6 +134,7 @@ class StepResult:
     optimizer_ms: float = 0.0
     loss_scale: torch.Tensor | None = None
     skipped: torch.Tensor | None = None
+    communication_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,15 @@ class EvalResult:
     samples: int
     correct: int = 0
     predicted: int = 0
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that one process holds of what training keeps from step to step."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
 
 
 class Stepper(Protocol):
@@ -235,12 +248,18 @@ class Engine(Protocol):
         ...
 
     def prepare(
-        self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        settings: FinetuneSettings,
+        *,
+        processes: Processes = ...,
     ) -> Stepper:
         """A stepper that trains `model` in place, by `loss(output, target)` or the model's own.
 
         `model` is the user's module, or what this engine's `wrap` gave, which goes on with what it
-        has compiled or exported.
+        has compiled or exported. `processes` says how several take each step; see
+        `ortlab.engines.sharded.prepare`.
         """
         ...
 

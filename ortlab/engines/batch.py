@@ -97,7 +97,7 @@ def forward(module: nn.Module, batch: Batch, loss: LossFunction | None) -> Forwa
     scores = _scores(output)
     if loss is None:
         value = _own_loss(output, batch)
-        target = _target(batch) if isinstance(batch, Mapping) else None
+        target = target_of(batch) if isinstance(batch, Mapping) else None
     else:
         if scores is None:
             raise ValueError(
@@ -197,8 +197,12 @@ def _mismatch(module: nn.Module, arguments: list[Any], named: dict[str, Any]) ->
     return None
 
 
-def _target(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    found = next((batch[name] for name in _TARGETS if name in batch), None)
+def target_of(batch: Batch) -> torch.Tensor | None:
+    """A mapping's target by its name, else the last item; None where that is no tensor."""
+    if isinstance(batch, Mapping):
+        found = next((batch[name] for name in _TARGETS if name in batch), None)
+    else:
+        found = batch[-1] if isinstance(batch, tuple | list) and batch else None
     return found if isinstance(found, torch.Tensor) else None
 
 

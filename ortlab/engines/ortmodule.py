@@ -26,6 +26,7 @@ from ortlab.engines.base import (
     unfit,
 )
 from ortlab.engines.execution import Execution
+from ortlab.engines.processes import OneProcess, Processes
 from ortlab.engines.torch_native import TorchStepper, autocast_for, no_device, training_device
 from ortlab.settings import EngineSettings, FinetuneSettings
 
@@ -86,7 +87,12 @@ class Ort:
         return execution_of(wrapped).kept()
 
     def prepare(
-        self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        settings: FinetuneSettings,
+        *,
+        processes: Processes = OneProcess,
     ) -> TorchStepper:
         """See `Engine.prepare`; `model` may be wrapped already, and keeps its exported graphs."""
         device = training_device(settings.device)
@@ -108,6 +114,7 @@ class Ort:
                 autocast_for, "fp32" if device.type == "cpu" else settings.precision, device
             ),
             reseed=_reseed,
+            processes=processes,
         )
 
 

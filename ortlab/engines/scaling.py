@@ -15,6 +15,12 @@ import torch
 from ortlab.settings import LOWEST_LOSS_SCALE
 
 
+def held_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What this process holds of `optimizer`: all of it, or the shard that ZeRO gives it."""
+    part: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
+    return part
+
+
 class LossScale:
     """Scales the losses that `optimizer` steps on; the first scale is 2**16.
 
@@ -72,8 +78,9 @@ class LossScale:
             self._scaler.load_state_dict(dict(state))
         # torch's fused SGD makes its momentum in its first step, and does not write it where that
         # is skipped: what was in the memory stays (torch 2.13, `_fused_sgd` in torch/optim/sgd.py).
-        for group in self._optimizer.param_groups:
+        part = held_part(self._optimizer)
+        for group in part.param_groups:
             for parameter in group["params"] if group.get("momentum") else ():
-                kept = self._optimizer.state[parameter]
+                kept = part.state[parameter]
                 if kept.get("momentum_buffer") is None:
                     kept["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)

@@ -25,9 +25,11 @@ from ortlab.engines.base import (
     EvalResult,
     LossFunction,
     Report,
+    StateBytes,
     StepResult,
 )
-from ortlab.engines.scaling import LossScale
+from ortlab.engines.processes import OneProcess, Processes
+from ortlab.engines.scaling import LossScale, held_part
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 _NO_CUDA = "device='cuda': torch sees no CUDA device; use device='cpu'"
@@ -63,8 +65,10 @@ def refuses_precision(settings: EngineSettings) -> str | None:
     return None
 
 
-def optimizer_for(module: nn.Module, settings: FinetuneSettings) -> torch.optim.Optimizer:
-    """The optimizer that `settings` name, in torch's fused form.
+def optimizer_for(
+    module: nn.Module, settings: FinetuneSettings, processes: OneProcess
+) -> torch.optim.Optimizer:
+    """The optimizer that `settings` name, in torch's fused form, as `processes` have it.
 
     Weight decay acts on matrices alone: biases and norms (fewer than two dimensions) have none, as
     in BERT's and GPT's own recipes. ValueError when nothing is trainable.
@@ -79,8 +83,10 @@ def optimizer_for(module: nn.Module, settings: FinetuneSettings) -> torch.optim.
         if params
     ]
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=settings.lr, momentum=0.9, fused=True)
-    return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
+        return processes.optimizer(
+            torch.optim.SGD, groups, lr=settings.lr, momentum=0.9, fused=True
+        )
+    return processes.optimizer(torch.optim.AdamW, groups, lr=settings.lr, fused=True)
 
 
 def _decay(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
@@ -92,6 +98,7 @@ class TorchStepper:
 
     `owner` is the user's own module, whose parameters `module` trains and whose names are saved.
     Forward and loss run within `autocast`. `reseed` restarts generators that torch does not seed.
+    `processes` makes what depends on how many processes train together: by default one does.
 
     A loss or a gradient norm that is not finite sets a flag on the device, which the fused
     optimizer reads as ``found_inf``: from that step on no weight changes, and nobody waits. In
@@ -110,7 +117,9 @@ class TorchStepper:
         close: Callable[[], None] = lambda: None,
         autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         reseed: Callable[[int], None] = lambda _: None,
+        processes: Processes = OneProcess,
     ) -> None:
+        self._processes = processes(module, loss, owner, device)
         self._module = module
         self._owner = owner
         self._close = close
@@ -122,7 +131,7 @@ class TorchStepper:
         self._report = report
         self._autocast = autocast
         self._reseed = reseed
-        self._optimizer = optimizer_for(module, settings)
+        self._optimizer = optimizer_for(module, settings, self._processes)
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._bad = torch.zeros((), device=device)
         self._scale = LossScale(self._optimizer, device) if settings.precision == "fp16" else None
@@ -132,7 +141,7 @@ class TorchStepper:
         """See `Stepper.step`."""
         kept = [buffer.clone() for buffer in self._changing]
         try:
-            with self._products():
+            with self._products(), self._processes.together(training=True):
                 return self._step(batches_, lr, kept)
         except Exception:
             for buffer, before in zip(self._changing, kept, strict=True):
@@ -148,23 +157,28 @@ class TorchStepper:
         forward_s = backward_s = 0.0
         samples = tokens = 0
         losses = []
-        for batch in batches_:
+        for number, batch in enumerate(batches_, 1):
             started = time.perf_counter()
-            batch = batches.to_device(batch, self._device)
-            with self._autocast():
-                loss = batches.forward(self._module, batch, self._loss).loss / len(batches_)
-            forwarded = time.perf_counter()
-            scaled = loss if self._scale is None else self._scale.scaled(loss)
-            scaled.backward()  # type: ignore[no-untyped-call]
-            backward_s += time.perf_counter() - forwarded
-            forward_s += forwarded - started
-            losses.append(loss.detach())
             more_samples, more_tokens = batches.count(batch)
             samples += more_samples
             tokens += more_tokens
+            share = self._processes.share(batch)
+            own, last = batches.to_device(share.batch, self._device), number == len(batches_)
+            with self._processes.micro_batch(last=last):
+                with self._autocast():
+                    loss = self._processes.objective(own) / len(batches_)
+                losses.append(loss.detach() * share.part)
+                forward_s += time.perf_counter() - started
+                if last:
+                    total = self._processes.total(losses, samples)
+                started = time.perf_counter()
+                loss = loss * share.factor
+                scaled = loss if self._scale is None else self._scale.scaled(loss)
+                scaled.backward()  # type: ignore[no-untyped-call]
+                backward_s += time.perf_counter() - started
         started = time.perf_counter()
-        total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         grad_norm, loss_scale, skipped = self._update(total, lr)
+        self._processes.equalise(self._changing)
         self._keep_finite(kept, self._bad.bool() if skipped is None else skipped)
         return StepResult(
             loss=total,
@@ -175,6 +189,7 @@ class TorchStepper:
             forward_ms=forward_s * 1e3,
             backward_ms=backward_s * 1e3,
             optimizer_ms=(time.perf_counter() - started) * 1e3,
+            communication_ms=self._processes.communication_ms(),
             loss_scale=loss_scale,
             skipped=skipped,
         )
@@ -186,7 +201,7 @@ class TorchStepper:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._scale is not None:
             self._scale.unscale(loss, gradients)
-        grad_norm = nn.utils.get_total_norm(gradients)
+        grad_norm = self._processes.norm(gradients)
         if self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, grad_norm)
         for group in self._optimizer.param_groups:
@@ -213,15 +228,23 @@ class TorchStepper:
         modes, was_training = _modes(self._owner), self._module.training
         self._module.eval()
         try:
-            with torch.no_grad(), self._products(), self._autocast():
-                batch = batches.to_device(batch, self._device)
-                result = batches.forward(self._module, batch, self._loss)
+            with (
+                torch.no_grad(),
+                self._products(),
+                self._autocast(),
+                self._processes.together(training=False),
+            ):
+                share = self._processes.share(batch)
+                own = batches.to_device(share.batch, self._device)
+                result = batches.forward(self._module, own, self._loss)
+                loss, correct, predicted = self._processes.evaluated(
+                    result.loss.detach(), share.part, *batches.hits(result)
+                )
         finally:
             self._module.training = was_training
             _set_modes(modes)
-        correct, predicted = batches.hits(result)
         samples, _ = batches.count(batch)
-        return EvalResult(result.loss.detach(), samples, correct, predicted)
+        return EvalResult(loss, samples, correct, predicted)
 
     def finite(self) -> bool:
         """See `Stepper.finite`."""
@@ -229,7 +252,19 @@ class TorchStepper:
 
     def report(self) -> Report:
         """See `Stepper.report`."""
-        return self._report()
+        return self._processes.told(self._report())
+
+    def bytes(self) -> StateBytes:
+        """What this process holds of the training's state now."""
+        return StateBytes(
+            parameters=sum(p.nbytes for p in self._owner.parameters()),
+            gradients=sum(p.grad.nbytes for p in self._parameters if p.grad is not None),
+            optimizer_state=sum(
+                tensor.nbytes
+                for state in held_part(self._optimizer).state.values()
+                for tensor in batches.tensors(state)
+            ),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`."""
@@ -259,19 +294,21 @@ class TorchStepper:
 
     def adopt(self, settings: FinetuneSettings) -> None:
         """See `Stepper.adopt`."""
+        self._processes.check(settings)
         self._clip_norm = settings.clip_norm
         for group in self._optimizer.param_groups:
             group["weight_decay"] = _decay(group["params"][0], settings)
 
     def reseed(self, seed: int) -> None:
         """See `Stepper.reseed`."""
-        self._reseed(seed)
+        self._reseed(self._processes.reseeded(seed))
 
     def close(self) -> None:
         """See `Stepper.close`."""
         self._optimizer.zero_grad(set_to_none=True)
         _set_modes(self._modes)
         self._module.training = self._owner.training
+        self._processes.close()
         self._close()
 
 
@@ -338,10 +375,15 @@ class Eager:
         return {}
 
     def prepare(
-        self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        settings: FinetuneSettings,
+        *,
+        processes: Processes = OneProcess,
     ) -> TorchStepper:
         """See `Engine.prepare`."""
-        return _stepper(self, model, loss, settings)
+        return _stepper(self, model, loss, settings, processes)
 
 
 class Compile:
@@ -387,11 +429,16 @@ class Compile:
         return {}
 
     def prepare(
-        self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        settings: FinetuneSettings,
+        *,
+        processes: Processes = OneProcess,
     ) -> TorchStepper:
         """See `Engine.prepare`."""
         compiled = model if hasattr(model, "_orig_mod") else _compiled(model)
-        return _stepper(self, compiled, loss, settings)
+        return _stepper(self, compiled, loss, settings, processes)
 
 
 def _compiled(model: nn.Module) -> nn.Module:
@@ -434,6 +481,7 @@ def _stepper(
     module: nn.Module,
     loss: LossFunction | None,
     settings: FinetuneSettings,
+    processes: Processes,
 ) -> TorchStepper:
     """Trains `module`, which `engine` has wrapped."""
     if (reason := refuses_precision(settings)) is not None:
@@ -450,4 +498,5 @@ def _stepper(
         device=device,
         report=functools.partial(Report, engine.name, notes=remarks, remarks=remarks),
         autocast=functools.partial(autocast_for, settings.precision, device),
+        processes=processes,
     )

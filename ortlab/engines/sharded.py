@@ -1,0 +1,367 @@
+"""The rank's side of a run of several processes: one process group takes every step together.
+
+Each rank has the model, is given every batch, and trains on its own rows of it (data parallel, by
+torch's DistributedDataParallel around what an engine executes). ZeRO's stage 0 (Rajbhandari et al.
+2020, arXiv:1910.02054) shares nothing out; stage 1 shares the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ortlab.engines import adasum
+from ortlab.engines.base import Batch, Engine, LossFunction, Report, Stepper
+from ortlab.engines.clock import Clock
+from ortlab.engines.processes import OneProcess, Share
+from ortlab.engines.shares import share_of, weights_of
+from ortlab.engines.zero import ShardedOptimizer
+from ortlab.errors import Concise
+from ortlab.randomness import RandomStates, undisturbed_random
+from ortlab.settings import FinetuneSettings, unknown_name
+
+Reduction = Literal["mean", "adasum"]
+"""How the ranks' gradients become one: their mean over samples, or `ortlab.engines.adasum`."""
+_REDUCTIONS: tuple[Reduction, ...] = ("mean", "adasum")
+
+
+class RankFailed(Concise, RuntimeError):
+    """A step that another rank could not take, so that no rank has; the message says which."""
+
+
+def refuses(settings: FinetuneSettings, size: int, reduction: Reduction = "mean") -> str | None:
+    """Why `size` ranks cannot train together under `settings`; None when they can."""
+    if settings.zero_stage > 1:
+        return (
+            f"zero_stage={settings.zero_stage}: stages 0 and 1 are there so far; choose "
+            "zero_stage=1, which shares out the optimizer's state"
+        )
+    if reduction not in _REDUCTIONS:
+        return f"reduction={reduction!r}: {unknown_name(reduction, _REDUCTIONS)}"
+    if reduction == "mean":
+        return None
+    if (reason := adasum.refuses(size)) is not None or settings.optimizer == "sgd":
+        return reason
+    each = f"reduction='adasum' with optimizer={settings.optimizer!r}: each rank steps by its own "
+    if settings.zero_stage:
+        return f"{each}moments, which ZeRO would share out; choose zero_stage=0 or optimizer='sgd'"
+    if settings.clip_norm is not None:
+        return f"{each}gradient, and no norm is of all; choose clip_norm=None or optimizer='sgd'"
+    if settings.precision == "fp16":
+        return f"{each}gradient, and would need a loss scale of its own; choose precision='bf16'"
+    return None
+
+
+def prepare(
+    engine: Engine,
+    model: nn.Module,
+    loss: LossFunction | None,
+    settings: FinetuneSettings,
+    group: dist.ProcessGroup | None = None,
+    *,
+    reduction: Reduction = "mean",
+) -> Stepper:
+    """A stepper that trains `model` together with the other ranks of `group` (None: all of them).
+
+    Every rank calls this with a model of the same parameters, which become rank 0's, and then each
+    of the stepper's methods in the same order with the same arguments. Group and model are of one
+    device: gloo's on a CPU; NCCL's on CUDA has not been tried.
+
+    - A step's micro-batches are the whole ones: each rank trains on its own rows (see
+      `ortlab.engines.shares`), and the gradient is that of the whole batch wherever the loss is a
+      mean over samples, or over the targets that are not ignored, as `weights_of` knows it. Loss,
+      samples, tokens, gradient norm and skipped steps are the same on every rank.
+    - With Adasum a rank's gradient is the mean over its own samples. Under SGD the gradients are
+      combined, before they are clipped; under AdamW what each rank's own step changes, and the
+      norm that is told is the root of the mean of the squares of the ranks' norms.
+    - Dropout draws other masks on each rank, from generators that `reseed` restarts by its seed and
+      the rank; those of the process are the data's, and stay the same on every rank.
+    - BatchNorm normalises each rank's rows by themselves. Running statistics are rank 0's after
+      each step, where DistributedDataParallel's ``broadcast_buffers`` would let them differ
+      until the next forward.
+    - States have the form of one process, whole on every rank, in both directions.
+
+    A rank that fails before its last backward of a step makes all others raise `RankFailed`, and
+    none has taken the step. One that fails or dies later is noticed by the group's timeout.
+
+    ValueError where `refuses` has a reason, ``workers`` is not the group's size, or the parameters
+    are of several types at stage 1; RuntimeError without a process group.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group; call torch.distributed.init_process_group in every rank"
+        )
+    group = group or dist.group.WORLD
+    assert group is not None
+    size = dist.get_world_size(group)
+    if settings.workers != size:
+        raise ValueError(
+            f"workers={settings.workers}, and the process group has {size} ranks; start as many"
+        )
+    if (reason := refuses(settings, size, reduction)) is not None:
+        raise ValueError(reason)
+    ranks = functools.partial(Ranks, settings=settings, group=group, reduction=reduction)
+    stepper = engine.prepare(model, loss, settings, processes=ranks)
+    stepper.reseed(settings.seed)
+    return stepper
+
+
+class _Objective(nn.Module):
+    """The loss of a batch: so DistributedDataParallel waits for those parameters it depends on."""
+
+    def __init__(self, inner: OneProcess) -> None:
+        super().__init__()
+        self.module = inner.module
+        self._inner = inner
+        # One that is found, or else each rank prints that there is none.
+        self.unused = nn.Parameter(torch.zeros(1, device=inner.device))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See `OneProcess.objective`."""
+        return self._inner.objective(batch)
+
+
+class Ranks(OneProcess):
+    """How the ranks of a process group take steps together; see `prepare`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: LossFunction | None,
+        owner: nn.Module,
+        device: torch.device,
+        *,
+        settings: FinetuneSettings,
+        group: dist.ProcessGroup,
+        reduction: Reduction,
+    ) -> None:
+        super().__init__(module, loss, owner, device)
+        self._group = group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._stage = settings.zero_stage
+        self._reduction = reduction
+        self._by_change = reduction == "adasum" and settings.optimizer != "sgd"
+        self._clock = Clock()
+        self._agreed = True
+        self._random = RandomStates.now()
+        self.reseeded(settings.seed)
+        self.equalise(list(owner.buffers()))
+        self._parallel: DistributedDataParallel | None = self._made_parallel()
+
+    def _made_parallel(self) -> DistributedDataParallel:
+        # torch 2.13 has given it another name, and warns of the old one.
+        named = inspect.signature(DistributedDataParallel).parameters
+        old = "forward_sync_buffers" not in named
+        in_forward = "broadcast_buffers" if old else "forward_sync_buffers"
+        made = DistributedDataParallel(
+            _Objective(OneProcess(self.module, self.loss, self.owner, self.device)),
+            process_group=self._group,
+            # A rank that failed before its forward would leave the others waiting in theirs.
+            **{in_forward: False},
+            # What has no gradient in one process has none here. It also keeps the buckets as they
+            # are: rebuilding them would be a collective in forward.
+            find_unused_parameters=True,
+            gradient_as_bucket_view=True,  # else gradients take their memory twice
+        )
+        # A bound method would be refused: DistributedDataParallel reads the annotations.
+        made.register_comm_hook(None, lambda _, bucket: self._reduced(bucket))
+        return made
+
+    def optimizer(
+        self,
+        kind: type[torch.optim.Optimizer],
+        groups: Iterable[dict[str, Any]],
+        **defaults: Any,
+    ) -> torch.optim.Optimizer:
+        """See `OneProcess.optimizer`; ValueError for parameters of several types at stage 1."""
+        if self._by_change:
+            return adasum.AdasumAdamW(groups, group=self._group, clock=self._clock, **defaults)
+        if self._stage == 0:
+            return kind(groups, **defaults)
+        return ShardedOptimizer(groups, kind, group=self._group, clock=self._clock, **defaults)
+
+    def _reduced(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """The gradients in `bucket`, of this rank's share of the loss, as they are of all ranks."""
+        flat = bucket.buffer()
+        if self._reduction == "mean":
+            return self._summed(flat)
+        if not self._by_change:
+            with self._clock:
+                sizes = [parameter.numel() for parameter in bucket.parameters()]
+                adasum.combine(flat, sizes, self._group)
+        devices = None if flat.device.type == "cpu" else [flat.device]
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        done.set_result(flat)
+        return done
+
+    def _summed(self, flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        self._clock.begin()
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+
+        def ended(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            self._clock.end()
+            return future.value()[0]
+
+        gradients: torch.futures.Future[torch.Tensor] = work.get_future().then(ended)
+        return gradients
+
+    @contextlib.contextmanager
+    def together(self, *, training: bool) -> Iterator[None]:
+        """See `OneProcess.together`; a step draws from this rank's own generators."""
+        if training and self._parallel is None:
+            self._parallel = self._made_parallel()
+        self._agreed = False
+        try:
+            with self._drawing() if training else contextlib.nullcontext():
+                yield
+        except BaseException:
+            if training:  # it expects the backward of a forward that was in vain
+                self._parallel = None
+            if not self._agreed:
+                self._agree([], failed=True)
+            raise
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        with undisturbed_random():
+            self._random.give_back()
+            yield
+            self._random = RandomStates.now()
+
+    def _agree(self, numbers: Sequence[torch.Tensor], *, failed: bool = False) -> torch.Tensor:
+        """The sums of all ranks' `numbers`, in float64; RankFailed where another one has failed.
+
+        One that has failed itself has no numbers, and raises its own error.
+        """
+        self._agreed = True  # also where this fails: nobody is to be told twice
+        told = torch.zeros(_MOST_NUMBERS + self._size, dtype=torch.float64, device=self.device)
+        if numbers:
+            told[: len(numbers)] = torch.stack([number.double() for number in numbers])
+        told[_MOST_NUMBERS + self._rank] = float(failed)
+        with self._clock:
+            dist.all_reduce(told, group=self._group)
+        ranks = [str(rank) for rank, one in enumerate(told[_MOST_NUMBERS:].tolist()) if one]
+        if ranks and not failed:
+            raise RankFailed(
+                f"rank {', '.join(ranks)} of {self._size} has failed, so that no rank has taken "
+                "the step; its own error says why"
+            )
+        return told[: len(numbers)]
+
+    def share(self, batch: Batch) -> Share:
+        """This rank's rows; see `ortlab.engines.shares`."""
+        weights = weights_of(batch, self.loss, self.owner)
+        share = share_of(batch, self._rank, self._size, weights)
+        if self._reduction == "mean":
+            return share
+        return dataclasses.replace(share, factor=float(share.part > 0))
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """See `OneProcess.micro_batch`."""
+        if last:
+            return contextlib.nullcontext()
+        assert self._parallel is not None
+        waiting: AbstractContextManager[None] = self._parallel.no_sync()
+        return waiting
+
+    def objective(self, batch: Batch) -> torch.Tensor:
+        """See `OneProcess.objective`."""
+        assert self._parallel is not None
+        loss: torch.Tensor = self._parallel(batch)
+        return loss
+
+    def total(self, losses: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
+        """See `OneProcess.total`; RuntimeError where the ranks were given other numbers of them."""
+        loss = super().total(losses, samples)
+        count = torch.tensor(samples, device=self.device)
+        agreed = self._agree([loss, count, count.square()])
+        mean = float(agreed[1]) / self._size
+        if float(agreed[2]) != mean**2 * self._size:  # their variance, the same on every rank
+            raise RuntimeError(
+                f"the ranks were given {mean:g} samples on average, and this one {samples}; give "
+                "every rank the same micro-batches"
+            )
+        return agreed[0].to(loss.dtype)
+
+    def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `OneProcess.norm`: after their reduction gradients are the same on every rank."""
+        norm = super().norm(gradients)
+        if not self._by_change:
+            return norm
+        squares = self._agree([norm.double().square()])[0]
+        return (squares / self._size).sqrt().to(norm.dtype)
+
+    def equalise(self, statistics: Sequence[torch.Tensor]) -> None:
+        """Gives rank 0's `statistics` to all, those of one type at once."""
+        for dtype in dict.fromkeys(each.dtype for each in statistics):
+            alike = [each for each in statistics if each.dtype == dtype]
+            flat = torch.cat([each.reshape(-1) for each in alike])
+            with self._clock:
+                dist.broadcast(flat, group_src=0, group=self._group)
+            pieces = torch.split(flat, [each.numel() for each in alike])
+            for each, piece in zip(alike, pieces, strict=True):
+                each.copy_(piece.view(each.shape))
+
+    def evaluated(
+        self, loss: torch.Tensor, part: float, correct: int, predicted: int
+    ) -> tuple[torch.Tensor, int, int]:
+        """See `OneProcess.evaluated`; a rank without samples has predicted none."""
+        hits = torch.tensor([correct, predicted], device=self.device) * (part > 0)
+        total, right, of = self._agree([loss * part, *hits])
+        return total.to(loss.dtype), int(right), int(of)
+
+    def reseeded(self, seed: int) -> int:
+        """See `OneProcess.reseeded`: another seed for every rank."""
+        own = int(np.random.SeedSequence([seed, self._rank]).generate_state(1)[0]) >> 1
+        with undisturbed_random():
+            random.seed(own)
+            np.random.seed(own)
+            torch.manual_seed(own)
+            self._random = RandomStates.now()
+        return own
+
+    def communication_ms(self) -> float:
+        """See `OneProcess.communication_ms`; on CUDA it is the time of their launch alone."""
+        return self._clock.taken_ms()
+
+    def check(self, settings: FinetuneSettings) -> None:
+        """See `OneProcess.check`."""
+        if (reason := refuses(settings, self._size, self._reduction)) is not None:
+            raise ValueError(reason)
+
+    def told(self, report: Report) -> Report:
+        """The engine's `report`, and how many ranks there are."""
+        note = (
+            f"rank {self._rank} of {self._size} over {dist.get_backend(self._group)}: ZeRO stage "
+            f"{self._stage}, reduction {self._reduction}"
+        )
+        normed = any(
+            isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self.owner.modules()
+        )
+        remarks = ("BatchNorm normalises each rank's samples by themselves",) if normed else ()
+        return dataclasses.replace(
+            report, notes=(*report.notes, note), remarks=(*report.remarks, *remarks)
+        )
+
+    def close(self) -> None:
+        """Lets go of the buckets, which take as much memory as the gradients."""
+        self._parallel = None
+
+
+_MOST_NUMBERS = 3
