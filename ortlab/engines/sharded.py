@@ -92,6 +92,8 @@ def prepare(
       each step, where DistributedDataParallel's ``broadcast_buffers`` would let them differ
       until the next forward.
     - States have the form of one process, whole on every rank, in both directions.
+    - Gradient checkpointing has to be that without reentry (``use_reentrant=False``): of the other
+      kind DistributedDataParallel says that a variable was marked ready twice.
 
     A rank that fails before its last backward of a step makes all others raise `RankFailed`, and
     none has taken the step. One that fails or dies later is noticed by the group's timeout.

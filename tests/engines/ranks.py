@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -27,12 +28,11 @@ from torch.utils.data import TensorDataset
 from ortlab.batching import batches
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines import adasum, sharded
-from ortlab.engines.base import engine
+from ortlab.engines.base import Report, engine
 from ortlab.engines.torch_native import TorchStepper
 from ortlab.loop import Control, Course
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import Recorder
-from tests import tiny
 
 RANK, SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 LR = 0.01
@@ -191,10 +191,6 @@ def moving() -> dict[str, Any]:
     return {"whole": whole, "moved": [*first, *second, *third]}
 
 
-def weights(stepper: Any) -> str:
-    return digest(stepper.state_dict())
-
-
 def not_finite() -> dict[str, Any]:
     """A NaN among the last rank's samples alone."""
     found: dict[str, Any] = {}
@@ -265,8 +261,11 @@ def failing() -> dict[str, Any]:
             told.append(f"{type(raised).__name__}: {raised}")
     for _ in range(2):
         expected, found = one.step([good], lr=LR), many.step([good], lr=LR)
-    return {"told": told, "error": error(one.state_dict(), many.state_dict()),
-            "loss": [float(expected.loss), float(found.loss)]}  # fmt: skip
+    return {
+        "told": told,
+        "error": error(one.state_dict(), many.state_dict()),
+        "loss": [float(expected.loss), float(found.loss)],
+    }
 
 
 def ignored() -> dict[str, Any]:
@@ -274,6 +273,8 @@ def ignored() -> dict[str, Any]:
 
     In the second of the causal cases all of rank 0's are ignored.
     """
+    from tests import tiny  # imports transformers, which takes seconds
+
     found = {}
     drawn = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 50, (6, 12), generator=drawn)
@@ -331,7 +332,23 @@ def dropout() -> dict[str, Any]:
         stepper.evaluate(batch)
         stepper.step([batch], lr=LR)
     seen = [mask for mask in model.seen if "0" in mask]
-    return {"masks": seen, "undisturbed": torch.equal(before, torch.get_rng_state())}
+    undisturbed = torch.equal(before, torch.get_rng_state())
+    engines: list[int] = []
+    chosen = settings(workers=SIZE)
+    stepper = TorchStepper(
+        model,
+        None,
+        chosen,
+        owner=model,
+        device=torch.device("cpu"),
+        report=lambda: Report("eager"),
+        reseed=engines.append,
+        processes=functools.partial(
+            sharded.Ranks, settings=chosen, group=dist.group.WORLD, reduction="mean"
+        ),
+    )
+    stepper.reseed(7)
+    return {"masks": seen, "undisturbed": undisturbed, "engine's": engines}
 
 
 def statistics() -> dict[str, Any]:
@@ -422,9 +439,8 @@ def layouts() -> dict[str, Any]:
         return model.to(memory_format=torch.channels_last)
 
     for stage in (0, 1):
-        one, many = alone(images(), functional.cross_entropy), together(
-            images(), functional.cross_entropy, zero_stage=stage
-        )  # fmt: skip
+        one = alone(images(), functional.cross_entropy)
+        many = together(images(), functional.cross_entropy, zero_stage=stage)
         for _ in range(2):
             one.step([batch], lr=LR)
             many.step([batch], lr=LR)
