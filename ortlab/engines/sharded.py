@@ -159,7 +159,7 @@ class Ranks(OneProcess):
         self._agreed = True
         self._random = RandomStates.now()
         self.reseeded(settings.seed)
-        self.equalise(list(owner.buffers()))
+        self.equalise(list(owner.buffers()))  # before 2.13 torch does it for parameters alone
         self._parallel: DistributedDataParallel | None = self._made_parallel()
 
     def _made_parallel(self) -> DistributedDataParallel:

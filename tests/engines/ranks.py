@@ -132,10 +132,12 @@ def parity(name: str, stage: int, optimizer: str) -> Case:
                 worst = max(worst, abs(float(a) - float(b)) / abs(float(a)))
             communication += found.communication_ms
         state = many.state_dict()
-        (batch,) = data(9)
-        a, b = one.evaluate(batch), many.evaluate(batch)
-        assert a.loss is not None
-        evaluated = abs(float(a.loss) - float(b.loss)) / float(a.loss)
+        evaluated, hits = 0.0, []
+        for batch in data(9, 1):
+            a, b = one.evaluate(batch), many.evaluate(batch)
+            assert a.loss is not None
+            evaluated = max(evaluated, abs(float(a.loss) - float(b.loss)) / float(a.loss))
+            hits.append([(each.correct, each.predicted, each.samples) for each in (a, b)])
         used = many.report().engine_used
         many.close()
         if RANK == 0:  # nobody else takes part: a reduction would wait
@@ -145,7 +147,7 @@ def parity(name: str, stage: int, optimizer: str) -> Case:
             "state": error(one.state_dict(), state),
             "digest": digest(state),
             "evaluated": evaluated,
-            "hits": [[a.correct, a.predicted, a.samples], [b.correct, b.predicted, b.samples]],
+            "hits": hits,
             "communication_ms": communication,
             "engine": used,
         }
@@ -215,12 +217,21 @@ def overflow() -> dict[str, Any]:
         stepper = together(nn.Linear(6, 4), functional.cross_entropy, **chosen)
         good, bad = data(8, 8)
         bad[0][-1] = 3e4
-        results, states = [], [digest(stepper.state_dict()["model"])]
+        results: list[Any] = []
+        momenta: list[bool] = []
+        states = [digest(stepper.state_dict()["model"])]
         for batch in (bad, good):
             result = stepper.step([batch], lr=LR)
             results.append([bool(result.skipped), float(result.loss_scale)])
             states.append(digest(stepper.state_dict()["model"]))
-        found[str(stage)] = {"results": results, "states": states, "finite": stepper.finite()}
+            kept = stepper.state_dict()["optimizer"]["state"].values()
+            momenta.append(any(bool(each["momentum_buffer"].any()) for each in kept))
+        found[str(stage)] = {
+            "momenta": momenta,
+            "results": results,
+            "states": states,
+            "finite": stepper.finite(),
+        }
     return found
 
 
@@ -493,8 +504,10 @@ def gradients(model: nn.Module, batch: Any, rank: int, parts: int = 2) -> list[t
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def by_hand(optimizer: str, clip_norm: float | None, steps: list[Any]) -> tuple[nn.Module, float]:
-    """What the paper says, in one process: the model after `steps`, and the last norm."""
+def by_hand(
+    optimizer: str, clip_norm: float | None, steps: list[Any]
+) -> tuple[nn.Module, dict[int, Any], float]:
+    """What the paper says, in one process: model and mean moments after `steps`, the last norm."""
     model = network()
     chosen = settings(optimizer=optimizer)
     copies = [copy.deepcopy(model) for _ in range(SIZE)]
@@ -531,7 +544,11 @@ def by_hand(optimizer: str, clip_norm: float | None, steps: list[Any]) -> tuple[
                 model.parameters(), before, *(c.parameters() for c in copies), strict=True
             ):
                 parameter.copy_(was + pairwise([one - was for one in now]).float())
-    return model, norm
+    first, *others = (maker.state_dict()["state"] for maker in makers)
+    for number, state in first.items():
+        for name in state:
+            state[name] = sum((o[number][name] for o in others), state[name]) / len(makers)
+    return model, first, norm
 
 
 def adasum_steps() -> dict[str, Any]:
@@ -549,13 +566,15 @@ def adasum_steps() -> dict[str, Any]:
             half = len(inputs) // 2
             pair = [(inputs[:half], targets[:half]), (inputs[half:], targets[half:])]
             result = many.step(pair, lr=LR)
-        expected, norm = by_hand(optimizer, clip_norm, steps)
+        expected, moments, norm = by_hand(optimizer, clip_norm, steps)
         state = many.state_dict()
-        again = many.state_dict()
+        first = digest(state)
+        again = digest(many.state_dict())
         found[f"{optimizer} {stage}"] = {
             "error": error(dict(expected.state_dict()), dict(state["model"])),
             "norm": abs(float(result.grad_norm) - norm) / norm,
-            "digests": [digest(state), digest(again)],
+            "moments": error(moments, state["optimizer"]["state"]),
+            "digests": [first, again],
         }
     return found
 

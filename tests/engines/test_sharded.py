@@ -78,7 +78,7 @@ def _check_parity(found: list[Any], name: str) -> None:
         assert each["steps"] < TOLERANCE
         assert each["state"] < TOLERANCE
         assert each["evaluated"] < TOLERANCE
-        assert each["hits"][0] == each["hits"][1]
+        assert all(alone == together for alone, together in each["hits"])
         assert each["communication_ms"] > 0
         assert each["engine"] == name
     assert len({each["digest"] for each in found}) == 1
@@ -128,6 +128,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(two: Found, stage: int) -> No
     assert first == second
     assert first["finite"]
     assert first["results"] == [[True, 2.0**15], [False, 2.0**15]]
+    assert first["momenta"] == [False, True]
     before, skipped, stepped = first["states"]
     assert before == skipped != stepped
 
@@ -208,6 +209,7 @@ def test_adasum_trains_as_the_paper_says(ranks: Found, case: str) -> None:
     found = [each[case] for each in of(ranks, "adasum")]
     for each in found:
         assert each["error"] < 1e-6
+        assert each["moments"] < 1e-6
         assert each["norm"] < TOLERANCE
         state, again = each["digests"]
         assert state == again
