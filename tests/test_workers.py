@@ -31,8 +31,17 @@ from tests.test_magics import Typist, ip  # noqa: F401 - a fixture
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder that nobody else writes to, so that what is left there is ours."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+
+
 @pytest.fixture(scope="module")
-def two() -> Iterator[Workers]:
+def two(temporary_files: None) -> Iterator[Workers]:
     """Two workers for all tests that leave them whole."""
     workers = Workers(2)
     yield workers
@@ -238,7 +247,7 @@ def test_what_cannot_be_sent_is_named_before_anything_runs(two: Workers, tmp_pat
 
         return threading.Lock()
 
-    with pytest.raises(RankError, match=r"rank 0 of 2: TypeError: cannot pickle '_thread.lock'"):
+    with pytest.raises(RankError, match=r"rank \d of 2: TypeError: cannot pickle '_thread.lock'"):
         two.run(give)
 
 
@@ -269,7 +278,7 @@ def test_one_call_at_a_time(two: Workers, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def typist(ip: Typist) -> Iterator[Typist]:  # noqa: F811
+def typist(threads_end: None, ip: Typist) -> Iterator[Typist]:  # noqa: F811
     """A shell, without workers before and after."""
     assert session.workers is None
     yield ip
@@ -322,25 +331,26 @@ def test_from_start_to_stop(typist: Typist) -> None:
     out = typist("w = %ort workers 1")
     assert out.startswith("the 2 workers before end\nstarting 1 worker\n")
     assert eventually(lambda: not running(first), 10)
-    assert typist("w.run(os.getpid)" if "os" in typist.shell.user_ns else "len(w)").endswith("1\n")
+    assert len(typist["w"]) == 1
 
     # One that dies while nothing runs is noticed, too.
     (row,) = typist["w"].table()
-    os.kill(row.pid, signal.SIGTERM)
+    os.kill(row.pid, signal.SIGKILL)
     assert eventually(lambda: not typist["w"].usable(), 10)
-    assert typist("%ort workers").splitlines()[-1].startswith("no workers: rank 0 of 1 died")
+    out = typist("%ort workers")
+    assert out.endswith("no workers: rank 0 of 1 died: SIGKILL (signal 9)\n")
     typist("%ort workers stop")
     assert eventually(lambda: family(os.getpid()) == here, 5)
     assert folders() == before
 
 
-def test_kill_9_in_a_collective_stops_every_rank(typist: Typist) -> None:
+def test_a_rank_that_dies_and_one_that_does_not_end(typist: Typist) -> None:
     here = family(os.getpid())
     workers = ortlab.workers(2)
     ours = family(os.getpid()) - here
 
     def collect() -> None:
-        import os
+        """Rank 1 is killed while rank 0 waits for it in a collective."""
         import signal
         import time
 
@@ -350,24 +360,18 @@ def test_kill_9_in_a_collective_stops_every_rank(typist: Typist) -> None:
         total(1.0)
         time.sleep(60)
 
-    began = time.monotonic()
+    ranks = {row.pid for row in workers.table()}
     with pytest.raises(RankDied) as raised, workers.rendezvous():
         workers.run(collect)
-    took_s = time.monotonic() - began
+    assert not running(ranks)
     assert str(raised.value).startswith("rank 1 of 2 died: SIGKILL (signal 9); %ort workers 2")
     assert raised.value.rank == 1
-    assert eventually(lambda: not running(ours), 5 - min(took_s - 0.5, 4.9))
+    assert eventually(lambda: not running(ours), 10)
     with pytest.raises(RuntimeError, match=r"no workers: rank 1 of 2 died: SIGKILL"):
         workers.run(rank)
-    fresh = ortlab.workers(2)
-    assert fresh is not workers
-    assert fresh.run(rank) == [0, 1]
-
-
-def test_a_stubborn_rank_is_killed(typist: Typist) -> None:
-    """It ignores interrupts, and its peer failed."""
 
     def resist() -> None:
+        """Rank 0 does not hear interrupts when its peer has failed."""
         import signal
         import time
 
@@ -376,11 +380,14 @@ def test_a_stubborn_rank_is_killed(typist: Typist) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         time.sleep(60)
 
-    workers = ortlab.workers(2)
-    with pytest.raises(RankError, match="rank 1 of 2: ValueError: no luck") as raised:
-        workers.run(resist)
-    assert any("rank 0 of 2 did not end" in note for note in raised.value.__notes__)
-    assert not workers.usable()
+    fresh = ortlab.workers(2)
+    assert fresh is not workers
+    ranks = {row.pid for row in fresh.table()}
+    with pytest.raises(RankError, match="rank 1 of 2: ValueError: no luck") as failed:
+        fresh.run(resist)
+    assert not running(ranks)
+    assert any("rank 0 of 2 did not end" in note for note in failed.value.__notes__)
+    assert not fresh.usable()
 
 
 KERNEL_CELLS = """
@@ -471,7 +478,8 @@ def test_a_profile_s_workers_may_be_on_another_host(
         }}
         """
     )
-    assert "profile 'fare': did you mean 'far'?" in typist.refused("%ort workers --profile fare 2")
+    error = typist.refused("%ort workers --profile fare 2")
+    assert error.endswith("no profile is called 'fare': choose from far; did you mean 'far'?")
     assert "goes with a number" in typist.refused("%ort workers --profile far")
     here = family(os.getpid())
     typist("w = %ort workers --profile far 2")
@@ -508,6 +516,20 @@ def test_without_ipyparallel_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ipyparallel", None)
     error = typist.refused("%ort workers 1")
-    assert error.splitlines()[-1] == (
+    assert error == (
         "workers need ipyparallel, which is not installed: pip install 'ortlab[workers]'"
     )
+
+
+def test_a_start_that_fails_says_why(
+    typist: Typist, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no luck\nexit 3\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    before = folders()
+    error = typist.refused("%ort workers 1")
+    assert error == "the workers did not start: Controller stopped with 3 (no luck)"
+    assert session.workers is None
+    assert folders() == before

@@ -17,9 +17,12 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
+
+import psutil
 
 T = TypeVar("T")
 
@@ -82,8 +85,9 @@ class Cluster:
             words = self._last_words()
             self.stop(kill=True)
             if isinstance(error, Exception):
+                reason = str(error).partition(" while waiting for ")[0]  # paths
                 raise RuntimeError(
-                    f"the workers did not start: {error}{f' ({words})' if words else ''}"
+                    f"the workers did not start: {reason}{f' ({words})' if words else ''}"
                 ) from error
             raise
 
@@ -117,10 +121,16 @@ class Cluster:
         if self._stopped:
             return
         self._stopped = True
+        helpers = self._helpers()
         if self._client is not None:
             self._client.close(linger=0)
-        with contextlib.suppress(Exception):  # what is left is dead, or of a host that is gone
+        try:
             self._wait(self._end(signal.SIGKILL if kill else signal.SIGTERM))
+        except Exception as error:  # noqa: BLE001 - whatever a launcher raises, the rest is ended
+            warnings.warn(f"some of the workers may run on: {error}", stacklevel=3)
+        for helper in helpers:  # else some seconds later, when they notice
+            with contextlib.suppress(psutil.NoSuchProcess):
+                helper.kill()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -164,16 +174,25 @@ class Cluster:
             await asyncio.sleep(0.05)
 
     async def _end(self, number: int) -> None:
-        # All at once; ipyparallel's stop waits for one after the other.
+        # All at once; ipyparallel's stop, which tells them again, waits for one after the other.
         with contextlib.suppress(Exception):
             await self._cluster.signal_engines(number)
         await self._cluster.stop_cluster()
 
     def _last_words(self) -> str:
         """The last line that one of the processes wrote."""
-        logs = [] if self._folder is None else sorted((self._folder / "log").glob("*.log"))
-        lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
+        parts = (self._cluster.controller, self._cluster.engine_set)
+        lines = [line for part in parts if part for line in part.get_output().splitlines()]
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def _helpers(self) -> list[Any]:
+        """The processes below local engines: they hand on signals, or load data."""
+        found: list[Any] = []
+        engines = getattr(self._cluster.engine_set, "launchers", {}) if self._embedded else {}
+        for engine in list(engines.values()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += psutil.Process(engine.pid).children(recursive=True)
+        return found
 
 
 def _ipyparallel() -> Any:
@@ -194,10 +213,7 @@ def _check_profile(ipp: Any, name: str) -> None:
     found = Path(ipp.util.get_ipython_dir()).glob("profile_*")
     known = [path.name.removeprefix("profile_") for path in found if path.is_dir()]
     if name not in known:
-        raise ValueError(
-            f"profile {name!r}: {unknown_name(name, known)}; ipython profile create --parallel "
-            f"--profile={name} makes it"
-        )
+        raise ValueError(f"no profile is called {name!r}: {unknown_name(name, known)}")
 
 
 def _config(sections: Mapping[str, Mapping[str, Any]]) -> Any:
