@@ -79,6 +79,12 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
+def threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
 def total(value: float) -> float:
     """The sum of what all ranks have."""
     import torch
@@ -94,10 +100,8 @@ def total(value: float) -> float:
 
 def test_each_rank_has_its_place_and_share_of_the_threads(two: Workers) -> None:
     def place() -> tuple[Any, ...]:
-        import torch
-
         names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"
-        return os.getpid(), torch.get_num_threads(), *(os.environ[name] for name in names)
+        return os.getpid(), threads(), *(os.environ[name] for name in names)
 
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     places = two.run(place)
@@ -111,7 +115,9 @@ def test_each_rank_has_its_place_and_share_of_the_threads(two: Workers) -> None:
         (1, places[1][0], share, "idle"),
     ]
     for row in table:
-        rss = psutil.Process(row.pid).memory_info().rss
+        process = psutil.Process(row.pid)
+        assert process.environ()["OMP_NUM_THREADS"] == str(share), "from its start"
+        rss = process.memory_info().rss
         assert row.rss_bytes is not None
         assert rss < row.rss_bytes < 2 * rss  # with the process that hands on its signals
     heads = repr(two).splitlines()[0].split()
@@ -204,20 +210,26 @@ def test_an_all_reduce_over_gloo_is_the_sum(two: Workers) -> None:
         two.run(total, 2.0)
 
 
-def test_an_error_on_one_rank_ends_the_others(two: Workers) -> None:
+def test_an_error_on_one_rank_ends_the_others(two: Workers, tmp_path: Path) -> None:
     """One waits for it in a collective, one in a sleep."""
+    interrupted = tmp_path / "interrupted"
 
     def fail(together: bool) -> None:
         import time
 
         if rank() == 1:
             raise ValueError("no luck")
-        total(1.0) if together else time.sleep(60)
+        try:
+            total(1.0) if together else time.sleep(20)
+        except KeyboardInterrupt:
+            interrupted.touch()
+            raise
 
     for together in (True, False):
         with pytest.raises(RankError) as raised, two.rendezvous():
             two.run(fail, together)
         assert str(raised.value) == "rank 1 of 2: ValueError: no luck"
+        assert interrupted.exists() is not together
         assert raised.value.rank == 1
         assert 'raise ValueError("no luck")' in raised.value.remote_traceback
         shown = raised.value._render_traceback_()
@@ -258,7 +270,9 @@ def test_one_call_at_a_time(two: Workers, tmp_path: Path) -> None:
         import time
 
         begun.touch()
-        while not end.exists():
+        for _ in range(500):
+            if end.exists():
+                break
             time.sleep(0.02)
 
     thread = threading.Thread(target=two.run, args=(wait,))
@@ -470,11 +484,11 @@ def test_a_profile_s_workers_may_be_on_another_host(
     profile(
         f"""
         import sys
-        pretend = "import socket; socket.gethostname = lambda: 'elsewhere'; "
+        pretend = "import torch, socket; socket.gethostname = lambda: 'elsewhere'; "
         start = "from ipyparallel.engine.app import main; main()"
         c.LocalEngineSetLauncher.engine_cmd = [sys.executable, "-c", pretend + start]
         c.LocalEngineSetLauncher.environment = {{
-            "PYTHONPATH": {str(ROOT)!r}, "GLOO_SOCKET_IFNAME": "lo"
+            "PYTHONPATH": {str(ROOT)!r}, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "7"
         }}
         """
     )
@@ -489,6 +503,8 @@ def test_a_profile_s_workers_may_be_on_another_host(
     assert [row.host for row in table] == ["elsewhere"] * 2
     assert all(row.rss_bytes and row.rss_bytes > 2**26 for row in table)
     assert len([note for note in table.notes if "127.0.0.1" in note]) == 3
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert workers.run(threads) == [share] * 2
     with workers.rendezvous():
         assert workers.run(total, 1.0) == [3.0, 3.0]
     assert not list(Path(os.environ["ORTLAB_HOME"]).glob("group-*"))
