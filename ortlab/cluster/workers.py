@@ -137,7 +137,7 @@ class Workers:
         The notes list every socket on which controller and engines listen.
         """
         if not self.usable():
-            return Table[Worker]([], _COLUMNS, empty=f"no workers: {self.broken}")
+            return Table[Worker]([], _COLUMNS, empty=f"no workers: {self.broken}; {self._again()}")
         footprints = [self._footprint(rank) for rank in self._ranks]
         state = "idle" if self._busy is None else f"busy: {self._busy}"
         rows = [
