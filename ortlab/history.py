@@ -22,6 +22,7 @@ are written beside their name, synced and renamed. JSON and safetensors only: re
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import math
@@ -63,16 +64,22 @@ def runs_root() -> Path:
     return (Path(data) if data else Path.home() / ".local" / "share") / "ortlab" / "runs"
 
 
-def environment() -> dict[str, Any]:
-    """What a run depends on besides its settings; nothing that names the user or the machine."""
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    """Those of the packages that are installed; looking them up takes tens of milliseconds."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def environment() -> dict[str, Any]:
+    """What a run depends on besides its settings; nothing that names the user or the machine."""
     found: dict[str, Any] = {
         "ortlab": ortlab.__version__,
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": dict(_versions()),
         "system": platform.system(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),

@@ -43,7 +43,7 @@ _NEAR = 3.0
 # sides, so errors are never taken relative to less than this share of the whole gradient's norm.
 SMALLEST = 1e-3
 
-_MANY_ROWS = 8
+_MANY_ROWS = 4
 _SEED = 20210301
 _PIECE = 1 << 16
 
@@ -234,7 +234,7 @@ def _put_back(path: str, module: nn.Module, before: Mapping[str, Any]) -> Iterat
 def some_rows(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A quarter of the batch, evenly spread; None where it has less than eight rows, or none.
+    """A quarter of the batch, two rows at least, evenly spread; None where it has less than four.
 
     Rows are what all tensors of the arguments have as many of, along their first dimension. With a
     BatchNorm none will do: over few rows its gradient is mostly rounding.
@@ -244,7 +244,8 @@ def some_rows(
     counts = {tensor.shape[0] for tensor in tensors([args, kwargs]) if tensor.dim() > 0}
     if len(counts) != 1 or (count := counts.pop()) < _MANY_ROWS:
         return None
-    taken = torch.arange(0, count - 3, 4)
+    number = max(2, count // 4)
+    taken = torch.arange(number) * (count // number)
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.index_select(0, taken.to(tensor.device)) if tensor.dim() else tensor

@@ -2,7 +2,8 @@
 
 A plan names modules, "bert.encoder.layer.*" all layers of a list. What such a module gives to
 others is kept, and what else of it the gradient reads is computed once more from that, just before
-it is read (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016). Kernels stay those of
+it is read (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016). The last products of
+a module are not computed again where little more is kept in their place. Kernels stay those of
 the graph, and dropouts drop the same again: their numbers are drawn by a key that is kept. ORT has
 plans of its own (`ortlab.compat.recompute`), by operators and for its own kernels alone.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ from ortlab.compat.autograd import read_by
 from ortlab.compat.failures import module_path
 from ortlab.compat.restoring import in_order
 from ortlab.errors import Concise
+from ortlab.graph.sizes import bytes_of
 from ortlab.kernels import DOMAIN, called, operator
 from ortlab.settings import unknown_name
 
@@ -45,6 +48,12 @@ _NOT_AGAIN = frozenset(
     | {"Multinomial", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "BiasSoftmaxDropout"}
 )
 """Operators that draw random numbers, write beside their results, or hold a graph or code."""
+_PRODUCTS = frozenset({"MatMul", "FusedMatMul", "Gemm", "Conv", "matmul", "linear"})
+"""Operators, and kernels of ours, that take most of a step's time."""
+_CHEAP = 1.5
+"""What may be kept in the place of products, beside what the module gives to others."""
+_ANY_SIZE = 64
+"""Stands for each of the sizes that a batch decides, where tensors of one graph are compared."""
 _SIZES = frozenset({TensorProto.INT64, TensorProto.INT32})
 _KEYED = {"dropout": "dropout_of", "attention": "attention_of"}
 _RATIO = {"dropout": 1, "attention": 4}
@@ -148,8 +157,11 @@ class Plans:
         return outermost
 
     def _wanted(self, nodes: Collection[int]) -> list[str]:
-        """What backward reads of the results of `nodes` that nobody else in forward does."""
-        return [
+        """What backward reads of the results of `nodes` and is to be computed again for it.
+
+        That nobody else in forward reads, without what is kept in the place of the last products.
+        """
+        found = [
             name
             for i in sorted(nodes)
             for name in self._nodes[i].output
@@ -157,6 +169,53 @@ class Plans:
             and self._goes(self._storage(name, nodes), nodes)
             and self._goes(name, nodes)
         ]
+        kept = self._kept(nodes, found)
+        return [name for name in found if name not in kept] or found
+
+    def _kept(self, nodes: Collection[int], wanted: Sequence[str]) -> set[str]:
+        """Those of `wanted` that are cheaper to keep than to compute again.
+
+        A layer that ends with a norm would run its last product again only for what that norm has
+        read and a dropout's mask: as large together as what the layer gives.
+        """
+        given = [n for i in nodes for n in self._nodes[i].output if n and self._leaves(n, nodes)]
+        most = _CHEAP * self._bytes(given, nodes)
+        makers = {name: self._again_for(name, nodes) for name in wanted}
+        kept: set[str] = set()
+        for i in sorted(nodes, reverse=True):
+            if (called(self._nodes[i]) or self._nodes[i].op_type) not in _PRODUCTS:
+                continue
+            more = kept | {name for name in wanted if i in makers[name]}
+            if not self._bytes(more, nodes) <= most:
+                break
+            kept = more
+        return kept
+
+    def _again_for(self, name: str, nodes: Collection[int]) -> set[int]:
+        """The nodes that run again where `name` is computed again."""
+        found: set[int] = set()
+        waiting = [name]
+        while waiting:
+            each = waiting.pop()
+            if self._goes(each, nodes) and (maker := self._makers[each]) not in found:
+                found.add(maker)
+                waiting += self._nodes[maker].input
+        return found
+
+    def _bytes(self, names: Iterable[str], nodes: Collection[int]) -> float:
+        """What the storage of tensors takes, for some batch; NaN where a size is not told."""
+        total = 0.0
+        for name in {self._storage(name, nodes) for name in names}:
+            told = self._told.get(name)
+            if told is None or not told.type.tensor_type.HasField("shape"):
+                return math.nan
+            tensor = told.type.tensor_type
+            sizes = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
+            try:
+                total += bytes_of(tensor.elem_type, sizes, defaultdict(lambda: _ANY_SIZE))
+            except (ValueError, TypeError, ZeroDivisionError):
+                return math.nan
+        return total
 
     def _goes(self, name: str, nodes: Collection[int]) -> bool:
         """Whether a tensor is of `nodes` alone, and can be computed again."""

@@ -62,6 +62,7 @@ class Tune(Comparison[TuneResult, Row]):
             model, feed, base, settings, shared=shared, loss=loss, beside=beside, prefer=prefer
         )
         self._settings = settings
+        self._loader_s_own = () if batching.of_samples(data) else ("batch_size",)
         self._peaks: dict[Candidate, float] = {}
         self._failures: dict[Candidate, str] = {}
         self._turn_steps = settings.steps or 1
@@ -87,9 +88,10 @@ class Tune(Comparison[TuneResult, Row]):
         return {"rows": tuple(self._row(*pair) for pair in found), "took_s": took_s}
 
     def _row(self, candidate: Candidate, found: Found) -> Row:
+        chosen = settings_of(candidate, self._feed.samples)
         return Row(
             str(candidate),
-            settings_of(candidate, self._feed.samples),
+            {name: value for name, value in chosen.items() if name not in self._loader_s_own},
             found.state,
             self._failures.get(candidate, found.reason),
             tuple(found.rates),

@@ -230,9 +230,20 @@ def test_rows_are_a_quarter_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
+    ("count", "taken"),
+    [(4, [0, 2]), (7, [0, 3]), (9, [0, 4]), (12, [0, 4, 8]), (19, [0, 4, 8, 12])],
+)
+def test_rows_are_two_at_least_and_spread(count: int, taken: list[int]) -> None:
+    ids = torch.arange(count)
+    found = some_rows(nn.Linear(4, 4), (ids,), {})
+    assert found is not None
+    assert found[0][0].tolist() == taken
+
+
+@pytest.mark.parametrize(
     ("module", "args"),
     [
-        (nn.Linear(4, 4), (torch.ones(7, 4),)),
+        (nn.Linear(4, 4), (torch.ones(3, 4),)),
         (nn.Linear(4, 4), (torch.ones(8, 4), torch.ones(4, 8))),
         (nn.Linear(4, 4), (torch.ones(8, 4), object())),
         (nn.Linear(4, 4), (torch.tensor(8.0),)),

@@ -190,6 +190,25 @@ def test_what_a_layer_gives_is_kept_and_running_statistics_move_once() -> None:
     assert [int(b) for n, b in model.named_buffers() if n.endswith("tracked")] == [1, 1]
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("kernels", ["torch", "ort"])
+def test_the_last_product_of_a_layer_does_not_run_again(name: str, kernels: str) -> None:
+    """What is kept in its place is little: what a norm has read, and a dropout's mask."""
+    make, batch = MODELS[name]
+    wrapper, execution = wrapped(make(), kernels=kernels)
+    trained(wrapper, batch)
+    choose(execution, "layers")
+    trained(wrapper, batch)
+    last = {"bert": "layer.0/output/dense", "gpt2": "h.0/mlp/c_proj"}[name]
+    first = {"bert": "layer.0/intermediate/dense", "gpt2": "h.0/mlp/c_fc"}[name]
+    names = again(wrapper)
+    assert any(first in each for each in names)
+    assert not [each for each in names if last in each and "Reshape" not in each]
+    plans = Plans(execution.exports()[-1].graph_to_run())
+    alone = {"bert": "bert.encoder.layer.*.output", "gpt2": "transformer.h.*.mlp"}[name]
+    assert plans.check([alone]) == (alone,), "where nothing else is saved it may be chosen"
+
+
 def test_the_plan_of_memory_sees_it() -> None:
     wrapper, execution = wrapped(tiny.bert(0.1, num_hidden_layers=6), kernels="torch")
     batch = MODELS["bert"][1]
