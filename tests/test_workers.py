@@ -230,6 +230,8 @@ def test_an_error_on_one_rank_ends_the_others(two: Workers, tmp_path: Path) -> N
             two.run(fail, together)
         assert str(raised.value) == "rank 1 of 2: ValueError: no luck"
         assert interrupted.exists() is not together
+        notes = "".join(raised.value.__notes__)
+        assert ("after that rank 0" in notes) is together, "who was interrupted did not fail"
         assert raised.value.rank == 1
         assert 'raise ValueError("no luck")' in raised.value.remote_traceback
         shown = raised.value._render_traceback_()
@@ -301,7 +303,9 @@ def typist(threads_end: None, ip: Typist) -> Iterator[Typist]:  # noqa: F811
     session.workers = None
 
 
-def test_from_start_to_stop(typist: Typist) -> None:
+def test_from_start_to_stop(
+    typist: Typist, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert typist("%ort workers") == "no workers yet; %ort workers 2 starts two\n"
     assert typist.completions("%ort workers st") == ["stop"]
     assert typist.completions("%ort workers --p") == ["--profile"]
@@ -310,6 +314,8 @@ def test_from_start_to_stop(typist: Typist) -> None:
     with pytest.raises(ValueError, match="no workers yet"):
         ortlab.workers()
 
+    (tmp_path / "factors.py").write_text("FACTOR = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)  # what the notebook imports the ranks can import
     here, before = family(os.getpid()), folders()
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -326,9 +332,11 @@ def test_from_start_to_stop(typist: Typist) -> None:
     assert family(os.getpid()) - here == first
 
     cell = """
+    import factors
+
     class Twice(nn.Linear):
         def forward(self, x):
-            return 2 * super().forward(x)
+            return factors.FACTOR * super().forward(x)
 
     def train(model, x):
         with torch.no_grad():
