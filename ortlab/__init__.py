@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         track,
         tune,
         unwrap,
+        workers,
         wrap,
     )
 
@@ -52,6 +53,7 @@ __all__ = [
     "tune",
     "unload_ipython_extension",
     "unwrap",
+    "workers",
     "wrap",
 ]
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ortlab.checkpoint import Checkpoint
+    from ortlab.cluster.workers import Workers
     from ortlab.compat.doctor import Finding
     from ortlab.engines.base import LossFunction, Stepper
     from ortlab.graph.capture import Graphs, Overlay, Stage
@@ -53,13 +54,15 @@ class Session:
     """What the lab holds in one Python process.
 
     ``viewers`` are called with every run, tracker and race that is to be seen; ``wrapped`` are the
-    models; ``runs`` are all runs of this process, the last one last.
+    models; ``runs`` are all runs of this process, the last one last; ``workers`` those that were
+    started last, None before.
     """
 
     def __init__(self) -> None:
         self.viewers: list[Callable[[Watched | Race | Tune], None]] = []
         self.wrapped = wrapping.Wrapped()
         self.runs: list[Run] = []
+        self.workers: Workers | None = None
         # What each run trains, by engine; the run itself keeps it alive as long as it trains.
         self._executed: weakref.WeakKeyDictionary[
             Run, weakref.WeakValueDictionary[str, nn.Module]
@@ -274,6 +277,27 @@ class Session:
             return f"finetune of this {kind} takes {told}, where nothing else is chosen"
 
         return prefer
+
+    def start_workers(self, count: int, *, profile: str | None = None) -> Workers:
+        """See `workers` below."""
+        from ortlab.cluster.workers import Workers
+        from ortlab.engines.base import tell
+
+        if count < 1:
+            raise ValueError(f"workers={count}: at least one")
+        before = self.workers
+        if before is not None:
+            if before.usable() and (len(before), before.profile) == (count, profile):
+                return before
+            if before.busy is not None:
+                raise ValueError(
+                    f"the {len(before)} workers are busy with {before.busy}; wait for its end, or "
+                    "%ort workers stop"
+                )
+            tell(before.broken or f"the {len(before)} workers before end")
+            before.stop()
+        self.workers = Workers(count, profile=profile)
+        return self.workers
 
     def track(self, loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
         """See `track` below."""
@@ -639,6 +663,22 @@ def tune(
     hold in the model's next runs. The model stays as it is. ValueError as in `race`.
     """
     return session.tune(model, data, loss=loss, **settings)
+
+
+def workers(count: int | None = None, *, profile: str | None = None) -> Workers:
+    """`count` processes that train together, on this machine or where an ipyparallel profile says.
+
+    They are started, or those that run are given again where number and profile are the same; with
+    others they end and are started anew. Without `count` those that run. ``workers(2).run(f, x)``
+    calls ``f(x)`` on both, by value; see `ortlab.cluster.workers.Workers`. ValueError for no number
+    where none run, RuntimeError where they cannot be started: without ipyparallel it says how to
+    install it.
+    """
+    if count is not None:
+        return session.start_workers(count, profile=profile)
+    if session.workers is None:
+        raise ValueError("there are no workers yet; %ort workers 2, or ortlab.workers(2)")
+    return session.workers
 
 
 def track(loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:

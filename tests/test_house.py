@@ -86,6 +86,17 @@ def test_only_notebook_imports_the_front_end() -> None:
     assert not found
 
 
+def test_only_cluster_imports_ipyparallel() -> None:
+    outside = [path for path in SOURCES if "cluster" not in path.relative_to(PACKAGE).parts]
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in outside
+        for name in imports(path)
+        if within(name, "ipyparallel", "cloudpickle")
+    }
+    assert not found
+
+
 def modules() -> list[str]:
     """Every importable module of the package."""
     dotted = []

@@ -21,6 +21,7 @@ from ortlab.compat import MAX_IR, MAX_OPSET, OrtUnavailable, extensions
 ORT_VERSION = "1.19.2"
 ORT_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 9), (2, 15))
+IPYPARALLEL = (9, 2)
 OTHER_ENGINES = "engine='eager' and engine='compile' run here"
 
 
@@ -271,6 +272,17 @@ def _package(distribution: str, what_for: str, minimum: tuple[int, ...] = ()) ->
     return Finding(distribution, True, version)
 
 
+def _ipyparallel() -> Finding:
+    version, fix = _version("ipyparallel"), "pip install 'ortlab[workers]'"
+    if version is None:
+        return Finding("ipyparallel", None, "not installed; only %ort workers needs it", fix)
+    if _numbers(version) != IPYPARALLEL:
+        wanted = ".".join(map(str, IPYPARALLEL))
+        found = f"{version}, and workers are started by what {wanted} has"
+        return Finding("ipyparallel", False, found, fix)
+    return Finding("ipyparallel", True, version)
+
+
 def _bundle() -> Finding:
     static = Path(__file__).resolve().parents[1] / "notebook" / "static"
     if any(static.glob("*.js")):
@@ -318,4 +330,5 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     lambda: _package("ipywidgets", "the live charts and buttons", (8, 1)),
     lambda: _package("anywidget", "the live charts and buttons", (0, 9)),
     _bundle,
+    _ipyparallel,
 )

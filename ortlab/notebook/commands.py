@@ -348,6 +348,15 @@ COMMANDS = {
             "stop", "Stop a run, a race or a search after the step in flight.", positionals=_RUN
         ),
         Command(
+            "workers",
+            "Start processes that train together, or show those that run.",
+            "Each is shown with its device, threads and memory, and every socket they listen on. "
+            "Without --profile they are on this machine; `w = %ort workers 2` keeps them: "
+            "w.run(f, x) calls f(x) on each.",
+            (Positional("count", "workers", "how many, or stop; without it they are shown", "?"),),
+            extra=(Option("--profile", "an ipyparallel profile that says where they run"),),
+        ),
+        Command(
             "cache",
             "Show how many exported graphs are cached, and where.",
             positionals=(Positional("action", "", "removes them all", "?", ("clear",)),),

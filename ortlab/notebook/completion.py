@@ -47,7 +47,12 @@ class Names:
         return ["off", "layers", *found] if found else ["off"]
 
     def of(self, kind: str) -> list[str]:
-        """The names of every `kind`: model, wrapped, loader, batch, loss, run or target."""
+        """The names of every `kind`: model, wrapped, loader, batch, loss, run or target.
+
+        Of workers it is the word that may stand for their number.
+        """
+        if kind == "workers":
+            return ["stop"]
         if kind == "run":
             runs = [run.name for run in session.runs if not run.over()]
             return runs + [search.name for search in session.searches if not search.over()]

@@ -18,7 +18,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from ortlab.engines import cache
 from ortlab.notebook import cells, completion
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
-from ortlab.session import check_setup, graphs, session
+from ortlab.session import check_setup, graphs, session, workers
 from ortlab.settings import EngineSettings, RecomputeSettings, unknown_name
 from ortlab.tables import Table
 from ortlab.wrapping import CellReport, is_model, is_own_name, model_called
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
     from torch import nn
 
+    from ortlab.cluster.workers import Workers
     from ortlab.compat.doctor import Finding
     from ortlab.graph.capture import Graphs, Stage
     from ortlab.graph.memory import MemoryPlan
@@ -300,6 +301,26 @@ class OrtMagics(Magics):
         run = self._run_alive(given)
         run.stop()
         print(f"{run.name} stops after the step in flight and keeps its weights")
+
+    def _workers(self, given: Given) -> Workers | None:
+        count, profile = given.words["count"], given.words["profile"]
+        if count is not None and count != "stop" and not count.isdecimal():
+            raise UsageError(
+                f"%ort workers: {count!r} is no number; type %ort workers 2, or %ort workers stop"
+            )
+        if profile is not None and (count is None or count == "stop"):
+            raise UsageError("%ort workers: --profile goes with a number, as in --profile NAME 4")
+        if count not in (None, "stop"):
+            with _progress():
+                return workers(int(count), profile=profile)
+        if session.workers is None:
+            print("no workers yet; %ort workers 2 starts two")
+            return None
+        if count is None:
+            return session.workers
+        session.workers.stop()
+        print("the workers ended")
+        return None
 
     def _cache(self, given: Given) -> None:
         clear = given.words["action"] == "clear"

@@ -292,6 +292,17 @@ def test_the_extra_cuda_has_every_library() -> None:
     assert all(str(each.specifier).startswith("==") for each in pinned)
 
 
+def test_workers_are_optional(versions: dict[str, str | None]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted, _ = map(Requirement, project["optional-dependencies"]["workers"])
+    for version, ok in ((None, None), ("9.1.0", False), ("9.2.3", True)):
+        versions["ipyparallel"] = version
+        found = by_name(doctor.checks())["ipyparallel"]
+        assert found.ok is ok
+        assert bool(found.fix) is not bool(ok)
+        assert version is None or wanted.specifier.contains(version) is ok
+
+
 def test_no_part_is_needed_to_look(tmp_path: Path) -> None:
     """A Python with nothing installed: neither torch nor ORT, nor anything else of ours."""
     code = "from ortlab.compat import doctor; print(doctor.table(doctor.checks()))"

@@ -1,0 +1,473 @@
+"""Workers: the ranks of a cluster, what they are given to do, and what became of it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import inspect
+import ipaddress
+import json
+import math
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar
+
+from ortlab.cluster import facts
+from ortlab.cluster import rank as on_rank
+from ortlab.cluster.call import Call, RankDied
+from ortlab.cluster.launch import LOOPBACK, Cluster
+from ortlab.engines.base import tell
+from ortlab.tables import Column, Table
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_GRACE_S: Final = 1.0
+"""That ranks have to end by themselves after one failed; as long again after an interrupt."""
+
+_ANSWER_S: Final = 5.0
+"""That a rank on another host has to answer a question."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A rank as the table shows it; ``rss_bytes`` is None where it cannot be asked just now."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    threads: int
+    rss_bytes: int | None
+    state: str
+
+
+def _size(worker: Worker) -> str:
+    return "-" if worker.rss_bytes is None else f"{worker.rss_bytes / 1024**2:.0f} MiB"
+
+
+_COLUMNS: Final[tuple[Column[Worker], ...]] = (
+    Column("rank", lambda worker: str(worker.rank), number=True),
+    Column("host", lambda worker: worker.host),
+    Column("pid", lambda worker: str(worker.pid), number=True),
+    Column("device", lambda worker: worker.device),
+    Column("threads", lambda worker: str(worker.threads), number=True),
+    Column("memory", _size, number=True),
+    Column("state", lambda worker: worker.state),
+)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What is known of a rank from the start; `devices` are the CUDA devices of its host."""
+
+    engine: int
+    place: on_rank.Place
+    host: str
+    pid: int
+    local: bool
+    device: str
+    devices: int
+
+
+class Workers:
+    """`count` processes that work as one: ranks, each with its device and its share of the threads.
+
+    They run when this returns, until `stop` or the end of this process. Without `profile` they are
+    local ones, and end with this process however it ends; with it an ipyparallel profile says how
+    they are started. RuntimeError where they cannot be started, or have other versions of what this
+    process has; ValueError for an unknown profile. A warning tells of shared cores or devices.
+    """
+
+    def __init__(self, count: int, *, profile: str | None = None) -> None:
+        self.profile = profile
+        self.broken: str | None = None
+        """Why they cannot be used any more; None while they can."""
+        self._busy: str | None = None
+        self._lock = threading.Lock()
+        began = time.monotonic()
+        if profile is None:
+            _warn_of_sharing("this machine", count, facts.cores(), "core")
+        tell(f"starting {_workers(count)}")
+        self._cluster = Cluster(count, profile=profile, threads=max(1, facts.cores() // count))
+        try:
+            self._ranks = self._set_up()
+        except BaseException:
+            self._cluster.stop(kill=True)
+            raise
+        atexit.register(self.stop)
+        tell(f"{_workers(count)} up after {time.monotonic() - began:.1f} s")
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    @property
+    def local(self) -> bool:
+        """Whether all of them are on this machine."""
+        return all(rank.local for rank in self._ranks)
+
+    @property
+    def busy(self) -> str | None:
+        """The function that they are running; None when they are idle."""
+        return self._busy
+
+    def usable(self) -> bool:
+        """Whether they all run still."""
+        self._look()
+        return self.broken is None
+
+    def table(self) -> Table[Worker]:
+        """Every rank with host, process, device, threads, memory and state.
+
+        The notes list every socket on which controller and engines listen.
+        """
+        if not self.usable():
+            return Table[Worker]([], _COLUMNS, empty=f"no workers: {self.broken}; {self._again()}")
+        footprints = [self._footprint(rank) for rank in self._ranks]
+        state = "idle" if self._busy is None else f"busy: {self._busy}"
+        rows = [
+            Worker(
+                rank.place.rank, rank.host, rank.pid, rank.device, rank.place.threads, rss, state
+            )
+            for rank, (rss, _) in zip(self._ranks, footprints, strict=True)
+        ]
+        pid = self._cluster.controller_pid
+        heard = None if pid is None else on_rank.footprint(pid)[1]
+        notes = [_listens(f"controller (pid {pid})" if pid else "controller", heard)]
+        notes += [
+            _listens(f"rank {rank.place.rank} (pid {rank.pid})", found)
+            for rank, (_, found) in zip(self._ranks, footprints, strict=True)
+        ]
+        return Table(rows, _COLUMNS, notes=notes)
+
+    def stop(self) -> None:
+        """Ends them; a call that is running fails. Twice is fine."""
+        atexit.unregister(self.stop)
+        self.broken = self.broken or "they were stopped"
+        self._cluster.stop()
+
+    def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Calls `function` on every rank; returns the results by rank.
+
+        Function and arguments go by value, those that cells define too; ValueError names what
+        cannot be sent, before anything runs. What ranks print is printed here, a rank's number
+        before each line. `RankError` names the first rank that failed; those that are still at it
+        some seconds later are interrupted, then killed. `RankDied` names the rank whose process
+        ended, and how: all are stopped then. An interrupt ends the call on every rank.
+        """
+        name = getattr(function, "__name__", type(function).__name__)
+        payload = _packed(name, function, args, kwargs)
+        with self._taken(name):
+            client = self._cluster.client
+            calls = [client[rank.engine].apply_async(on_rank.call, payload) for rank in self._ranks]
+            return self._finish(Call(calls))
+
+    @contextlib.contextmanager
+    def rendezvous(self, *, timeout_s: float = 1800.0) -> Iterator[str]:
+        """All ranks in one process group of torch.distributed, for the calls inside.
+
+        Gives the backend's name: gloo, and NCCL beside it where every rank has a GPU of its own.
+        The ranks meet in a file of a private folder, without a port. Where all are on this machine
+        their sockets are on loopback alone; else the folder is below $ORTLAB_HOME, and RuntimeError
+        names the rank that does not see it. `timeout_s` is how long one waits for another.
+        """
+        folder = self._meeting_place()
+        backend = "cpu:gloo,cuda:nccl" if self._own_gpus() else "gloo"
+        interface = _loopback_interface() if self.local else None
+        try:
+            self.run(on_rank.join_group, str(folder / "store"), backend, interface, timeout_s)
+            yield backend
+        finally:
+            try:
+                if self.broken is None:
+                    self.run(on_rank.leave_group)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- a call ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _taken(self, name: str) -> Iterator[None]:
+        """The workers for one call; ValueError while another one runs."""
+        if not self.usable():
+            raise RuntimeError(f"no workers: {self.broken}; {self._again()}")
+        if not self._lock.acquire(blocking=False):
+            raise ValueError(f"the workers are busy with {self._busy}; wait for its end")
+        try:
+            self._busy = name
+            yield
+        finally:
+            self._busy = None
+            self._lock.release()
+
+    def _finish(self, call: Call) -> list[Any]:
+        """Waits for the end of a call on all ranks; see `run`."""
+        try:
+            self._watch(call)
+            self._watch(call, _GRACE_S)  # after a failure
+            self._interrupt(call)
+        except KeyboardInterrupt:
+            self._interrupt(call)
+            raise
+        error = call.error()
+        if error is not None:
+            if self.broken is not None:
+                error.add_note(f"{self.broken}; {self._again()}")
+            raise error
+        return call.values()
+
+    def _watch(self, call: Call, seconds: float = math.inf) -> None:
+        """Polls until all ranks are done, or the time is over, or without one a rank failed.
+
+        RankDied where a process ended.
+        """
+        until = time.monotonic() + seconds
+        while call.pending and time.monotonic() < until:
+            if seconds == math.inf and call.failures:
+                return
+            call.poll()
+            if self.broken is not None:  # another thread stopped them
+                raise RuntimeError(f"no workers: {self.broken}")
+            if call.lost or self._gone():
+                raise self._died(call.lost)
+
+    def _interrupt(self, call: Call) -> None:
+        """Ends a call on the ranks that are still at it, by SIGINT and at last by SIGKILL."""
+        if not call.pending:
+            return
+        engines = [self._ranks[rank].engine for rank in call.pending]
+        self._cluster.client.send_signal(signal.SIGINT, targets=engines, block=False)
+        self._watch(call, _GRACE_S)
+        if call.pending:
+            ranks = ", ".join(map(str, call.pending))
+            self._break(f"rank {ranks} of {len(self)} did not end when interrupted, and was killed")
+
+    def _look(self) -> None:
+        """Notices a worker that died while nothing ran."""
+        if self.broken is None and self._busy is None and self._gone():
+            self._died()
+
+    def _gone(self) -> list[int]:
+        """The ranks whose process ended; all of them without a controller."""
+        ended, left = self._cluster.exit_codes(), self._cluster.client.ids
+        lost = self._cluster.controller_died()
+        return [
+            number
+            for number, rank in enumerate(self._ranks)
+            if lost or rank.pid in ended or rank.engine not in left
+        ]
+
+    def _died(self, lost: Sequence[int] = ()) -> RankDied:
+        """Ends what is left, after a rank ended; says which, and how where that can be known."""
+        if self._cluster.controller_died():
+            reason, rank = "the controller died, without which nobody hears the workers", 0
+        else:
+            rank = [*lost, *self._gone()][0]
+            pid = self._ranks[rank].pid
+            until = time.monotonic() + _GRACE_S
+            while pid not in self._cluster.exit_codes() and time.monotonic() < until:
+                time.sleep(0.01)
+            code = self._cluster.exit_codes().get(pid)
+            reason = f"rank {rank} of {len(self)} died{_how(code)}"
+        self._break(reason)
+        return RankDied(f"{reason}; {self._again()}", rank)
+
+    def _break(self, reason: str) -> None:
+        atexit.unregister(self.stop)
+        self.broken = reason
+        self._cluster.stop(kill=True)
+
+    def _again(self) -> str:
+        return f"%ort workers {len(self)}, or ortlab.workers({len(self)}), starts fresh ones"
+
+    # ---- what is told of them --------------------------------------------------------------------
+
+    def _footprint(self, rank: _Rank) -> tuple[int | None, set[tuple[str, int]] | None]:
+        """Resident bytes and listening sockets; None for those of another host that is busy."""
+        if rank.local:
+            return on_rank.footprint(rank.pid)
+        if self._busy is not None:
+            return None, None
+        asked = self._cluster.client[rank.engine].apply_async(on_rank.footprint, rank.pid)
+        found: tuple[int, set[tuple[str, int]]] = asked.get(_ANSWER_S)
+        return found
+
+    def _meeting_place(self) -> Path:
+        """A private folder that every rank sees."""
+        if self.local:
+            return Path(tempfile.mkdtemp(prefix="ortlab-group-"))
+        from ortlab.history import runs_root
+
+        home = runs_root().parent
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="group-", dir=home))
+        for rank, seen in enumerate(self.run(on_rank.sees, str(folder))):
+            if not seen:
+                folder.rmdir()
+                raise RuntimeError(
+                    f"rank {rank} on {self._ranks[rank].host} does not see {home}; set ORTLAB_HOME "
+                    "to a folder that all hosts share"
+                )
+        return folder
+
+    def _own_gpus(self) -> bool:
+        """Whether every rank has a GPU that no other rank has."""
+        return all(rank.devices >= rank.place.local_world for rank in self._ranks)
+
+    # ---- the start -------------------------------------------------------------------------------
+
+    def _set_up(self) -> list[_Rank]:
+        """Gives every engine its rank; RuntimeError where one differs from this process."""
+        client = self._cluster.client
+        engines = sorted(client.ids)
+        found = self._facts(engines)
+        on_host = Counter(fact["host"] for fact in found)
+        met: Counter[str] = Counter()
+        places = []
+        for number, fact in enumerate(found):
+            host = fact["host"]
+            threads = max(1, fact["cores"] // on_host[host])
+            places.append(on_rank.Place(number, len(found), met[host], on_host[host], threads))
+            met[host] += 1
+        placed = [
+            client[engine].apply_async(on_rank.take_place, place)
+            for engine, place in zip(engines, places, strict=True)
+        ]
+        ranks = []
+        for engine, place, fact, answer in zip(engines, places, found, placed, strict=True):
+            device, devices = answer.get()
+            host, here = fact["host"], _is_here(fact)
+            ranks.append(_Rank(engine, place, host, fact["pid"], here, device, devices))
+            if place.local_rank == 0 and self.profile is not None:  # else it was told before
+                _warn_of_sharing(host, place.local_world, fact["cores"], "core")
+            if place.local_rank == 0 and devices:
+                _warn_of_sharing(host, place.local_world, devices, "CUDA device")
+        return ranks
+
+    def _facts(self, engines: Sequence[int]) -> list[dict[str, Any]]:
+        """What the engines say of themselves and of what is installed beside them."""
+        asked = self._cluster.client[engines].execute(facts.as_text(), silent=False)
+        asked.get()
+        asked.wait_for_output(_ANSWER_S)
+        found = [json.loads(text) for text in asked.stdout]
+        here = facts.facts()["versions"]
+        for rank, fact in enumerate(found):
+            for name, version in here.items():
+                theirs = fact["versions"].get(name)
+                if theirs != version:
+                    raise RuntimeError(
+                        f"rank {rank} on {fact['host']} has {name} {theirs or 'not installed'}, "
+                        f"this process {version or 'none'}; both need the same"
+                    )
+        return found
+
+
+def _is_here(fact: Mapping[str, Any]) -> bool:
+    """Whether an engine is a process of this machine."""
+    import psutil
+
+    return fact["host"] == socket.gethostname() and bool(psutil.pid_exists(fact["pid"]))
+
+
+def _warn_of_sharing(host: str, count: int, there_are: int, what: str) -> None:
+    if count > there_are:
+        warnings.warn(
+            f"{_workers(count)} share {there_are} {what}{'' if there_are == 1 else 's'} of {host}: "
+            "they take turns",
+            stacklevel=4,
+        )
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
+def _how(code: int | None) -> str:
+    """How a process ended, by its exit code."""
+    if code is None:
+        return ""
+    return f": {signal.Signals(-code).name} (signal {-code})" if code < 0 else f": exit code {code}"
+
+
+def _listens(who: str, found: Set[tuple[str, int]] | None) -> str:
+    """A line for the sockets where a process listens."""
+    if found is None:
+        return f"{who}: what it listens on cannot be seen from here"
+    ports: dict[str, list[int]] = {}
+    for address, port in sorted(found):
+        ports.setdefault(address, []).append(port)
+    places = [
+        f"{address}{'' if ipaddress.ip_address(address).is_loopback else ' (open to the network)'} "
+        f"port{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        for address, numbers in ports.items()
+    ]
+    return f"{who} listens on {'; '.join(places) or 'nothing'}"
+
+
+def _loopback_interface() -> str | None:
+    """The network interface of 127.0.0.1: lo on Linux."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == LOOPBACK for address in addresses):
+            return str(name)
+    return None
+
+
+def _packed(
+    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bytes:
+    """A call as bytes, by value; ValueError names what of it cannot be."""
+    import cloudpickle
+
+    try:
+        packed: bytes = cloudpickle.dumps((function, args, kwargs))
+    except Exception as error:
+        culprit = _unpicklable(_parts(name, function, args, kwargs))
+        raise ValueError(
+            f"{culprit or 'the call'} cannot be sent to workers: {error}; they get copies, so give "
+            "what can be pickled: a model, tensors, a dataset, a list of batches"
+        ) from error
+    return packed
+
+
+def _parts(
+    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """What goes with a call, by the names that the user knows."""
+    try:
+        yield from inspect.signature(function).bind(*args, **kwargs).arguments.items()
+    except (TypeError, ValueError):  # a builtin has no signature, and a wrong call none that fits
+        yield from ((f"argument {number}", value) for number, value in enumerate(args, 1))
+        yield from kwargs.items()
+    if inspect.isfunction(function):
+        uses = inspect.getclosurevars(function)
+        for used, value in {**uses.globals, **uses.nonlocals}.items():
+            yield f"{used}, which {name} uses,", value
+    yield name, function
+
+
+def _unpicklable(parts: Iterator[tuple[str, Any]]) -> str | None:
+    import cloudpickle
+
+    for name, value in parts:
+        try:
+            cloudpickle.dumps(value)
+        except Exception:  # noqa: BLE001 - whatever it is, this is the part that is looked for
+            return name
+    return None
