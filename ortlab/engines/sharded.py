@@ -23,10 +23,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ortlab.engines import adasum
-from ortlab.engines.base import Batch, Engine, LossFunction, Report, Stepper
+from ortlab.engines.base import Batch, Engine, LossFunction, Report
 from ortlab.engines.clock import Clock
 from ortlab.engines.processes import OneProcess, Share
 from ortlab.engines.shares import share_of, weights_of
+from ortlab.engines.torch_native import TorchStepper
 from ortlab.engines.zero import ShardedOptimizer
 from ortlab.errors import Concise
 from ortlab.randomness import RandomStates, undisturbed_random
@@ -72,7 +73,7 @@ def prepare(
     group: dist.ProcessGroup | None = None,
     *,
     reduction: Reduction = "mean",
-) -> Stepper:
+) -> TorchStepper:
     """A stepper that trains `model` together with the other ranks of `group` (None: all of them).
 
     Every rank calls this with a model of the same parameters, which become rank 0's, and then each
@@ -95,6 +96,9 @@ def prepare(
     - Gradient checkpointing has to be that without reentry (``use_reentrant=False``): of the other
       kind DistributedDataParallel says that a variable was marked ready twice.
 
+    The stepper's ``bytes`` tells what this rank holds, and each result's ``communication_ms`` how
+    long collectives were under way.
+
     A rank that fails before its last backward of a step makes all others raise `RankFailed`, and
     none has taken the step. One that fails or dies later is noticed by the group's timeout.
 
@@ -116,6 +120,7 @@ def prepare(
         raise ValueError(reason)
     ranks = functools.partial(Ranks, settings=settings, group=group, reduction=reduction)
     stepper = engine.prepare(model, loss, settings, processes=ranks)
+    assert isinstance(stepper, TorchStepper)  # as those of all engines are
     stepper.reseed(settings.seed)
     return stepper
 
@@ -163,15 +168,15 @@ class Ranks(OneProcess):
         self._parallel: DistributedDataParallel | None = self._made_parallel()
 
     def _made_parallel(self) -> DistributedDataParallel:
-        # torch 2.13 has given it another name, and warns of the old one.
-        named = inspect.signature(DistributedDataParallel).parameters
-        old = "forward_sync_buffers" not in named
-        in_forward = "broadcast_buffers" if old else "forward_sync_buffers"
+        # A rank that failed before its forward would leave the others waiting in theirs. torch 2.13
+        # has given it another name, and warns of the old one.
+        known = inspect.signature(DistributedDataParallel).parameters
+        names = ("forward_sync_buffers", "broadcast_buffers")
+        no_broadcast: dict[str, Any] = {next(name for name in names if name in known): False}
         made = DistributedDataParallel(
             _Objective(OneProcess(self.module, self.loss, self.owner, self.device)),
             process_group=self._group,
-            # A rank that failed before its forward would leave the others waiting in theirs.
-            **{in_forward: False},
+            **no_broadcast,
             # What has no gradient in one process has none here. It also keeps the buckets as they
             # are: rebuilding them would be a collective in forward.
             find_unused_parameters=True,

@@ -459,6 +459,31 @@ def layouts() -> dict[str, Any]:
     return found
 
 
+def subgroups() -> dict[str, Any]:
+    """Two groups of every other rank, each of which trains a model of its own."""
+    groups = [dist.new_group([first, first + 2]) for first in (0, 1)]
+    errors = []
+    for reduction, stage, optimizer in (("mean", 1, "adamw"), ("adasum", 0, "sgd")):
+        chosen = {"optimizer": optimizer, "zero_stage": stage, "workers": 2}
+        # Of rows that are twice the same the mean and Adasum are those of one half.
+        inputs, targets = data(4)[0]
+        batch = inputs.repeat(2, 1) + RANK % 2, targets.repeat(2)
+        many = sharded.prepare(
+            engine("eager"),
+            network(),
+            functional.cross_entropy,
+            settings(**chosen),
+            groups[RANK % 2],
+            reduction="adasum" if reduction == "adasum" else "mean",
+        )
+        one = alone(network(), functional.cross_entropy, optimizer=optimizer)
+        for _ in range(3):
+            one.step([batch], lr=LR)
+            many.step([batch], lr=LR)
+        errors.append(error(one.state_dict(), many.state_dict()))
+    return {"errors": errors}
+
+
 def pairwise(vectors: list[torch.Tensor]) -> torch.Tensor:
     """Adasum of a power of two of vectors as the paper defines it, in float64."""
     if len(vectors) == 1:
@@ -570,7 +595,13 @@ def adasum_steps() -> dict[str, Any]:
         state = many.state_dict()
         first = digest(state)
         again = digest(many.state_dict())
+        told = "nothing"
+        try:
+            many.adopt(settings(workers=SIZE, optimizer=optimizer, clip_norm=0.1))
+        except ValueError as raised:
+            told = str(raised)
         found[f"{optimizer} {stage}"] = {
+            "adopted": told,
             "error": error(dict(expected.state_dict()), dict(state["model"])),
             "norm": abs(float(result.grad_norm) - norm) / norm,
             "moments": error(moments, state["optimizer"]["state"]),
@@ -606,7 +637,12 @@ CASES: dict[int, dict[str, Case]] = {
         "combined": combined,
         "adasum": adasum_steps,
     },
-    4: {"combined": combined, "adasum": adasum_steps, "parity": parity("eager", 1, "adamw")},
+    4: {
+        "combined": combined,
+        "adasum": adasum_steps,
+        "parity": parity("eager", 1, "adamw"),
+        "subgroups": subgroups,
+    },
 }
 
 

@@ -95,6 +95,11 @@ def test_four_ranks_are_one_process(four: Found) -> None:
     _check_parity(of(four, "parity"), "eager")
 
 
+def test_a_group_is_a_part_of_all_ranks(four: Found) -> None:
+    for each in of(four, "subgroups"):
+        assert max(each["errors"]) < TOLERANCE
+
+
 @pytest.mark.parametrize(("stage", "optimizer"), [(0, "sgd"), (1, "adamw")])
 def test_fifty_steps_in_ort(two: Found, stage: int, optimizer: str) -> None:
     try:
@@ -213,6 +218,8 @@ def test_adasum_trains_as_the_paper_says(ranks: Found, case: str) -> None:
         assert each["norm"] < TOLERANCE
         state, again = each["digests"]
         assert state == again
+        refused = "choose clip_norm=None" in each["adopted"]
+        assert refused == (case == "adamw 0"), each["adopted"]
     assert len({each["digests"][0] for each in found}) == 1
 
 
