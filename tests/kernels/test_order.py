@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.compat import profiling, restoring
+from ortlab.compat import restoring
 from ortlab.engines.ortmodule import execution_of
 from tests import tiny
 
@@ -51,7 +51,7 @@ def test_the_order_is_the_sessions(ops: Any, make: Any, kernels: str, tmp_path: 
     loss = outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]
     loss.backward()
     path = Path(twin.manager._execution_agent._inference_session.end_profiling())
-    profiling.close(twin.manager)
+    twin.close()
     events = [each for each in json.loads(path.read_text()) if each.get("cat") == "Node"]
     events = [each for each in events if each["name"].endswith("_kernel_time")]
     ran = [each["name"].removesuffix("_kernel_time") for each in sorted(events, key=_start)]
