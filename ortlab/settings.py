@@ -472,6 +472,12 @@ class FinetuneSettings(EngineSettings):
         help="what workers share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights "
         "too; every engine takes 0 so far",
     )
+    reduction: str = setting(
+        "mean",
+        choices=("mean", "adasum"),
+        help="how the workers' gradients become one: their mean over samples, or Adasum's sum, "
+        "which adapts to their angle",
+    )
     batch_size: int = setting(
         16, minimum=1, panel=True, unit="samples", help="samples in a micro-batch"
     )

@@ -14,7 +14,7 @@ import inspect
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,27 +31,21 @@ from ortlab.engines.torch_native import TorchStepper
 from ortlab.engines.zero import ShardedOptimizer
 from ortlab.errors import Concise
 from ortlab.randomness import RandomStates, undisturbed_random
-from ortlab.settings import FinetuneSettings, unknown_name
-
-Reduction = Literal["mean", "adasum"]
-"""How the ranks' gradients become one: their mean over samples, or `ortlab.engines.adasum`."""
-_REDUCTIONS: tuple[Reduction, ...] = ("mean", "adasum")
+from ortlab.settings import FinetuneSettings
 
 
 class RankFailed(Concise, RuntimeError):
     """A step that another rank could not take, so that no rank has; the message says which."""
 
 
-def refuses(settings: FinetuneSettings, size: int, reduction: Reduction = "mean") -> str | None:
+def refuses(settings: FinetuneSettings, size: int) -> str | None:
     """Why `size` ranks cannot train together under `settings`; None when they can."""
     if settings.zero_stage > 1:
         return (
             f"zero_stage={settings.zero_stage}: stages 0 and 1 are there so far; choose "
             "zero_stage=1, which shares out the optimizer's state"
         )
-    if reduction not in _REDUCTIONS:
-        return f"reduction={reduction!r}: {unknown_name(reduction, _REDUCTIONS)}"
-    if reduction == "mean":
+    if settings.reduction == "mean":
         return None
     if (reason := adasum.refuses(size)) is not None or settings.optimizer == "sgd":
         return reason
@@ -71,8 +65,6 @@ def prepare(
     loss: LossFunction | None,
     settings: FinetuneSettings,
     group: dist.ProcessGroup | None = None,
-    *,
-    reduction: Reduction = "mean",
 ) -> TorchStepper:
     """A stepper that trains `model` together with the other ranks of `group` (None: all of them).
 
@@ -116,9 +108,9 @@ def prepare(
         raise ValueError(
             f"workers={settings.workers}, and the process group has {size} ranks; start as many"
         )
-    if (reason := refuses(settings, size, reduction)) is not None:
+    if (reason := refuses(settings, size)) is not None:
         raise ValueError(reason)
-    ranks = functools.partial(Ranks, settings=settings, group=group, reduction=reduction)
+    ranks = functools.partial(Ranks, settings=settings, group=group)
     stepper = engine.prepare(model, loss, settings, processes=ranks)
     assert isinstance(stepper, TorchStepper)  # as those of all engines are
     stepper.reseed(settings.seed)
@@ -152,14 +144,13 @@ class Ranks(OneProcess):
         *,
         settings: FinetuneSettings,
         group: dist.ProcessGroup,
-        reduction: Reduction,
     ) -> None:
         super().__init__(module, loss, owner, device)
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._stage = settings.zero_stage
-        self._reduction = reduction
-        self._by_change = reduction == "adasum" and settings.optimizer != "sgd"
+        self._reduction = settings.reduction
+        self._by_change = self._reduction == "adasum" and settings.optimizer != "sgd"
         self._clock = Clock()
         self._agreed = True
         self._random = RandomStates.now()
@@ -349,7 +340,7 @@ class Ranks(OneProcess):
 
     def check(self, settings: FinetuneSettings) -> None:
         """See `OneProcess.check`."""
-        if (reason := refuses(settings, self._size, self._reduction)) is not None:
+        if (reason := refuses(settings, self._size)) is not None:
             raise ValueError(reason)
 
     def told(self, report: Report) -> Report:

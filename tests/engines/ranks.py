@@ -60,10 +60,10 @@ def settings(**changes: Any) -> FinetuneSettings:
     return FinetuneSettings(**{"engine": "eager", "device": "cpu", **changes})
 
 
-def together(model: nn.Module, loss: Any, *, reduction: Any = "mean", **changes: Any) -> Any:
+def together(model: nn.Module, loss: Any, **changes: Any) -> Any:
     """A stepper of all ranks."""
     chosen = settings(workers=SIZE, **changes)
-    return sharded.prepare(engine(chosen.engine), model, loss, chosen, reduction=reduction)
+    return sharded.prepare(engine(chosen.engine), model, loss, chosen)
 
 
 def alone(model: nn.Module, loss: Any, **changes: Any) -> TorchStepper:
@@ -354,9 +354,7 @@ def dropout() -> dict[str, Any]:
         device=torch.device("cpu"),
         report=lambda: Report("eager"),
         reseed=engines.append,
-        processes=functools.partial(
-            sharded.Ranks, settings=chosen, group=dist.group.WORLD, reduction="mean"
-        ),
+        processes=functools.partial(sharded.Ranks, settings=chosen, group=dist.group.WORLD),
     )
     stepper.reseed(7)
     return {"masks": seen, "undisturbed": undisturbed, "engine's": engines}
@@ -464,7 +462,7 @@ def subgroups() -> dict[str, Any]:
     groups = [dist.new_group([first, first + 2]) for first in (0, 1)]
     errors = []
     for reduction, stage, optimizer in (("mean", 1, "adamw"), ("adasum", 0, "sgd")):
-        chosen = {"optimizer": optimizer, "zero_stage": stage, "workers": 2}
+        chosen = {"optimizer": optimizer, "zero_stage": stage, "workers": 2, "reduction": reduction}
         # Of rows that are twice the same the mean and Adasum are those of one half.
         inputs, targets = data(4)[0]
         batch = inputs.repeat(2, 1) + RANK % 2, targets.repeat(2)
@@ -474,7 +472,6 @@ def subgroups() -> dict[str, Any]:
             functional.cross_entropy,
             settings(**chosen),
             groups[RANK % 2],
-            reduction="adasum" if reduction == "adasum" else "mean",
         )
         one = alone(network(), functional.cross_entropy, optimizer=optimizer)
         for _ in range(3):
@@ -597,7 +594,9 @@ def adasum_steps() -> dict[str, Any]:
         again = digest(many.state_dict())
         told = "nothing"
         try:
-            many.adopt(settings(workers=SIZE, optimizer=optimizer, clip_norm=0.1))
+            many.adopt(
+                settings(reduction="adasum", workers=SIZE, optimizer=optimizer, clip_norm=0.1)
+            )
         except ValueError as raised:
             told = str(raised)
         found[f"{optimizer} {stage}"] = {
