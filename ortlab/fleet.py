@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 STAGES: Final = (0, 1, 2, 3)
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
 _TIMES: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_MOMENTS: Final = {"adamw": 8, "sgd": 4}
+_MOMENTS: Final = {"adamw": 8, "sgd": 4, "lamb": 8}
 """Bytes for each parameter that is trained: two moments in fp32, or SGD's momentum."""
 _SIZES: Final = ("hidden", "layers", "sequence", "batch")
 _SERIES: Final = {  # the colours of `timeline`

@@ -237,7 +237,7 @@ ATTENTION = ("auto", "fused", "onnx")
 LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
 OPSETS = (14, 17)
 """The oldest and the newest ONNX opset that ORTModule's export rules are checked at."""
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "sgd", "lamb")
 LOSSES = ("cross_entropy", "mse", "l1", "bce_with_logits")
 
 
@@ -516,7 +516,9 @@ class FinetuneSettings(EngineSettings):
         1, minimum=1, panel=True, help="micro-batches for one optimizer step"
     )
     lr: float = setting(5e-5, above=0, panel=True, help="the highest learning rate")
-    optimizer: str = setting("adamw", choices=OPTIMIZERS, help="the update rule")
+    optimizer: str = setting(
+        "adamw", choices=OPTIMIZERS, help="the update rule; lamb is for large batches"
+    )
     weight_decay: float = setting(0.01, minimum=0, help="decoupled weight decay")
     schedule: str = setting(
         "linear", choices=("constant", "linear", "cosine"), help="the learning rate after warm-up"

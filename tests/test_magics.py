@@ -326,7 +326,7 @@ def test_help_for_everything(ip: Typist) -> None:
     page = ip("%ort finetune --help")
     assert "--batch-size N" in page
     assert "samples in a micro-batch; default 16 samples" in page
-    assert "<adamw|sgd>" in page
+    assert "<adamw|sgd|lamb>" in page
     assert "--engine" in ip("%%ort --help\nmodel = Net()")
     assert "model" not in ip.shell.user_ns
     assert "--engine" in ip("%%ort --help")
@@ -466,7 +466,7 @@ def test_tab_completes_commands_options_choices_and_names(ip: Typist) -> None:
     assert ip.completions("run = %ort finetune model train") == ["train_data"]
     assert ip.completions("%ort finetune model train_data --eval-data va") == ["valid_data"]
     assert ip.completions("%ort finetune --ba") == ["--batch-size"]
-    assert ip.completions("%ort finetune model train_data --optimizer ") == ["adamw", "sgd"]
+    assert ip.completions("%ort finetune model train_data --optimizer ") == ["adamw", "lamb", "sgd"]
     assert ip.completions("%ort finetune model train_data --loss m") == [
         "module_loss",
         "mse",
