@@ -170,7 +170,14 @@ def test_a_loss_that_is_not_finite_changes_nothing(
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_an_overflow_is_skipped(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
-    monkeypatch.setattr(lamb.Lamb, "_is_read_at_once", lambda self, flag: at_once)
+    """By the optimizer itself: GradScaler would wait for the device to know."""
+    asked: list[torch.Tensor] = []
+
+    def known(_: Any, flag: torch.Tensor) -> bool:
+        asked.append(flag)
+        return at_once
+
+    monkeypatch.setattr(lamb.Lamb, "_is_read_at_once", known)
     good, bad, late = data(3)
     bad[0][0] = 1e6
     states = []
@@ -185,6 +192,7 @@ def test_an_overflow_is_skipped(monkeypatch: pytest.MonkeyPatch, at_once: bool) 
         assert stepper.finite()
         states.append(state_of(stepper))
     assert_same(*states)
+    assert [bool(flag) for flag in asked] == [False, True, False, False, False]
 
 
 def test_a_state_goes_on_elsewhere() -> None:
