@@ -150,6 +150,11 @@ class _Writer:
         settings = self._settings
         if settings.engine == "ort":
             self.notes.append("it trains in eager torch: ONNX Runtime is not in a plain script")
+        if self._deepspeed:
+            self.notes.append(
+                "it needs DeepSpeed (pip install deepspeed), which on a CPU compiles for a minute "
+                "when it starts the first time"
+            )
         self.open += [f"{name}, which the code uses" for name in self._sources.missing]
         parts = [
             self._head(),
@@ -321,6 +326,7 @@ class _Writer:
             '"""',
             "",
             "import contextlib",
+            "import gc",
             "import itertools",
             "import math",
             "import os",
@@ -423,6 +429,7 @@ class _Writer:
             "COMPILED": compiled,
             "            CLIP\n": clip,
             "STAGE": str(settings.zero_stage),
+            "HOLDERS": "engine, optimizer" if self._deepspeed else "parallel, optimizer",
             "SHARDED": str(settings.zero_stage == 3),
         }.items():
             text = text.replace(mark, piece)
@@ -630,6 +637,9 @@ UPDATE            step += 1
             if rank == 0:
                 print(f"step {step} loss {float(total):.9g}", flush=True)
 SAVE    dist.barrier()  # nobody leaves while another is at work
+    # What holds the process group would have it end with the interpreter, whose threads are gone.
+    del HOLDERS
+    gc.collect()
     dist.destroy_process_group()
 """
 _TORCH = (

@@ -64,7 +64,12 @@ def of_one_process(model: nn.Module, data: Any, **settings: Any) -> list[float]:
 
 
 def of_torchrun(path: Path) -> list[float]:
-    """The losses that two processes print; nothing of ortlab is on their path."""
+    """The losses that two processes print; nothing of ortlab is on their path.
+
+    What DeepSpeed compiles for a minute, when it starts the first time, stays in the user's cache.
+    """
+    ours = ("PYTHONPATH", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
         [
             *(sys.executable, "-P", "-m", "torch.distributed.run"),
@@ -72,7 +77,7 @@ def of_torchrun(path: Path) -> list[float]:
             *("--rdzv-endpoint", "127.0.0.1:0", str(path)),
         ],
         cwd=path.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -102,7 +107,12 @@ def check(model: nn.Module, data: Any, folder: Path, **settings: Any) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "optimizer", "schedule"),
-    [(0, "adamw", "linear"), (1, "lamb", "cosine"), (3, "sgd", "constant")],
+    [
+        (0, "adamw", "linear"),
+        (1, "lamb", "cosine"),
+        (2, "sgd", "constant"),
+        pytest.param(3, "adamw", "constant", marks=pytest.mark.nightly),
+    ],
 )
 def test_fifty_steps_are_those_of_a_run(
     tmp_path: Path, stage: int, optimizer: str, schedule: str
@@ -114,12 +124,15 @@ def test_fifty_steps_are_those_of_a_run(
 
 
 def test_a_transformer_with_its_own_loss(tmp_path: Path) -> None:
-    """A list of batches; targets that are ignored; weights that are frozen; no clipping."""
+    """A list of batches; targets that are ignored; weights that are frozen; no clipping.
+
+    By SGD: a bias of attention's keys has no gradient but rounding, of which AdamW makes steps.
+    """
     torch.manual_seed(2)
     model = tiny.gpt2()
     model.transformer.wpe.weight.requires_grad_(False)
-    chosen = {**SETTINGS, "epochs": 10, "clip_norm": None}
-    check(model, text_batches(), tmp_path, zero_stage=2, **chosen)
+    chosen = {**SETTINGS, "epochs": 10, "clip_norm": None, "optimizer": "sgd"}
+    check(model, text_batches(), tmp_path, zero_stage=1, **chosen)
 
 
 # --- what is written, without processes
@@ -287,6 +300,9 @@ def test_precision_and_engine(tmp_path: Path) -> None:
         parts(written.path)
         text[name] = written.path.read_text()
         assert ("ONNX Runtime is not" in repr(written)) == (name == "ort")
+        assert "pip install deepspeed" not in repr(written)
+    sharded = ortlab.script(network(), samples(), to=tmp_path / "2", loss="mse", zero_stage=2)
+    assert "pip install deepspeed" in repr(sharded)
     assert "with torch.autocast(device.type, torch.bfloat16):" in text["bf16"]
     assert "DistributedDataParallel(torch.compile(model)" in text["compile"]
     assert "autocast" not in text["ort"]
