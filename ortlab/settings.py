@@ -462,15 +462,17 @@ class FinetuneSettings(EngineSettings):
     epochs: int = setting(1, minimum=1, help="passes over the training data")
     max_steps: int | None = setting(None, minimum=1, help="end after so many optimizer steps")
     workers: int = setting(
-        1, minimum=1, panel=True, help="processes that train together; every engine takes 1 so far"
+        1,
+        minimum=1,
+        panel=True,
+        help="processes that train together, each on its rows of every batch",
     )
     zero_stage: int = setting(
         0,
         minimum=0,
         maximum=3,
         panel=True,
-        help="what workers share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights "
-        "too; every engine takes 0 so far",
+        help="what workers share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too",
     )
     reduction: str = setting(
         "mean",
@@ -496,6 +498,13 @@ class FinetuneSettings(EngineSettings):
     )
     eval_every: int | None = setting(
         None, minimum=1, unit="steps", help="evaluate every so many steps, not after every epoch"
+    )
+    checkpoint_every: int | None = setting(
+        None,
+        minimum=1,
+        unit="steps",
+        help="keep a checkpoint every so many steps, the newest alone; else a run on workers every "
+        "100",
     )
     seed: int = setting(0, minimum=0, help="seeds the order of the data and every random number")
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="where the model trains")
