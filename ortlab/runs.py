@@ -43,9 +43,9 @@ class RunResult:
 
     ``before`` and ``after`` are the first and the last evaluation, None without evaluation data.
     Rates count the time of the steps alone; ``wall_s`` is everything, pauses included. The peak is
-    that of the resident size, or on CUDA of torch's allocated bytes, on workers that of the one that
-    took most. ``skipped_steps`` are those of
-    ``steps`` whose gradients overflowed in fp16, ``loss_scale`` is the last one.
+    that of the resident size, or on CUDA of torch's allocated bytes; of workers that of the one
+    that took most. ``skipped_steps`` are those of ``steps`` whose gradients overflowed in fp16,
+    ``loss_scale`` is the last one.
     """
 
     state: State

@@ -203,6 +203,14 @@ def test_fifty_steps_in_ort(alone: dict[str, Any], stage: int) -> None:
     assert difference(alone["losses"], losses(run)) < TOLERANCE
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [0, 1])
+def test_fifty_steps_compiled(alone: dict[str, Any], stage: int) -> None:
+    needs("compile")
+    run = train(Network(), engine="compile", workers=2, zero_stage=stage)
+    assert difference(alone["losses"], losses(run)) < TOLERANCE
+
+
 def test_a_run_moves_to_workers_and_back(alone: dict[str, Any]) -> None:
     """Weights, moments, order of the data and step go with it; the global batch stays."""
     model = Network()
