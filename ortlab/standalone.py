@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**30
 """Of data that is written beside a script."""
-_DROPPED = ("engine", "workers", "device")
+_DROPPED = ("engine", "workers", "device", "checkpoint_every", "eval_every")
 """Settings that say nothing of the steps of the script."""
 
 

@@ -56,6 +56,11 @@ def refuses(settings: FinetuneSettings, size: int) -> str | None:
             f"zero_stage={settings.zero_stage}: stages 0 and 1 are there so far; choose "
             "zero_stage=1, which shares out the optimizer's state"
         )
+    if settings.batch_size < size:
+        return (
+            f"batch_size={settings.batch_size} cannot be shared out to {size} workers; choose "
+            f"batch_size={size} or more"
+        )
     if settings.reduction == "mean":
         return None
     if (reason := adasum.refuses(size)) is not None or settings.optimizer == "sgd":
