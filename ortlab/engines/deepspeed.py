@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -248,6 +249,9 @@ class DeepSpeedRanks(Ranks):
         for group, parameters in zip(self._inner.param_groups, self._grouped, strict=True):
             group["params"] = list(parameters)
         self._inner.state.clear()
+        self._laid = [(parameter, parameter.stride()) for parameter in self.owner.parameters()]
+        for parameter, _ in self._laid:  # DeepSpeed broadcasts them byte by byte
+            parameter.data = parameter.data.contiguous()
         self._root = _Root(self.module, self.loss)
         _collectives()
         # DeepSpeed reads it in every step.
@@ -261,15 +265,17 @@ class DeepSpeedRanks(Ranks):
             )
         self._parallel = self._engine
         self._zero = self._engine.optimizer
+        # It would train copies of this rank's parts and then write them back.
+        for part, flat in zip(self._parts(), self._flats(), strict=True):
+            flat.data = part.data
         if self._stage < 3:
-            # It would train a copy of this rank's part and then write it back.
-            for part, flat in zip(self._parts(), self._zero.single_partition_of_fp32_groups, strict=True):
-                flat.data = part.data
             self._zero._link_all_hp_params()
 
     def _parts(self) -> list[torch.Tensor]:
-        """This rank's part of the weights, by group; they lie in what all weights lie in."""
+        """This rank's parts of the weights, by the optimizer's groups."""
         zero = self._zero
+        if self._stage == 3:
+            return list(zero.fp16_partitioned_groups_flat)
         return [parts[self._rank] for parts in zero.parallel_partitioned_bit16_groups]
 
     def _flats(self) -> list[torch.Tensor]:
@@ -280,29 +286,39 @@ class DeepSpeedRanks(Ranks):
 
     def _end(self) -> None:
         """Gives the model its whole weights, and takes away all that DeepSpeed put on it."""
-        whole = self._whole()
+        parameters = [parameter for parameter, _ in self._laid]
+        with self._gathered(parameters):
+            whole = [parameter.detach().clone() for parameter in parameters]
         self._engine.destroy()
+        # Collected as garbage it does that again, by then to what another has put there.
+        self._engine.optimizer = None
         for hook in self._hooks:
             hook.remove()
         self._before.restore()
-        for parameter, value in whole:
-            parameter.data = value
+        for (parameter, stride), value in zip(self._laid, whole, strict=True):
+            shape, kind, place = value.shape, value.dtype, value.device
+            laid = torch.empty_strided(shape, stride, dtype=kind, device=place)
+            parameter.data = laid.copy_(value)
             parameter.grad = None
         self._engine = self._parallel = self._zero = self._root = None
-
-    def _whole(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """All parameters, with copies of their values."""
-        parameters = list(self.owner.parameters())
-        with self._gathered(parameters):
-            return [(parameter, parameter.detach().clone()) for parameter in parameters]
 
     def _gathered(self, parameters: Sequence[nn.Parameter], source: int | None = None) -> Any:
         """Within it `parameters` are whole; what the rank `source` makes of them is then kept."""
         if self._stage < 3:
             return contextlib.nullcontext()
-        self._zero._partition_all_parameters()  # those of a forward that came to no end
+        self._put_away()
         zero = _deepspeed(self.device.type).zero
         return zero.GatheredParameters(list(parameters), modifier_rank=source)
+
+    def _put_away(self) -> None:
+        """Cuts what is whole still, or on its way, of a pass that came to no end."""
+        offload = self._zero.parameter_offload
+        offload.param_coordinator._clean_inflight_param_registry()
+        status = importlib.import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
+        for parameter in self._root.parameters():
+            if parameter.ds_status == status.INFLIGHT:  # it was to be, and a rank had failed
+                parameter.ds_status = status.NOT_AVAILABLE
+        offload.partition_all_parameters()
 
     # --- watched
 
@@ -350,17 +366,19 @@ class DeepSpeedRanks(Ranks):
         self._order = (self._order * 31 + number + 1) % _ORDERS
 
     def _note_gradients(self) -> None:
-        """Takes down the most bytes of gradients that are more than on their way."""
+        """Takes down the most bytes of gradients, at stage 2 without those on their way."""
         zero = self._zero
         if self._stage == 3:
             self._gradient_bytes = zero.grad_partitions_flat_buffer.nbytes
             return
-        buffers = {_memory(each) for bucket in zero.ipg_buckets.values() for each in bucket.buffer}
         kept = [p.grad for p in self._trained if p.grad is not None]
-        for held in (zero.averaged_gradients, zero.all_grad_tensors):
-            kept += [each for group in held.values() if group is not None for each in group]
-        sizes = {_memory(each): each.untyped_storage().nbytes() for each in kept}
-        found = sum(size for memory, size in sizes.items() if memory not in buffers)
+        if self._stage == 1:
+            found = sum(each.nbytes for each in kept)
+        else:
+            for held in (zero.averaged_gradients, zero.all_grad_tensors):
+                kept += [each for group in held.values() if group is not None for each in group]
+            buckets = zero.ipg_buckets.values()
+            found = _held(kept, without=[each for bucket in buckets for each in bucket.buffer])
         self._gradient_bytes = max(self._gradient_bytes, found)
 
     # --- a step
@@ -386,6 +404,7 @@ class DeepSpeedRanks(Ranks):
         if not self._is_broken:
             return
         self._is_broken = False
+        self._order = 0
         moments = self.moments()
         with self._watching():
             self._end()
@@ -622,14 +641,11 @@ class _Attributes:
                 delattr(parameter, name)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _held(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory that `tensors` lie in, each counted once."""
-    sizes = {_memory(each): each.untyped_storage().nbytes() for each in tensors}
-    return sum(sizes.values())
+def _held(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes of the memory that `tensors` lie in, each counted once, and not that of others."""
+    others = {each.untyped_storage().data_ptr() for each in without}
+    memories = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return sum(memory.nbytes() for place, memory in memories.items() if place not in others)
 
 
 class DeepSpeedStepper(TorchStepper):
