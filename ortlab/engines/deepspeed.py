@@ -26,7 +26,7 @@ from torch import nn
 from ortlab.checkpoint import check_model, check_optimizer
 from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, LossFunction, Report, StateBytes
-from ortlab.engines.sharded import Ranks
+from ortlab.engines.sharded import MOST_NUMBERS, Ranks
 from ortlab.engines.torch_native import TorchStepper, decay_of
 from ortlab.settings import FinetuneSettings
 
@@ -34,8 +34,8 @@ VERSION = "0.19.8"
 """The release whose parts that are not public have been tried; the extra asks for it."""
 BUCKET = 25 * 1024**2 // 4
 """Elements of float32 that are reduced or gathered at once: DistributedDataParallel's 25 MiB."""
-_ORDERS = 1 << 20
-"""Fingerprints of orders of gradients: their squares add up exactly in float64."""
+_WAYS = 1 << 20
+"""Fingerprints of what ranks did: their squares add up exactly in float64."""
 _COLLECTIVES = (
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
     *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
@@ -188,9 +188,12 @@ class _Root(nn.Module):
 class DeepSpeedRanks(Ranks):
     """Ranks of which each holds its share, as DeepSpeed cuts it.
 
-    Before each of DeepSpeed's collectives the ranks agree that none has failed and that their
-    gradients came in the same order: it adds them up by place, whatever parameter they are of.
+    Before each of DeepSpeed's collectives the ranks agree that none has failed, and that their
+    layers ran and their gradients came in the same order: it gathers and adds up by place,
+    whatever parameters are meant.
     """
+
+    sharer = f"DeepSpeed {VERSION}"
 
     def __init__(
         self,
@@ -242,10 +245,16 @@ class DeepSpeedRanks(Ranks):
         """Cuts the model; `_end` makes it whole again."""
         deepspeed = _deepspeed(self.device.type)
         self._before = _Attributes(self.owner)
-        self._hooks = [
+        self._hooks: list[Any] = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, number))
             for number, parameter in enumerate(self._trained)
         ]
+        if self._stage == 3:
+            self._hooks += [
+                module.register_forward_pre_hook(functools.partial(self._runs, number))
+                for number, module in enumerate(self.owner.modules())
+                if module._parameters
+            ]
         for group, parameters in zip(self._inner.param_groups, self._grouped, strict=True):
             group["params"] = list(parameters)
         self._inner.state.clear()
@@ -334,15 +343,7 @@ class DeepSpeedRanks(Ranks):
     def _watch(self, collective: Callable[[], Any]) -> Any:
         """Calls `collective` if all ranks come to it alike, and takes its time."""
         self._note_gradients()
-        order = torch.tensor(self._order, dtype=torch.float64, device=self.device)
-        agreed = self._agree([order, order.square()])
-        mean = float(agreed[0]) / self._size
-        if float(agreed[1]) != mean**2 * self._size:  # their variance
-            self._agreed = True  # all raise it
-            raise RuntimeError(
-                f"zero_stage={self._stage}: the ranks' gradients came in different orders, as of a "
-                "model that uses other layers for other data; choose zero_stage=0"
-            )
+        self._agree([])
         self._clock.begin()
         try:
             work = collective()
@@ -355,15 +356,32 @@ class DeepSpeedRanks(Ranks):
         return work
 
     def _agree(self, numbers: Sequence[torch.Tensor], *, failed: bool = False) -> torch.Tensor:
-        """See `Ranks._agree`; after it there are others."""
-        agreed = super()._agree(numbers, failed=failed)
-        self._agreed = failed
-        return agreed
+        """See `Ranks._agree`; RuntimeError on all ranks where they came here by other ways."""
+        way = (self._order * 31 + len(numbers)) % _WAYS
+        told = [torch.zeros((), device=self.device)] * MOST_NUMBERS
+        told[: len(numbers)] = numbers
+        told[-2:] = torch.tensor([way, way * way], dtype=torch.float64, device=self.device)
+        agreed = super()._agree([] if failed else told, failed=failed)
+        if not failed:
+            if float(agreed[-1]) != (float(agreed[-2]) / self._size) ** 2 * self._size:
+                raise RuntimeError(
+                    f"zero_stage={self._stage}: the ranks used different layers, or in another "
+                    "order; choose zero_stage=0 for a model whose layers depend on its data"
+                )
+            self._agreed = False  # there are more to come
+        return agreed[: len(numbers)]
 
     def _arrived(self, number: int, _: torch.Tensor) -> None:
         """Hears that the gradient of a parameter is there, before DeepSpeed does."""
         self._used[number] = 1
-        self._order = (self._order * 31 + number + 1) % _ORDERS
+        self._count(2 * number)
+
+    def _runs(self, number: int, *_: Any) -> None:
+        """Hears that a layer is about to run, before DeepSpeed gathers its weights."""
+        self._count(2 * number + 1)
+
+    def _count(self, event: int) -> None:
+        self._order = (self._order * 31 + event + 1) % _WAYS
 
     def _note_gradients(self) -> None:
         """Takes down the most bytes of gradients, at stage 2 without those on their way."""
@@ -548,11 +566,27 @@ class DeepSpeedRanks(Ranks):
     def _is_idle(self, number: int) -> bool:
         return self._idle is not None and bool(self._idle[number])
 
-    def set_moments(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Takes this rank's part of what `moments` gives.
+    def check_moments(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """ValueError for an optimizer's state that no flat tensor has: of other numbers of steps."""
+        number = 0
+        for parameters in self._grouped:
+            found = []
+            for parameter in parameters:
+                state = states.get(number)
+                number += 1
+                if state:
+                    single = {name: float(v) for name, v in state.items() if v.dim() == 0}
+                    found.append((self._names[id(parameter)], single))
+            for name, single in found[1:]:
+                if single != found[0][1]:
+                    raise ValueError(
+                        f"zero_stage={self._stage} by DeepSpeed steps all parameters at once, and "
+                        f"the checkpoint has {single} for {name} and {found[0][1]} for "
+                        f"{found[0][0]}; choose zero_stage=0"
+                    )
 
-        ValueError for parameters of other numbers of steps.
-        """
+    def set_moments(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Takes this rank's part of what `moments` gives."""
         self._inner.state.clear()
         number = 0
         for flat, parameters in zip(self._flats(), self._grouped, strict=True):
@@ -588,12 +622,9 @@ class DeepSpeedRanks(Ranks):
         """Takes the clipping and the decay of `settings`."""
         self._clip_norm = settings.clip_norm
         self._zero.clip_grad = settings.clip_norm or 0.0
+        forms = dict(self.named())
         for group, parameters in zip(self._inner.param_groups, self._grouped, strict=True):
-            forms = dict(self.named())
             group["weight_decay"] = decay_of(forms[self._names[id(parameters[0])]], settings)
-
-    def _library(self) -> str:
-        return f"DeepSpeed {VERSION}"
 
     def close(self) -> None:
         """Makes the user's model whole; at stage 3 all ranks call it."""
@@ -686,6 +717,7 @@ class DeepSpeedStepper(TorchStepper):
         zero, kept = self._processes, state["optimizer"]
         check_model(state["model"], zero.forms())
         check_optimizer(kept, {"param_groups": zero.groups()}, zero.named())
+        zero.check_moments(kept["state"])
         zero.set_weights(state["model"])
         zero.set_moments(kept["state"])
 

@@ -34,6 +34,10 @@ from ortlab.randomness import RandomStates, undisturbed_random
 from ortlab.settings import FinetuneSettings
 
 
+MOST_NUMBERS = 5
+"""That ranks add up at once, where they agree that none has failed."""
+
+
 class RankFailed(Concise, RuntimeError):
     """A step that another rank could not take, so that no rank has; the message says which."""
 
@@ -157,6 +161,9 @@ class _Objective(nn.Module):
 class Ranks(OneProcess):
     """How the ranks of a process group take steps together; see `prepare`."""
 
+    sharer = "torch's ZeroRedundancyOptimizer"
+    """What shares out at ZeRO's stages above 0."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -270,13 +277,13 @@ class Ranks(OneProcess):
         One that has failed itself has no numbers, and raises its own error.
         """
         self._agreed = True  # also where this fails: nobody is to be told twice
-        told = torch.zeros(_MOST_NUMBERS + self._size, dtype=torch.float64, device=self.device)
+        told = torch.zeros(MOST_NUMBERS + self._size, dtype=torch.float64, device=self.device)
         if numbers:
             told[: len(numbers)] = torch.stack([number.double() for number in numbers])
-        told[_MOST_NUMBERS + self._rank] = float(failed)
+        told[MOST_NUMBERS + self._rank] = float(failed)
         with self._clock:
             dist.all_reduce(told, group=self._group)
-        ranks = [str(rank) for rank, one in enumerate(told[_MOST_NUMBERS:].tolist()) if one]
+        ranks = [str(rank) for rank, one in enumerate(told[MOST_NUMBERS:].tolist()) if one]
         if ranks and not failed:
             raise RankFailed(
                 f"rank {', '.join(ranks)} of {self._size} has failed, so that no rank has taken "
@@ -367,9 +374,10 @@ class Ranks(OneProcess):
 
     def told(self, report: Report) -> Report:
         """The engine's `report`, and how many ranks there are."""
+        sharer = f" by {self.sharer}" if self._stage else ""
         note = (
             f"rank {self._rank} of {self._size} over {dist.get_backend(self._group)}: ZeRO stage "
-            f"{self._stage}, reduction {self._reduction}"
+            f"{self._stage}{sharer}, reduction {self._reduction}"
         )
         normed = any(
             isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self.owner.modules()
@@ -383,5 +391,3 @@ class Ranks(OneProcess):
         """Lets go of the buckets, which take as much memory as the gradients."""
         self._parallel = None
 
-
-_MOST_NUMBERS = 3
