@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,7 +24,7 @@ from torch import nn
 
 from ortlab.checkpoint import check_model, check_optimizer
 from ortlab.engines import batch as batches
-from ortlab.engines.base import Batch, LossFunction, Report, StateBytes
+from ortlab.engines.base import Batch, LossFunction, StateBytes
 from ortlab.engines.sharded import MOST_NUMBERS, Ranks
 from ortlab.engines.torch_native import TorchStepper, decay_of
 from ortlab.settings import FinetuneSettings
@@ -62,16 +61,18 @@ def refuses(settings: FinetuneSettings) -> str | None:
     if (reason := missing()) is not None:
         return f"{stage} goes through DeepSpeed: {reason}"
     if settings.reduction != "mean":
-        return f"{stage}: DeepSpeed reduces gradients itself, by their mean; choose reduction='mean'"
+        return (
+            f"{stage}: DeepSpeed reduces gradients itself, by their mean; choose reduction='mean'"
+        )
     if settings.precision == "fp16":
         return (
             f"{stage} with precision='fp16': DeepSpeed has a loss scale for float16 weights alone, "
             "and these are float32; choose precision='bf16'"
         )
-    if settings.zero_stage == 3 and settings.engine == "ort":
+    if settings.zero_stage == 3 and settings.engine != "eager":
         return (
-            f"{stage}: ORT reads whole weights, and its hooks for DeepSpeed's parts of them are of "
-            "2023; choose zero_stage=2, or engine='eager'"
+            f"{stage} with engine={settings.engine!r}: it reads all weights of the model at once, "
+            "so that every rank would have to hold them; choose zero_stage=2, or engine='eager'"
         )
     return None
 
@@ -88,7 +89,7 @@ def _deepspeed(device_type: str) -> Any:
 
 @contextlib.contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """`variables` for a while; what DeepSpeed and its imports set meanwhile does not stay either."""
+    """`variables` for a while; what DeepSpeed's import sets does not stay either."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -237,6 +238,7 @@ class DeepSpeedRanks(Ranks):
         self._used = torch.zeros(len(self._trained), device=self.device)
         self._idle: torch.Tensor | None = None
         self._order = 0
+        self._arriving = -1
         self._gradient_bytes = 0
         self._begin()
         return self._inner
@@ -309,7 +311,8 @@ class DeepSpeedRanks(Ranks):
             laid = torch.empty_strided(shape, stride, dtype=kind, device=place)
             parameter.data = laid.copy_(value)
             parameter.grad = None
-        self._engine = self._parallel = self._zero = self._root = None
+        self._engine = self._parallel = self._zero = None
+        del self._root
 
     def _gathered(self, parameters: Sequence[nn.Parameter], source: int | None = None) -> Any:
         """Within it `parameters` are whole; what the rank `source` makes of them is then kept."""
@@ -323,7 +326,10 @@ class DeepSpeedRanks(Ranks):
         """Cuts what is whole still, or on its way, of a pass that came to no end."""
         offload = self._zero.parameter_offload
         offload.param_coordinator._clean_inflight_param_registry()
-        status = importlib.import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
+        status = importlib.import_module(
+            "deepspeed.runtime.zero.partition_parameters"
+        ).ZeroParamStatus
+        parameter: Any  # DeepSpeed has put more on it
         for parameter in self._root.parameters():
             if parameter.ds_status == status.INFLIGHT:  # it was to be, and a rank had failed
                 parameter.ds_status = status.NOT_AVAILABLE
@@ -374,6 +380,7 @@ class DeepSpeedRanks(Ranks):
     def _arrived(self, number: int, _: torch.Tensor) -> None:
         """Hears that the gradient of a parameter is there, before DeepSpeed does."""
         self._used[number] = 1
+        self._arriving = number
         self._count(2 * number)
 
     def _runs(self, number: int, *_: Any) -> None:
@@ -389,14 +396,17 @@ class DeepSpeedRanks(Ranks):
         if self._stage == 3:
             self._gradient_bytes = zero.grad_partitions_flat_buffer.nbytes
             return
-        kept = [p.grad for p in self._trained if p.grad is not None]
+        numbered = enumerate(p.grad for p in self._trained)
+        kept = {number: grad for number, grad in numbered if grad is not None}
         if self._stage == 1:
-            found = sum(each.nbytes for each in kept)
+            found = sum(each.nbytes for each in kept.values())
         else:
-            for held in (zero.averaged_gradients, zero.all_grad_tensors):
-                kept += [each for group in held.values() if group is not None for each in group]
+            kept.pop(self._arriving, None)
+            held = list(kept.values())
+            for groups in (zero.averaged_gradients, zero.all_grad_tensors):
+                held += [each for group in groups.values() if group is not None for each in group]
             buckets = zero.ipg_buckets.values()
-            found = _held(kept, without=[each for bucket in buckets for each in bucket.buffer])
+            found = _held(held, without=[each for bucket in buckets for each in bucket.buffer])
         self._gradient_bytes = max(self._gradient_bytes, found)
 
     # --- a step
@@ -481,16 +491,20 @@ class DeepSpeedRanks(Ranks):
                 "has a gradient in some steps alone; choose zero_stage=0"
             )
         spared = [self._trained[int(number)] for number in idle.nonzero()]
-        held = [p.data if self._stage < 3 else p.ds_tensor.data for p in spared]
+        held = [p.data if self._stage < 3 else self._part(p) for p in spared]
         return [(tensor, tensor.clone()) for tensor in held]
 
     # --- the state
 
     def bytes(self) -> StateBytes:
-        """What this rank holds; of gradients the most that it has held between collectives."""
+        """What this rank holds; of gradients the most that it has held in a step.
+
+        At stage 2 with several micro-batches DeepSpeed holds this rank's part of the newest one
+        beside that of their sum.
+        """
         weights = [p.data for p in self.owner.parameters()]
         if self._stage == 3:
-            weights += [p.ds_tensor.data for p in self.owner.parameters()]
+            weights += [self._part(p) for p in self.owner.parameters()]
         weights += self._flats()
         moments = batches.tensors([list(state.values()) for state in self._inner.state.values()])
         return StateBytes(
@@ -498,6 +512,11 @@ class DeepSpeedRanks(Ranks):
             gradients=self._gradient_bytes,
             optimizer_state=_held(moments),
         )
+
+    def _part(self, parameter: Any) -> torch.Tensor:
+        """This rank's part of `parameter` at stage 3."""
+        part: torch.Tensor = parameter.ds_tensor.data
+        return part
 
     def weights(self) -> dict[str, Any]:
         """The model's whole state dictionary, on every rank; all of them call it."""
@@ -519,7 +538,7 @@ class DeepSpeedRanks(Ranks):
         """The model's state dictionary, as `check_model` compares it: without values."""
         state = self.owner.state_dict()
         for name, parameter in self.owner.named_parameters(remove_duplicate=False):
-            shape = parameter.ds_shape if self._stage == 3 else parameter.shape
+            shape = getattr(parameter, "ds_shape", parameter.shape)
             state[name] = torch.empty(shape, dtype=parameter.dtype, device="meta")
         return state
 
@@ -558,7 +577,7 @@ class DeepSpeedRanks(Ranks):
         return found
 
     def _link(self) -> None:
-        """Lets DeepSpeed find the optimizer's state: it looks after the first group's first step."""
+        """Lets DeepSpeed find the optimizer's state, which it looks for when there is but one."""
         if self._stage < 3 and self._inner.state:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -567,7 +586,7 @@ class DeepSpeedRanks(Ranks):
         return self._idle is not None and bool(self._idle[number])
 
     def check_moments(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """ValueError for an optimizer's state that no flat tensor has: of other numbers of steps."""
+        """ValueError for a state that no flat tensor has: of other numbers of steps."""
         number = 0
         for parameters in self._grouped:
             found = []
@@ -598,7 +617,9 @@ class DeepSpeedRanks(Ranks):
             here = self._inner.state[flat]
             for name, value in some[0].items():
                 shaped = isinstance(value, torch.Tensor) and value.dim() > 0
-                here[name] = torch.zeros_like(flat, requires_grad=False) if shaped else value.clone()
+                here[name] = (
+                    torch.zeros_like(flat, requires_grad=False) if shaped else value.clone()
+                )
         self._link()
         for number, parameter in enumerate(self._trained):
             for name, value in states.get(number, {}).items():
@@ -680,7 +701,7 @@ def _held(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ())
 
 
 class DeepSpeedStepper(TorchStepper):
-    """Trains by `DeepSpeedRanks`, which has the gradients, the weights and the optimizer's state."""
+    """Trains by `DeepSpeedRanks`, which has weights, gradients and the optimizer's state."""
 
     _processes: DeepSpeedRanks
 

@@ -33,7 +33,6 @@ from ortlab.errors import Concise
 from ortlab.randomness import RandomStates, undisturbed_random
 from ortlab.settings import FinetuneSettings
 
-
 MOST_NUMBERS = 5
 """That ranks add up at once, where they agree that none has failed."""
 
@@ -390,4 +389,3 @@ class Ranks(OneProcess):
     def close(self) -> None:
         """Lets go of the buckets, which take as much memory as the gradients."""
         self._parallel = None
-

@@ -82,7 +82,7 @@ def held() -> dict[str, Any]:
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
         stepper = together(model, functional.mse_loss, zero_stage=stage)
-        stepper.step([batch, batch], lr=LR)
+        stepper.step([batch], lr=LR)
         told = vars(stepper.bytes())
         found[str(stage)] = {**told, "all": live() - before, "bucket": 4 * BUCKET}
         stepper.close()
@@ -185,7 +185,10 @@ def settled() -> dict[str, Any]:
     stepper.step([batch], lr=LR)
     state = stepper.state_dict()
     wide = nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 4))
-    uneven = {**state, "optimizer": {**state["optimizer"], "state": dict(state["optimizer"]["state"])}}
+    uneven = {
+        **state,
+        "optimizer": {**state["optimizer"], "state": dict(state["optimizer"]["state"])},
+    }
     uneven["optimizer"]["state"][1] = {
         name: value + 1 for name, value in uneven["optimizer"]["state"][1].items()
     }

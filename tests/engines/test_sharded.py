@@ -16,6 +16,7 @@ from ortlab.engines.shares import share_of, weights_of
 from ortlab.settings import FinetuneSettings
 from tests.engines.several import TOLERANCE, Found, check_parity, of, run
 
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run("tests.engines.ranks", 2, tmp_path_factory.mktemp("two"))
@@ -183,7 +184,6 @@ def _settings(**changes: Any) -> FinetuneSettings:
 @pytest.mark.parametrize(
     ("changes", "size", "message"),
     [
-        ({"zero_stage": 2}, 2, "stages 0 and 1 are there so far"),
         (ADASUM, 6, "train with 4 or 8 workers"),
         ({**ADASUM, "zero_stage": 1, "clip_norm": None}, 2, "ZeRO would share out"),
         (ADASUM, 2, "choose clip_norm=None"),
