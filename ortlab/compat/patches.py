@@ -160,13 +160,14 @@ def _interop_later(_addresses: Addresses) -> None:
     _replace(_pybind_state, "is_torch_interop_default_on", lambda _original: lambda: False)
 
 
+_ABSENT = object()
 _hidden: list[Any] = []
 """What `sys.modules` had for DeepSpeed, while ORTModule is imported."""
 
 
 def _hide_deepspeed(_addresses: Addresses) -> None:
     if PACKAGE not in sys.modules and not _hidden:
-        _hidden.append(sys.modules.get("deepspeed"))
+        _hidden.append(sys.modules.get("deepspeed", _ABSENT))
         sys.modules["deepspeed"] = None  # type: ignore[assignment]  # Python's way: cannot be imported
 
 
@@ -200,7 +201,7 @@ def _show_deepspeed(_addresses: Addresses) -> None:
         importlib.import_module("onnxruntime.training.utils.hooks._zero_offload_subscriber")
     while _hidden:
         module = _hidden.pop()
-        if module is None:
+        if module is _ABSENT:
             del sys.modules["deepspeed"]
         else:
             sys.modules["deepspeed"] = module
