@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 from typing import Any
 
@@ -130,6 +131,46 @@ def wayward() -> dict[str, Any]:
     return found
 
 
+def turns() -> dict[str, Any]:
+    """Layers of which each micro-batch uses another."""
+    found: dict[str, Any] = {}
+    for stage in STAGES:
+        models = Wayward(), Wayward()
+        for model in models:
+            calls = itertools.count()
+            model.choose = lambda calls=calls: next(calls) % 2 == 0
+        many = together(models[0], functional.cross_entropy, zero_stage=stage)
+        one = alone(models[1], functional.cross_entropy)
+        for _ in range(4):
+            one.step(data(8, 8), lr=LR)
+            many.step(data(8, 8), lr=LR)
+        found[str(stage)] = error(one.state_dict(), many.state_dict())
+    return found
+
+
+def infinite() -> dict[str, Any]:
+    """A loss that is infinite on the last rank, and has gradients."""
+
+    def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = functional.cross_entropy(scores, target)
+        return found + torch.inf if RANK and hurt else found
+
+    found: dict[str, Any] = {}
+    (batch,) = data(8)
+    for stage in STAGES:
+        hurt = False
+        stepper = together(network(), loss, zero_stage=stage)
+        stepper.step([batch], lr=LR)
+        before = ranks.digest(stepper.state_dict()["model"])
+        hurt = True
+        stepper.step([batch], lr=LR)
+        hurt = False
+        stepper.step([batch], lr=LR)
+        after = ranks.digest(stepper.state_dict()["model"])
+        found[str(stage)] = [stepper.finite(), before == after]
+    return found
+
+
 class Halved(nn.Module):
     """Tells what its products are computed in."""
 
@@ -237,11 +278,13 @@ CASES: dict[str, ranks.Case] = {
     "in place": in_place,
     "not finite": functools.partial(ranks.not_finite, STAGES),
     **{f"failing {stage}": functools.partial(ranks.failing, stage) for stage in STAGES},
-    "ignored": functools.partial(ranks.ignored, 2),
+    "ignored": functools.partial(ranks.ignored, 3),
     "statistics": functools.partial(ranks.statistics, 3),
     "unused": functools.partial(ranks.unused, STAGES),
     "layouts": functools.partial(ranks.layouts, STAGES),
     "held": held,
+    "turns": turns,
+    "infinite": infinite,
     "wayward": wayward,
     "halved": halved,
     "compiled": compiled,

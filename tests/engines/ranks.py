@@ -138,7 +138,7 @@ def parity(name: str, stage: int, optimizer: str) -> Case:
             assert a.loss is not None
             evaluated = max(evaluated, abs(float(a.loss) - float(b.loss)) / float(a.loss))
             hits.append([(each.correct, each.predicted, each.samples) for each in (a, b)])
-        used = many.report().engine_used
+        report = many.report()
         many.close()
         if RANK == 0:  # nobody else takes part: a reduction would wait
             functional.cross_entropy(model(batch[0]), batch[1]).backward()
@@ -149,7 +149,8 @@ def parity(name: str, stage: int, optimizer: str) -> Case:
             "evaluated": evaluated,
             "hits": hits,
             "communication_ms": communication,
-            "engine": used,
+            "engine": report.engine_used,
+            "notes": report.notes,
         }
 
     return case

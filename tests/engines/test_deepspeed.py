@@ -27,7 +27,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
 )
 def test_fifty_steps_are_those_of_one_process(two: Found, stage: int, optimizer: str) -> None:
     """Losses, gradient norms, states, evaluation: with accumulation, clipping, uneven shares."""
-    check_parity(of(two, f"parity eager {stage} {optimizer}"), "eager")
+    found = of(two, f"parity eager {stage} {optimizer}")
+    check_parity(found, "eager")
+    assert f"ZeRO stage {stage} by DeepSpeed {deepspeed.VERSION}" in found[0]["notes"][-1]
 
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(1, "sgd"), (2, "adamw")])
@@ -121,6 +123,21 @@ def test_models_that_are_not_plain(two: Found, case: str, stage: str) -> None:
     """A parameter that the loss does not use, one that lies otherwise in memory."""
     for each in of(two, case):
         assert each[stage] < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_layers_that_take_turns(two: Found, stage: str) -> None:
+    """The first micro-batch of a step goes through one, the second through another."""
+    for each in of(two, "turns"):
+        assert each[stage] < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_infinite_loss_with_finite_gradients(two: Found, stage: str) -> None:
+    for each in of(two, "infinite"):
+        finite, unchanged = each[stage]
+        assert not finite
+        assert unchanged
 
 
 @pytest.mark.parametrize("stage", STAGES)

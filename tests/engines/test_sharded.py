@@ -37,7 +37,10 @@ def ranks(request: pytest.FixtureRequest) -> Found:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_fifty_steps_are_those_of_one_process(two: Found, stage: int, optimizer: str) -> None:
     """Losses, gradient norms, states, evaluation: with accumulation, clipping, uneven shares."""
-    check_parity(of(two, f"parity eager {stage} {optimizer}"), "eager")
+    found = of(two, f"parity eager {stage} {optimizer}")
+    check_parity(found, "eager")
+    sharer = " by torch's ZeroRedundancyOptimizer" if stage else ""
+    assert f"ZeRO stage {stage}{sharer}, reduction mean" in found[0]["notes"][-1]
 
 
 def test_four_ranks_are_one_process(four: Found) -> None:
