@@ -44,9 +44,12 @@ _COLLECTIVES = (
 
 def missing() -> str | None:
     """Why DeepSpeed cannot be used here and what to do; None when it can. Imports nothing."""
-    if importlib.util.find_spec("deepspeed") is None:
+    found = None
+    if importlib.util.find_spec("deepspeed") is not None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a folder of that name
+            found = importlib.metadata.version("deepspeed")
+    if found is None:
         return "DeepSpeed is not installed: pip install 'ortlab[deepspeed]'"
-    found = importlib.metadata.version("deepspeed")
     if found != VERSION:
         return (
             f"DeepSpeed {found} is installed, and ortlab knows the inner parts of {VERSION}: "
@@ -448,7 +451,7 @@ class DeepSpeedRanks(Ranks):
         """See `OneProcess.objective`."""
         kind = self.device.type
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        # Inside its own forward DeepSpeed turns autocast off.
+        # On CUDA DeepSpeed turns autocast off inside its forward (runtime/torch_autocast.py).
         self._root.context = torch.autocast(kind, dtype, enabled=enabled)
         loss: torch.Tensor = self._engine(batch)[0]
         return loss

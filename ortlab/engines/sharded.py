@@ -2,7 +2,9 @@
 
 Each rank has the model, is given every batch, and trains on its own rows of it (data parallel, by
 torch's DistributedDataParallel around what an engine executes). ZeRO's stage 0 (Rajbhandari et al.
-2020, arXiv:1910.02054) shares nothing out; stage 1 shares the optimizer's state.
+2020, arXiv:1910.02054) shares nothing out; stage 1 shares out the optimizer's state, 2 gradients
+too, 3 weights too. DeepSpeed does that where it is installed (`ortlab.engines.deepspeed`); without
+it stage 1 is torch's ZeroRedundancyOptimizer's.
 """
 
 from __future__ import annotations
@@ -91,6 +93,9 @@ def prepare(
       each step, where DistributedDataParallel's ``broadcast_buffers`` would let them differ
       until the next forward.
     - States have the form of one process, whole on every rank, in both directions.
+    - DeepSpeed takes float32 weights and all ranks, and steps all parameters at once: one without
+      a gradient in any step is left alone, one that has a gradient in some steps is refused there.
+      At stage 3 all ranks call ``close`` too, which gives the model its whole weights.
     - Gradient checkpointing has to be that without reentry (``use_reentrant=False``): of the other
       kind DistributedDataParallel says that a variable was marked ready twice.
 
@@ -98,10 +103,12 @@ def prepare(
     long collectives were under way.
 
     A rank that fails before its last backward of a step makes all others raise `RankFailed`, and
-    none has taken the step. One that fails or dies later is noticed by the group's timeout.
+    none has taken the step. One that fails or dies later is noticed by the group's timeout; by
+    DeepSpeed's next collective where that shares out.
 
     ValueError where `refuses` has a reason, ``workers`` is not the group's size, or the parameters
-    are of several types at stage 1; RuntimeError without a process group.
+    are of several types at stage 1, of another than float32 by DeepSpeed; RuntimeError without a
+    process group.
     """
     if not dist.is_initialized():
         raise RuntimeError(
