@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -309,6 +309,7 @@ class DeepSpeedRanks(Ranks):
         for hook in self._hooks:
             hook.remove()
         self._before.restore()
+        _forget(self._root)
         for (parameter, stride), value in zip(self._laid, whole, strict=True):
             shape, kind, place = value.shape, value.dtype, value.device
             laid = torch.empty_strided(shape, stride, dtype=kind, device=place)
@@ -327,15 +328,16 @@ class DeepSpeedRanks(Ranks):
 
     def _put_away(self) -> None:
         """Cuts what is whole still, or on its way, of a pass that came to no end."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
         offload = self._zero.parameter_offload
         offload.param_coordinator._clean_inflight_param_registry()
-        status = importlib.import_module(
-            "deepspeed.runtime.zero.partition_parameters"
-        ).ZeroParamStatus
         parameter: Any  # DeepSpeed has put more on it
         for parameter in self._root.parameters():
-            if parameter.ds_status == status.INFLIGHT:  # it was to be, and a rank had failed
-                parameter.ds_status = status.NOT_AVAILABLE
+            if (
+                parameter.ds_status == ZeroParamStatus.INFLIGHT
+            ):  # it was to be, and a rank had failed
+                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         offload.partition_all_parameters()
 
     # --- watched
@@ -676,6 +678,20 @@ def _configuration(stage: int, clip_norm: float | None) -> dict[str, Any]:
             "sub_group_size": 10**15,  # one for each of the optimizer's groups
         },
     }
+
+
+def _forget(root: nn.Module) -> None:
+    """Lets go of what stage 3 would keep for ever: modules in a list, and in a method's cache."""
+    from deepspeed.runtime.zero import parameter_offload as offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import (
+        PartitionedParameterCoordinator as Coordinator,
+    )
+
+    own = {id(module) for module in root.modules()}
+    stack = offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if id(module) not in own]
+    method = getattr(Coordinator, f"_{Coordinator.__name__}__params_to_release")
+    inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
 class _Attributes:

@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -88,6 +89,23 @@ def held() -> dict[str, Any]:
         found[str(stage)] = {**told, "all": live() - before, "bucket": 4 * BUCKET}
         stepper.close()
         del stepper, model
+    return found
+
+
+def gone() -> dict[str, Any]:
+    """Whether a model is kept by anyone when its stepper was closed."""
+    found: dict[str, Any] = {}
+    (batch,) = data(8)
+    for stage in STAGES:
+        model = ranks.Picky()
+        kept = weakref.ref(model), weakref.ref(next(model.parameters()))
+        stepper = together(model, functional.cross_entropy, zero_stage=stage)
+        for _ in range(3):
+            stepper.step([batch], lr=LR)
+        stepper.close()
+        del stepper, model
+        gc.collect()
+        found[str(stage)] = [each() is None for each in kept]
     return found
 
 
@@ -283,6 +301,7 @@ CASES: dict[str, ranks.Case] = {
     "unused": functools.partial(ranks.unused, STAGES),
     "layouts": functools.partial(ranks.layouts, STAGES),
     "held": held,
+    "gone": gone,
     "turns": turns,
     "infinite": infinite,
     "wayward": wayward,

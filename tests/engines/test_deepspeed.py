@@ -84,6 +84,12 @@ def test_bytes_are_those_of_the_paper(two: Found) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_closed_stepper_keeps_no_model(two: Found, stage: str) -> None:
+    for each in of(two, "gone"):
+        assert each[stage] == [True, True]
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_nan_on_one_rank_changes_no_weight_on_any(two: Found, stage: str) -> None:
     for each in of(two, "not finite"):
         finite_before, finite_after, loss_is_nan, unchanged = each[stage]
