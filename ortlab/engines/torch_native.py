@@ -126,7 +126,6 @@ class TorchStepper:
         self._close = close
         self._modes = _modes(owner)
         self._changing = [buffer for buffer in owner.buffers() if _may_change(buffer)]
-        self._loss = loss
         self._device = device
         self._clip_norm = settings.clip_norm
         self._report = report
