@@ -47,6 +47,11 @@ def refuses(settings: FinetuneSettings, size: int) -> str | None:
     """Why `size` ranks cannot train together under `settings`; None when they can."""
     if settings.zero_stage > 1 and (reason := _not_by_deepspeed(settings)) is not None:
         return reason
+    if settings.batch_size < size:
+        return (
+            f"batch_size={settings.batch_size} cannot be shared out to {size} workers; choose "
+            f"batch_size={size} or more"
+        )
     if settings.reduction == "mean":
         return None
     if (reason := adasum.refuses(size)) is not None or settings.optimizer == "sgd":

@@ -155,8 +155,9 @@ class TorchStepper:
             self._module.train()
         self._optimizer.zero_grad(set_to_none=True)
         forward_s = backward_s = 0.0
-        samples = tokens = 0
+        samples = tokens = own_samples = 0
         losses = []
+        own_loss: torch.Tensor | None = None
         for number, batch in enumerate(batches_, 1):
             started = time.perf_counter()
             more_samples, more_tokens = batches.count(batch)
@@ -168,6 +169,8 @@ class TorchStepper:
                 with self._autocast():
                     loss = self._processes.objective(own) / len(batches_)
                 losses.append(loss.detach() * share.part)
+                own_loss = loss.detach() if own_loss is None else own_loss + loss.detach()
+                own_samples += batches.count(share.batch)[0] if share.part else 0
                 forward_s += time.perf_counter() - started
                 if last:
                     total = self._processes.total(losses, samples)
@@ -192,6 +195,8 @@ class TorchStepper:
             communication_ms=self._processes.communication_ms(),
             loss_scale=loss_scale,
             skipped=skipped,
+            own_loss=own_loss,
+            own_samples=own_samples,
         )
 
     def _update(
@@ -343,7 +348,7 @@ class Eager:
     """torch as it is: the reference for every other engine."""
 
     name = "eager"
-    capabilities = Capabilities()
+    capabilities = Capabilities(workers=True, zero_stages=(0, 1))
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
@@ -391,7 +396,7 @@ class Compile:
     """torch.compile with its default backend, Inductor."""
 
     name = "compile"
-    capabilities = Capabilities(size_cost="recompile")
+    capabilities = Capabilities(workers=True, zero_stages=(0, 1), size_cost="recompile")
 
     def unavailable(self) -> str | None:
         """Inductor compiles C++ on a CPU, so a compiler must be there."""
