@@ -113,7 +113,8 @@ def _collectives() -> Any:
 
     if getattr(comm.cdb, "watcher", comm) is comm:
         comm.cdb = _watched_class()()
-        groups._WORLD_GROUP = dist.group.WORLD  # else it opens a second group, with its own sockets
+    # Else it opens a second group, with its own sockets, and keeps it when there is another world.
+    groups._WORLD_GROUP = dist.group.WORLD
     return comm.cdb
 
 
