@@ -2,7 +2,9 @@
 
 Each rank has the model, is given every batch, and trains on its own rows of it (data parallel, by
 torch's DistributedDataParallel around what an engine executes). ZeRO's stage 0 (Rajbhandari et al.
-2020, arXiv:1910.02054) shares nothing out; stage 1 shares the optimizer's state.
+2020, arXiv:1910.02054) shares nothing out; stage 1 shares out the optimizer's state, 2 gradients
+too, 3 weights too. DeepSpeed does that where it is installed (`ortlab.engines.deepspeed`); without
+it stage 1 is torch's ZeroRedundancyOptimizer's.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ from ortlab.errors import Concise
 from ortlab.randomness import RandomStates, undisturbed_random
 from ortlab.settings import FinetuneSettings
 
+MOST_NUMBERS = 5
+"""That ranks add up at once, where they agree that none has failed."""
+
 
 class RankFailed(Concise, RuntimeError):
     """A step that another rank could not take, so that no rank has; the message says which."""
@@ -40,22 +45,13 @@ class RankFailed(Concise, RuntimeError):
 
 def refuses(settings: FinetuneSettings, size: int) -> str | None:
     """Why `size` ranks cannot train together under `settings`; None when they can."""
-    lamb = settings.optimizer == "lamb"
-    if lamb and settings.zero_stage > 1:
-        return (
-            f"optimizer='lamb' with zero_stage={settings.zero_stage}: its ratios are of whole "
-            "tensors, which that stage cuts up; choose zero_stage=1, or optimizer='adamw'"
-        )
-    if lamb and settings.reduction == "adasum":
+    if settings.optimizer == "lamb" and settings.reduction == "adasum":
         return (
             "reduction='adasum' with optimizer='lamb': both choose a length for each tensor's "
             "step, and nobody has shown what they do together; choose reduction='mean'"
         )
-    if settings.zero_stage > 1:
-        return (
-            f"zero_stage={settings.zero_stage}: stages 0 and 1 are there so far; choose "
-            "zero_stage=1, which shares out the optimizer's state"
-        )
+    if settings.zero_stage > 1 and (reason := _not_by_deepspeed(settings)) is not None:
+        return reason
     if settings.batch_size < size:
         return (
             f"batch_size={settings.batch_size} cannot be shared out to {size} workers; choose "
@@ -73,6 +69,12 @@ def refuses(settings: FinetuneSettings, size: int) -> str | None:
     if settings.precision == "fp16":
         return f"{each}gradient, and would need a loss scale of its own; choose precision='bf16'"
     return None
+
+
+def _not_by_deepspeed(settings: FinetuneSettings) -> str | None:
+    from ortlab.engines import deepspeed  # which is made of `Ranks`
+
+    return deepspeed.refuses(settings)
 
 
 def prepare(
@@ -101,6 +103,9 @@ def prepare(
       each step, where DistributedDataParallel's ``broadcast_buffers`` would let them differ
       until the next forward.
     - States have the form of one process, whole on every rank, in both directions.
+    - DeepSpeed takes float32 weights and all ranks, and steps all parameters at once: one without
+      a gradient in any step is left alone, one that has a gradient in some steps is refused there.
+      At stage 3 all ranks call ``close`` too, which gives the model its whole weights.
     - Gradient checkpointing has to be that without reentry (``use_reentrant=False``): of the other
       kind DistributedDataParallel says that a variable was marked ready twice.
 
@@ -108,10 +113,12 @@ def prepare(
     long collectives were under way.
 
     A rank that fails before its last backward of a step makes all others raise `RankFailed`, and
-    none has taken the step. One that fails or dies later is noticed by the group's timeout.
+    none has taken the step. One that fails or dies later is noticed by the group's timeout; by
+    DeepSpeed's next collective where that shares out.
 
     ValueError where `refuses` has a reason, ``workers`` is not the group's size, or the parameters
-    are of several types at stage 1; RuntimeError without a process group.
+    are of several types at stage 1, of another than float32 by DeepSpeed; RuntimeError without a
+    process group.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -126,11 +133,30 @@ def prepare(
         )
     if (reason := refuses(settings, size)) is not None:
         raise ValueError(reason)
-    ranks = functools.partial(Ranks, settings=settings, group=group)
-    stepper = engine.prepare(model, loss, settings, processes=ranks)
+    made, kind = _means(settings, group)
+    ranks = functools.partial(made, settings=settings, group=group)
+    stepper = engine.prepare(model, loss, settings, processes=ranks, stepper=kind)
     assert isinstance(stepper, TorchStepper)  # as those of all engines are
     stepper.reseed(settings.seed)
     return stepper
+
+
+def _means(
+    settings: FinetuneSettings, group: dist.ProcessGroup
+) -> tuple[type[Ranks], type[TorchStepper]]:
+    """Who takes steps: DeepSpeed where it can and something is shared out; else torch's own."""
+    from ortlab.engines import deepspeed  # which is made of `Ranks`
+
+    if settings.zero_stage == 0:
+        return Ranks, TorchStepper
+    reason = deepspeed.refuses(settings)
+    if reason is None and group is not dist.group.WORLD:
+        reason = f"zero_stage={settings.zero_stage}: DeepSpeed trains with all ranks, not with some"
+    if reason is None:
+        return deepspeed.DeepSpeedRanks, deepspeed.DeepSpeedStepper
+    if settings.zero_stage > 1:
+        raise ValueError(f"{reason}; choose zero_stage=1, which shares out the optimizer's state")
+    return Ranks, TorchStepper
 
 
 class _Objective(nn.Module):
@@ -150,6 +176,9 @@ class _Objective(nn.Module):
 
 class Ranks(OneProcess):
     """How the ranks of a process group take steps together; see `prepare`."""
+
+    sharer = "torch's ZeroRedundancyOptimizer"
+    """What shares out at ZeRO's stages above 0."""
 
     def __init__(
         self,
@@ -172,9 +201,9 @@ class Ranks(OneProcess):
         self._random = RandomStates.now()
         self.reseeded(settings.seed)
         self.equalise(list(owner.buffers()))  # before 2.13 torch does it for parameters alone
-        self._parallel: DistributedDataParallel | None = self._made_parallel()
+        self._parallel: Any = self._made_parallel()
 
-    def _made_parallel(self) -> DistributedDataParallel:
+    def _made_parallel(self) -> Any:
         # A rank that failed before its forward would leave the others waiting in theirs. torch 2.13
         # has given it another name, and warns of the old one.
         known = inspect.signature(DistributedDataParallel).parameters
@@ -264,13 +293,13 @@ class Ranks(OneProcess):
         One that has failed itself has no numbers, and raises its own error.
         """
         self._agreed = True  # also where this fails: nobody is to be told twice
-        told = torch.zeros(_MOST_NUMBERS + self._size, dtype=torch.float64, device=self.device)
+        told = torch.zeros(MOST_NUMBERS + self._size, dtype=torch.float64, device=self.device)
         if numbers:
             told[: len(numbers)] = torch.stack([number.double() for number in numbers])
-        told[_MOST_NUMBERS + self._rank] = float(failed)
+        told[MOST_NUMBERS + self._rank] = float(failed)
         with self._clock:
             dist.all_reduce(told, group=self._group)
-        ranks = [str(rank) for rank, one in enumerate(told[_MOST_NUMBERS:].tolist()) if one]
+        ranks = [str(rank) for rank, one in enumerate(told[MOST_NUMBERS:].tolist()) if one]
         if ranks and not failed:
             raise RankFailed(
                 f"rank {', '.join(ranks)} of {self._size} has failed, so that no rank has taken "
@@ -361,9 +390,10 @@ class Ranks(OneProcess):
 
     def told(self, report: Report) -> Report:
         """The engine's `report`, and how many ranks there are."""
+        sharer = f" by {self.sharer}" if self._stage else ""
         note = (
             f"rank {self._rank} of {self._size} over {dist.get_backend(self._group)}: ZeRO stage "
-            f"{self._stage}, reduction {self._reduction}"
+            f"{self._stage}{sharer}, reduction {self._reduction}"
         )
         normed = any(
             isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self.owner.modules()
@@ -376,6 +406,3 @@ class Ranks(OneProcess):
     def close(self) -> None:
         """Lets go of the buckets, which take as much memory as the gradients."""
         self._parallel = None
-
-
-_MOST_NUMBERS = 3

@@ -80,7 +80,7 @@ def optimizer_for(
         raise ValueError("no parameter of the model requires a gradient: nothing to train")
     kinds = [[p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]]
     groups = [
-        {"params": params, "weight_decay": _decay(params[0], settings)}
+        {"params": params, "weight_decay": decay_of(params[0], settings)}
         for params in kinds
         if params
     ]
@@ -95,7 +95,8 @@ def optimizer_for(
     return processes.optimizer(torch.optim.AdamW, groups, lr=settings.lr, fused=True)
 
 
-def _decay(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
+def decay_of(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
+    """The weight decay of `parameter`."""
     return settings.weight_decay if parameter.dim() >= 2 else 0.0
 
 
@@ -131,7 +132,6 @@ class TorchStepper:
         self._close = close
         self._modes = _modes(owner)
         self._changing = [buffer for buffer in owner.buffers() if _may_change(buffer)]
-        self._loss = loss
         self._device = device
         self._clip_norm = settings.clip_norm
         self._report = report
@@ -183,7 +183,7 @@ class TorchStepper:
                 started = time.perf_counter()
                 loss = loss * share.factor
                 scaled = loss if self._scale is None else self._scale.scaled(loss)
-                scaled.backward()  # type: ignore[no-untyped-call]
+                self._processes.backward(scaled)
                 backward_s += time.perf_counter() - started
         started = time.perf_counter()
         grad_norm, loss_scale, skipped = self._update(total, lr)
@@ -247,7 +247,7 @@ class TorchStepper:
             ):
                 share = self._processes.share(batch)
                 own = batches.to_device(share.batch, self._device)
-                result = batches.forward(self._module, own, self._loss)
+                result = self._processes.forward(own)
                 loss, correct, predicted = self._processes.evaluated(
                     result.loss.detach(), share.part, *batches.hits(result)
                 )
@@ -308,7 +308,7 @@ class TorchStepper:
         self._processes.check(settings)
         self._clip_norm = settings.clip_norm
         for group in self._optimizer.param_groups:
-            group["weight_decay"] = _decay(group["params"][0], settings)
+            group["weight_decay"] = decay_of(group["params"][0], settings)
 
     def reseed(self, seed: int) -> None:
         """See `Stepper.reseed`."""
@@ -392,9 +392,10 @@ class Eager:
         settings: FinetuneSettings,
         *,
         processes: Processes = OneProcess,
+        stepper: type[TorchStepper] = TorchStepper,
     ) -> TorchStepper:
         """See `Engine.prepare`."""
-        return _stepper(self, model, loss, settings, processes)
+        return _stepper(self, model, loss, settings, processes, stepper)
 
 
 class Compile:
@@ -446,10 +447,11 @@ class Compile:
         settings: FinetuneSettings,
         *,
         processes: Processes = OneProcess,
+        stepper: type[TorchStepper] = TorchStepper,
     ) -> TorchStepper:
         """See `Engine.prepare`."""
         compiled = model if hasattr(model, "_orig_mod") else _compiled(model)
-        return _stepper(self, compiled, loss, settings, processes)
+        return _stepper(self, compiled, loss, settings, processes, stepper)
 
 
 def _compiled(model: nn.Module) -> nn.Module:
@@ -493,6 +495,7 @@ def _stepper(
     loss: LossFunction | None,
     settings: FinetuneSettings,
     processes: Processes,
+    stepper: type[TorchStepper],
 ) -> TorchStepper:
     """Trains `module`, which `engine` has wrapped."""
     if (reason := refuses_precision(settings)) is not None:
@@ -501,7 +504,7 @@ def _stepper(
     module.to(device)
     slow = settings.precision == "fp16" and device.type == "cpu"
     remarks = ("fp16 on a CPU is for checking numerics: it is slower than fp32",) if slow else ()
-    return TorchStepper(
+    return stepper(
         module,
         loss,
         settings,
