@@ -22,7 +22,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ortlab.engines import adasum
+from ortlab.engines import adasum, combinations
 from ortlab.engines.base import Batch, Engine, LossFunction, Report
 from ortlab.engines.clock import Clock
 from ortlab.engines.processes import OneProcess, Share
@@ -40,6 +40,8 @@ class RankFailed(Concise, RuntimeError):
 
 def refuses(settings: FinetuneSettings, size: int) -> str | None:
     """Why `size` ranks cannot train together under `settings`; None when they can."""
+    if (reason := combinations.refuses(settings, size)) is not None:
+        return reason
     if settings.zero_stage > 1:
         return (
             f"zero_stage={settings.zero_stage}: stages 0 and 1 are there so far; choose "
@@ -110,7 +112,14 @@ def prepare(
         )
     if (reason := refuses(settings, size)) is not None:
         raise ValueError(reason)
-    ranks = functools.partial(Ranks, settings=settings, group=group)
+    kind: type[Ranks] = Ranks
+    if settings.tensor_parallel > 1:
+        if group is not dist.group.WORLD:
+            raise ValueError("tensor_parallel is for all ranks together; leave `group` out")
+        from ortlab.engines.tensor import TensorRanks  # a kind of `Ranks`
+
+        kind = TensorRanks
+    ranks = functools.partial(kind, settings=settings, group=group)
     stepper = engine.prepare(model, loss, settings, processes=ranks)
     assert isinstance(stepper, TorchStepper)  # as those of all engines are
     stepper.reseed(settings.seed)
@@ -133,7 +142,11 @@ class _Objective(nn.Module):
 
 
 class Ranks(OneProcess):
-    """How the ranks of a process group take steps together; see `prepare`."""
+    """How the ranks of a process group take steps together; see `prepare`.
+
+    The data is shared out among `group`. Where `everyone` is more than it, each of its places is
+    that of as many ranks, which all compute the same numbers.
+    """
 
     def __init__(
         self,
@@ -144,9 +157,11 @@ class Ranks(OneProcess):
         *,
         settings: FinetuneSettings,
         group: dist.ProcessGroup,
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(module, loss, owner, device)
         self._group = group
+        self._everyone = everyone or group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._stage = settings.zero_stage
         self._reduction = settings.reduction
@@ -243,24 +258,25 @@ class Ranks(OneProcess):
             self._random = RandomStates.now()
 
     def _agree(self, numbers: Sequence[torch.Tensor], *, failed: bool = False) -> torch.Tensor:
-        """The sums of all ranks' `numbers`, in float64; RankFailed where another one has failed.
+        """The sums of all places' `numbers`, in float64; RankFailed where another rank has failed.
 
         One that has failed itself has no numbers, and raises its own error.
         """
         self._agreed = True  # also where this fails: nobody is to be told twice
-        told = torch.zeros(_MOST_NUMBERS + self._size, dtype=torch.float64, device=self.device)
+        rank, size = dist.get_rank(self._everyone), dist.get_world_size(self._everyone)
+        told = torch.zeros(_MOST_NUMBERS + size, dtype=torch.float64, device=self.device)
         if numbers:
             told[: len(numbers)] = torch.stack([number.double() for number in numbers])
-        told[_MOST_NUMBERS + self._rank] = float(failed)
+        told[_MOST_NUMBERS + rank] = float(failed)
         with self._clock:
-            dist.all_reduce(told, group=self._group)
+            dist.all_reduce(told, group=self._everyone)
         ranks = [str(rank) for rank, one in enumerate(told[_MOST_NUMBERS:].tolist()) if one]
         if ranks and not failed:
             raise RankFailed(
-                f"rank {', '.join(ranks)} of {self._size} has failed, so that no rank has taken "
+                f"rank {', '.join(ranks)} of {size} has failed, so that no rank has taken "
                 "the step; its own error says why"
             )
-        return told[: len(numbers)]
+        return told[: len(numbers)] / (size // self._size)
 
     def share(self, batch: Batch) -> Share:
         """This rank's rows; see `ortlab.engines.shares`."""
@@ -346,8 +362,9 @@ class Ranks(OneProcess):
     def told(self, report: Report) -> Report:
         """The engine's `report`, and how many ranks there are."""
         note = (
-            f"rank {self._rank} of {self._size} over {dist.get_backend(self._group)}: ZeRO stage "
-            f"{self._stage}, reduction {self._reduction}"
+            f"rank {dist.get_rank(self._everyone)} of {dist.get_world_size(self._everyone)} over "
+            f"{dist.get_backend(self._group)}: ZeRO stage {self._stage}, reduction "
+            f"{self._reduction}"
         )
         normed = any(
             isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self.owner.modules()

@@ -269,28 +269,24 @@ class TorchStepper:
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`."""
         return {
-            "model": self._owner.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "model": self._processes.weights(),
+            "optimizer": self._processes.moments(self._optimizer),
             "loss_scale": None if self._scale is None else self._scale.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`."""
         own, kept = self._optimizer.state_dict(), state["optimizer"]
-        check_model(state["model"], self._owner.state_dict())
-        check_optimizer(kept, own, self._named_parameters())
-        self._owner.load_state_dict(state["model"])
+        check_model(state["model"], self._processes.weights())
+        check_optimizer(kept, own, self._processes.named(self._parameters))
+        self._processes.take_weights(state["model"])
         states = {
             number: {name: _like(value, self._parameters[number]) for name, value in each.items()}
-            for number, each in kept["state"].items()
+            for number, each in self._processes.own(self._optimizer, kept["state"]).items()
         }
         self._optimizer.load_state_dict({"state": states, "param_groups": own["param_groups"]})
         if self._scale is not None:
             self._scale.load(state["loss_scale"])
-
-    def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        names = {id(p): name for name, p in self._owner.named_parameters()}
-        return [(names[id(p)], p) for p in self._parameters]
 
     def adopt(self, settings: FinetuneSettings) -> None:
         """See `Stepper.adopt`."""

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,58 +14,26 @@ from ortlab.engines import sharded
 from ortlab.engines.base import EngineUnavailable, engine
 from ortlab.engines.shares import share_of, weights_of
 from ortlab.settings import FinetuneSettings
+from tests.engines.launch import Found, of, run
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
-Found = list[dict[str, Any]]
-"""What each rank found, by case."""
-
-
-def _run(size: int, folder: Path) -> Found:
-    """Runs `tests.engines.ranks` in `size` processes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.ranks", str(rank), str(size), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        told = [process.communicate(timeout=240)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, text in zip(started, told, strict=True):
-        assert process.returncode == 0, text
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+RANKS = "tests.engines.ranks"
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return _run(2, tmp_path_factory.mktemp("two"))
+    return run(RANKS, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return _run(4, tmp_path_factory.mktemp("four"))
+    return run(RANKS, 4, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture(params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> Found:
     found: Found = request.getfixturevalue({2: "two", 4: "four"}[request.param])
     return found
-
-
-def of(found: Found, case: str) -> list[Any]:
-    """What each rank found in a case that ran to its end on all."""
-    for rank, cases in enumerate(found):
-        assert "failed" not in cases[case], f"rank {rank}: {cases[case]['failed']}"
-    return [cases[case] for cases in found]
 
 
 def _check_parity(found: list[Any], name: str) -> None:
