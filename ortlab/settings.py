@@ -483,6 +483,12 @@ class FinetuneSettings(EngineSettings):
         minimum=1,
         help="workers that share each layer's matrices, with engine eager; the others share data",
     )
+    pipeline_stages: int = setting(
+        1,
+        minimum=1,
+        help="parts of a Sequential that workers have one after the other; micro-batches flow "
+        "through them",
+    )
     batch_size: int = setting(
         16, minimum=1, panel=True, unit="samples", help="samples in a micro-batch"
     )

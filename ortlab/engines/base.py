@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ortlab.engines.processes import Processes
+    from ortlab.engines.torch_native import TorchStepper
     from ortlab.settings import FinetuneSettings
 
 Batch = Any
@@ -254,12 +255,13 @@ class Engine(Protocol):
         settings: FinetuneSettings,
         *,
         processes: Processes = ...,
+        stepper: type[TorchStepper] = ...,
     ) -> Stepper:
         """A stepper that trains `model` in place, by `loss(output, target)` or the model's own.
 
         `model` is the user's module, or what this engine's `wrap` gave, which goes on with what it
-        has compiled or exported. `processes` says how several take each step; see
-        `ortlab.engines.sharded.prepare`.
+        has compiled or exported. `processes` says how several take each step, and `stepper` what
+        becomes of their gradients; see `ortlab.engines.sharded.prepare`.
         """
         ...
 

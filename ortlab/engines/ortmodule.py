@@ -93,6 +93,7 @@ class Ort:
         settings: FinetuneSettings,
         *,
         processes: Processes = OneProcess,
+        stepper: type[TorchStepper] = TorchStepper,
     ) -> TorchStepper:
         """See `Engine.prepare`; `model` may be wrapped already, and keeps its exported graphs."""
         device = training_device(settings.device)
@@ -101,7 +102,7 @@ class Ort:
         execution = execution_of(wrapped)
         report = execution.begin_run(settings)
         _reseed(settings.seed)
-        return TorchStepper(
+        return stepper(
             wrapped,
             loss,
             settings,

@@ -75,6 +75,14 @@ class OneProcess:
         """The loss of `batch`, to go backward from."""
         return batches.forward(self.module, batch, self.loss).loss
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradients of `loss`, which is of an `objective`."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def forward(self, batch: Batch) -> batches.Forward:
+        """What `batch` gives in evaluation."""
+        return batches.forward(self.module, batch, self.loss)
+
     def total(self, losses: Sequence[torch.Tensor], samples: int) -> torch.Tensor:  # noqa: ARG002
         """The sum of the `losses` of micro-batches, which have so many `samples` together."""
         return losses[0] if len(losses) == 1 else torch.stack(tuple(losses)).sum()

@@ -42,11 +42,8 @@ def refuses(settings: FinetuneSettings, size: int) -> str | None:
     """Why `size` ranks cannot train together under `settings`; None when they can."""
     if (reason := combinations.refuses(settings, size)) is not None:
         return reason
-    if settings.zero_stage > 1:
-        return (
-            f"zero_stage={settings.zero_stage}: stages 0 and 1 are there so far; choose "
-            "zero_stage=1, which shares out the optimizer's state"
-        )
+    if settings.zero_stage > 1 and (reason := _not_by_deepspeed(settings)) is not None:
+        return reason
     if settings.reduction == "mean":
         return None
     if (reason := adasum.refuses(size)) is not None or settings.optimizer == "sgd":
@@ -59,6 +56,12 @@ def refuses(settings: FinetuneSettings, size: int) -> str | None:
     if settings.precision == "fp16":
         return f"{each}gradient, and would need a loss scale of its own; choose precision='bf16'"
     return None
+
+
+def _not_by_deepspeed(settings: FinetuneSettings) -> str | None:
+    from ortlab.engines import deepspeed  # which is made of `Ranks`
+
+    return deepspeed.refuses(settings)
 
 
 def prepare(
@@ -112,18 +115,41 @@ def prepare(
         )
     if (reason := refuses(settings, size)) is not None:
         raise ValueError(reason)
-    kind: type[Ranks] = Ranks
-    if settings.tensor_parallel > 1:
-        if group is not dist.group.WORLD:
-            raise ValueError("tensor_parallel is for all ranks together; leave `group` out")
-        from ortlab.engines.tensor import TensorRanks  # a kind of `Ranks`
+    shares_model = settings.tensor_parallel > 1 or settings.pipeline_stages > 1
+    if shares_model and group is not dist.group.WORLD:
+        raise ValueError(
+            "tensor_parallel and pipeline_stages are for all ranks together; leave `group` out"
+        )
+    if settings.pipeline_stages > 1:
+        from ortlab.engines import pipeline  # which is made of `Ranks`
 
-        kind = TensorRanks
-    ranks = functools.partial(kind, settings=settings, group=group)
-    stepper = engine.prepare(model, loss, settings, processes=ranks)
+        return pipeline.prepare(engine, model, loss, settings, group)
+    made, kind = _means(settings, group)
+    ranks = functools.partial(made, settings=settings, group=group)
+    stepper = engine.prepare(model, loss, settings, processes=ranks, stepper=kind)
     assert isinstance(stepper, TorchStepper)  # as those of all engines are
     stepper.reseed(settings.seed)
     return stepper
+
+
+def _means(
+    settings: FinetuneSettings, group: dist.ProcessGroup
+) -> tuple[type[Ranks], type[TorchStepper]]:
+    """Who takes steps: DeepSpeed where it can and something is shared out; else torch's own."""
+    from ortlab.engines import deepspeed, tensor  # which are made of `Ranks`
+
+    if settings.tensor_parallel > 1:
+        return tensor.TensorRanks, TorchStepper
+    if settings.zero_stage == 0:
+        return Ranks, TorchStepper
+    reason = deepspeed.refuses(settings)
+    if reason is None and group is not dist.group.WORLD:
+        reason = f"zero_stage={settings.zero_stage}: DeepSpeed trains with all ranks, not with some"
+    if reason is None:
+        return deepspeed.DeepSpeedRanks, deepspeed.DeepSpeedStepper
+    if settings.zero_stage > 1:
+        raise ValueError(f"{reason}; choose zero_stage=1, which shares out the optimizer's state")
+    return Ranks, TorchStepper
 
 
 class _Objective(nn.Module):
@@ -171,9 +197,9 @@ class Ranks(OneProcess):
         self._random = RandomStates.now()
         self.reseeded(settings.seed)
         self.equalise(list(owner.buffers()))  # before 2.13 torch does it for parameters alone
-        self._parallel: DistributedDataParallel | None = self._made_parallel()
+        self._parallel: Any = self._made_parallel()
 
-    def _made_parallel(self) -> DistributedDataParallel:
+    def _made_parallel(self) -> Any:
         # A rank that failed before its forward would leave the others waiting in theirs. torch 2.13
         # has given it another name, and warns of the old one.
         known = inspect.signature(DistributedDataParallel).parameters
