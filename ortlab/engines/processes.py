@@ -116,12 +116,14 @@ class OneProcess:
         """Takes what `weights` gave."""
         self.owner.load_state_dict(state)
 
-    def named(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    def whole_parameters(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor]]:
         """The optimizer's `parameters` with their names, in the shapes of the whole model."""
         names = {id(p): name for name, p in self.owner.named_parameters()}
         return [(names[id(p)], p) for p in parameters]
 
-    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of `optimizer` for the whole model."""
         return optimizer.state_dict()
 

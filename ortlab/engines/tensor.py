@@ -176,6 +176,11 @@ class ShardedLayers:
         shard = self.shard_of(parameter)
         return shard is not None and any(each.is_shard() for each in shard.placements)
 
+    @property
+    def is_restored(self) -> bool:
+        """Whether the layers are back in their places."""
+        return not self._replaced
+
     def restore(self) -> None:
         """Puts the layers back, with the weights of now; all ranks call it. Twice is fine."""
         while self._hooks:
@@ -274,7 +279,11 @@ class TensorRanks(Ranks):
 
     @contextlib.contextmanager
     def together(self, *, training: bool) -> Iterator[None]:
-        """See `OneProcess.together`."""
+        """See `OneProcess.together`; RuntimeError after `close`."""
+        if self._layers.is_restored:
+            raise RuntimeError(
+                "this stepper is closed, and the model has its whole layers again; prepare another"
+            )
         self._layers.regions.begin()
         with super().together(training=training):
             yield
@@ -304,8 +313,10 @@ class TensorRanks(Ranks):
         squares = torch.where(split.to(norms.device), norms.square().sum(0), norms[0].square())
         return squares.sum().sqrt().to(gradients[0].dtype)
 
-    def named(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """See `OneProcess.named`."""
+    def whole_parameters(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """See `OneProcess.whole_parameters`."""
         return [
             (
                 name.replace("parametrizations.", "").removesuffix(".original")
@@ -313,12 +324,12 @@ class TensorRanks(Ranks):
                 else name,
                 torch.empty(self._layers.whole_shape(p), device="meta"),
             )
-            for name, p in super().named(parameters)
+            for name, p in super().whole_parameters(parameters)
         ]
 
-    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `OneProcess.moments`; all ranks call it."""
-        state = super().moments(optimizer)
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """See `OneProcess.optimizer_state`; all ranks call it."""
+        state = super().optimizer_state(optimizer)
         return {**state, "state": self._each(optimizer, state["state"], _Shard.whole_of)}
 
     def own(

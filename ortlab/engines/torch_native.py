@@ -286,15 +286,15 @@ class TorchStepper:
         """See `Stepper.state_dict`."""
         return {
             "model": self._processes.weights(),
-            "optimizer": self._processes.moments(self._optimizer),
+            "optimizer": self._processes.optimizer_state(self._optimizer),
             "loss_scale": None if self._scale is None else self._scale.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`."""
-        kept, whole = state["optimizer"], self._processes.moments(self._optimizer)
+        kept, whole = state["optimizer"], self._processes.optimizer_state(self._optimizer)
         check_model(state["model"], self._processes.weights())
-        check_optimizer(kept, whole, self._processes.named(self._parameters))
+        check_optimizer(kept, whole, self._processes.whole_parameters(self._parameters))
         self._processes.take_weights(state["model"])
         states = {
             number: {name: _like(value, self._parameters[number]) for name, value in each.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 Found = list[dict[str, Any]]
-"""What each rank found, by case."""
+"""What each rank found, by case, and what it ``printed``."""
 
 
 def run(module: str, size: int, folder: Path) -> Found:
@@ -35,7 +35,8 @@ def run(module: str, size: int, folder: Path) -> Found:
             process.kill()
     for process, text in zip(started, told, strict=True):
         assert process.returncode == 0, text
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    read = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    return [{**found, "printed": text} for found, text in zip(read, told, strict=True)]
 
 
 def of(found: Found, case: str) -> list[Any]:

@@ -179,31 +179,47 @@ def parity(
     return case
 
 
-def moving() -> dict[str, Any]:
-    """Ten steps each in one process, on ranks that share layers, and in one process again."""
-    few, loss = rows(), functional.cross_entropy
-    whole = alone(wide(), loss)
-    expected = [float(whole.step([few[n % 3]], lr=LR).loss) for n in range(30)]
-    losses, state = [], None
-    for begin in (0, 10, 20):
-        stepper = together(wide(), loss, tensor_parallel=2) if begin == 10 else alone(wide(), loss)
-        if state is not None:
-            stepper.load_state_dict(state)
-        losses += [float(stepper.step([few[n % 3]], lr=LR).loss) for n in range(begin, begin + 10)]
-        state = stepper.state_dict()
-        stepper.close()
-    return {"expected": expected, "losses": losses}
+def moving(make: Callable[[], nn.Module], *ways: dict[str, int]) -> Case:
+    """Ten steps each in one process, each of the `ways`, and in one process again."""
+
+    def case() -> dict[str, Any]:
+        few, loss = rows(), functional.cross_entropy
+        whole = alone(make(), loss)
+        parts = [None, *ways, None]
+        steps = range(10 * len(parts))
+        expected = [float(whole.step([few[n % 3]], lr=LR).loss) for n in steps]
+        losses, state = [], None
+        for begin, way in enumerate(parts):
+            stepper = alone(make(), loss) if way is None else together(make(), loss, **way)
+            if state is not None:
+                stepper.load_state_dict(state)
+            for n in steps[10 * begin : 10 * begin + 10]:
+                losses.append(float(stepper.step([few[n % 3]], lr=LR).loss))
+            state = stepper.state_dict()
+            stepper.close()
+        return {
+            "expected": expected,
+            "losses": losses,
+            "error": error(whole.state_dict(), state),
+        }
+
+    return case
 
 
-def not_finite() -> dict[str, Any]:
-    """A NaN in the data, then a good step, which changes nothing any more."""
-    stepper = together(wide(), functional.cross_entropy, tensor_parallel=2)
-    good, bad = data(8, 8)
-    stepper.step([good], lr=LR)
-    finite, before = stepper.finite(), digest(stepper.state_dict())
-    bad[0][-1] = float("nan")
-    stepper.step([bad], lr=LR)
-    return {"finite": [finite, stepper.finite()], "digests": [before, digest(stepper.state_dict())]}
+def not_finite(make: Callable[[], nn.Module], **way: int) -> Case:
+    """A NaN in the data: the step changes nothing on any rank."""
+
+    def case() -> dict[str, Any]:
+        stepper = together(make(), functional.cross_entropy, **way)
+        good, bad = data(8, 8)
+        stepper.step([good], lr=LR)
+        finite, before = stepper.finite(), digest(stepper.state_dict())
+        bad[0][-1] = float("nan")
+        stepper.step([bad], lr=LR)
+        after = digest(stepper.state_dict())
+        return {"finite": [finite, stepper.finite()], "digests": [before, after]}
+
+    return case
 
 
 def dropout() -> dict[str, Any]:
@@ -311,8 +327,8 @@ CASES: dict[int, dict[str, Case]] = {
         "bert": parity(bert, None, classes, optimizer="sgd", noise="key.bias"),
         "qwen3": parity(qwen3, None, tokens, lr=3e-4),
         "bf16": parity(wide, functional.cross_entropy, rows, precision="bf16", optimizer="sgd"),
-        "moving": moving,
-        "not finite": not_finite,
+        "moving": moving(wide, {"tensor_parallel": 2}),
+        "not finite": not_finite(wide, tensor_parallel=2),
         "dropout": dropout,
         "failing": failing,
         "refused": refused,
