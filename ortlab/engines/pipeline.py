@@ -13,7 +13,7 @@ import io
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,7 +26,7 @@ from ortlab.engines import batch as batches
 from ortlab.engines import deepspeed
 from ortlab.engines.base import Batch, Engine, LossFunction, Report
 from ortlab.engines.processes import Share
-from ortlab.engines.sharded import Ranks
+from ortlab.engines.sharded import Ranks, leave
 from ortlab.engines.torch_native import Sums, TorchStepper, training_device
 from ortlab.settings import FinetuneSettings
 
@@ -215,11 +215,15 @@ def _is_form(value: Any) -> bool:
 
 
 class _Stage(nn.Module):
-    """A stage as DeepSpeed calls it: within a context, and timed."""
+    """A stage as DeepSpeed calls it: within a context, and timed.
 
-    def __init__(self, module: nn.Module) -> None:
+    ValueError for an output that the next stage could not send a gradient for.
+    """
+
+    def __init__(self, module: nn.Module, *, is_last: bool) -> None:
         super().__init__()
         self.module = module
+        self._is_last = is_last
         self.context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self.taken_s = 0.0
 
@@ -229,7 +233,15 @@ class _Stage(nn.Module):
         with self.context():
             found = self.module(hidden)
         self.taken_s += time.perf_counter() - started
-        return found
+        if self._is_last:
+            return found
+        if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+            raise ValueError(
+                f"pipeline_stages: a stage gives {batches.describe(found)} to the next one, and "
+                "only a tensor of floating point numbers can go back as a gradient; choose another "
+                "number of stages, or 1"
+            )
+        return found.contiguous()  # others are not sent
 
 
 class _Given(nn.Module):
@@ -264,15 +276,18 @@ class PipelineRanks(Ranks):
         stages: Stages,
     ) -> None:
         self._stages = stages
-        self._stage_module = _Stage(module)
+        self._stage_module = _Stage(module, is_last=stages.is_last)
         self._found: list[batches.Forward] = []
         self._micro_batches = 1
+        self._engine: Any = None
+        self._is_closed = False
         super().__init__(
             module, loss, owner, device, settings=settings, group=stages.data, everyone=group
         )
 
     def _made_parallel(self) -> Any:
         """DeepSpeed's engine, which steps through a schedule's forwards and backwards alone."""
+        self._end()
         library = deepspeed.library(self.device)
         layers: list[nn.Module] = [nn.Identity() for _ in range(self._stages.count)]
         layers[self._stages.place] = self._stage_module
@@ -296,6 +311,7 @@ class PipelineRanks(Ranks):
                 },
             )
         engine._INSTRUCTION_MAP = self._instructions(engine)
+        self._engine = engine
         return engine
 
     def _instructions(self, engine: Any) -> dict[Any, Callable[..., None]]:
@@ -326,7 +342,10 @@ class PipelineRanks(Ranks):
         """The loss of the last stage's `output`, as backward begins with it."""
         with self._stage_module.context():
             found = batches.forward(_Given(output), share.batch, self.loss)
-        self._found.append(found)
+        # In training nobody needs the scores, which would keep their graph.
+        learns = torch.is_grad_enabled()
+        kept = batches.Forward(found.loss.detach(), None, None) if learns else found
+        self._found.append(kept)
         # DeepSpeed divides the gradients' sum over the data-parallel ranks by their number.
         return found.loss * (share.factor * self._size / self._micro_batches)
 
@@ -341,11 +360,12 @@ class PipelineRanks(Ranks):
 
         With `training` it goes backward too; gradients are those of this rank's share.
         """
-        engine: Any = self._parallel
+        engine = self._engine
         self._found, self._stage_module.taken_s = [], 0.0
         self._stage_module.context, self._micro_batches = context, len(shares)
-        schedules = deepspeed.library(self.device).runtime.pipe.schedule
-        kind = schedules.TrainSchedule if training else schedules.InferenceSchedule
+        pipe = deepspeed.library(self.device).runtime.pipe
+        kind = pipe.schedule.TrainSchedule if training else pipe.schedule.InferenceSchedule
+        pipe.p2p.init_process_groups(engine.grid)  # a process has one, the newest engine's
         engine.set_dataiterator(iter([(self._input(share), share) for share in shares]))
         engine._compute_loss, engine.total_loss = True, None
         self._agreed = True  # one that fails from here on cannot tell: the others wait elsewhere
@@ -365,10 +385,16 @@ class PipelineRanks(Ranks):
         return found[0]
 
     def reduced(self) -> None:
-        """Makes the gradients those of the whole batch."""
-        engine: Any = self._parallel
+        """Makes the gradients those of the whole batch; what no rank has one of keeps none."""
+        engine = self._engine
+        parameters = [p for p in self.owner.parameters() if p.requires_grad]
+        used = torch.tensor([p.grad is not None for p in parameters], device=self.device).float()
         with self._clock:
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
             engine._exec_reduce_grads()
+        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+            if not is_used:
+                parameter.grad = None  # DeepSpeed has made it zero
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `OneProcess.norm`: of all stages."""
@@ -475,15 +501,39 @@ class PipelineRanks(Ranks):
         found = super().told(report)
         return dataclasses.replace(found, notes=(*found.notes, self._stages.note))
 
-    def close(self) -> None:
-        """Gives the model the weights of all stages back; all ranks call it."""
-        if self._parallel is not None:
-            engine: Any = self._parallel
-            engine.destroy()
-        super().close()
+    @contextlib.contextmanager
+    def together(self, *, training: bool) -> Iterator[None]:
+        """See `OneProcess.together`; RuntimeError after `close`."""
+        if self._is_closed:
+            raise RuntimeError(
+                "this stepper is closed, and the model has all its weights again; prepare another"
+            )
+        with super().together(training=training):
+            yield
+
+    def _end(self) -> None:
+        """Gives the engine back; after a step that failed another one takes its place."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        engine.destroy()
         for parameter in self.owner.parameters():
             vars(parameter).pop("ds_pipe_replicated", None)
+        grid = engine.grid
+        leave(
+            *(engine.module.world_group, grid.ds_model_proc_group, grid.dp_proc_group),
+            *(grid.pp_proc_group, grid.slice_proc_group),
+        )
+
+    def close(self) -> None:
+        """Gives the model the weights of all stages back; all ranks call it. Twice is fine."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._stages.restore()
+        super().close()
+        self._end()
+        leave(self._stages.data, self._stages.between)
 
 
 class PipelineStepper(TorchStepper):

@@ -152,6 +152,13 @@ def _means(
     return Ranks, TorchStepper
 
 
+def leave(*groups: dist.ProcessGroup) -> None:
+    """Gives back process groups that were made for a stepper; the one of all ranks stays."""
+    for group in dict.fromkeys(groups):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 class _Objective(nn.Module):
     """The loss of a batch: so DistributedDataParallel waits for those parameters it depends on."""
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -38,6 +40,29 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
 }
 _APART = 1e-3
 """The relative difference of two ranks' gradients of what both have whole that is no rounding."""
+
+
+_NUMBERS = itertools.count(1)
+_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[Any, tuple[DeviceMesh, DeviceMesh]]]
+_MESHES = WeakKeyDictionary()
+
+
+def _meshes(
+    device_type: str, neighbours: int, everyone: dist.ProcessGroup
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """The ranks that share this one's layers, and those that have its place in theirs.
+
+    A process group has one such pair. torch keeps what it works out for a mesh, and with it the
+    process groups of the first mesh that is equal, alive or not (2.13: "could not resolve the
+    process group"); a name of its own makes each unlike all others.
+    """
+    known = _MESHES.setdefault(everyone, {})
+    if (device_type, neighbours) not in known:
+        name = f"tensor{next(_NUMBERS)}"
+        shape = dist.get_world_size(everyone) // neighbours, neighbours
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", name))
+        known[device_type, neighbours] = mesh[name], mesh["data"]
+    return known[device_type, neighbours]
 
 
 class _Shard(nn.Module):
@@ -248,12 +273,8 @@ class TensorRanks(Ranks):
         group: dist.ProcessGroup,
     ) -> None:
         neighbours = settings.tensor_parallel
-        size = dist.get_world_size(group)
         plan = plan_for(owner, neighbours)
-        mesh = init_device_mesh(
-            device.type, (size // neighbours, neighbours), mesh_dim_names=("data", "tensor")
-        )
-        self._neighbours = mesh["tensor"]
+        self._neighbours, data = _meshes(device.type, neighbours, group)
         for tensor in (*owner.parameters(), *owner.buffers()):
             dist.broadcast(tensor.detach(), group_src=0, group=group)
         before = sum(parameter.numel() for parameter in owner.parameters())
@@ -270,7 +291,7 @@ class TensorRanks(Ranks):
                 owner,
                 device,
                 settings=settings,
-                group=mesh["data"].get_group(),
+                group=data.get_group(),
                 everyone=group,
             )
         except BaseException:
@@ -363,6 +384,8 @@ class TensorRanks(Ranks):
         return dataclasses.replace(found, notes=(*found.notes, self._note))
 
     def close(self) -> None:
-        """Gives the model its whole layers back; all ranks call it."""
-        super().close()
+        """Gives the model its whole layers back; all ranks call it. Twice is fine."""
+        if self._layers.is_restored:
+            return
         self._layers.restore()
+        super().close()

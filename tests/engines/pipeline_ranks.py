@@ -5,9 +5,11 @@ Every rank runs the same cases and writes what it found to FOLDER/RANK.json.
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
+import psutil
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -24,6 +26,24 @@ def deep() -> nn.Module:
         *(nn.Unflatten(1, (2, 3)), nn.Flatten(), nn.Linear(6, 24), nn.Tanh()),
         *(nn.Linear(24, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)),
     )
+
+
+class Swapped(nn.Module):
+    """Gives numbers that do not lie in memory as they are read; a parameter has no use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 24)
+        self.spare = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner(x)
+        return hidden.unflatten(1, (4, 6)).transpose(1, 2)
+
+
+def swapped() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(Swapped(), nn.Tanh(), nn.BatchNorm1d(6), nn.Flatten(), nn.Linear(24, 4))
 
 
 def layers() -> nn.Module:
@@ -74,7 +94,15 @@ def refused() -> dict[str, Any]:
         told.append(str(raised))
     one.step([(inputs, targets)], lr=LR)
     many.step([(inputs, targets)], lr=LR)
-    return {"told": told, "error": error(one.state_dict(), many.state_dict())}
+    states = one.state_dict(), many.state_dict()
+    many.close()
+    many.close()
+    try:
+        many.step([(inputs, targets)], lr=LR)
+        told.append("nothing")
+    except RuntimeError as raised:
+        told.append(str(raised))
+    return {"told": told, "error": error(*states)}
 
 
 def dropout() -> dict[str, Any]:
@@ -95,6 +123,28 @@ def dropout() -> dict[str, Any]:
         for _ in range(2):
             stepper.step(data(32), lr=0.0)
     return {"masks": masks, "undisturbed": torch.equal(before, torch.get_rng_state())}
+
+
+def beside() -> dict[str, Any]:
+    """Two pipelines of other stages that step in turn; closed, they leave no more sockets.
+
+    The process group of all ranks keeps the connections that it has been asked for.
+    """
+    own, sockets = psutil.Process(), []
+    for _ in range(2):
+        one = alone(layers(), functional.cross_entropy)
+        more = [
+            together(layers(), functional.cross_entropy, pipeline_stages=count)
+            for count in (2, SIZE)
+        ]
+        sockets.append(len(own.net_connections()))
+        for batch in rows():
+            losses = [float(each.step([batch], lr=LR).loss) for each in (one, *more)]
+        while more:
+            more.pop().close()
+        gc.collect()
+        sockets.append(len(own.net_connections()))
+    return {"losses": losses, "sockets": sockets}
 
 
 def failing() -> dict[str, Any]:
@@ -133,6 +183,9 @@ CASES: dict[int, dict[str, Case]] = {
         "sgd": stages(optimizer="sgd"),
         "ort": stages("ort"),
         "bf16": stages(optimizer="sgd", precision="bf16"),
+        "swapped": parity(
+            swapped, functional.cross_entropy, rows, ways={"pipeline_stages": 2}, optimizer="sgd"
+        ),
         "moving": moving(layers, {"pipeline_stages": 2}, {"tensor_parallel": 2}),
         "not finite": not_finite(deep, pipeline_stages=2),
         "dropout": dropout,
@@ -142,6 +195,7 @@ CASES: dict[int, dict[str, Case]] = {
     4: {
         "data x stages": stages(),
         "zero": stages(zero_stage=1),
+        "beside": beside,
         "four": parity(layers, functional.cross_entropy, rows, ways={"pipeline_stages": 4}),
     },
 }

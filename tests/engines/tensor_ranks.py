@@ -9,13 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ortlab.engines import sharded
 from tests.engines.ranks import (
+    FOLDER,
     LR,
+    RANK,
     SIZE,
     Case,
     alone,
@@ -109,6 +112,56 @@ def scaled() -> nn.Module:
     return Scaled({"norm": "replicated_with_grad_allreduce"})
 
 
+def others() -> dict[str, Any]:
+    """Three steps of other architectures against one process."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 40,
+    }
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    kinds: dict[str, dict[str, Any]] = {
+        "RobertaForMaskedLM": {**sizes, **still},
+        "ElectraForSequenceClassification": {**sizes, **still, "embedding_size": 32},
+        "DistilBertForMaskedLM": {
+            "vocab_size": 50,
+            "dim": 32,
+            "n_layers": 1,
+            "n_heads": 4,
+            "hidden_dim": 64,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "LlamaForCausalLM": {**sizes, "tie_word_embeddings": True, "use_cache": False},
+        "MistralForCausalLM": {**sizes, "num_key_value_heads": 2, "use_cache": False},
+    }
+    found = {}
+    for name, config in kinds.items():
+        kind = getattr(transformers, name)
+        made = []
+        for prepared in (alone, together):
+            torch.manual_seed(2)
+            model = kind(kind.config_class(**config))
+            way = {"tensor_parallel": 2} if prepared is together else {}
+            made.append(prepared(model, None, optimizer="sgd", **way))
+        target = "classes" if "Classification" in name else "tokens"
+        worst = 0.0
+        for batch in texts(target):
+            one, many = (stepper.step([batch], lr=LR) for stepper in made)
+            worst = max(
+                worst,
+                abs(float(one.loss) - float(many.loss)) / float(one.loss),
+                abs(float(one.grad_norm) - float(many.grad_norm)) / float(one.grad_norm),
+            )
+        found[name] = [worst, made[1].report().notes[-1]]
+    return found
+
+
 def rows() -> list[Any]:
     return data(16, 9, 5)
 
@@ -144,6 +197,9 @@ def parity(
         few = batches()
         model = make()
         parameters, layers = dict(model.named_parameters()), dict(model.named_modules())
+        with torch.no_grad():
+            for tensor in parameters.values():
+                tensor.add_(RANK)  # they become rank 0's
         one = alone(make(), loss, clip_norm=0.5, **changes)
         many = together(model, loss, clip_norm=0.5, **changes, **(ways or {"tensor_parallel": 2}))
         losses = norms = 0.0
@@ -318,6 +374,20 @@ def refused() -> dict[str, Any]:
     return {"told": told}
 
 
+def again() -> dict[str, Any]:
+    """Three steps in a process group that is made after another one has ended."""
+    dist.destroy_process_group()
+    store = dist.FileStore(str(FOLDER / "again"), SIZE)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE)
+    dist.new_group(list(range(SIZE)))  # so that groups have other names than before
+    one, many = (
+        alone(wide(), functional.cross_entropy),
+        together(wide(), functional.cross_entropy, tensor_parallel=2),
+    )
+    losses = [[float(each.step([batch], lr=LR).loss) for each in (one, many)] for batch in rows()]
+    return {"losses": losses}
+
+
 CASES: dict[int, dict[str, Case]] = {
     2: {
         "sequential": parity(wide, functional.cross_entropy, rows),
@@ -327,6 +397,7 @@ CASES: dict[int, dict[str, Case]] = {
         "bert": parity(bert, None, classes, optimizer="sgd", noise="key.bias"),
         "qwen3": parity(qwen3, None, tokens, lr=3e-4),
         "bf16": parity(wide, functional.cross_entropy, rows, precision="bf16", optimizer="sgd"),
+        "others": others,
         "moving": moving(wide, {"tensor_parallel": 2}),
         "not finite": not_finite(wide, tensor_parallel=2),
         "dropout": dropout,
@@ -339,6 +410,7 @@ CASES: dict[int, dict[str, Case]] = {
             wide, functional.cross_entropy, rows, ways={"tensor_parallel": 2, "zero_stage": 1}
         ),
         "failing": failing,
+        "again": again,
     },
 }
 

@@ -38,7 +38,7 @@ def _check_parity(found: list[Any]) -> None:
     assert len({each["digest"] for each in found}) == 1
 
 
-@pytest.mark.parametrize("case", ["eager", "sgd", "ort", "bf16"])
+@pytest.mark.parametrize("case", ["eager", "sgd", "ort", "bf16", "swapped"])
 def test_fifty_steps_are_those_of_one_process(two: Found, case: str) -> None:
     """Losses, gradient norms, states, evaluation; then the user's model is whole, and trained."""
     if case == "ort":
@@ -92,10 +92,11 @@ def test_dropout_is_each_stages_own(two: Found) -> None:
 
 def test_what_is_refused(two: Found) -> None:
     for each in of(two, "refused"):
-        own, few, tied, inputs = each["told"]
+        own, few, tied, inputs, closed = each["told"]
         assert "this is a Own; choose pipeline_stages=1" in own
         assert "1 parts of the model have parameters to train" in few
         assert "0.weight is shared by layers of two stages" in tied
+        assert "this stepper is closed" in closed
         assert "has 2 beside the target; give (input, target)" in inputs
         assert each["error"] < TOLERANCE
 
@@ -108,6 +109,14 @@ def test_a_stage_that_fails_stops_the_others(two: Found) -> None:
     for each in (failed, other):
         assert each["unchanged"]
         assert each["seconds"] < 10
+
+
+def test_two_pipelines_side_by_side(four: Found) -> None:
+    for each in of(four, "beside"):
+        expected, *losses = each["losses"]
+        assert losses == pytest.approx([expected] * 2, rel=TOLERANCE)
+        first, left, second, left_again = each["sockets"]
+        assert left == left_again < first == second
 
 
 def test_deepspeed_prints_nothing(two: Found, four: Found) -> None:

@@ -45,6 +45,14 @@ def test_fifty_steps_are_those_of_one_process(two: Found, model: str) -> None:
     _check_parity(of(two, model))
 
 
+def test_three_steps_of_other_architectures(two: Found) -> None:
+    for each in of(two, "others"):
+        assert len(each) == 5
+        for worst, note in each.values():
+            assert worst < TOLERANCE
+            assert "layers are shared" in note
+
+
 @pytest.mark.parametrize("case", ["sequential", "zero"])
 def test_data_and_tensor_parallel_on_four_ranks(four: Found, case: str) -> None:
     _check_parity(of(four, case))
@@ -104,6 +112,14 @@ def test_ranks_that_fail_stop_the_step_of_all(two: Found, four: Found) -> None:
         assert each["told"] == "ValueError: a row is out of range"
     for each in (*of(two, "failing"), fine, fine_too, *failed):
         assert each["error"] < TOLERANCE
+
+
+def test_another_process_group_after_the_first(four: Found) -> None:
+    """torch remembers the groups of the first mesh that is equal."""
+    for each in of(four, "again"):
+        assert len(each["losses"]) == 3
+        for alone, together in each["losses"]:
+            assert together == pytest.approx(alone, rel=TOLERANCE)
 
 
 def test_what_is_refused(two: Found) -> None:
