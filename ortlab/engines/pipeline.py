@@ -204,9 +204,9 @@ class Stages:
             for number, tensor in enumerate(whole if self._others else ()):
                 if place != self.place:
                     tensor.data = tensor.data.new_empty(theirs[number][2])
+                # Contiguous where it is received, too.
                 value = tensor.detach().contiguous()
                 dist.broadcast(value, group_src=place, group=self.between)
-                tensor.data.copy_(value)
         self._others = []
 
 
