@@ -97,6 +97,17 @@ def test_only_cluster_imports_ipyparallel() -> None:
     assert not found
 
 
+def test_only_its_engine_imports_deepspeed() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in SOURCES
+        if path != PACKAGE / "engines" / "deepspeed.py"
+        for name in imports(path)
+        if within(name, "deepspeed")
+    }
+    assert not found
+
+
 def modules() -> list[str]:
     """Every importable module of the package."""
     dotted = []

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,8 +24,8 @@ from torch import nn
 
 from ortlab.checkpoint import check_model, check_optimizer
 from ortlab.engines import batch as batches
-from ortlab.engines.base import Batch, LossFunction, Report, StateBytes
-from ortlab.engines.sharded import Ranks
+from ortlab.engines.base import Batch, LossFunction, StateBytes
+from ortlab.engines.sharded import MOST_NUMBERS, Ranks
 from ortlab.engines.torch_native import TorchStepper, decay_of
 from ortlab.settings import FinetuneSettings
 
@@ -33,8 +33,8 @@ VERSION = "0.19.8"
 """The release whose parts that are not public have been tried; the extra asks for it."""
 BUCKET = 25 * 1024**2 // 4
 """Elements of float32 that are reduced or gathered at once: DistributedDataParallel's 25 MiB."""
-_ORDERS = 1 << 20
-"""Fingerprints of orders of gradients: their squares add up exactly in float64."""
+_WAYS = 1 << 20
+"""Fingerprints of what ranks did: their squares add up exactly in float64."""
 _COLLECTIVES = (
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
     *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
@@ -61,16 +61,18 @@ def refuses(settings: FinetuneSettings) -> str | None:
     if (reason := missing()) is not None:
         return f"{stage} goes through DeepSpeed: {reason}"
     if settings.reduction != "mean":
-        return f"{stage}: DeepSpeed reduces gradients itself, by their mean; choose reduction='mean'"
+        return (
+            f"{stage}: DeepSpeed reduces gradients itself, by their mean; choose reduction='mean'"
+        )
     if settings.precision == "fp16":
         return (
             f"{stage} with precision='fp16': DeepSpeed has a loss scale for float16 weights alone, "
             "and these are float32; choose precision='bf16'"
         )
-    if settings.zero_stage == 3 and settings.engine == "ort":
+    if settings.zero_stage == 3 and settings.engine != "eager":
         return (
-            f"{stage}: ORT reads whole weights, and its hooks for DeepSpeed's parts of them are of "
-            "2023; choose zero_stage=2, or engine='eager'"
+            f"{stage} with engine={settings.engine!r}: it reads all weights of the model at once, "
+            "so that every rank would have to hold them; choose zero_stage=2, or engine='eager'"
         )
     return None
 
@@ -87,7 +89,7 @@ def _deepspeed(device_type: str) -> Any:
 
 @contextlib.contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """`variables` for a while; what DeepSpeed and its imports set meanwhile does not stay either."""
+    """`variables` for a while; what DeepSpeed's import sets does not stay either."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -159,8 +161,9 @@ def library(device: torch.device) -> Any:
 
 def initialised(device: torch.device, **arguments: Any) -> Any:
     """The engine of ``deepspeed.initialize``; the environment stays as it was."""
+    deepspeed = library(device)
     with _environment():
-        engine, *_ = library(device).initialize(dist_init_required=False, **arguments)
+        engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
     return engine
 
 
@@ -203,9 +206,12 @@ class _Root(nn.Module):
 class DeepSpeedRanks(Ranks):
     """Ranks of which each holds its share, as DeepSpeed cuts it.
 
-    Before each of DeepSpeed's collectives the ranks agree that none has failed and that their
-    gradients came in the same order: it adds them up by place, whatever parameter they are of.
+    Before each of DeepSpeed's collectives the ranks agree that none has failed, and that their
+    layers ran and their gradients came in the same order: it gathers and adds up by place,
+    whatever parameters are meant.
     """
+
+    sharer = f"DeepSpeed {VERSION}"
 
     def __init__(
         self,
@@ -249,43 +255,50 @@ class DeepSpeedRanks(Ranks):
         self._used = torch.zeros(len(self._trained), device=self.device)
         self._idle: torch.Tensor | None = None
         self._order = 0
+        self._arriving = -1
         self._gradient_bytes = 0
         self._begin()
         return self._inner
 
     def _begin(self) -> None:
         """Cuts the model; `_end` makes it whole again."""
-        deepspeed = _deepspeed(self.device.type)
         self._before = _Attributes(self.owner)
-        self._hooks = [
+        self._hooks: list[Any] = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, number))
             for number, parameter in enumerate(self._trained)
         ]
+        if self._stage == 3:
+            self._hooks += [
+                module.register_forward_pre_hook(functools.partial(self._runs, number))
+                for number, module in enumerate(self.owner.modules())
+                if module._parameters
+            ]
         for group, parameters in zip(self._inner.param_groups, self._grouped, strict=True):
             group["params"] = list(parameters)
         self._inner.state.clear()
+        self._laid = [(parameter, parameter.stride()) for parameter in self.owner.parameters()]
+        for parameter, _ in self._laid:  # DeepSpeed broadcasts them byte by byte
+            parameter.data = parameter.data.contiguous()
         self._root = _Root(self.module, self.loss)
-        _collectives()
-        # DeepSpeed reads it in every step.
-        os.environ.setdefault("LOCAL_RANK", str(self.device.index or 0))
-        with _environment():
-            self._engine, *_ = deepspeed.initialize(
-                model=self._root,
-                optimizer=self._inner,
-                config=_configuration(self._stage, self._clip_norm),
-                dist_init_required=False,
-            )
+        self._engine = initialised(
+            self.device,
+            model=self._root,
+            optimizer=self._inner,
+            config=_configuration(self._stage, self._clip_norm),
+        )
         self._parallel = self._engine
         self._zero = self._engine.optimizer
+        # It would train copies of this rank's parts and then write them back.
+        for part, flat in zip(self._parts(), self._flats(), strict=True):
+            flat.data = part.data
         if self._stage < 3:
-            # It would train a copy of this rank's part and then write it back.
-            for part, flat in zip(self._parts(), self._zero.single_partition_of_fp32_groups, strict=True):
-                flat.data = part.data
             self._zero._link_all_hp_params()
 
     def _parts(self) -> list[torch.Tensor]:
-        """This rank's part of the weights, by group; they lie in what all weights lie in."""
+        """This rank's parts of the weights, by the optimizer's groups."""
         zero = self._zero
+        if self._stage == 3:
+            return list(zero.fp16_partitioned_groups_flat)
         return [parts[self._rank] for parts in zero.parallel_partitioned_bit16_groups]
 
     def _flats(self) -> list[torch.Tensor]:
@@ -296,29 +309,43 @@ class DeepSpeedRanks(Ranks):
 
     def _end(self) -> None:
         """Gives the model its whole weights, and takes away all that DeepSpeed put on it."""
-        whole = self._whole()
+        parameters = [parameter for parameter, _ in self._laid]
+        with self._gathered(parameters):
+            whole = [parameter.detach().clone() for parameter in parameters]
         self._engine.destroy()
+        # Collected as garbage it does that again, by then to what another has put there.
+        self._engine.optimizer = None
         for hook in self._hooks:
             hook.remove()
         self._before.restore()
-        for parameter, value in whole:
-            parameter.data = value
+        for (parameter, stride), value in zip(self._laid, whole, strict=True):
+            shape, kind, place = value.shape, value.dtype, value.device
+            laid = torch.empty_strided(shape, stride, dtype=kind, device=place)
+            parameter.data = laid.copy_(value)
             parameter.grad = None
-        self._engine = self._parallel = self._zero = self._root = None
-
-    def _whole(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """All parameters, with copies of their values."""
-        parameters = list(self.owner.parameters())
-        with self._gathered(parameters):
-            return [(parameter, parameter.detach().clone()) for parameter in parameters]
+        self._engine = self._parallel = self._zero = None
+        del self._root
 
     def _gathered(self, parameters: Sequence[nn.Parameter], source: int | None = None) -> Any:
         """Within it `parameters` are whole; what the rank `source` makes of them is then kept."""
         if self._stage < 3:
             return contextlib.nullcontext()
-        self._zero._partition_all_parameters()  # those of a forward that came to no end
+        self._put_away()
         zero = _deepspeed(self.device.type).zero
         return zero.GatheredParameters(list(parameters), modifier_rank=source)
+
+    def _put_away(self) -> None:
+        """Cuts what is whole still, or on its way, of a pass that came to no end."""
+        offload = self._zero.parameter_offload
+        offload.param_coordinator._clean_inflight_param_registry()
+        status = importlib.import_module(
+            "deepspeed.runtime.zero.partition_parameters"
+        ).ZeroParamStatus
+        parameter: Any  # DeepSpeed has put more on it
+        for parameter in self._root.parameters():
+            if parameter.ds_status == status.INFLIGHT:  # it was to be, and a rank had failed
+                parameter.ds_status = status.NOT_AVAILABLE
+        offload.partition_all_parameters()
 
     # --- watched
 
@@ -334,15 +361,7 @@ class DeepSpeedRanks(Ranks):
     def _watch(self, collective: Callable[[], Any]) -> Any:
         """Calls `collective` if all ranks come to it alike, and takes its time."""
         self._note_gradients()
-        order = torch.tensor(self._order, dtype=torch.float64, device=self.device)
-        agreed = self._agree([order, order.square()])
-        mean = float(agreed[0]) / self._size
-        if float(agreed[1]) != mean**2 * self._size:  # their variance
-            self._agreed = True  # all raise it
-            raise RuntimeError(
-                f"zero_stage={self._stage}: the ranks' gradients came in different orders, as of a "
-                "model that uses other layers for other data; choose zero_stage=0"
-            )
+        self._agree([])
         self._clock.begin()
         try:
             work = collective()
@@ -355,28 +374,51 @@ class DeepSpeedRanks(Ranks):
         return work
 
     def _agree(self, numbers: Sequence[torch.Tensor], *, failed: bool = False) -> torch.Tensor:
-        """See `Ranks._agree`; after it there are others."""
-        agreed = super()._agree(numbers, failed=failed)
-        self._agreed = failed
-        return agreed
+        """See `Ranks._agree`; RuntimeError on all ranks where they came here by other ways."""
+        way = (self._order * 31 + len(numbers)) % _WAYS
+        told = [torch.zeros((), device=self.device)] * MOST_NUMBERS
+        told[: len(numbers)] = numbers
+        told[-2:] = torch.tensor([way, way * way], dtype=torch.float64, device=self.device)
+        agreed = super()._agree([] if failed else told, failed=failed)
+        if not failed:
+            if float(agreed[-1]) != (float(agreed[-2]) / self._size) ** 2 * self._size:
+                raise RuntimeError(
+                    f"zero_stage={self._stage}: the ranks used different layers, or in another "
+                    "order; choose zero_stage=0 for a model whose layers depend on its data"
+                )
+            self._agreed = False  # there are more to come
+        return agreed[: len(numbers)]
 
     def _arrived(self, number: int, _: torch.Tensor) -> None:
         """Hears that the gradient of a parameter is there, before DeepSpeed does."""
         self._used[number] = 1
-        self._order = (self._order * 31 + number + 1) % _ORDERS
+        self._arriving = number
+        self._count(2 * number)
+
+    def _runs(self, number: int, *_: Any) -> None:
+        """Hears that a layer is about to run, before DeepSpeed gathers its weights."""
+        self._count(2 * number + 1)
+
+    def _count(self, event: int) -> None:
+        self._order = (self._order * 31 + event + 1) % _WAYS
 
     def _note_gradients(self) -> None:
-        """Takes down the most bytes of gradients that are more than on their way."""
+        """Takes down the most bytes of gradients, at stage 2 without those on their way."""
         zero = self._zero
         if self._stage == 3:
             self._gradient_bytes = zero.grad_partitions_flat_buffer.nbytes
             return
-        buffers = {_memory(each) for bucket in zero.ipg_buckets.values() for each in bucket.buffer}
-        kept = [p.grad for p in self._trained if p.grad is not None]
-        for held in (zero.averaged_gradients, zero.all_grad_tensors):
-            kept += [each for group in held.values() if group is not None for each in group]
-        sizes = {_memory(each): each.untyped_storage().nbytes() for each in kept}
-        found = sum(size for memory, size in sizes.items() if memory not in buffers)
+        numbered = enumerate(p.grad for p in self._trained)
+        kept = {number: grad for number, grad in numbered if grad is not None}
+        if self._stage == 1:
+            found = sum(each.nbytes for each in kept.values())
+        else:
+            kept.pop(self._arriving, None)
+            held = list(kept.values())
+            for groups in (zero.averaged_gradients, zero.all_grad_tensors):
+                held += [each for group in groups.values() if group is not None for each in group]
+            buckets = zero.ipg_buckets.values()
+            found = _held(held, without=[each for bucket in buckets for each in bucket.buffer])
         self._gradient_bytes = max(self._gradient_bytes, found)
 
     # --- a step
@@ -402,6 +444,7 @@ class DeepSpeedRanks(Ranks):
         if not self._is_broken:
             return
         self._is_broken = False
+        self._order = 0
         moments = self.moments()
         with self._watching():
             self._end()
@@ -460,16 +503,20 @@ class DeepSpeedRanks(Ranks):
                 "has a gradient in some steps alone; choose zero_stage=0"
             )
         spared = [self._trained[int(number)] for number in idle.nonzero()]
-        held = [p.data if self._stage < 3 else p.ds_tensor.data for p in spared]
+        held = [p.data if self._stage < 3 else self._part(p) for p in spared]
         return [(tensor, tensor.clone()) for tensor in held]
 
     # --- the state
 
     def bytes(self) -> StateBytes:
-        """What this rank holds; of gradients the most that it has held between collectives."""
+        """What this rank holds; of gradients the most that it has held in a step.
+
+        At stage 2 with several micro-batches DeepSpeed holds this rank's part of the newest one
+        beside that of their sum.
+        """
         weights = [p.data for p in self.owner.parameters()]
         if self._stage == 3:
-            weights += [p.ds_tensor.data for p in self.owner.parameters()]
+            weights += [self._part(p) for p in self.owner.parameters()]
         weights += self._flats()
         moments = batches.tensors([list(state.values()) for state in self._inner.state.values()])
         return StateBytes(
@@ -477,6 +524,11 @@ class DeepSpeedRanks(Ranks):
             gradients=self._gradient_bytes,
             optimizer_state=_held(moments),
         )
+
+    def _part(self, parameter: Any) -> torch.Tensor:
+        """This rank's part of `parameter` at stage 3."""
+        part: torch.Tensor = parameter.ds_tensor.data
+        return part
 
     def weights(self) -> dict[str, Any]:
         """The model's whole state dictionary, on every rank; all of them call it."""
@@ -498,7 +550,7 @@ class DeepSpeedRanks(Ranks):
         """The model's state dictionary, as `check_model` compares it: without values."""
         state = self.owner.state_dict()
         for name, parameter in self.owner.named_parameters(remove_duplicate=False):
-            shape = parameter.ds_shape if self._stage == 3 else parameter.shape
+            shape = getattr(parameter, "ds_shape", parameter.shape)
             state[name] = torch.empty(shape, dtype=parameter.dtype, device="meta")
         return state
 
@@ -537,7 +589,7 @@ class DeepSpeedRanks(Ranks):
         return found
 
     def _link(self) -> None:
-        """Lets DeepSpeed find the optimizer's state: it looks after the first group's first step."""
+        """Lets DeepSpeed find the optimizer's state, which it looks for when there is but one."""
         if self._stage < 3 and self._inner.state:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -545,11 +597,27 @@ class DeepSpeedRanks(Ranks):
     def _is_idle(self, number: int) -> bool:
         return self._idle is not None and bool(self._idle[number])
 
-    def set_moments(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Takes this rank's part of what `moments` gives.
+    def check_moments(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """ValueError for a state that no flat tensor has: of other numbers of steps."""
+        number = 0
+        for parameters in self._grouped:
+            found = []
+            for parameter in parameters:
+                state = states.get(number)
+                number += 1
+                if state:
+                    single = {name: float(v) for name, v in state.items() if v.dim() == 0}
+                    found.append((self._names[id(parameter)], single))
+            for name, single in found[1:]:
+                if single != found[0][1]:
+                    raise ValueError(
+                        f"zero_stage={self._stage} by DeepSpeed steps all parameters at once, and "
+                        f"the checkpoint has {single} for {name} and {found[0][1]} for "
+                        f"{found[0][0]}; choose zero_stage=0"
+                    )
 
-        ValueError for parameters of other numbers of steps.
-        """
+    def set_moments(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Takes this rank's part of what `moments` gives."""
         self._inner.state.clear()
         number = 0
         for flat, parameters in zip(self._flats(), self._grouped, strict=True):
@@ -561,7 +629,9 @@ class DeepSpeedRanks(Ranks):
             here = self._inner.state[flat]
             for name, value in some[0].items():
                 shaped = isinstance(value, torch.Tensor) and value.dim() > 0
-                here[name] = torch.zeros_like(flat, requires_grad=False) if shaped else value.clone()
+                here[name] = (
+                    torch.zeros_like(flat, requires_grad=False) if shaped else value.clone()
+                )
         self._link()
         for number, parameter in enumerate(self._trained):
             for name, value in states.get(number, {}).items():
@@ -585,12 +655,9 @@ class DeepSpeedRanks(Ranks):
         """Takes the clipping and the decay of `settings`."""
         self._clip_norm = settings.clip_norm
         self._zero.clip_grad = settings.clip_norm or 0.0
+        forms = dict(self.named())
         for group, parameters in zip(self._inner.param_groups, self._grouped, strict=True):
-            forms = dict(self.named())
             group["weight_decay"] = decay_of(forms[self._names[id(parameters[0])]], settings)
-
-    def _library(self) -> str:
-        return f"DeepSpeed {VERSION}"
 
     def close(self) -> None:
         """Makes the user's model whole; at stage 3 all ranks call it."""
@@ -638,18 +705,15 @@ class _Attributes:
                 delattr(parameter, name)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _held(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory that `tensors` lie in, each counted once."""
-    sizes = {_memory(each): each.untyped_storage().nbytes() for each in tensors}
-    return sum(sizes.values())
+def _held(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes of the memory that `tensors` lie in, each counted once, and not that of others."""
+    others = {each.untyped_storage().data_ptr() for each in without}
+    memories = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return sum(memory.nbytes() for place, memory in memories.items() if place not in others)
 
 
 class DeepSpeedStepper(TorchStepper):
-    """Trains by `DeepSpeedRanks`, which has the gradients, the weights and the optimizer's state."""
+    """Trains by `DeepSpeedRanks`, which has weights, gradients and the optimizer's state."""
 
     _processes: DeepSpeedRanks
 
@@ -686,6 +750,7 @@ class DeepSpeedStepper(TorchStepper):
         zero, kept = self._processes, state["optimizer"]
         check_model(state["model"], zero.forms())
         check_optimizer(kept, {"param_groups": zero.groups()}, zero.named())
+        zero.check_moments(kept["state"])
         zero.set_weights(state["model"])
         zero.set_moments(kept["state"])
 

@@ -33,6 +33,9 @@ from ortlab.errors import Concise
 from ortlab.randomness import RandomStates, undisturbed_random
 from ortlab.settings import FinetuneSettings
 
+MOST_NUMBERS = 5
+"""That ranks add up at once, where they agree that none has failed."""
+
 
 class RankFailed(Concise, RuntimeError):
     """A step that another rank could not take, so that no rank has; the message says which."""
@@ -181,6 +184,9 @@ class Ranks(OneProcess):
     that of as many ranks, which all compute the same numbers.
     """
 
+    sharer = "torch's ZeroRedundancyOptimizer"
+    """What shares out at ZeRO's stages above 0."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -297,13 +303,13 @@ class Ranks(OneProcess):
         """
         self._agreed = True  # also where this fails: nobody is to be told twice
         rank, size = dist.get_rank(self._everyone), dist.get_world_size(self._everyone)
-        told = torch.zeros(_MOST_NUMBERS + size, dtype=torch.float64, device=self.device)
+        told = torch.zeros(MOST_NUMBERS + size, dtype=torch.float64, device=self.device)
         if numbers:
             told[: len(numbers)] = torch.stack([number.double() for number in numbers])
-        told[_MOST_NUMBERS + rank] = float(failed)
+        told[MOST_NUMBERS + rank] = float(failed)
         with self._clock:
             dist.all_reduce(told, group=self._everyone)
-        ranks = [str(rank) for rank, one in enumerate(told[_MOST_NUMBERS:].tolist()) if one]
+        ranks = [str(rank) for rank, one in enumerate(told[MOST_NUMBERS:].tolist()) if one]
         if ranks and not failed:
             raise RankFailed(
                 f"rank {', '.join(ranks)} of {size} has failed, so that no rank has taken "
@@ -394,9 +400,10 @@ class Ranks(OneProcess):
 
     def told(self, report: Report) -> Report:
         """The engine's `report`, and how many ranks there are."""
+        sharer = f" by {self.sharer}" if self._stage else ""
         note = (
             f"rank {dist.get_rank(self._everyone)} of {dist.get_world_size(self._everyone)} over "
-            f"{dist.get_backend(self._group)}: ZeRO stage {self._stage}, reduction "
+            f"{dist.get_backend(self._group)}: ZeRO stage {self._stage}{sharer}, reduction "
             f"{self._reduction}"
         )
         normed = any(
@@ -410,6 +417,3 @@ class Ranks(OneProcess):
     def close(self) -> None:
         """Lets go of the buckets, which take as much memory as the gradients."""
         self._parallel = None
-
-
-_MOST_NUMBERS = 3

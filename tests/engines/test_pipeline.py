@@ -10,11 +10,10 @@ from torch import nn
 from ortlab.engines import combinations, deepspeed, pipeline
 from ortlab.engines.base import EngineUnavailable, engine
 from ortlab.settings import FinetuneSettings
-from tests.engines.launch import Found, of, run
+from tests.engines.several import TOLERANCE, Found, of, run
 
 pytestmark = pytest.mark.skipif(deepspeed.missing() is not None, reason="DeepSpeed is missing")
 
-TOLERANCE = 1e-5
 RANKS = "tests.engines.pipeline_ranks"
 
 

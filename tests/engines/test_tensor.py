@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ortlab.engines.tensor_plan import Part, plan_for
-from tests.engines.launch import Found, of, run
+from tests.engines.several import TOLERANCE, Found, of, run
 
-TOLERANCE = 1e-5
 RANKS = "tests.engines.tensor_ranks"
 
 
