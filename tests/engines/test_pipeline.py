@@ -114,8 +114,7 @@ def test_two_pipelines_side_by_side(four: Found) -> None:
     for each in of(four, "beside"):
         expected, *losses = each["losses"]
         assert losses == pytest.approx([expected] * 2, rel=TOLERANCE)
-        first, left, second, left_again = each["sockets"]
-        assert left == left_again < min(first, second)
+        assert each["left"] <= 1
 
 
 def test_deepspeed_prints_nothing(two: Found, four: Found) -> None:
