@@ -9,6 +9,10 @@ all other tensors have names that begin with ``training.``. Its metadata, which 
 
 One file is replaced at once, so that a reader never meets half of one checkpoint and half of
 another. Nothing in it is code, nothing is unpickled.
+
+A run on workers writes a folder, which is complete or not there: ``state.safetensors`` is such a
+file, without model and optimizer, and names the files beside it in which every rank has written its
+shard of those, with their SHA-256 (see `ortlab.shards`).
 """
 
 from __future__ import annotations
@@ -16,26 +20,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import safetensors
 import safetensors.torch
 import torch
 
-from ortlab.history import environment, write_beside
+from ortlab import shards
+from ortlab.history import environment, folder_beside, write_beside
+from ortlab.outline import Packed, memory_of, rebuilt, unpacked
 from ortlab.randomness import RandomStates
 
 FORM = 2
 Unit = Literal["samples", "micro-batches"]
 """What the place in an epoch is counted in."""
 _TRAINING = "training."
+_STATE = "state.safetensors"
 _FEW = 3
 
 
@@ -78,7 +82,8 @@ class Checkpoint:
 
     ``model`` and ``optimizer`` are state dictionaries in torch's form; ``loss_scale`` is what a
     dynamic loss scale has learnt, None without one. ``settings`` are the run's by name,
-    ``versions`` is what it ran on (see `ortlab.history.environment`).
+    ``versions`` is what it ran on (see `ortlab.history.environment`). ``shards`` is where the ranks
+    of several processes have written all of the state, None of one process.
     """
 
     model: Mapping[str, Any]
@@ -87,36 +92,57 @@ class Checkpoint:
     settings: Mapping[str, Any]
     loss_scale: Mapping[str, Any] | None = None
     versions: Mapping[str, Any] = dataclasses.field(default_factory=environment)
+    shards: shards.Shards | None = None
 
     def copy(self) -> Checkpoint:
         """The same state in memory of its own, on the CPU; tied tensors stay tied."""
+        if self.shards is not None:
+            return self  # nobody else writes to it
         copies: dict[object, torch.Tensor] = {}
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
-            memory = _memory(tensor)
+            memory = memory_of(tensor)
             if memory not in copies:
                 copies[memory] = tensor.detach().to("cpu", copy=True)
             return copies[memory]
 
         changed = {
-            name: _rebuilt(getattr(self, name), own)
-            for name in ("model", "optimizer", "loss_scale")
+            name: rebuilt(getattr(self, name), own) for name in ("model", "optimizer", "loss_scale")
         }
         return dataclasses.replace(self, **changed)
 
     def save(self, path: str | Path) -> Path:
         """Writes the file, of mode 0600, beside `path`, and lets it take its place when it is safe.
 
+        That of several ranks is a folder with their shards, unless the path ends with .safetensors.
         Tensors that share their memory (tied weights) are written once. ValueError for what is no
         plain value and no dense tensor; RuntimeError when the disk does not take it: what was at
         `path` is whole then.
         """
         path = Path(path)
-        packed = _Packed()
+        if self.shards is None or path.suffix == ".safetensors":
+            return self._save_file(path)
+        try:
+            with folder_beside(path) as beside:
+                parts = {
+                    "outline": dict(self.shards.outline),
+                    "digests": self.shards.keep(beside),
+                }
+                rest = dataclasses.replace(self, model={}, optimizer={}, loss_scale=None)
+                rest._save_file(beside / _STATE, parts)
+        except OSError as error:
+            raise _not_kept(path, error) from error
+        return path
+
+    def _save_file(self, path: Path, parts: Mapping[str, Any] | None = None) -> Path:
+        packed = Packed()
         state = {
             field.name: packed.pack(getattr(self, field.name), _prefix(field.name))
             for field in dataclasses.fields(self)
+            if field.name != "shards"
         }
+        if parts is not None:
+            state["shards"] = packed.pack(parts, "shards")
         text = json.dumps(state, allow_nan=False)
         metadata = {
             "format": "pt",  # transformers reads no file without it
@@ -130,10 +156,7 @@ class Checkpoint:
                 lambda beside: safetensors.torch.save_file(packed.tensors, beside, metadata),
             )
         except (OSError, safetensors.SafetensorError) as error:
-            raise RuntimeError(
-                f"the checkpoint cannot be kept in {path}: {error}; the model still has its "
-                "weights, and an older checkpoint of that name is whole"
-            ) from error
+            raise _not_kept(path, error) from error
         return path
 
     @classmethod
@@ -149,11 +172,18 @@ class Checkpoint:
                     "writes one"
                 ) from None
             try:
-                return _read(path)
+                return _read_folder(path) if (path / _STATE).exists() else _read(path)
             except ValueError:
                 # safetensors opens a file twice, and another one may have taken its place between.
                 if _is_still(path, before):
                     raise
+
+
+def _not_kept(path: Path, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"the checkpoint cannot be kept in {path}: {error}; the model still has its weights, and "
+        "an older checkpoint of that name is whole"
+    )
 
 
 def _is_still(path: Path, before: os.stat_result) -> bool:
@@ -161,7 +191,26 @@ def _is_still(path: Path, before: os.stat_result) -> bool:
     return (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+def _read_folder(folder: Path) -> Checkpoint:
+    found, parts = _read_file(folder / _STATE)
+    try:
+        shards.check(folder, {**parts["digests"], _STATE: shards.digest(folder / _STATE)})
+        state = shards.read(folder, parts["outline"])
+        return dataclasses.replace(found, **state)
+    # The digest fits, so this was not made by `save`.
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+        raise ValueError(f"{folder} is no checkpoint of ortlab's: {error!r}") from error
+
+
 def _read(path: Path) -> Checkpoint:
+    found, parts = _read_file(path)
+    if parts:
+        raise ValueError(f"{path} is a part of a checkpoint; give its folder, {path.parent}")
+    return found
+
+
+def _read_file(path: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
+    """What is in a file, and of what other files it is a part."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the checkpoint's file{_file_in(path)}")
     try:
@@ -181,7 +230,9 @@ def _read(path: Path) -> Checkpoint:
             "checkpoint, as those in the run's folder"
         )
     try:
-        return _checkpoint({name: _unpacked(value, tensors) for name, value in _pairs(text)})
+        values = {name: unpacked(value, tensors) for name, value in _pairs(text)}
+        parts = values.pop("shards", {})
+        return _checkpoint(values), parts
     # The digest fits, so this was not made by `save`.
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no checkpoint of ortlab's: {error!r}") from error
@@ -227,112 +278,6 @@ def _checkpoint(values: dict[str, Any]) -> Checkpoint:
 
 def _prefix(field: str) -> str:
     return "" if field == "model" else f"{_TRAINING}{field}."
-
-
-class _Packed:
-    """Plain values as JSON can hold them, and the tensors that were among them, by name.
-
-    A dictionary is ``{"dict": [[key, value], ...]}``, since its keys may be numbers; ``versions``
-    beside it are those of a state dictionary's modules. Tensors, arrays and tuples are named so.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[object, str] = {}
-
-    def pack(self, value: Any, name: str) -> Any:
-        """`value` for JSON; `name` begins the names of the tensors in it."""
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-        if isinstance(value, torch.Tensor):
-            return {"tensor": self._named(value, name)}
-        if isinstance(value, np.ndarray):
-            return {"array": self._named(torch.from_numpy(value), name)}
-        if isinstance(value, Mapping):
-            within = name if name.endswith(".") or not name else f"{name}."
-            packed = {
-                "dict": [
-                    [self.pack(key, name), self.pack(item, f"{within}{key}")]
-                    for key, item in value.items()
-                ]
-            }
-            versions = getattr(value, "_metadata", None)
-            return packed if versions is None else {**packed, "versions": self.pack(versions, name)}
-        if isinstance(value, list | tuple):
-            items = [self.pack(item, f"{name}.{place}") for place, item in enumerate(value)]
-            return {"tuple": items} if isinstance(value, tuple) else items
-        if isinstance(value, float) and not math.isfinite(value):
-            return {"float": repr(float(value))}
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        raise ValueError(
-            f"{name} is a {type(value).__name__}, which a checkpoint does not hold: tensors, "
-            "arrays, numbers, strings, lists, tuples and dictionaries can be kept"
-        )
-
-    def _named(self, tensor: torch.Tensor, name: str) -> str:
-        known = self._names.get(_memory(tensor))
-        if known is not None:
-            return known
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-            what = "meta" if tensor.is_meta else tensor.layout
-            raise ValueError(f"{name} is a tensor without plain data ({what}): it cannot be kept")
-        if tensor.dtype == torch.complex128:
-            raise ValueError(f"{name} is complex128, for which safetensors has no form")
-        while name in self.tensors:  # keys that differ, as 1 and "1", but not as text
-            name += "'"
-        self._names[_memory(tensor)] = name
-        kept = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # Views of one storage that differ, which safetensors refuses, get memory of their own.
-        whole = kept.untyped_storage().nbytes() == kept.nbytes
-        self.tensors[name] = kept if whole else kept.clone()
-        return name
-
-
-def _unpacked(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_unpacked(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return tensors[value["tensor"]]
-    if "array" in value:
-        return tensors[value["array"]].numpy()
-    if "tuple" in value:
-        return tuple(_unpacked(value["tuple"], tensors))
-    if "float" in value:
-        return float(value["float"])
-    items = [(_unpacked(key, tensors), _unpacked(item, tensors)) for key, item in value["dict"]]
-    if "versions" not in value:
-        return dict(items)
-    return _with_versions(items, _unpacked(value["versions"], tensors))
-
-
-def _with_versions(items: list[tuple[Any, Any]], versions: Any) -> OrderedDict[Any, Any]:
-    """A state dictionary as torch makes it, with the versions of the modules that it is of."""
-    made = OrderedDict(items)
-    made._metadata = versions  # type: ignore[attr-defined]
-    return made
-
-
-def _rebuilt(value: Any, leaf: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` in containers of its own, with `leaf` of every tensor."""
-    if isinstance(value, torch.Tensor):
-        return leaf(value)
-    if isinstance(value, Mapping):
-        items = [(key, _rebuilt(item, leaf)) for key, item in value.items()]
-        versions = getattr(value, "_metadata", None)
-        return dict(items) if versions is None else _with_versions(items, versions)
-    if isinstance(value, list | tuple):
-        return type(value)(_rebuilt(item, leaf) for item in value)
-    return value
-
-
-def _memory(tensor: torch.Tensor) -> object:
-    """What tied tensors have in common, and no others."""
-    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _digest(form: int, text: str, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -10,8 +10,10 @@ A root (`runs_root`) holds one folder a run, named after it; folders have mode 0
                       an object {"form", "columns"}: the names of the numbers in the lines below it
                       an array: a step, null where a number is unknown
                       an object {"event", "step", "time_s", "text", "values"}: see `telemetry.Event`
-    checkpoints/      NAME.safetensors: see `ortlab.checkpoint`; ``final`` is what a run ended with,
-                      the last good weights among it
+    rank-N.jsonl      of a run on workers: the same of each rank
+    checkpoints/      NAME.safetensors, or of a run on workers a folder NAME: see
+                      `ortlab.checkpoint`; ``final`` is what a run ended with, the last good weights
+                      among it
     charts.png        the charts, where a view showed them
 
 A crash can tear the last line of metrics.jsonl and nothing else: readers skip lines that are not
@@ -29,6 +31,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,9 +135,10 @@ class RunFolder:
         read: dict[str, Any] = json.loads((self.path / f"{file}.json").read_text("utf-8"))
         return read
 
-    def metrics(self) -> MetricsFile:
-        """A sink that appends to metrics.jsonl."""
-        return MetricsFile(self.path / "metrics.jsonl")
+    def metrics(self, rank: int | None = None) -> MetricsFile:
+        """A sink that appends to metrics.jsonl, or to that of a rank."""
+        name = "metrics" if rank is None else f"rank-{rank}"
+        return MetricsFile(self.path / f"{name}.jsonl")
 
     def read_metrics(self) -> Metrics:
         """Everything in metrics.jsonl that was written whole."""
@@ -197,6 +201,26 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+    if os.name == "posix":  # Windows opens no folder
+        _sync(path.parent, os.O_RDONLY)
+
+
+@contextlib.contextmanager
+def folder_beside(path: Path) -> Iterator[Path]:
+    """A private folder to fill, which then takes the place of `path`, for good; or is gone."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    before = beside.with_name(f"{beside.name}.before")
+    beside.mkdir(mode=0o700)
+    try:
+        yield beside
+        if path.is_dir():
+            path.rename(before)
+        beside.rename(path)  # of a file it says that it is no folder
+        shutil.rmtree(before, ignore_errors=True)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        if before.exists():
+            before.rename(path)
     if os.name == "posix":  # Windows opens no folder
         _sync(path.parent, os.O_RDONLY)
 

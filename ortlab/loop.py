@@ -24,7 +24,7 @@ import torch
 from ortlab.batching import Batches, Epoch
 from ortlab.checkpoint import Checkpoint, Order, Position, Unit
 from ortlab.engines import base
-from ortlab.engines.base import Cost, NotFinite, Stepper, StepResult
+from ortlab.engines.base import Cost, NotFinite, RankStep, Stepper, StepperLost, StepResult
 from ortlab.memory import Memory, Meter, trim
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
@@ -43,6 +43,10 @@ class Control:
         self.waiting = False
         """Whether the loop stands still now; a pause is asked for before that."""
         self._changed = threading.Condition()
+        self.settled = threading.Event()
+        """Set while nothing goes on by itself: the loop is over, or was held."""
+        self.held: Exception | None = None
+        """What keeps a loop waiting that nobody has paused."""
         self._pausing = False
         self._stopping = False
         self._closed = False
@@ -61,14 +65,25 @@ class Control:
     def resume(self) -> None:
         """Lets a paused loop go on."""
         with self._changed:
-            self._pausing = False
-            self._changed.notify_all()
+            self._go_on()
+
+    def hold(self, error: Exception) -> None:
+        """Has the loop wait, as after `pause`, since it cannot go on by itself for `error`."""
+        with self._changed:
+            if not self._stopping:
+                self._pausing, self.held = True, error
+                self.settled.set()
+
+    def _go_on(self) -> None:
+        self._pausing, self.held = False, None
+        self.settled.clear()
+        self._changed.notify_all()
 
     def stop(self) -> None:
         """Asks the loop to end after the step in flight, from a pause too."""
         with self._changed:
-            self._stopping, self._pausing = True, False
-            self._changed.notify_all()
+            self._stopping = True
+            self._go_on()
 
     def checkpoint(self) -> Future[Checkpoint]:
         """Asks for the run's state after the step in flight; a paused loop gives it at once.
@@ -99,6 +114,7 @@ class Control:
         """The loop is over and answers no more."""
         with self._changed:
             self._closed = True
+            self.settled.set()
             for asked in self._asked:
                 asked.cancel()
             self._asked.clear()
@@ -170,6 +186,8 @@ def learning_rate(step: int, total: int | None, settings: FinetuneSettings) -> f
     return settings.lr * (1 + math.cos(math.pi * done)) / 2
 
 
+_WORKERS_CHECKPOINT = 100
+"""Steps between the checkpoints of a run on workers where nothing else is said."""
 _FIXED = ("seed", "optimizer")
 _FIXED_IN_A_RUN = (*_FIXED, "loss", "device")
 
@@ -326,7 +344,7 @@ class _Trial:
 
 def _rebuilds(before: FinetuneSettings, after: FinetuneSettings) -> bool:
     """Whether the change is one of the engine or its options, which takes another stepper."""
-    names = (*EngineSettings.declarations(), "workers", "zero_stage")
+    names = (*EngineSettings.declarations(), "workers", "zero_stage", "reduction")
     return any(getattr(before, name) != getattr(after, name) for name in names)
 
 
@@ -346,6 +364,9 @@ class Course:
     With `prepare`, which makes a stepper for other settings, the engine and its options can be
     changed too while it trains (`Control.apply`): all of the state but those goes on. Where the new
     ones fail, in their making or their first step, the old ones go on.
+
+    `keep` is given a checkpoint every ``checkpoint_every`` steps. A stepper that is lost has the
+    control hold the loop; when it goes on, another stepper does from the last checkpoint.
     """
 
     def __init__(
@@ -360,6 +381,7 @@ class Course:
         meter: Meter | None = None,
         begin: Checkpoint | None = None,
         prepare: Callable[[FinetuneSettings], Stepper] | None = None,
+        keep: Callable[[Checkpoint], object] = lambda _: None,
     ) -> None:
         if begin is not None:
             begin = dataclasses.replace(begin, position=place(begin, train, settings))
@@ -377,10 +399,16 @@ class Course:
         self._evaluation = evaluation
         self._meter = meter
         self._begin = begin
+        self._keep = keep
+        self._kept: Checkpoint | None = None
+        self._lost = False
+        self._told = 0
+        """Steps that the recorder knows: those that are done again are not told again."""
         at = begin.position if begin else None
         self.total = total_steps(train, settings, at)
         """Optimizer steps of the whole run, None where that is unknown."""
-        self._step = at.step if at else 0
+        self.step = at.step if at else 0
+        """Optimizer steps done."""
         self._epoch = at.epoch if at else 0
         self._read = at.read if at else 0
         self._evaluated = at.evaluated if at else -1
@@ -418,11 +446,15 @@ class Course:
         it.
         """
         taken = self.state().copy()
-        self.stepper.reseed(taken.position.engine_seed)
+        if not self._lost:
+            self.stepper.reseed(taken.position.engine_seed)
         return taken
 
     def state(self) -> Checkpoint:
-        """`checkpoint` without a copy, for when no step follows."""
+        """`checkpoint` without a copy, for when no step follows; the last one of what is lost."""
+        if self._lost:
+            assert self._kept is not None
+            return self._kept
         state = self.stepper.state_dict()
         return Checkpoint(
             state["model"],
@@ -430,11 +462,12 @@ class Course:
             self._position(),
             self.settings.as_dict(),
             state["loss_scale"],
+            shards=state.get("shards"),
         )
 
     def _position(self) -> Position:
         return Position(
-            step=self._step,
+            step=self.step,
             epoch=self._epoch,
             read=self._read,
             length=self._train.length,
@@ -442,18 +475,52 @@ class Course:
             evaluated=self._evaluated,
             random=self._drawn or RandomStates.now(),
             order=self._order,
-            engine_seed=_engine_seed(self.settings.seed, self._step),
+            engine_seed=_engine_seed(self.settings.seed, self.step),
         )
 
     def _steps(self) -> Iterator[StepResult]:
+        while True:
+            try:
+                yield from self._steps_of_stepper()
+            except StepperLost as error:
+                if self._regained(error):
+                    continue
+            return
+
+    def _regained(self, error: StepperLost) -> bool:
+        """Waits until somebody lets the run go on; from the last checkpoint, with a new stepper."""
+        if self._kept is None or self._prepare is None:
+            raise error
+        at = self._kept.position
+        self._told = max(self._told, self.step)
+        self.step, self._epoch, self._read = at.step, at.epoch, at.read
+        self._evaluated, self._order, self._drawn = at.evaluated, at.order, at.random
+        self._lost, self._trial = True, None
+        self.stepper.close()
+        self._control.hold(error)
+        self._tell("warning", f"held: {error}")
+        if not self._proceed():
+            return False
+        try:
+            self.stepper = self._prepare(self.settings)
+        except StepperLost as again:
+            return self._regained(again)
+        self._lost, self._begin = False, self._kept
+        self._tell("note", f"goes on from the checkpoint of step {self.step}")
+        return True
+
+    def _steps_of_stepper(self) -> Iterator[StepResult]:
         data = None
         if self._begin is not None:
             begin, self._begin = self._begin, None
             self._load(begin)
+            self._hold_on_to(begin)
             if self._order is not None and not self._done():
                 data = self._train.again(begin.position)
                 begin.position.random.give_back()
             self._drawn = None
+        if self.settings.workers > 1 and self._kept is None:
+            self._hold_on_to(self.checkpoint())
         if self._evaluated < 0 or self._due():
             self._evaluate()
         while self._epoch < self.settings.epochs:
@@ -485,7 +552,7 @@ class Course:
             try:
                 if changes:
                     self._change(wanted, began)
-                lr = learning_rate(self._step, self.total, self.settings)
+                lr = learning_rate(self.step, self.total, self.settings)
                 result = self.stepper.step(group, lr=lr)
             # An engine raises all kinds of exceptions. What was at fault besides it, a batch for
             # one, is raised again when the old settings take the step.
@@ -497,16 +564,30 @@ class Course:
                 continue
             self._settle()
             step_s = time.perf_counter() - began
-            self._step += 1
+            self.step += 1
             self._read = data.done
             length = self._train.length
             within = self._read / length if length else 0.0
             self._record(result, self._epoch + within, step_s, data_s)
+            every = self._keeps_every()
+            if every and self.step % every == 0 and not self._done():
+                taken = self.checkpoint()
+                self._hold_on_to(taken)
+                self._keep(taken)
             yield result
             if not self._done() and self._due():
                 self._evaluate()
-        if self._step == 0 and not self._control.stopping:
+        if self.step == 0 and not self._control.stopping:
             raise ValueError("the training data is empty: it gave no batch")
+
+    def _keeps_every(self) -> int | None:
+        """Every how many steps a checkpoint is to be kept."""
+        of_workers = _WORKERS_CHECKPOINT if self.settings.workers > 1 else None
+        return self.settings.checkpoint_every or of_workers
+
+    def _hold_on_to(self, taken: Checkpoint) -> None:
+        """Has a run on workers go on from `taken` if it loses them."""
+        self._kept = taken if self.settings.workers > 1 else None
 
     def _asked_for(self) -> FinetuneSettings:
         """The settings that the next step is to have."""
@@ -549,10 +630,16 @@ class Course:
         self.stepper = self._prepare(settings)
         self._load(taken)
         self._use(settings)
+        self._hold_on_to(taken)
 
     def _load(self, taken: Checkpoint) -> None:
         self.stepper.load_state_dict(
-            {"model": taken.model, "optimizer": taken.optimizer, "loss_scale": taken.loss_scale}
+            {
+                "model": taken.model,
+                "optimizer": taken.optimizer,
+                "loss_scale": taken.loss_scale,
+                "shards": taken.shards,
+            }
         )
         taken.position.random.give_back()
         self.stepper.reseed(taken.position.engine_seed)
@@ -585,15 +672,15 @@ class Course:
         self._tell("warning", told, {"cost_s": time.perf_counter() - trial.began})
 
     def _tell(self, kind: str, text: str, values: dict[str, float] | None = None) -> None:
-        event = Event(kind, self._step, self._control.elapsed_s(), text, values or {})
+        event = Event(kind, self.step, self._control.elapsed_s(), text, values or {})
         self._recorder.event(event)
 
     def _done(self) -> bool:
-        return self.total is not None and self._step >= self.total
+        return self.total is not None and self.step >= self.total
 
     def _due(self) -> bool:
         every = self.settings.eval_every
-        return every is not None and self._step % every == 0
+        return every is not None and self.step % every == 0
 
     def _proceed(self) -> bool:
         return self._control.proceed(self.checkpoint)
@@ -606,37 +693,65 @@ class Course:
                 return NAN
             return float(value) if on_host else value
 
-        memory = self._meter.take() if self._meter is not None else Memory()
-        self._recorder.add(
-            Sample(
-                step=self._step,
-                time_s=self._control.elapsed_s(),
-                epoch=epoch,
-                loss=number(result.loss),
-                lr=result.lr,
-                grad_norm=number(result.grad_norm),
-                samples=result.samples,
-                tokens=result.tokens or NAN,
-                samples_per_s=result.samples / step_s,
-                tokens_per_s=result.tokens / step_s or NAN,
-                step_ms=step_s * 1e3,
-                data_ms=data_s * 1e3,
-                forward_ms=result.forward_ms,
-                backward_ms=result.backward_ms,
-                optimizer_ms=result.optimizer_ms,
-                loss_scale=number(result.loss_scale),
-                skipped=number(result.skipped),
-                **memory.as_dict(),
+        if self.step > self._told:
+            self._recorder.add(
+                Sample(
+                    step=self.step,
+                    time_s=self._control.elapsed_s(),
+                    epoch=epoch,
+                    loss=number(result.loss),
+                    lr=result.lr,
+                    grad_norm=number(result.grad_norm),
+                    samples=result.samples,
+                    tokens=result.tokens or NAN,
+                    samples_per_s=result.samples / step_s,
+                    tokens_per_s=result.tokens / step_s or NAN,
+                    step_ms=step_s * 1e3,
+                    data_ms=data_s * 1e3,
+                    forward_ms=result.forward_ms,
+                    backward_ms=result.backward_ms,
+                    optimizer_ms=result.optimizer_ms,
+                    communication_ms=result.communication_ms if result.ranks else NAN,
+                    loss_scale=number(result.loss_scale),
+                    skipped=number(result.skipped),
+                    **self._memory(result).as_dict(),
+                )
             )
-        )
+            for rank, told in enumerate(result.ranks):
+                self._record_rank(rank, told, epoch)
         # Asking the stepper waits for a device; there the recorder tells a moment later.
         if (on_host and not self.stepper.finite()) or self._recorder.not_finite_step is not None:
             self._fail_not_finite()
 
+    def _memory(self, result: StepResult) -> Memory:
+        """Of this process, or of all ranks together where they train."""
+        if result.ranks:
+            return Memory.of_all([told.memory for told in result.ranks])
+        return self._meter.take() if self._meter is not None else Memory()
+
+    def _record_rank(self, rank: int, told: RankStep, epoch: float) -> None:
+        self._recorder.rank(rank).add(
+            Sample(
+                step=self.step,
+                time_s=self._control.elapsed_s(),
+                epoch=epoch,
+                loss=told.loss,
+                samples=told.samples,
+                samples_per_s=told.samples / told.step_ms * 1e3,
+                step_ms=told.step_ms,
+                communication_ms=told.communication_ms,
+                parameter_bytes=told.held.parameters,
+                gradient_bytes=told.held.gradients,
+                optimizer_bytes=told.held.optimizer_state,
+                base_bytes=told.base_bytes,
+                **told.memory.as_dict(),
+            )
+        )
+
     def _fail_not_finite(self) -> None:
         self._recorder.count  # noqa: B018 - fetches the losses that are still on the device
-        step = self._recorder.not_finite_step or self._step
-        self._step = step - 1
+        step = self._recorder.not_finite_step or self.step
+        self.step = step - 1
         if self.settings.precision == "fp16":
             raise NotFinite(
                 f"the loss or its gradient overflows float16 at step {step} although the loss "
@@ -650,25 +765,25 @@ class Course:
         )
 
     def _evaluate(self) -> None:
-        if self._evaluation is None or self._evaluated == self._step:
+        if self._evaluation is None or self._evaluated == self.step:
             return
         # In the middle of it, as in a pause there, the random states are those of the evaluation.
         self._drawn = RandomStates.now()
         found = evaluate(
             self.stepper,
             self._evaluation,
-            step=self._step,
+            step=self.step,
             size=self.settings.batch_size,
             proceed=self._proceed,
         )
         self._drawn = None
         if found is None:
             return
-        self._evaluated = self._step
+        self._evaluated = self.step
         self._recorder.event(
             Event(
                 "eval",
-                self._step,
+                self.step,
                 self._control.elapsed_s(),
                 str(found),
                 {"loss": found.loss, "accuracy": found.accuracy},
@@ -678,9 +793,9 @@ class Course:
             self._recorder.event(
                 Event(
                     "warning",
-                    self._step,
+                    self.step,
                     self._control.elapsed_s(),
-                    f"the held-out loss is {found.loss} at step {self._step}; look for NaN in the "
+                    f"the held-out loss is {found.loss} at step {self.step}; look for NaN in the "
                     "evaluation data, or in what the model makes of it in evaluation mode",
                 )
             )

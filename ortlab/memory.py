@@ -9,6 +9,7 @@ import math
 import operator
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -28,6 +29,11 @@ class Memory:
     cuda_reserved_bytes: float = NAN
     cuda_peak_bytes: float = NAN
     device_used_bytes: float = NAN
+
+    @classmethod
+    def of_all(cls, each: Sequence[Memory]) -> Memory:
+        """That of several processes together; their peaks need not have been at one time."""
+        return cls(*map(sum, zip(*map(_values, each), strict=True)))
 
     def as_dict(self) -> dict[str, float]:
         """Name to bytes, under the names of `telemetry.Sample`; cheap enough for every step."""

@@ -8,6 +8,7 @@ import contextvars
 import dataclasses
 import datetime
 import math
+import shutil
 import threading
 import time
 import traceback
@@ -15,6 +16,8 @@ import weakref
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint
@@ -40,8 +43,9 @@ class RunResult:
 
     ``before`` and ``after`` are the first and the last evaluation, None without evaluation data.
     Rates count the time of the steps alone; ``wall_s`` is everything, pauses included. The peak is
-    that of the resident size, or on CUDA of torch's allocated bytes. ``skipped_steps`` are those of
-    ``steps`` whose gradients overflowed in fp16, ``loss_scale`` is the last one.
+    that of the resident size, or on CUDA of torch's allocated bytes; of workers that of the one
+    that took most. ``skipped_steps`` are those of ``steps`` whose gradients overflowed in fp16,
+    ``loss_scale`` is the last one.
     """
 
     state: State
@@ -137,6 +141,7 @@ class Run:
         self._doing = "preparing"
         self._step = place.step if place else 0
         self._interrupts = 0
+        self._last: Path | None = None
         self._meter: Meter | None = None
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
@@ -149,7 +154,9 @@ class Run:
         self._folder.write_json("environment", environment())
         self._parameters = sum(p.numel() for p in model.parameters())
         self._write_about(None)
-        self.recorder = Recorder(sinks=[self._folder.metrics()])
+        self.recorder = Recorder(
+            sinks=[self._folder.metrics()], of_rank=lambda rank: [self._folder.metrics(rank)]
+        )
         """The numbers of the run."""
 
     @property
@@ -183,8 +190,9 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
-        return self._step
+        """Optimizer steps done; of a run that is held those of its last checkpoint."""
+        course = self._work.course if self._work else None
+        return self._step if course is None else course.step
 
     @property
     def engine_asked(self) -> str:
@@ -208,7 +216,7 @@ class Run:
 
     def __repr__(self) -> str:
         total = "" if self._total is None else f"/{self._total}"
-        return f"<Run {self.name}: {self.state}, step {self._step}{total}, {self.engine_used}>"
+        return f"<Run {self.name}: {self.state}, step {self.step}{total}, {self.engine_used}>"
 
     def start(self) -> Run:
         """Starts the training thread, shows the run, and returns at once.
@@ -266,11 +274,11 @@ class Run:
             self._over.wait()
             if not final.exists():
                 raise RuntimeError(
-                    f"{self.name} has no checkpoint: it {self.state} at step {self._step}"
+                    f"{self.name} has no checkpoint: it {self.state} at step {self.step}"
                 ) from None
             return final if path is None else Checkpoint.load(final).save(path)
         if path is None:
-            path = self._folder.checkpoint_path(f"step-{taken.position.step}")
+            path = self._place(f"step-{taken.position.step}", taken)
         return taken.save(path)
 
     def apply(self, **changes: Any) -> None:
@@ -322,7 +330,7 @@ class Run:
         self._check_started()
         while True:
             try:
-                if not self._over.wait(timeout):
+                if not self._control.settled.wait(timeout):
                     raise TimeoutError(f"{self.name} is {self.state} after {timeout:g} s")
                 return self._outcome()
             except KeyboardInterrupt:
@@ -344,7 +352,7 @@ class Run:
     async def _awaited(self) -> RunResult:
         self._check_started()
         hint = "await it again to wait; interrupt that wait, or run.stop(), to stop"
-        await until(self._over, lambda: self._interrupted(hint))
+        await until(self._control.settled, lambda: self._interrupted(hint))
         return self._outcome()
 
     def _check_started(self) -> None:
@@ -354,22 +362,35 @@ class Run:
     def _interrupted(self, hint: str) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
-            print(f"{self.name} goes on, {self.state} at step {self._step}: {hint}", flush=True)
+            print(f"{self.name} goes on, {self.state} at step {self.step}: {hint}", flush=True)
             return
         self.stop()
         print(f"{self.name} stops after the step in flight", flush=True)
 
     def _outcome(self) -> RunResult:
+        if (held := self._control.held) is not None:
+            raise self._hold_error(held)
+        self._over.wait()
         if self.error is not None:
             raise self.error
         assert self._result is not None
         return self._result
 
+    def _hold_error(self, held: Exception) -> Exception:
+        """`held`, with what can be done about it."""
+        told = (
+            f"{self.name} waits at step {self.step}, that of its last checkpoint: run.resume() or "
+            "its button goes on from there with fresh workers, run.stop() ends it"
+        )
+        if told not in getattr(held, "__notes__", ()):
+            held.add_note(told)
+        return held
+
     def status(self) -> Status:
         """See `telemetry.Watched.status`."""
         return Status(
             state=self.state,
-            step=self._step,
+            step=self.step,
             total_steps=self._total,
             elapsed_s=self._result.wall_s if self._result else self._control.elapsed_s(),
             left_s=self._left_s(),
@@ -383,16 +404,19 @@ class Run:
             return None  # a run that was resumed is at a step before it has made one
         recent, _ = self.recorder.since(max(self.recorder.count - 64, 0))
         step_s = float(recent[:, INDEX["step_ms"]].mean()) / 1e3
-        return (self._total - self._step) * step_s
+        return (self._total - self.step) * step_s
 
     def _badges(self) -> tuple[str, ...]:
-        if self.fallback_reason is None:
-            return ()
-        return (f"fallback to {self.engine_used}: {self.fallback_reason}",)
+        badges = []
+        if self.fallback_reason is not None:
+            badges.append(f"fallback to {self.engine_used}: {self.fallback_reason}")
+        if (held := self._control.held) is not None:
+            badges.append(f"held: {held}; resume goes on from step {self.step}")
+        return tuple(badges)
 
     def _lines(self) -> tuple[str, ...]:
         lines = []
-        if self._step == 0 and not self.over():
+        if self.step == 0 and not self.over():
             lines.append(self._doing)
         evaluations = self._evaluations()
         if evaluations:
@@ -430,7 +454,7 @@ class Run:
         self._control.close()
         if self.error is not None:
             _forget_locals(self.error)
-        self._work = None
+        self._step, self._work = self.step, None
         self._state = self._ended()
         atexit.unregister(self._end_with_python)
         self._over.set()
@@ -453,7 +477,7 @@ class Run:
         self._meter = SAMPLER.start()
         progress.set(self._tell)
         self._event("state", "starting")
-        stepper = work.prepare(self.settings)
+        stepper = self._prepare(self.settings)
         work.course = loop.Course(
             stepper,
             work.train,
@@ -463,21 +487,48 @@ class Run:
             evaluation=work.evaluation,
             meter=self._meter,
             begin=work.begin,
-            prepare=work.prepare,
+            prepare=self._prepare,
+            keep=self._keep,
         )
         work.begin = None
         self._state = "running"
         self._doing = "evaluating before the first step" if work.evaluation else "first step"
         self._event("state", "running")
-        if self._step:
-            self._event("note", f"goes on from a checkpoint at step {self._step}")
+        if self.step:
+            self._event("note", f"goes on from a checkpoint at step {self.step}")
         course = work.course
-        for _ in course.steps():
-            self._step += 1
+        for number, _ in enumerate(course.steps()):
+            if number == 0 and self.settings.workers > 1:
+                took_s = self._control.elapsed_s()
+                self._event("note", f"{took_s:.1f} s from the start to the end of the first step")
             self._total = course.total
             self._use(course.settings)
             self._hear(course.stepper)
         self._hear(course.stepper)
+
+    def _prepare(self, settings: FinetuneSettings) -> Stepper:
+        assert self._work is not None
+        stepper = self._work.prepare(settings)
+        # What it has begun, workers for one, is to end after this run when Python does.
+        atexit.unregister(self._end_with_python)
+        atexit.register(self._end_with_python)
+        return stepper
+
+    def _keep(self, taken: Checkpoint) -> None:
+        """Keeps what a run can go on from if this process ends, in the place of the last one."""
+        before = self._last
+        try:
+            self._last = taken.save(self._place(f"last-{taken.position.step}", taken))
+        except RuntimeError as error:  # a full disk; the one before is whole
+            self._event("warning", str(error))
+            return
+        if before is not None and before != self._last:
+            _remove(before)
+
+    def _place(self, name: str, taken: Checkpoint) -> Path:
+        """A file in the run's folder, or a folder there for the shards of several ranks."""
+        file = self._folder.checkpoint_path(name)
+        return file if taken.shards is None else file.with_suffix("")
 
     def _use(self, settings: FinetuneSettings) -> None:
         if settings == self.current_settings:
@@ -514,7 +565,7 @@ class Run:
             self._event("warning", f"fallback to {report.engine_used}: {report.fallback_reason}")
 
     def _event(self, kind: str, text: str) -> None:
-        self.recorder.event(Event(kind, self._step, self._control.elapsed_s(), text))
+        self.recorder.event(Event(kind, self.step, self._control.elapsed_s(), text))
 
     def _keep_state(self) -> None:
         work = self._work
@@ -524,6 +575,8 @@ class Run:
         self._hear(work.course.stepper)
         work.course.stepper.close()
         state.save(self._folder.checkpoint_path("final"))
+        if self._last is not None:
+            _remove(self._last)
 
     def _conclude(self) -> None:
         """Completes the folder."""
@@ -543,19 +596,28 @@ class Run:
         report = self._report
         return RunResult(
             state=self._ended(),
-            steps=self._step,
+            steps=self.step,
             wall_s=self._control.elapsed_s(),
             final_loss=float(last.loss) if last else NAN,
             before=evaluations[0] if evaluations else None,
             after=evaluations[-1] if evaluations else None,
             samples_per_s=recorder.total("samples") / step_s,
             tokens_per_s=recorder.total("tokens") / step_s or NAN,
-            peak_bytes=self._meter.highest_peak_bytes() if self._meter else NAN,
+            peak_bytes=self._peak_bytes(),
             export_s=report.export_s if report else 0.0,
             check_s=report.check_s if report else 0.0,
             skipped_steps=int(recorder.total("skipped")),
             loss_scale=_loss_scale(recorder),
         )
+
+    def _peak_bytes(self) -> float:
+        """Of this process, or of the rank that took most."""
+        ranks = [recorder.rows() for recorder in self.recorder.ranks]
+        if ranks:
+            both = np.concatenate(ranks)[:, [INDEX["cuda_peak_bytes"], INDEX["peak_bytes"]]]
+            on_cuda, resident = np.nanmax(np.nan_to_num(both, nan=-1.0), axis=0)
+            return float(resident if on_cuda < 0 else on_cuda)
+        return self._meter.highest_peak_bytes() if self._meter else NAN
 
     def _write_about(self, result: RunResult | None) -> None:
         about: dict[str, Any] = {
@@ -578,6 +640,10 @@ class Run:
         """Python is ending: the run's thread must not be cut off in the middle of a write."""
         self.stop()
         self._over.wait(_LAST_WAIT_S)
+
+
+def _remove(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint) if checkpoint.is_dir() else checkpoint.unlink()
 
 
 def _loss_scale(recorder: Recorder) -> float:

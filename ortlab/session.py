@@ -141,9 +141,16 @@ class Session:
         if begin is not None:
             check_model(begin.model, original.state_dict())
         engine_for(chosen)
+        if chosen.workers > 1:
+            self._check_workers(original, function)
 
         def prepare(settings: FinetuneSettings) -> Stepper:
             engine = engine_for(settings)
+            if settings.workers > 1:
+                from ortlab.cluster.remote import RemoteStepper
+
+                workers = self.workers_for(settings.workers)
+                return RemoteStepper(workers, original, function, settings, name=run.name)
             if engine.name not in executed:
                 # Kept as long as the run is, so that a return to this engine exports nothing anew.
                 plain = settings.replace(precision="fp32")  # which is not for wrapping to choose
@@ -221,6 +228,7 @@ class Session:
             loss=function,
             beside=self._at_work,
             prefer=self._preferring(original),
+            workers=self.workers_for,
         )
         self.searches.append(found)
         found.start(self.show)
@@ -299,6 +307,27 @@ class Session:
         self.workers = Workers(count, profile=profile)
         return self.workers
 
+    def workers_for(self, count: int) -> Workers:
+        """`count` workers: those that are there, wherever they are, or local ones."""
+        before = self.workers
+        if before is not None and before.usable() and len(before) == count:
+            return before
+        return self.start_workers(count)
+
+    def _check_workers(self, model: nn.Module, loss: LossFunction | None) -> None:
+        """ValueError where a run cannot have them; RuntimeError where none can be started."""
+        from ortlab.cluster import launch
+
+        launch.installed()
+        from ortlab.cluster import remote
+
+        remote.check(model, loss)
+        before = self.workers
+        if before is not None and before.usable() and before.busy is not None:
+            raise ValueError(
+                f"the {len(before)} workers are busy with {before.busy}; await it, or stop it"
+            )
+
     def track(self, loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
         """See `track` below."""
         from ortlab.tracking import Tracker
@@ -375,7 +404,6 @@ class Session:
         from ortlab.engines.ortmodule import execution_of
         from ortlab.graph.capture import capture
         from ortlab.graph.memory import plan
-        from ortlab.graph.recompute import RecomputePlans
         from ortlab.runs import Run
 
         model: nn.Module | None
@@ -394,18 +422,22 @@ class Session:
         if made[-1].plans == options.recomputed(settings):
             graphs = capture(model, settings=settings)
             return plan(graphs, model, optimizer=optimizer), settings
-        choose = functools.partial(self._choose_recompute, model)
-        again = RecomputePlans(model, None, optimizer=optimizer, choose=choose, settings=settings)
+        again = self.recompute_plans(model, optimizer=optimizer, settings=settings)
         return again.memory(settings.recompute), settings
 
     def recompute_plans(
-        self, model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
+        self,
+        model: nn.Module,
+        batch: Any = None,
+        *,
+        optimizer: str = "adamw",
+        settings: EngineSettings | None = None,
     ) -> RecomputePlans:
-        """See `recompute_plans` below."""
+        """See `recompute_plans` below; of the graph that was made for `settings`, where given."""
         from ortlab.graph.recompute import RecomputePlans
 
         choose = functools.partial(self._choose_recompute, model)
-        return RecomputePlans(model, batch, optimizer=optimizer, choose=choose)
+        return RecomputePlans(model, batch, optimizer=optimizer, choose=choose, settings=settings)
 
     def _choose_recompute(self, model: nn.Module, plan: str) -> None:
         run = self.training(model)

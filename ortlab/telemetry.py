@@ -12,7 +12,7 @@ import math
 import operator
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -60,6 +60,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("forward_ms", "ms", "time", "forward"),
     Column("backward_ms", "ms", "time", "backward"),
     Column("optimizer_ms", "ms", "time", "optimizer"),
+    Column("communication_ms", "ms", "time", "communication"),
     Column("rss_bytes", "B", "memory", "resident size", "last"),
     Column("peak_bytes", "B", "memory", "peak resident size", "max"),
     Column("cuda_allocated_bytes", "B", "memory", "CUDA allocated", "last"),
@@ -69,6 +70,11 @@ COLUMNS: tuple[Column, ...] = (
     # A unit of its own has it drawn against an axis of its own.
     Column("loss_scale", "loss scale", "lr", "loss scale", "last"),
     Column("skipped", "", None, "share of steps skipped"),
+    # Of a rank: what it holds of the training's state, and its size before it had the model.
+    Column("parameter_bytes", "B", None, "parameters", "last"),
+    Column("gradient_bytes", "B", None, "gradients", "last"),
+    Column("optimizer_bytes", "B", None, "optimizer state", "last"),
+    Column("base_bytes", "B", None, "before the model", "last"),
 )
 INDEX = {column.name: index for index, column in enumerate(COLUMNS)}
 """Where a column lies in a row."""
@@ -100,6 +106,7 @@ class Sample:
     forward_ms: float = NAN
     backward_ms: float = NAN
     optimizer_ms: float = NAN
+    communication_ms: float = NAN
     rss_bytes: float = NAN
     peak_bytes: float = NAN
     cuda_allocated_bytes: float = NAN
@@ -108,6 +115,10 @@ class Sample:
     device_used_bytes: float = NAN
     loss_scale: float | torch.Tensor = NAN
     skipped: float | torch.Tensor = NAN
+    parameter_bytes: float = NAN
+    gradient_bytes: float = NAN
+    optimizer_bytes: float = NAN
+    base_bytes: float = NAN
 
 
 _TENSORS = ("loss", "lr", "grad_norm", "loss_scale", "skipped")
@@ -269,10 +280,16 @@ class Recorder:
     PERIOD_S = 0.5
     WRITE_EVERY = 2  # periods: what a crash of the process can lose is about a second
     PENDING = 8192  # samples queued before the adding thread moves them itself
-    BACKLOG = 262_144  # rows waiting for a sink, 184 bytes each
+    BACKLOG = 262_144  # rows waiting for a sink, 224 bytes each
     RECENT = 1024  # rows kept as they came, for views that follow
 
-    def __init__(self, capacity: int = 4096, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self,
+        capacity: int = 4096,
+        sinks: Sequence[Sink] = (),
+        *,
+        of_rank: Callable[[int], Sequence[Sink]] = lambda _: (),
+    ) -> None:
         if capacity < 2 or capacity % 2:
             raise ValueError(f"capacity={capacity} must be even and at least 2")
         self._capacity = capacity
@@ -284,6 +301,9 @@ class Recorder:
         self._totals = np.zeros(len(COLUMNS))
         self._events: list[Event] = []
         self._sinks = list(sinks)
+        self._of_rank = of_rank
+        self.ranks: list[Recorder] = []
+        """What each rank tells, where several train; with the sinks that `of_rank` gives."""
         self._unwritten: deque[tuple[Rows, list[Event]]] = deque()
         self._backlog = 0
         self._dropped = 0
@@ -309,6 +329,12 @@ class Recorder:
         self._queue.append(event)
         if self._thread is None:
             self._start()
+
+    def rank(self, number: int) -> Recorder:
+        """The recorder of a rank; they come in order."""
+        if number == len(self.ranks):
+            self.ranks.append(Recorder(self._capacity, self._of_rank(number)))
+        return self.ranks[number]
 
     @property
     def count(self) -> int:
@@ -364,6 +390,8 @@ class Recorder:
         self._start()
         assert self._thread is not None
         self._thread.join()
+        for recorder in self.ranks:
+            recorder.close()
 
     def _start(self) -> None:
         """Starts the writer thread, which a recorder that is never used does not need."""

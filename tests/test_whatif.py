@@ -54,22 +54,24 @@ def test_what_is_not_there_yet_says_so_and_is_no_choice() -> None:
         FinetuneSettings(engine="offload")
 
 
-def test_workers_and_zero_wait_for_an_engine_that_declares_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, said in (("workers", "one process"), ("zero_stage", "no workers")):
-        assert said in control(name, EAGER).reason
-        assert control(name, EAGER).costs == ()
-    with pytest.raises(ValueError, match="workers=2: engine 'eager' trains in one process"):
-        base.engine_for(EAGER.replace(workers=2))
-    able = Capabilities(most_workers=4, zero_stages=(0, 1))
-    monkeypatch.setattr(torch_native.Eager, "capabilities", able)
+def test_zero_waits_for_workers() -> None:
     assert control("workers", EAGER).reason == ""
     found = reasons(control("zero_stage", EAGER))
+    assert found["0"] == ""
+    assert "zero_stage=1 shares out among workers, and there is one" in found["1"]
+    found = reasons(control("zero_stage", EAGER, workers=2))
     assert [found[stage] for stage in "01"] == ["", ""]
-    assert found["2"]
-    assert found["3"]
-    assert base.refusal(EAGER.replace(workers=5))
+    assert control("workers", EAGER, workers=2).costs != ()
+
+
+def test_an_engine_says_whether_it_trains_on_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_native.Eager, "capabilities", Capabilities())
+    with pytest.raises(ValueError, match="workers=2: engine 'eager' trains in one process"):
+        base.engine_for(EAGER.replace(workers=2))
+    monkeypatch.setattr(torch_native.Eager, "capabilities", Capabilities(workers=True))
+    assert base.refusal(EAGER.replace(workers=2)) is None
+    refused = base.refusal(EAGER.replace(workers=2, zero_stage=1))
+    assert refused == "zero_stage=1: engine 'eager' knows 0; choose one of those"
 
 
 @pytest.mark.parametrize("name", ["seed", "optimizer", "loss", "device"])

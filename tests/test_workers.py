@@ -202,8 +202,8 @@ def test_what_ranks_print_is_labelled_while_they_run(
 
 def test_an_all_reduce_over_gloo_is_the_sum(two: Workers) -> None:
     before = folders()
-    with two.rendezvous() as backend:
-        assert backend == "gloo"
+    with two.rendezvous() as group:
+        assert group.backend == "gloo"
         assert two.run(total, 2.0) == [6.0, 6.0]
     assert folders() == before, "the folder where they met is gone"
     with pytest.raises(RankError, match="process group"):

@@ -17,12 +17,16 @@ _LAST_WORDS_S: Final = 2.0
 
 
 class RankError(Concise, RuntimeError):
-    """A call that failed on a rank; `remote_traceback` is the whole of it as text."""
+    """A call that failed on a rank; `remote_traceback` is the whole of it as text.
+
+    ``together`` says that every rank failed by itself, and none has gone on alone.
+    """
 
     def __init__(self, message: str, rank: int, remote_traceback: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.remote_traceback = remote_traceback
+        self.together = False
 
 
 class RankDied(RankError):

@@ -24,6 +24,8 @@ from typing import Any, Final, TypeVar
 
 import psutil
 
+from ortlab.settings import unknown_name
+
 T = TypeVar("T")
 
 LOOPBACK: Final = "127.0.0.1"
@@ -50,7 +52,7 @@ class Cluster:
     """
 
     def __init__(self, count: int, *, profile: str | None, threads: int) -> None:
-        ipp = _ipyparallel()
+        ipp = installed()
         self._folder: Path | None = None
         self._stopped = False
         self._client: Any = None
@@ -195,7 +197,8 @@ class Cluster:
         return found
 
 
-def _ipyparallel() -> Any:
+def installed() -> Any:
+    """ipyparallel; RuntimeError says how to install it, and what sends cells' classes."""
     try:
         import cloudpickle  # noqa: F401
         import ipyparallel
@@ -208,8 +211,6 @@ def _ipyparallel() -> Any:
 
 def _check_profile(ipp: Any, name: str) -> None:
     """ipyparallel would make an empty profile of a name with a slip in it."""
-    from ortlab.settings import unknown_name
-
     found = Path(ipp.util.get_ipython_dir()).glob("profile_*")
     known = [path.name.removeprefix("profile_") for path in found if path.is_dir()]
     if name not in known:

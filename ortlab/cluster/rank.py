@@ -65,15 +65,21 @@ def call(payload: bytes) -> bytes | Failure:
 
     An error leaves the process group at once, so that ranks that wait for this one fail too.
     """
+    outcome = call_together(payload)
+    if isinstance(outcome, Failure):
+        leave_group()
+    return outcome
+
+
+def call_together(payload: bytes) -> bytes | Failure:
+    """As `call`, and stays in the process group in any case."""
     import cloudpickle
 
     try:
         function, args, kwargs = cloudpickle.loads(payload)
         packed: bytes = cloudpickle.dumps(function(*args, **kwargs))
     except BaseException as error:  # noqa: BLE001 - it is raised again where the call came from
-        failure = _failure(error)
-        leave_group()
-        return failure
+        return _failure(error)
     return packed
 
 
@@ -82,7 +88,7 @@ def _failure(error: BaseException) -> Failure:
 
     message, *lines = concise(error)
     place = error.__traceback__
-    theirs = place and place.tb_next  # without the line of `call`
+    theirs = place and place.tb_next  # without the line of `call_together`
     return Failure(
         message.removesuffix(": "),
         tuple(lines),

@@ -21,11 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
+import psutil
+
 from ortlab.cluster import facts
 from ortlab.cluster import rank as on_rank
 from ortlab.cluster.call import Call, RankDied
 from ortlab.cluster.launch import LOOPBACK, Cluster
 from ortlab.engines.base import tell
+from ortlab.memory import memory
 from ortlab.tables import Column, Table
 
 P = ParamSpec("P")
@@ -52,7 +55,7 @@ class Worker:
 
 
 def _size(worker: Worker) -> str:
-    return "-" if worker.rss_bytes is None else f"{worker.rss_bytes / 1024**2:.0f} MiB"
+    return "-" if worker.rss_bytes is None else memory(worker.rss_bytes)
 
 
 _COLUMNS: Final[tuple[Column[Worker], ...]] = (
@@ -79,6 +82,17 @@ class _Rank:
     devices: int
 
 
+@dataclass(frozen=True)
+class Group:
+    """The process group of all ranks: its backend's name, and a private folder that all see.
+
+    The backend is gloo, and NCCL beside it where every rank has a GPU of its own.
+    """
+
+    backend: str
+    folder: Path
+
+
 class Workers:
     """`count` processes that work as one: ranks, each with its device and its share of the threads.
 
@@ -93,7 +107,9 @@ class Workers:
         self.broken: str | None = None
         """Why they cannot be used any more; None while they can."""
         self._busy: str | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._group: Group | None = None
+        self._in_group = 0
         began = time.monotonic()
         if profile is None:
             _warn_of_sharing("this machine", count, facts.cores(), "core")
@@ -120,6 +136,11 @@ class Workers:
     def local(self) -> bool:
         """Whether all of them are on this machine."""
         return all(rank.local for rank in self._ranks)
+
+    @property
+    def pids(self) -> list[int]:
+        """Their processes, by rank."""
+        return [rank.pid for rank in self._ranks]
 
     @property
     def busy(self) -> str | None:
@@ -168,51 +189,90 @@ class Workers:
         cannot be sent, before anything runs. What ranks print is printed here, a rank's number
         before each line. `RankError` names the first rank that failed; those that are still at it
         some seconds later are interrupted, then killed. `RankDied` names the rank whose process
-        ended, and how: all are stopped then. An interrupt ends the call on every rank.
+        ended, and how: all are stopped then. An interrupt ends the call on every rank. A rank that
+        fails leaves its process group, so that others do not wait for it there.
         """
+        return self._call(function, args, kwargs, on_rank.call)
+
+    def run_together(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """As `run`, for what fails on all ranks or on none: they stay in their process group.
+
+        The error's ``together`` says whether that was so.
+        """
+        return self._call(function, args, kwargs, on_rank.call_together)
+
+    def _call(
+        self,
+        function: Callable[P, R],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        how: Callable[[bytes], bytes | on_rank.Failure],
+    ) -> list[R]:
         name = getattr(function, "__name__", type(function).__name__)
         payload = _packed(name, function, args, kwargs)
         with self._taken(name):
             client = self._cluster.client
-            calls = [client[rank.engine].apply_async(on_rank.call, payload) for rank in self._ranks]
-            return self._finish(Call(calls))
+            return self._finish(
+                Call([client[rank.engine].apply_async(how, payload) for rank in self._ranks])
+            )
 
     @contextlib.contextmanager
-    def rendezvous(self, *, timeout_s: float = 1800.0) -> Iterator[str]:
+    def rendezvous(self, name: str = "", *, timeout_s: float = 1800.0) -> Iterator[Group]:
         """All ranks in one process group of torch.distributed, for the calls inside.
 
-        Gives the backend's name: gloo, and NCCL beside it where every rank has a GPU of its own.
+        They are taken for that long: calls of other threads are refused with the `name`. In the
+        same thread others may come and go meanwhile, in any order: it is one group until the last
+        leaves.
         The ranks meet in a file of a private folder, without a port. Where all are on this machine
         their sockets are on loopback alone; else the folder is below $ORTLAB_HOME, and RuntimeError
         names the rank that does not see it. `timeout_s` is how long one waits for another.
         """
+        with self._taken(name or "a process group"):
+            if self._group is None:
+                self._group = self._met(timeout_s)
+            group = self._group
+            self._in_group += 1
+            try:
+                yield group
+            finally:
+                self._in_group -= 1
+                if not self._in_group:
+                    self._group = None
+                    self._part(group)
+
+    def _met(self, timeout_s: float) -> Group:
         folder = self._meeting_place()
         backend = "cpu:gloo,cuda:nccl" if self._own_gpus() else "gloo"
         interface = _loopback_interface() if self.local else None
         try:
             self.run(on_rank.join_group, str(folder / "store"), backend, interface, timeout_s)
-            yield backend
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return Group(backend, folder)
+
+    def _part(self, group: Group) -> None:
+        try:
+            if self.broken is None:
+                self.run(on_rank.leave_group)
         finally:
-            try:
-                if self.broken is None:
-                    self.run(on_rank.leave_group)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(group.folder, ignore_errors=True)
 
     # ---- a call ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _taken(self, name: str) -> Iterator[None]:
-        """The workers for one call; ValueError while another one runs."""
+        """The workers for this thread; ValueError while another one has them."""
         if not self.usable():
             raise RuntimeError(f"no workers: {self.broken}; {self._again()}")
         if not self._lock.acquire(blocking=False):
             raise ValueError(f"the workers are busy with {self._busy}; wait for its end")
+        before = self._busy
         try:
-            self._busy = name
+            self._busy = before or name
             yield
         finally:
-            self._busy = None
+            self._busy = before
             self._lock.release()
 
     def _finish(self, call: Call) -> list[Any]:
@@ -220,12 +280,14 @@ class Workers:
         try:
             self._watch(call)
             self._watch(call, _GRACE_S)  # after a failure
+            alike = len(call.failures) == len(self)
             self._interrupt(call)
         except KeyboardInterrupt:
             self._interrupt(call)
             raise
         error = call.error()
         if error is not None:
+            error.together = alike
             if self.broken is not None:
                 error.add_note(f"{self.broken}; {self._again()}")
             raise error
@@ -379,8 +441,6 @@ class Workers:
 
 def _is_here(fact: Mapping[str, Any]) -> bool:
     """Whether an engine is a process of this machine."""
-    import psutil
-
     return fact["host"] == socket.gethostname() and bool(psutil.pid_exists(fact["pid"]))
 
 
@@ -421,8 +481,6 @@ def _listens(who: str, found: Set[tuple[str, int]] | None) -> str:
 
 def _loopback_interface() -> str | None:
     """The network interface of 127.0.0.1: lo on Linux."""
-    import psutil
-
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == LOOPBACK for address in addresses):
             return str(name)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from ortlab.errors import Concise
 from ortlab.settings import OF_ANY_ENGINE, EngineSettings, unknown_name
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ortlab.engines.processes import Processes
     from ortlab.engines.torch_native import TorchStepper
+    from ortlab.memory import Memory
     from ortlab.settings import FinetuneSettings
 
 Batch = Any
@@ -45,21 +46,25 @@ class EngineUnavailable(Concise, RuntimeError):
     """An engine that cannot run on this machine; the message says why and what to do."""
 
 
+class StepperLost(Concise, RuntimeError):
+    """A stepper that is gone, and its state with it; another one goes on from a checkpoint."""
+
+
 class NotFinite(Concise, RuntimeError):
     """A loss that is NaN or infinite; the optimizer did not use it."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do beyond one process with all of a model in its memory.
+    """What an engine can do that not all of them can.
 
-    ``most_workers`` is the largest number of processes that train together (None is any number),
-    ``zero_stages`` are those of ZeRO that it knows, ``recompute`` says whether its backward pass
-    can compute activations again, ``ort_options`` whether the options of ORT's graph mean anything
-    to it, ``size_cost`` what batches of another size cost.
+    ``workers`` says whether several processes can train together, ``zero_stages`` are those of ZeRO
+    that it knows then, ``recompute`` says whether its backward pass can compute activations again,
+    ``ort_options`` whether the options of ORT's graph mean anything to it, ``size_cost`` what
+    batches of another size cost.
     """
 
-    most_workers: int | None = 1
+    workers: bool = False
     zero_stages: tuple[int, ...] = (0,)
     recompute: bool = False
     ort_options: bool = False
@@ -69,16 +74,26 @@ class Capabilities:
         """Why an `engine` with these cannot run under `settings`; None when it can."""
         workers = getattr(settings, "workers", 1)  # a run's: wrapping alone has none
         stage = getattr(settings, "zero_stage", 0)
-        if self.most_workers is not None and workers > self.most_workers:
+        if workers > 1 and not self.workers:
             return (
-                f"workers={workers}: engine {engine!r} trains in one process so far; leave "
-                "workers out"
+                f"workers={workers}: engine {engine!r} trains in one process; choose workers=1, or "
+                "engine='eager'"
             )
+        if stage and workers == 1:
+            return (
+                f"zero_stage={stage} shares out among workers, and there is one; choose workers=2, "
+                "or zero_stage=0"
+            )
+        for name in ("tensor_parallel", "pipeline_stages"):
+            ways = getattr(settings, name, 1)
+            if ways > 1 and workers == 1:
+                return (
+                    f"{name}={ways} shares out among workers, and there is one; choose "
+                    f"workers={ways}, or {name}=1"
+                )
         if stage not in self.zero_stages:
-            return (
-                f"zero_stage={stage}: engine {engine!r} has no workers to share anything out to "
-                "so far; leave zero_stage out"
-            )
+            known = ", ".join(map(str, self.zero_stages))
+            return f"zero_stage={stage}: engine {engine!r} knows {known}; choose one of those"
         if settings.recompute != "off" and not self.recompute:
             return (
                 f"recompute={settings.recompute!r} is for engine 'ort'; choose recompute='off' "
@@ -123,6 +138,8 @@ class StepResult:
     waits for the device. ``tokens`` is the size of ``input_ids`` where a batch has them, else 0.
     ``communication_ms`` is the time with a collective under way where several processes train
     together, waiting for the slowest included; other times of the step may run meanwhile.
+    ``own_loss`` and ``own_samples`` are of this process's rows alone; ``ranks`` is what each of
+    several processes tells, for who stands outside.
     """
 
     loss: torch.Tensor
@@ -136,6 +153,9 @@ class StepResult:
     loss_scale: torch.Tensor | None = None
     skipped: torch.Tensor | None = None
     communication_ms: float = 0.0
+    own_loss: torch.Tensor | None = None
+    own_samples: int = 0
+    ranks: tuple[RankStep, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,6 +175,22 @@ class StateBytes:
     parameters: int
     gradients: int
     optimizer_state: int
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one of several ranks tells of a step.
+
+    ``loss`` is that of its own samples, ``base_bytes`` its resident size before it had the model.
+    """
+
+    loss: float
+    samples: int
+    step_ms: float
+    communication_ms: float
+    memory: Memory
+    held: StateBytes
+    base_bytes: float
 
 
 class Stepper(Protocol):
@@ -208,6 +244,14 @@ class Stepper(Protocol):
 
     def close(self) -> None:
         """Gives back what the engine holds; the user's model keeps the trained weights."""
+        ...
+
+
+class ShardedStepper(Stepper, Protocol):
+    """That of one rank among several."""
+
+    def bytes(self) -> StateBytes:
+        """What this rank holds of the training's state now."""
         ...
 
 
@@ -341,7 +385,13 @@ def _engine(name: str) -> Engine:
 def refusal(settings: EngineSettings) -> str | None:
     """Why nothing can run under `settings` on this machine; None when their engine can."""
     found = _engine(settings.engine)
-    return found.capabilities.refuses(found.name, settings) or found.refuses(settings)
+    reason = found.capabilities.refuses(found.name, settings) or found.refuses(settings)
+    workers = getattr(settings, "workers", 1)
+    if reason is not None or workers == 1:
+        return reason
+    from ortlab.engines import sharded
+
+    return sharded.refuses(cast("FinetuneSettings", settings), workers)
 
 
 def ignored(settings: EngineSettings, name: str) -> str | None:

@@ -557,7 +557,10 @@ class PipelineStepper(TorchStepper):
         started = time.perf_counter()
         self._processes.reduced()
         taken_s += time.perf_counter() - started
-        return Sums(total, samples, tokens, forward_s, taken_s - forward_s)
+        own_loss = torch.stack([each.loss for each in found]).mean() if found else None
+        own_samples = sum(batches.count(share.batch)[0] for share in shares if share.part)
+        backward_s = taken_s - forward_s
+        return Sums(total, samples, tokens, forward_s, backward_s, own_loss, own_samples)
 
     def _share(self, batch: Batch) -> Share:
         share = self._processes.share(batch)

@@ -47,6 +47,12 @@ def refuses(settings: FinetuneSettings, size: int) -> str | None:
         return reason
     if settings.zero_stage > 1 and (reason := _not_by_deepspeed(settings)) is not None:
         return reason
+    places = size // (settings.tensor_parallel * settings.pipeline_stages)
+    if settings.batch_size < places:
+        return (
+            f"batch_size={settings.batch_size} cannot be shared out to {places} workers; choose "
+            f"batch_size={places} or more"
+        )
     if settings.reduction == "mean":
         return None
     if (reason := adasum.refuses(size)) is not None or settings.optimizer == "sgd":

@@ -95,13 +95,18 @@ def decay_of(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
 
 
 class Sums(NamedTuple):
-    """Of the micro-batches of a step: their mean loss, what is in them, and times in seconds."""
+    """Of the micro-batches of a step: their mean loss, what is in them, and times in seconds.
+
+    ``own_loss`` and ``own_samples`` are of this process's rows alone.
+    """
 
     loss: torch.Tensor
     samples: int
     tokens: int
     forward_s: float
     backward_s: float
+    own_loss: torch.Tensor | None
+    own_samples: int
 
 
 class TorchStepper:
@@ -182,13 +187,16 @@ class TorchStepper:
             communication_ms=self._processes.communication_ms(),
             loss_scale=loss_scale,
             skipped=skipped,
+            own_loss=sums.own_loss,
+            own_samples=sums.own_samples,
         )
 
     def _accumulate(self, batches_: Sequence[Batch]) -> Sums:
         """The mean gradients of the micro-batches, in the parameters."""
         forward_s = backward_s = 0.0
-        samples = tokens = 0
+        samples = tokens = own_samples = 0
         losses = []
+        own_loss: torch.Tensor | None = None
         for number, batch in enumerate(batches_, 1):
             started = time.perf_counter()
             more_samples, more_tokens = batches.count(batch)
@@ -200,6 +208,8 @@ class TorchStepper:
                 with self._autocast():
                     loss = self._processes.objective(own) / len(batches_)
                 losses.append(loss.detach() * share.part)
+                own_loss = loss.detach() if own_loss is None else own_loss + loss.detach()
+                own_samples += batches.count(share.batch)[0] if share.part else 0
                 forward_s += time.perf_counter() - started
                 if last:
                     total = self._processes.total(losses, samples)
@@ -208,7 +218,7 @@ class TorchStepper:
                 scaled = loss if self._scale is None else self._scale.scaled(loss)
                 self._processes.backward(scaled)
                 backward_s += time.perf_counter() - started
-        return Sums(total, samples, tokens, forward_s, backward_s)
+        return Sums(total, samples, tokens, forward_s, backward_s, own_loss, own_samples)
 
     def _update(
         self, loss: torch.Tensor, lr: float
@@ -356,7 +366,7 @@ class Eager:
     """torch as it is: the reference for every other engine."""
 
     name = "eager"
-    capabilities = Capabilities()
+    capabilities = Capabilities(workers=True, zero_stages=(0, 1))
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
@@ -404,7 +414,7 @@ class Compile:
     """torch.compile with its default backend, Inductor."""
 
     name = "compile"
-    capabilities = Capabilities(size_cost="recompile")
+    capabilities = Capabilities(workers=True, zero_stages=(0, 1), size_cost="recompile")
 
     def unavailable(self) -> str | None:
         """Inductor compiles C++ on a CPU, so a compiler must be there."""

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ortlab.engines import combinations, deepspeed, pipeline
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.engines import combinations, deepspeed, pipeline, sharded
+from ortlab.engines.base import EngineUnavailable, engine, refusal
 from ortlab.settings import FinetuneSettings
 from tests.engines.several import TOLERANCE, Found, of, run
 
@@ -155,6 +155,18 @@ TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_stages": 2}
 def test_what_does_not_go_together(changes: dict[str, Any], size: int, message: str) -> None:
     settings = FinetuneSettings(**{"engine": "eager", "device": "cpu", **changes})
     assert message in str(combinations.refuses(settings, size))
+
+
+@pytest.mark.parametrize("changes", [TENSOR, STAGES])
+def test_one_process_has_nobody_to_share_with(changes: dict[str, Any]) -> None:
+    settings = FinetuneSettings(engine="eager", device="cpu", **changes)
+    assert "there is one; choose workers=2, or" in str(refusal(settings))
+
+
+def test_a_batch_is_shared_out_among_pipelines() -> None:
+    settings = FinetuneSettings(engine="eager", device="cpu", batch_size=2, **STAGES)
+    assert sharded.refuses(settings, 4) is None
+    assert "cannot be shared out to 3 workers" in str(sharded.refuses(settings, 6))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,198 @@
+"""A stepper whose work is done by workers: the kernel's side of `ortlab.cluster.training`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+
+from ortlab import shards
+from ortlab.cluster import packing, training
+from ortlab.cluster.call import RankError
+from ortlab.cluster.training import Told
+from ortlab.cluster.workers import Workers
+from ortlab.engines.base import (
+    Batch,
+    EvalResult,
+    LossFunction,
+    RankStep,
+    Report,
+    StateBytes,
+    StepperLost,
+    StepResult,
+    tell,
+)
+from ortlab.settings import FinetuneSettings
+from ortlab.shards import Shards
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NUMBERS = itertools.count()
+_TIMES = ("forward_ms", "backward_ms", "optimizer_ms", "communication_ms")
+
+
+def check(model: nn.Module, loss: LossFunction | None) -> None:
+    """ValueError names which of them cannot be sent to another process, and why."""
+    for name, value in (("the model", model), ("the loss", loss)):
+        try:
+            packing.check(value)
+        except Exception as error:
+            raise ValueError(
+                f"{name} cannot be sent to workers: {error}; make it of what can be pickled, or "
+                "train with workers=1"
+            ) from error
+
+
+class RemoteStepper:
+    """Trains copies of `model` on all `workers`, which nobody else has meanwhile; a `Stepper`.
+
+    Every rank is given every batch and takes its own rows; see `ortlab.engines.sharded.prepare`.
+    The model here has the weights of the last `state_dict`, and of the end.
+
+    StepperLost where a rank died, or failed alone: the state is gone with it. What all ranks fail
+    in, they raise as a `RankError`. Otherwise ValueError and RuntimeError as on the ranks.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        model: nn.Module,
+        loss: LossFunction | None,
+        settings: FinetuneSettings,
+        *,
+        name: str = "a run",
+    ) -> None:
+        self._workers = workers
+        self._owner = model
+        self._number = next(_NUMBERS)
+        self._lost = self._ahead = self._closed = False
+        self._report: Report | None = None
+        self._finite = True
+        with contextlib.ExitStack() as stack:
+            self._group = stack.enter_context(workers.rendezvous(name))
+            tell(f"preparing on {len(workers)} workers")
+            file = self._group.folder / "model.safetensors"
+            packed = packing.pack((model, loss), file)
+            self._hear(self._ask(training.prepare, self._number, packed, str(file), settings))
+            file.unlink()
+            self._leaving = stack.pop_all()
+
+    def _ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """What `function` gives on every rank."""
+        try:
+            return self._workers.run_together(function, *args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, RankError) and error.together:
+                raise
+            self._lost = True
+            lost = StepperLost(self._workers.broken or str(error))
+            for note in getattr(error, "__notes__", ()):
+                lost.add_note(note)
+            raise lost from error
+        except KeyboardInterrupt:
+            self._lost = True
+            raise
+
+    def _hear(self, told: Sequence[Told]) -> None:
+        self._report = told[0].report or self._report
+        self._finite = all(each.finite for each in told)
+
+    def step(self, batches_: Sequence[Batch], *, lr: float) -> StepResult:
+        """See `Stepper.step`; times are the mean of the ranks'."""
+        found = self._ask(training.step, self._number, list(batches_), lr)
+        self._ahead = True
+        results, told = zip(*found, strict=True)
+        self._hear(told)
+        ranks = tuple(
+            RankStep(
+                loss=float("nan") if result.own_loss is None else float(result.own_loss),
+                samples=result.own_samples,
+                step_ms=each.step_ms,
+                communication_ms=result.communication_ms,
+                memory=each.memory,
+                held=each.held,
+                base_bytes=each.base_bytes,
+            )
+            for result, each in found
+        )
+        times: dict[str, Any] = {
+            name: fmean(getattr(result, name) for result in results) for name in _TIMES
+        }
+        first: StepResult = results[0]
+        return dataclasses.replace(first, ranks=ranks, **times)
+
+    def evaluate(self, batch: Batch) -> EvalResult:
+        """See `Stepper.evaluate`."""
+        found = self._ask(training.evaluate, self._number, batch)
+        self._hear([told for _, told in found])
+        return found[0][0]
+
+    def finite(self) -> bool:
+        """See `Stepper.finite`."""
+        return self._finite
+
+    def report(self) -> Report:
+        """See `Stepper.report`: what rank 0 has to say."""
+        assert self._report is not None
+        return self._report
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Stepper.state_dict`; under ``shards`` where the ranks have written it."""
+        folder = Shards.place(self._group.folder.parent)
+        outline, *_ = self._ask(training.write_state, self._number, str(folder))
+        state = shards.read(folder, outline)
+        self._owner.load_state_dict(state["model"])
+        self._ahead = False
+        return {**state, "shards": Shards(folder, outline)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Stepper.load_state_dict`; from the files where there are ``shards``."""
+        lies = state.get("shards") or shards.lay(
+            {name: value for name, value in state.items() if name != "shards"},
+            self._group.folder.parent,
+        )
+        self._hear(self._ask(training.read_state, self._number, str(lies.folder), lies.outline))
+        self._ahead = True
+
+    def adopt(self, settings: FinetuneSettings) -> None:
+        """See `Stepper.adopt`."""
+        self._ask(training.adopt, self._number, settings)
+
+    def reseed(self, seed: int) -> None:
+        """See `Stepper.reseed`."""
+        self._ask(training.reseed, self._number, seed)
+
+    def peak_bytes(self, step: Callable[[], object]) -> float:
+        """The most that a rank has of it while `step` runs: what stays, and how far it grows."""
+        self._ask(training.growth, self._number, began=True)
+        step()
+        found = self._ask(training.growth, self._number, began=False)
+        return max(_total(held) + grown for held, grown in found)
+
+    def state_bytes(self) -> int:
+        """What the rank that holds most of the training's state has of it."""
+        found = self._ask(training.growth, self._number, began=False)
+        return max(_total(held) for held, _ in found)
+
+    def close(self) -> None:
+        """See `Stepper.close`; lets the workers go. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not self._lost:
+                if self._ahead:
+                    self.state_dict()
+                self._ask(training.end, self._number)
+        finally:
+            self._leaving.close()
+
+
+def _total(held: StateBytes) -> int:
+    return held.parameters + held.gradients + held.optimizer_state

@@ -1,0 +1,119 @@
+"""Nested values as JSON can hold them, and the tensors that were among them, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Packed:
+    """Plain values as JSON can hold them, and the tensors that were among them, by name.
+
+    A dictionary is ``{"dict": [[key, value], ...]}``, since its keys may be numbers; ``versions``
+    beside it are those of a state dictionary's modules. Tensors, arrays and tuples are named so.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[object, str] = {}
+
+    def pack(self, value: Any, name: str) -> Any:
+        """`value` for JSON; `name` begins the names of the tensors in it."""
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._named(value, name)}
+        if isinstance(value, np.ndarray):
+            return {"array": self._named(torch.from_numpy(value), name)}
+        if isinstance(value, Mapping):
+            within = name if name.endswith(".") or not name else f"{name}."
+            packed = {
+                "dict": [
+                    [self.pack(key, name), self.pack(item, f"{within}{key}")]
+                    for key, item in value.items()
+                ]
+            }
+            versions = getattr(value, "_metadata", None)
+            return packed if versions is None else {**packed, "versions": self.pack(versions, name)}
+        if isinstance(value, list | tuple):
+            items = [self.pack(item, f"{name}.{place}") for place, item in enumerate(value)]
+            return {"tuple": items} if isinstance(value, tuple) else items
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": repr(float(value))}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise ValueError(
+            f"{name} is a {type(value).__name__}, which a checkpoint does not hold: tensors, "
+            "arrays, numbers, strings, lists, tuples and dictionaries can be kept"
+        )
+
+    def _named(self, tensor: torch.Tensor, name: str) -> str:
+        known = self._names.get(memory_of(tensor))
+        if known is not None:
+            return known
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            what = "meta" if tensor.is_meta else tensor.layout
+            raise ValueError(f"{name} is a tensor without plain data ({what}): it cannot be kept")
+        if tensor.dtype == torch.complex128:
+            raise ValueError(f"{name} is complex128, for which safetensors has no form")
+        while name in self.tensors:  # keys that differ, as 1 and "1", but not as text
+            name += "'"
+        self._names[memory_of(tensor)] = name
+        kept = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # Views of one storage that differ, which safetensors refuses, get memory of their own.
+        whole = kept.untyped_storage().nbytes() == kept.nbytes
+        self.tensors[name] = kept if whole else kept.clone()
+        return name
+
+
+def unpacked(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What was packed as `value`, of these `tensors`."""
+    if isinstance(value, list):
+        return [unpacked(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "array" in value:
+        return tensors[value["array"]].numpy()
+    if "tuple" in value:
+        return tuple(unpacked(value["tuple"], tensors))
+    if "float" in value:
+        return float(value["float"])
+    items = [(unpacked(key, tensors), unpacked(item, tensors)) for key, item in value["dict"]]
+    if "versions" not in value:
+        return dict(items)
+    return _with_versions(items, unpacked(value["versions"], tensors))
+
+
+def _with_versions(items: list[tuple[Any, Any]], versions: Any) -> OrderedDict[Any, Any]:
+    """A state dictionary as torch makes it, with the versions of the modules that it is of."""
+    made = OrderedDict(items)
+    made._metadata = versions  # type: ignore[attr-defined]
+    return made
+
+
+def rebuilt(value: Any, leaf: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` in containers of its own, with `leaf` of every tensor."""
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
+    if isinstance(value, Mapping):
+        items = [(key, rebuilt(item, leaf)) for key, item in value.items()]
+        versions = getattr(value, "_metadata", None)
+        return dict(items) if versions is None else _with_versions(items, versions)
+    if isinstance(value, list | tuple):
+        return type(value)(rebuilt(item, leaf) for item in value)
+    return value
+
+
+def memory_of(tensor: torch.Tensor) -> object:
+    """What tied tensors have in common, and no others."""
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
