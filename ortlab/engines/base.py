@@ -84,6 +84,13 @@ class Capabilities:
                 f"zero_stage={stage} shares out among workers, and there is one; choose workers=2, "
                 "or zero_stage=0"
             )
+        for name in ("tensor_parallel", "pipeline_stages"):
+            ways = getattr(settings, name, 1)
+            if ways > 1 and workers == 1:
+                return (
+                    f"{name}={ways} shares out among workers, and there is one; choose "
+                    f"workers={ways}, or {name}=1"
+                )
         if stage not in self.zero_stages:
             known = ", ".join(map(str, self.zero_stages))
             return f"zero_stage={stage}: engine {engine!r} knows {known}; choose one of those"

@@ -159,6 +159,23 @@ def _first(*names: str) -> Callable[..., Any]:
     return found
 
 
+def library(device: torch.device) -> Any:
+    """DeepSpeed for `device`, over torch's own process group."""
+    found = _deepspeed(device.type)
+    _collectives()
+    # DeepSpeed reads it when it begins, and in every step.
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    return found
+
+
+def initialised(device: torch.device, **arguments: Any) -> Any:
+    """The engine of ``deepspeed.initialize``; the environment stays as it was."""
+    deepspeed = library(device)
+    with _environment():
+        engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
+    return engine
+
+
 class _Work:
     """A collective under way, which tells when it was waited for."""
 
@@ -254,7 +271,6 @@ class DeepSpeedRanks(Ranks):
 
     def _begin(self) -> None:
         """Cuts the model; `_end` makes it whole again."""
-        deepspeed = _deepspeed(self.device.type)
         self._before = _Attributes(self.owner)
         self._hooks: list[Any] = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, number))
@@ -273,16 +289,12 @@ class DeepSpeedRanks(Ranks):
         for parameter, _ in self._laid:  # DeepSpeed broadcasts them byte by byte
             parameter.data = parameter.data.contiguous()
         self._root = _Root(self.module, self.loss)
-        _collectives()
-        # DeepSpeed reads it in every step.
-        os.environ.setdefault("LOCAL_RANK", str(self.device.index or 0))
-        with _environment():
-            self._engine, *_ = deepspeed.initialize(
-                model=self._root,
-                optimizer=self._inner,
-                config=_configuration(self._stage, self._clip_norm),
-                dist_init_required=False,
-            )
+        self._engine = initialised(
+            self.device,
+            model=self._root,
+            optimizer=self._inner,
+            config=_configuration(self._stage, self._clip_norm),
+        )
         self._parallel = self._engine
         self._zero = self._engine.optimizer
         # It would train copies of this rank's parts and then write them back.

@@ -24,7 +24,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ortlab.engines import adasum
+from ortlab.engines import adasum, combinations
 from ortlab.engines.base import Batch, Engine, LossFunction, Report
 from ortlab.engines.clock import Clock
 from ortlab.engines.processes import OneProcess, Share
@@ -45,6 +45,8 @@ class RankFailed(Concise, RuntimeError):
 
 def refuses(settings: FinetuneSettings, size: int) -> str | None:
     """Why `size` ranks cannot train together under `settings`; None when they can."""
+    if (reason := combinations.refuses(settings, size)) is not None:
+        return reason
     if settings.optimizer == "lamb" and settings.reduction == "adasum":
         return (
             "reduction='adasum' with optimizer='lamb': both choose a length for each tensor's "
@@ -52,10 +54,11 @@ def refuses(settings: FinetuneSettings, size: int) -> str | None:
         )
     if settings.zero_stage > 1 and (reason := _not_by_deepspeed(settings)) is not None:
         return reason
-    if settings.batch_size < size:
+    places = size // (settings.tensor_parallel * settings.pipeline_stages)
+    if settings.batch_size < places:
         return (
-            f"batch_size={settings.batch_size} cannot be shared out to {size} workers; choose "
-            f"batch_size={size} or more"
+            f"batch_size={settings.batch_size} cannot be shared out to {places} workers; choose "
+            f"batch_size={places} or more"
         )
     if settings.reduction == "mean":
         return None
@@ -133,6 +136,15 @@ def prepare(
         )
     if (reason := refuses(settings, size)) is not None:
         raise ValueError(reason)
+    shares_model = settings.tensor_parallel > 1 or settings.pipeline_stages > 1
+    if shares_model and group is not dist.group.WORLD:
+        raise ValueError(
+            "tensor_parallel and pipeline_stages are for all ranks together; leave `group` out"
+        )
+    if settings.pipeline_stages > 1:
+        from ortlab.engines import pipeline  # which is made of `Ranks`
+
+        return pipeline.prepare(engine, model, loss, settings, group)
     made, kind = _means(settings, group)
     ranks = functools.partial(made, settings=settings, group=group)
     stepper = engine.prepare(model, loss, settings, processes=ranks, stepper=kind)
@@ -145,8 +157,10 @@ def _means(
     settings: FinetuneSettings, group: dist.ProcessGroup
 ) -> tuple[type[Ranks], type[TorchStepper]]:
     """Who takes steps: DeepSpeed where it can and something is shared out; else torch's own."""
-    from ortlab.engines import deepspeed  # which is made of `Ranks`
+    from ortlab.engines import deepspeed, tensor  # which are made of `Ranks`
 
+    if settings.tensor_parallel > 1:
+        return tensor.TensorRanks, TorchStepper
     if settings.zero_stage == 0:
         return Ranks, TorchStepper
     reason = deepspeed.refuses(settings)
@@ -157,6 +171,13 @@ def _means(
     if settings.zero_stage > 1:
         raise ValueError(f"{reason}; choose zero_stage=1, which shares out the optimizer's state")
     return Ranks, TorchStepper
+
+
+def leave(*groups: dist.ProcessGroup) -> None:
+    """Gives back process groups that were made for a stepper; the one of all ranks stays."""
+    for group in dict.fromkeys(groups):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 class _Objective(nn.Module):
@@ -175,7 +196,11 @@ class _Objective(nn.Module):
 
 
 class Ranks(OneProcess):
-    """How the ranks of a process group take steps together; see `prepare`."""
+    """How the ranks of a process group take steps together; see `prepare`.
+
+    The data is shared out among `group`. Where `everyone` is more than it, each of its places is
+    that of as many ranks, which all compute the same numbers.
+    """
 
     sharer = "torch's ZeroRedundancyOptimizer"
     """What shares out at ZeRO's stages above 0."""
@@ -189,9 +214,11 @@ class Ranks(OneProcess):
         *,
         settings: FinetuneSettings,
         group: dist.ProcessGroup,
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(module, loss, owner, device)
         self._group = group
+        self._everyone = everyone or group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._stage = settings.zero_stage
         self._reduction = settings.reduction
@@ -288,24 +315,25 @@ class Ranks(OneProcess):
             self._random = RandomStates.now()
 
     def _agree(self, numbers: Sequence[torch.Tensor], *, failed: bool = False) -> torch.Tensor:
-        """The sums of all ranks' `numbers`, in float64; RankFailed where another one has failed.
+        """The sums of all places' `numbers`, in float64; RankFailed where another rank has failed.
 
         One that has failed itself has no numbers, and raises its own error.
         """
         self._agreed = True  # also where this fails: nobody is to be told twice
-        told = torch.zeros(MOST_NUMBERS + self._size, dtype=torch.float64, device=self.device)
+        rank, size = dist.get_rank(self._everyone), dist.get_world_size(self._everyone)
+        told = torch.zeros(MOST_NUMBERS + size, dtype=torch.float64, device=self.device)
         if numbers:
             told[: len(numbers)] = torch.stack([number.double() for number in numbers])
-        told[MOST_NUMBERS + self._rank] = float(failed)
+        told[MOST_NUMBERS + rank] = float(failed)
         with self._clock:
-            dist.all_reduce(told, group=self._group)
+            dist.all_reduce(told, group=self._everyone)
         ranks = [str(rank) for rank, one in enumerate(told[MOST_NUMBERS:].tolist()) if one]
         if ranks and not failed:
             raise RankFailed(
-                f"rank {', '.join(ranks)} of {self._size} has failed, so that no rank has taken "
+                f"rank {', '.join(ranks)} of {size} has failed, so that no rank has taken "
                 "the step; its own error says why"
             )
-        return told[: len(numbers)]
+        return told[: len(numbers)] / (size // self._size)
 
     def share(self, batch: Batch) -> Share:
         """This rank's rows; see `ortlab.engines.shares`."""
@@ -392,8 +420,9 @@ class Ranks(OneProcess):
         """The engine's `report`, and how many ranks there are."""
         sharer = f" by {self.sharer}" if self._stage else ""
         note = (
-            f"rank {self._rank} of {self._size} over {dist.get_backend(self._group)}: ZeRO stage "
-            f"{self._stage}{sharer}, reduction {self._reduction}"
+            f"rank {dist.get_rank(self._everyone)} of {dist.get_world_size(self._everyone)} over "
+            f"{dist.get_backend(self._group)}: ZeRO stage {self._stage}{sharer}, reduction "
+            f"{self._reduction}"
         )
         normed = any(
             isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self.owner.modules()

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -100,6 +100,21 @@ def decay_of(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
     return settings.weight_decay if parameter.dim() >= 2 else 0.0
 
 
+class Sums(NamedTuple):
+    """Of the micro-batches of a step: their mean loss, what is in them, and times in seconds.
+
+    ``own_loss`` and ``own_samples`` are of this process's rows alone.
+    """
+
+    loss: torch.Tensor
+    samples: int
+    tokens: int
+    forward_s: float
+    backward_s: float
+    own_loss: torch.Tensor | None
+    own_samples: int
+
+
 class TorchStepper:
     """Trains `module` through autograd: the `Stepper` of every engine whose model is a module.
 
@@ -160,6 +175,29 @@ class TorchStepper:
         if not self._module.training:
             self._module.train()
         self._optimizer.zero_grad(set_to_none=True)
+        sums = self._accumulate(batches_)
+        started = time.perf_counter()
+        grad_norm, loss_scale, skipped = self._update(sums.loss, lr)
+        self._processes.equalise(self._changing)
+        self._keep_finite(kept, self._bad.bool() if skipped is None else skipped)
+        return StepResult(
+            loss=sums.loss,
+            samples=sums.samples,
+            tokens=sums.tokens,
+            grad_norm=grad_norm,
+            lr=lr,
+            forward_ms=sums.forward_s * 1e3,
+            backward_ms=sums.backward_s * 1e3,
+            optimizer_ms=(time.perf_counter() - started) * 1e3,
+            communication_ms=self._processes.communication_ms(),
+            loss_scale=loss_scale,
+            skipped=skipped,
+            own_loss=sums.own_loss,
+            own_samples=sums.own_samples,
+        )
+
+    def _accumulate(self, batches_: Sequence[Batch]) -> Sums:
+        """The mean gradients of the micro-batches, in the parameters."""
         forward_s = backward_s = 0.0
         samples = tokens = own_samples = 0
         losses = []
@@ -185,25 +223,7 @@ class TorchStepper:
                 scaled = loss if self._scale is None else self._scale.scaled(loss)
                 self._processes.backward(scaled)
                 backward_s += time.perf_counter() - started
-        started = time.perf_counter()
-        grad_norm, loss_scale, skipped = self._update(total, lr)
-        self._processes.equalise(self._changing)
-        self._keep_finite(kept, self._bad.bool() if skipped is None else skipped)
-        return StepResult(
-            loss=total,
-            samples=samples,
-            tokens=tokens,
-            grad_norm=grad_norm,
-            lr=lr,
-            forward_ms=forward_s * 1e3,
-            backward_ms=backward_s * 1e3,
-            optimizer_ms=(time.perf_counter() - started) * 1e3,
-            communication_ms=self._processes.communication_ms(),
-            loss_scale=loss_scale,
-            skipped=skipped,
-            own_loss=own_loss,
-            own_samples=own_samples,
-        )
+        return Sums(total, samples, tokens, forward_s, backward_s, own_loss, own_samples)
 
     def _update(
         self, loss: torch.Tensor, lr: float
@@ -280,28 +300,25 @@ class TorchStepper:
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`."""
         return {
-            "model": self._owner.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "model": self._processes.weights(),
+            "optimizer": self._processes.optimizer_state(self._optimizer),
             "loss_scale": None if self._scale is None else self._scale.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`."""
-        own, kept = self._optimizer.state_dict(), state["optimizer"]
-        check_model(state["model"], self._owner.state_dict())
-        check_optimizer(kept, own, self._named_parameters())
-        self._owner.load_state_dict(state["model"])
+        kept, whole = state["optimizer"], self._processes.optimizer_state(self._optimizer)
+        check_model(state["model"], self._processes.weights())
+        check_optimizer(kept, whole, self._processes.whole_parameters(self._parameters))
+        self._processes.take_weights(state["model"])
         states = {
             number: {name: _like(value, self._parameters[number]) for name, value in each.items()}
-            for number, each in kept["state"].items()
+            for number, each in self._processes.own(self._optimizer, kept["state"]).items()
         }
-        self._optimizer.load_state_dict({"state": states, "param_groups": own["param_groups"]})
+        groups = torch.optim.Optimizer.state_dict(self._optimizer)["param_groups"]
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
         if self._scale is not None:
             self._scale.load(state["loss_scale"])
-
-    def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        names = {id(p): name for name, p in self._owner.named_parameters()}
-        return [(names[id(p)], p) for p in self._parameters]
 
     def adopt(self, settings: FinetuneSettings) -> None:
         """See `Stepper.adopt`."""

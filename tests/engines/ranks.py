@@ -665,7 +665,8 @@ def main(cases: Mapping[str, Case]) -> None:
         except Exception:  # noqa: BLE001 - the case's test fails with it
             found[name] = {"failed": traceback.format_exc()}
         (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
