@@ -91,7 +91,7 @@ class Capabilities:
                     f"{name}={ways} shares out among workers, and there is one; choose "
                     f"workers={ways}, or {name}=1"
                 )
-        if stage not in self.zero_stages:
+        if stage not in self.zero_stages and workers > 1:
             known = ", ".join(map(str, self.zero_stages))
             return f"zero_stage={stage}: engine {engine!r} knows {known}; choose one of those"
         if settings.recompute != "off" and not self.recompute:

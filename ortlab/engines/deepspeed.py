@@ -171,6 +171,7 @@ def library(device: torch.device) -> Any:
 def initialised(device: torch.device, **arguments: Any) -> Any:
     """The engine of ``deepspeed.initialize``; the environment stays as it was."""
     deepspeed = library(device)
+    deepspeed.utils.groups.mpu = None  # a pipeline's, which it leaves behind
     with _environment():
         engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
     return engine

@@ -37,7 +37,9 @@ class Ort:
     """ORTModule on today's torch, checked against eager torch."""
 
     name = "ort"
-    capabilities = Capabilities(workers=True, zero_stages=(0, 1), recompute=True, ort_options=True)
+    capabilities = Capabilities(
+        workers=True, zero_stages=(0, 1, 2), recompute=True, ort_options=True
+    )
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""

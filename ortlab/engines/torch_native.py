@@ -371,7 +371,7 @@ class Eager:
     """torch as it is: the reference for every other engine."""
 
     name = "eager"
-    capabilities = Capabilities(workers=True, zero_stages=(0, 1))
+    capabilities = Capabilities(workers=True, zero_stages=(0, 1, 2, 3))
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
@@ -419,7 +419,7 @@ class Compile:
     """torch.compile with its default backend, Inductor."""
 
     name = "compile"
-    capabilities = Capabilities(workers=True, zero_stages=(0, 1), size_cost="recompile")
+    capabilities = Capabilities(workers=True, zero_stages=(0, 1, 2), size_cost="recompile")
 
     def unavailable(self) -> str | None:
         """Inductor compiles C++ on a CPU, so a compiler must be there."""
