@@ -105,6 +105,27 @@ def test_turn_the_knobs_changes_a_run_and_settles_on_settings() -> None:
     assert re.search(r"^\{'engine': '\w+', 'precision': '\w+', 'batch_size'", printed, re.MULTILINE)
 
 
+def test_zero_trains_the_same_and_holds_what_the_paper_says() -> None:
+    """The losses of one process at every stage, on the way there and back; 16 bytes a parameter."""
+    notebook = executed("05_zero")
+    printed = notebook.printed()
+    assert number(notebook, r"two workers beside one process: (\S+)") < 1e-5
+    assert number(notebook, r"largest difference of a loss: (\S+)") < 1e-5
+    parameters = int("".join(re.findall(r"^(\d+),(\d+),(\d+) parameters$", printed, re.M)[0]))
+    assert parameters > 20e6
+    stages = re.findall(r"^stage (\d): (\d+) MiB a worker, losses differ by (\S+)$", printed, re.M)
+    for (stage, size, differs), each in zip(stages, (16, 12, 10, 8), strict=True):
+        assert float(differs) < 1e-5, stage
+        assert int(size) == pytest.approx(each * parameters / 2**20, rel=0.05)
+    changed = re.findall(r"^after step \d+: (.*), [\d.]+ s$", printed, re.MULTILINE)
+    assert changed == [
+        "workers=2 (was 1), zero_stage=1 (was 0)",
+        "workers=1 (was 2), zero_stage=0 (was 1)",
+    ]
+    assert "stage 1 costs least of what fits into 40.00 GiB" in printed
+    assert "the workers ended" in printed
+
+
 def written(folder: Path, *sources: str) -> Path:
     """A notebook of these cells."""
     path = folder / "written.ipynb"
