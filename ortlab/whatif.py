@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -161,8 +162,8 @@ def foreseen(
 ) -> tuple[int | None, str]:
     """The peak of a step under `settings` in bytes, by a `plan` of a graph that `of` made.
 
-    None where that graph does not tell, with the reason. `batch` is the size of a micro-batch where
-    it is not the last call's.
+    On workers that of each of them, which has its share of the batch. None where that graph does
+    not tell, with the reason. `batch` is the size of a micro-batch where it is not the last call's.
     """
     from ortlab.engines import options
 
@@ -173,8 +174,14 @@ def foreseen(
         differs = ", ".join(filter(None, (differs, f"recompute={settings.recompute!r}")))
     if differs:
         return None, f"{differs} makes another graph, which tells once it is exported"
-    sizes = {} if batch is None or "batch" not in plan.dims else {"batch": batch}
+    if settings.tensor_parallel > 1 or settings.pipeline_stages > 1:
+        return None, "each worker has a part of the model, and the graph is of all of it"
+    whole = plan.dims.get("batch") if batch is None else batch
+    sizes = {}
+    if whole is not None and "batch" in plan.dims:
+        sizes["batch"] = math.ceil(whole / settings.workers)
     try:
-        return plan.peak_bytes(**sizes), ""
+        stage = settings.zero_stage
+        return plan.peak_bytes_of_rank(settings.workers, zero_stage=stage, **sizes), ""
     except ValueError as error:
         return None, str(error)

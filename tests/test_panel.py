@@ -228,6 +228,16 @@ def test_memory_is_predicted_from_the_plan_of_a_wrapped_model(wrapped: nn.Module
     assert page.standing["memory"] == f"{now} → {then} at the peak of a step"
     page.send("edit", lr="0.1")
     assert page.standing["memory"] == f"{now} at the peak of a step, as now"
+    page.send("edit", workers="4", zero_stage="1", batch_size="4096")
+    of_rank = plan.peak_bytes_of_rank(4, zero_stage=1, batch=1024)
+    assert plan.peak_bytes_of_rank(4, batch=1024) == plan.peak_bytes(batch=1024)
+    trained = sum(p.nbytes for p in wrapped.parameters())
+    saved = plan.peak_bytes(batch=1024) - of_rank
+    assert 0 < saved <= 2 * trained * 3 / 4
+    told = f"{now} → {panels.memory(of_rank)} at the peak of a step of each worker"
+    assert page.standing["memory"] == told
+    page.send("edit", workers="2", pipeline_stages="2", batch_size="16")
+    assert "no prediction: each worker has a part of the model" in page.standing["memory"]
     page.send("edit", engine="eager")
     assert "no prediction: engine 'eager' has no graph" in page.standing["memory"]
     page.send("edit", opset="15")

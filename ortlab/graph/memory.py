@@ -103,6 +103,18 @@ class MemoryPlan:
         """
         return int(self._curve(self._bytes(sizes)).max())
 
+    def peak_bytes_of_rank(self, ranks: int, *, zero_stage: int = 0, **sizes: int) -> int:
+        """As `peak_bytes`, of each of `ranks`, with `sizes` those of its share of a batch.
+
+        From ZeRO's stage 1 on it has its share of the optimizer's state; that of gradients, which
+        DeepSpeed gives back in the middle of the backward pass at stage 2, is not taken off.
+        """
+        found = self._bytes(sizes)
+        if zero_stage:
+            shared = np.array([tensor.kind == "optimizer state" for tensor in self.tensors])
+            found = np.where(shared, -(-found // ranks), found)
+        return int(self._curve(found).max())
+
     def idle_bytes(self, **sizes: int) -> int:
         """Between steps: parameters, buffers, optimizer state, the batch that ORTModule keeps."""
         found = zip(self.tensors, self._bytes(sizes), strict=True)

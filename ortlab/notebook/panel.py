@@ -312,13 +312,13 @@ class Panel:
         if now is None:
             return f"no prediction: {why}"
         if chosen == held:
-            return f"{memory(now)} at the peak of a step, by the graph"
+            return f"{memory(now)} at the peak of a step{_each(held)}, by the graph"
         then, why = self._peak(chosen)
         if then is None:
-            return f"{memory(now)} at the peak of a step now; no prediction: {why}"
-        if then == now:
+            return f"{memory(now)} at the peak of a step{_each(held)} now; no prediction: {why}"
+        if then == now and _each(held) == _each(chosen):
             return f"{memory(now)} at the peak of a step, as now"
-        return f"{memory(now)} → {memory(then)} at the peak of a step"
+        return f"{memory(now)} → {memory(then)} at the peak of a step{_each(chosen)}"
 
     def _peak(self, settings: FinetuneSettings) -> tuple[int | None, str]:
         from ortlab.engines import options
@@ -345,6 +345,10 @@ class Panel:
         if not np.isfinite(samples).any():
             return None
         return max(1, round(float(np.nanmax(samples)) / self.run.current_settings.accumulation))
+
+
+def _each(settings: FinetuneSettings) -> str:
+    return " of each worker" if settings.workers > 1 else ""
 
 
 def _made(event: Event) -> str:
