@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab import data
+    from ortlab.fleet import zero_plan
     from ortlab.runs import Run
     from ortlab.session import (
         check_setup,
@@ -55,6 +56,7 @@ __all__ = [
     "unwrap",
     "workers",
     "wrap",
+    "zero_plan",
 ]
 
 
@@ -63,6 +65,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("ortlab.data")
     if name == "last_run":
         return importlib.import_module("ortlab.session").session.last_run
+    if name == "zero_plan":
+        return importlib.import_module("ortlab.fleet").zero_plan
     if name in __all__:
         return getattr(importlib.import_module("ortlab.session"), name)
     raise AttributeError(f"module 'ortlab' has no attribute {name!r}")

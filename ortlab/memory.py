@@ -8,12 +8,24 @@ import gc
 import math
 import operator
 import os
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Final
 
 NAN = float("nan")
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +210,16 @@ def memory(size_bytes: float) -> str:
         return f"{size_bytes / 2**30:.2f} GiB"
     unit, power = ("MiB", 20) if size_bytes >= 2**20 else ("KiB", 10)
     return f"{size_bytes / 2**power:.1f} {unit}"
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a number, or of text with a unit: "16GiB", "500 MB"; ValueError shows the form."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
+        raise ValueError(f"{size!r} is no size of memory; give bytes or such as 16GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def trim(*, collect: bool = True) -> None:

@@ -237,6 +237,7 @@ ATTENTION = ("auto", "fused", "onnx")
 LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
 OPSETS = (14, 17)
 """The oldest and the newest ONNX opset that ORTModule's export rules are checked at."""
+OPTIMIZERS = ("adamw", "sgd", "lamb")
 LOSSES = ("cross_entropy", "mse", "l1", "bce_with_logits")
 
 
@@ -444,6 +445,36 @@ class ProfileSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FleetSettings(Settings):
+    """What a fleet is planned for; the options of ``%ort zero plan`` and ``ortlab.zero_plan``."""
+
+    gpus: int = setting(8, minimum=1, help="devices that share the model's state")
+    memory: str | None = setting(None, help="of each device, as in 40GiB: what has to fit into it")
+    precision: str | None = setting(
+        None,
+        choices=("fp32", "mixed"),
+        help="mixed has weights and gradients of 2 bytes and fp32 copies beside the optimizer's "
+        "state; else fp32 for a model of the notebook, which trains so here, and mixed for a count",
+    )
+    optimizer: str = setting("adamw", choices=OPTIMIZERS, help="whose state counts")
+    hidden: int | None = setting(
+        None,
+        minimum=1,
+        help="width of a transformer's layers, for its activations; then layers, "
+        "sequence and batch too",
+    )
+    layers: int | None = setting(None, minimum=1, help="how many of them")
+    heads: int | None = setting(
+        None, minimum=1, help="of attention whose scores are kept; else it is fused and keeps none"
+    )
+    vocabulary: int | None = setting(None, minimum=1, help="words, for embedding and logits")
+    sequence: int | None = setting(None, minimum=1, unit="tokens", help="in a sample")
+    batch: int | None = setting(
+        None, minimum=1, unit="samples", help="in a micro-batch of one device"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecomputeSettings(Settings):
     """How the table of recompute plans is made; the options of ``%ort recompute``."""
 
@@ -487,7 +518,9 @@ class FinetuneSettings(EngineSettings):
         1, minimum=1, panel=True, help="micro-batches for one optimizer step"
     )
     lr: float = setting(5e-5, above=0, panel=True, help="the highest learning rate")
-    optimizer: str = setting("adamw", choices=("adamw", "sgd"), help="the update rule")
+    optimizer: str = setting(
+        "adamw", choices=OPTIMIZERS, help="the update rule; lamb is for large batches"
+    )
     weight_decay: float = setting(0.01, minimum=0, help="decoupled weight decay")
     schedule: str = setting(
         "linear", choices=("constant", "linear", "cosine"), help="the learning rate after warm-up"

@@ -286,6 +286,17 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
         ("%ort finetune data net", "data is a list, not a torch.nn.Module"),
         ("%ort finetune net empty --engine eager", "no"),
         ("%ort stop", "there is no run yet"),
+        ("%ort zero", "the following arguments are required: plan"),
+        ("%ort zero plan", "name a model or a number of parameters"),
+        ("%ort zero plan net --params 2.7B", "as in --params 2.7B; one of them"),
+        ("%ort zero plan --params 2.7X", "'2.7X' is no number of parameters; give such as 350M"),
+        ("%ort zero plan --params=-3B", "'-3B' is no number of parameters"),
+        ("%ort zero plan --params 1B --gpus 0", "gpus=0 must be at least 1"),
+        ("%ort zero plan --params 1B --memory 40XB", "'40XB' is no size of memory"),
+        ("%ort zero plan --params 1B --memory -40GiB", "expected one argument"),
+        ("%ort zero plan --params 1B --hidden 8 --layers 2", "there is no sequence, batch"),
+        ("%ort zero plan --params 1B --batch 8", "which need hidden and layers too"),
+        ("%ort zero plan data", "data is a list, not a torch.nn.Module"),
     ],
 )
 def test_bad_input_gets_one_line_and_changes_nothing(ip: Typist, cell: str, message: str) -> None:
@@ -315,7 +326,7 @@ def test_help_for_everything(ip: Typist) -> None:
     page = ip("%ort finetune --help")
     assert "--batch-size N" in page
     assert "samples in a micro-batch; default 16 samples" in page
-    assert "<adamw|sgd>" in page
+    assert "<adamw|sgd|lamb>" in page
     assert "--engine" in ip("%%ort --help\nmodel = Net()")
     assert "model" not in ip.shell.user_ns
     assert "--engine" in ip("%%ort --help")
@@ -455,7 +466,7 @@ def test_tab_completes_commands_options_choices_and_names(ip: Typist) -> None:
     assert ip.completions("run = %ort finetune model train") == ["train_data"]
     assert ip.completions("%ort finetune model train_data --eval-data va") == ["valid_data"]
     assert ip.completions("%ort finetune --ba") == ["--batch-size"]
-    assert ip.completions("%ort finetune model train_data --optimizer ") == ["adamw", "sgd"]
+    assert ip.completions("%ort finetune model train_data --optimizer ") == ["adamw", "lamb", "sgd"]
     assert ip.completions("%ort finetune model train_data --loss m") == [
         "module_loss",
         "mse",
@@ -615,6 +626,20 @@ def test_memory_of_a_step(ip: Typist) -> None:
     assert "no size of memory" in ip.refused("%ort memory model --budget lots")
     ip("other = Net()")
     assert "wrap it" in ip.refused("%ort memory other")
+
+
+def test_zero_plan(ip: Typist) -> None:
+    out = ip("%ort zero plan --params 2.7B --gpus 16 --memory 40GiB")
+    assert "2,700,000,000 parameters, 16 GPUs" in out
+    assert "stage 1 costs least of what fits into 40.00 GiB" in out
+    ip("model = Net()\nplan = %ort zero plan model --gpus 4 --optimizer sgd")
+    assert ip["plan"].parameters == sum(p.numel() for p in ip["model"].parameters())
+    assert ip["plan"].settings.optimizer == "sgd"
+    assert "<svg" in ip["plan"].picture()
+    assert ip.completions("%ort zero ") == ["plan"]
+    assert ip.completions("%ort zero plan ") == ["model"]
+    assert ip.completions("%ort zero plan model --prec") == ["--precision"]
+    assert ip.completions("%ort zero plan model --precision ") == ["fp32", "mixed"]
 
 
 @needs_ort

@@ -280,7 +280,7 @@ def test_accumulation_and_what_is_left_of_an_epoch(stop: int, tmp_path: Path) ->
     assert_goes_on(lambda: loader(shuffle=True), stop, tmp_path / "a.ckpt", **values)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
 def test_weights_that_do_not_lie_in_rows(optimizer: str, tmp_path: Path) -> None:
     """The fused optimizers go over weights and their state as they lie in memory."""
 

@@ -40,6 +40,17 @@ class RankFailed(Concise, RuntimeError):
 
 def refuses(settings: FinetuneSettings, size: int) -> str | None:
     """Why `size` ranks cannot train together under `settings`; None when they can."""
+    lamb = settings.optimizer == "lamb"
+    if lamb and settings.zero_stage > 1:
+        return (
+            f"optimizer='lamb' with zero_stage={settings.zero_stage}: its ratios are of whole "
+            "tensors, which that stage cuts up; choose zero_stage=1, or optimizer='adamw'"
+        )
+    if lamb and settings.reduction == "adasum":
+        return (
+            "reduction='adasum' with optimizer='lamb': both choose a length for each tensor's "
+            "step, and nobody has shown what they do together; choose reduction='mean'"
+        )
     if settings.zero_stage > 1:
         return (
             f"zero_stage={settings.zero_stage}: stages 0 and 1 are there so far; choose "

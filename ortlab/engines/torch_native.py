@@ -68,7 +68,9 @@ def refuses_precision(settings: EngineSettings) -> str | None:
 def optimizer_for(
     module: nn.Module, settings: FinetuneSettings, processes: OneProcess
 ) -> torch.optim.Optimizer:
-    """The optimizer that `settings` name, in torch's fused form, as `processes` have it.
+    """The optimizer that `settings` name, in torch's fused form where there is one.
+
+    As `processes` have it: in one part or in shards.
 
     Weight decay acts on matrices alone: biases and norms (fewer than two dimensions) have none, as
     in BERT's and GPT's own recipes. ValueError when nothing is trainable.
@@ -86,6 +88,10 @@ def optimizer_for(
         return processes.optimizer(
             torch.optim.SGD, groups, lr=settings.lr, momentum=0.9, fused=True
         )
+    if settings.optimizer == "lamb":
+        from ortlab.engines.lamb import Lamb  # its library takes seconds to import
+
+        return processes.optimizer(Lamb, groups, lr=settings.lr)
     return processes.optimizer(torch.optim.AdamW, groups, lr=settings.lr, fused=True)
 
 

@@ -1,13 +1,13 @@
-"""Bars of time, as one static picture: what stays in a saved notebook and on a printed page."""
+"""Bars as one static picture: what stays in a saved notebook and on a printed page."""
 
 from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Row = tuple[str, Sequence[Mapping[str, float]]]
-"""A label, and under one another its bars: microseconds by the name of the series, end to end."""
+"""A label, and under one another its bars: amounts by the name of the series, end to end."""
 Series = Mapping[str, tuple[str, float]]
 """The colour and opacity of each series, by name."""
 
@@ -18,9 +18,24 @@ FONT = 11
 LETTERS = 44  # of a label that fit
 
 
-def svg(rows: Sequence[Row], series: Series) -> str:
-    """The picture of `rows`: widths in proportion, the sum of each bar at its end."""
-    longest = max((sum(bar.values()) for _, bars in rows for bar in bars), default=0.0) or 1.0
+def milliseconds(us: float) -> str:
+    """Microseconds as their sum is told."""
+    return f"{us / 1000:.2f} ms"
+
+
+def svg(
+    rows: Sequence[Row],
+    series: Series,
+    *,
+    told: Callable[[float], str] = milliseconds,
+    limit: float | None = None,
+) -> str:
+    """The picture of `rows`: widths in proportion, the sum of each bar at its end, as `told`.
+
+    A `limit` is a line that bars may cross.
+    """
+    sums = [sum(bar.values()) for _, bars in rows for bar in bars]
+    longest = max([*sums, limit or 0.0], default=0.0) or 1.0
     scale = (WIDTH - LABELS - NUMBERS) / longest
     used = [name for name in series if any(name in bar for _, bars in rows for bar in bars)]
     parts, top = list(_legend(used, series)), LEGEND
@@ -28,8 +43,17 @@ def svg(rows: Sequence[Row], series: Series) -> str:
         middle = top + len(bars) * BAR / 2
         parts.append(text(LABELS - 8, middle, _fitting(label), anchor="end"))
         for bar in bars:
-            parts += _bar(top, bar, series, scale)
+            parts += _bar(top, bar, series, scale, told)
             top += BAR
+        top += GAP
+    if limit is not None:
+        x = LABELS + limit * scale
+        parts.append(
+            f'<line x1="{x:.1f}" y1="{LEGEND - 4}" x2="{x:.1f}" y2="{top}" stroke="{TEXT}" '
+            'stroke-dasharray="4 3"/>'
+        )
+        top += GAP
+        parts.append(text(x, top, told(limit), anchor="middle"))
         top += GAP
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" '
@@ -67,12 +91,18 @@ def _legend(names: Sequence[str], series: Series) -> Iterator[str]:
         left += 28 + 0.6 * FONT * len(name)
 
 
-def _bar(top: float, bar: Mapping[str, float], series: Series, scale: float) -> Iterator[str]:
+def _bar(
+    top: float,
+    bar: Mapping[str, float],
+    series: Series,
+    scale: float,
+    told: Callable[[float], str],
+) -> Iterator[str]:
     left = float(LABELS)
-    for name, us in bar.items():
-        yield box(left, top, us * scale, BAR - 1, series[name])
-        left += us * scale
-    yield text(left + 4, top + BAR / 2, f"{sum(bar.values()) / 1000:.2f} ms", size=FONT - 2)
+    for name, amount in bar.items():
+        yield box(left, top, amount * scale, BAR - 1, series[name])
+        left += amount * scale
+    yield text(left + 4, top + BAR / 2, told(sum(bar.values())), size=FONT - 2)
 
 
 def _fitting(label: str) -> str:

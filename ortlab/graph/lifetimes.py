@@ -33,7 +33,7 @@ _WORKSPACE: Final[Mapping[str, tuple[int, str, int]]] = {
 
 As measured of ORT 1.19.2, see tests/bench/memory.py; other kernels of the models there take none.
 """
-STATE: Final = {"adamw": 2, "sgd": 0}
+STATE: Final = {"adamw": 2, "sgd": 1, "lamb": 2}
 """Copies of a trained parameter that an optimizer of `ortlab.settings` keeps."""
 SCOPE = re.compile(r"^(/_original_module/(.*/)?|_original_module\.)")
 

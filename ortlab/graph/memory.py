@@ -20,7 +20,7 @@ from torch import nn
 from ortlab.graph import bars, timeline
 from ortlab.graph.capture import Graphs, Node, Overlay, Stage
 from ortlab.graph.lifetimes import HOLD_SIZES, KINDS, SCOPE, STATE, Tensor, lifetimes
-from ortlab.memory import memory
+from ortlab.memory import memory, parse_bytes
 from ortlab.settings import unknown_name
 from ortlab.tables import Column, Table
 
@@ -31,17 +31,6 @@ _MARGIN = 0.01
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 _TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds")
 _DIM = re.compile(r"(.+)_dim(\d+)")
-_UNITS: Final = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
 
 
 @dataclass(frozen=True)
@@ -122,6 +111,21 @@ class MemoryPlan:
     def step_bytes(self, **sizes: int) -> int:
         """What a step takes at its peak beyond `idle_bytes`."""
         return self.peak_bytes(**sizes) - self.idle_bytes(**sizes)
+
+    def activation_bytes(self, **sizes: int) -> int:
+        """The most that is there at once beside the state: parameters, their gradients, moments.
+
+        So with the batch, and with gradients of activations.
+        """
+        of_weights = set(self.stage.parameter_gradients.values())
+        beside = np.array(
+            [
+                tensor.kind not in ("parameter", "optimizer state")
+                and tensor.name not in of_weights
+                for tensor in self.tensors
+            ]
+        )
+        return int(self._curve(self._bytes(sizes) * beside).max())
 
     def curve(self, **sizes: int) -> np.ndarray:
         """Bytes while each node runs, in their order, and in the end while the optimizer steps."""
@@ -294,16 +298,6 @@ def plan_of(stage: Stage, sizes: Mapping[str, int], model: nn.Module, optimizer:
     """The plan of a graph of `model`; `sizes` are those of the last call, by ORT's names."""
     both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     return MemoryPlan(stage, sizes, optimizer=optimizer, encoder_decoder=both)
-
-
-def parse_bytes(size: int | str) -> int:
-    """Bytes of a number, or of text with a unit: "16GiB", "500 MB"; ValueError shows the form."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise ValueError(f"{size!r} is no size of memory; give bytes or such as 16GiB or 500MB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _place(node: Node) -> str:

@@ -18,9 +18,9 @@ from torch import nn
 from ortlab.engines.base import Batch
 from ortlab.graph import profiler
 from ortlab.graph.capture import capture, execution_behind
-from ortlab.graph.memory import MemoryPlan, parse_bytes, plan_of
+from ortlab.graph.memory import MemoryPlan, plan_of
 from ortlab.kernels.recompute import LAYERS, SUFFIX, Plans
-from ortlab.memory import memory
+from ortlab.memory import memory, parse_bytes
 from ortlab.settings import EngineSettings
 from ortlab.tables import Column, Table
 

@@ -13,9 +13,11 @@ from IPython.core.magic_arguments import MagicArgumentParser
 from ortlab.graph import STAGES
 from ortlab.settings import (
     LOSSES,
+    OPTIMIZERS,
     Declaration,
     EngineSettings,
     FinetuneSettings,
+    FleetSettings,
     ProfileSettings,
     RaceSettings,
     RecomputeSettings,
@@ -283,7 +285,7 @@ COMMANDS = {
                 Option(
                     "--batch", "what the model is exported for, if it was not called", kind="batch"
                 ),
-                Option("--optimizer", "whose state counts", choices=("adamw", "sgd")),
+                Option("--optimizer", "whose state counts", choices=OPTIMIZERS),
             ),
         ),
         Command(
@@ -303,7 +305,7 @@ COMMANDS = {
                 Option(
                     "--batch", "what the model is exported for, if it was not called", kind="batch"
                 ),
-                Option("--optimizer", "whose state counts", choices=("adamw", "sgd")),
+                Option("--optimizer", "whose state counts", choices=OPTIMIZERS),
             ),
         ),
         Command(
@@ -355,6 +357,18 @@ COMMANDS = {
             "w.run(f, x) calls f(x) on each.",
             (Positional("count", "workers", "how many, or stop; without it they are shown", "?"),),
             extra=(Option("--profile", "an ipyparallel profile that says where they run"),),
+        ),
+        Command(
+            "zero",
+            "Plan a fleet: what training takes of each GPU at ZeRO's stages, and which fit.",
+            "`%ort zero plan --params 2.7B --gpus 16 --memory 40GiB` is for a number of "
+            "parameters, `%ort zero plan model --gpus 4` for a model; nothing is run.",
+            (
+                Positional("action", "", "what to do: plan", choices=("plan",)),
+                Positional("model", "model", "the model, wrapped or not", "?"),
+            ),
+            settings=FleetSettings,
+            extra=(Option("--params", "how many parameters, as in 350M or 2.7B"),),
         ),
         Command(
             "cache",

@@ -16,6 +16,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from ortlab.engines import cache
+from ortlab.fleet import ZeroPlan, zero_plan
 from ortlab.notebook import cells, completion
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
 from ortlab.session import check_setup, graphs, session, workers
@@ -321,6 +322,16 @@ class OrtMagics(Magics):
         session.workers.stop()
         print("the workers ended")
         return None
+
+    def _zero(self, given: Given) -> ZeroPlan:
+        model, count = given.words["model"], given.words["params"]
+        if (model is None) == (count is None):
+            raise UsageError(
+                "%ort zero plan: name a model or a number of parameters, as in --params 2.7B"
+                + ("" if model is None else "; one of them")
+            )
+        planned = count if model is None else model_called(model, self._ip.user_ns)
+        return zero_plan(planned, **given.settings)
 
     def _cache(self, given: Given) -> None:
         clear = given.words["action"] == "clear"

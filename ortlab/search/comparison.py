@@ -18,8 +18,7 @@ from ortlab import history, turns
 from ortlab.bench.machine import machine
 from ortlab.engines.base import LossFunction
 from ortlab.engines.torch_native import training_device
-from ortlab.graph.memory import parse_bytes
-from ortlab.memory import free_bytes
+from ortlab.memory import free_bytes, parse_bytes
 from ortlab.search.background import Background
 from ortlab.search.entrant import PLAIN, Entrant
 from ortlab.search.feed import Feed

@@ -196,15 +196,16 @@ def moving() -> dict[str, Any]:
 def not_finite() -> dict[str, Any]:
     """A NaN among the last rank's samples alone."""
     found: dict[str, Any] = {}
-    for stage in (0, 1):
-        stepper = together(network(), functional.cross_entropy, zero_stage=stage)
+    for stage, optimizer in ((0, "adamw"), (1, "adamw"), (0, "lamb"), (1, "lamb")):
+        chosen = {"zero_stage": stage, "optimizer": optimizer}
+        stepper = together(network(), functional.cross_entropy, **chosen)
         good, bad = data(8, 8)
         stepper.step([good], lr=LR)
         finite, before = stepper.finite(), digest(stepper.state_dict()["model"])
         bad[0][-1] = float("nan")
         loss = float(stepper.step([bad], lr=LR).loss)
         after = digest(stepper.state_dict()["model"])
-        found[str(stage)] = [finite, stepper.finite(), loss != loss, before == after]
+        found[f"{stage} {optimizer}"] = [finite, stepper.finite(), loss != loss, before == after]
     return found
 
 
@@ -618,6 +619,8 @@ CASES: dict[int, dict[str, Case]] = {
                 ("eager", 0, "sgd"),
                 ("eager", 1, "adamw"),
                 ("eager", 1, "sgd"),
+                ("eager", 0, "lamb"),
+                ("eager", 1, "lamb"),
                 ("ort", 0, "sgd"),
                 ("ort", 1, "adamw"),
             )

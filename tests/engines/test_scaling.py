@@ -121,7 +121,7 @@ def test_thirty_steps_are_those_of_a_loop_by_hand(optimizer: str, first_scale: f
     assert any(later > earlier for earlier, later in itertools.pairwise(scales))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
 def test_a_skipped_step_leaves_everything_as_it_was(optimizer: str) -> None:
     good, bad = batches(2, bad=(1,))
     stepper = stepper_for(network(0.0), optimizer=optimizer)
@@ -133,7 +133,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(optimizer: str) -> None:
     assert not torch.equal(state_of(stepper)["0.weight"], before["0.weight"])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
 def test_a_first_step_that_is_skipped_is_as_if_it_had_not_been(optimizer: str) -> None:
     """torch's fused SGD would go on with a momentum that nobody has written."""
     good, bad = batches(2, bad=(1,))

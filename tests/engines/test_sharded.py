@@ -84,7 +84,7 @@ def _check_parity(found: list[Any], name: str) -> None:
     assert len({each["digest"] for each in found}) == 1
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_fifty_steps_are_those_of_one_process(two: Found, stage: int, optimizer: str) -> None:
     """Losses, gradient norms, states, evaluation: with accumulation, clipping, uneven shares."""
@@ -116,11 +116,12 @@ def test_a_run_moves_to_more_processes_and_back(two: Found) -> None:
         assert each["moved"] == pytest.approx(each["whole"], rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_nan_on_one_rank_changes_no_weight_on_any(two: Found, stage: int) -> None:
+def test_a_nan_on_one_rank_changes_no_weight_on_any(two: Found, stage: int, optimizer: str) -> None:
     finite_before, finite_after, loss_is_nan, unchanged = range(4)
     for each in of(two, "not finite"):
-        told = each[str(stage)]
+        told = each[f"{stage} {optimizer}"]
         assert told[finite_before]
         assert not told[finite_after]
         assert told[loss_is_nan]
@@ -236,6 +237,8 @@ def _settings(**changes: Any) -> FinetuneSettings:
     ("changes", "size", "message"),
     [
         ({"zero_stage": 2}, 2, "stages 0 and 1 are there so far"),
+        ({"zero_stage": 2, "optimizer": "lamb"}, 2, "ratios are of whole tensors"),
+        ({**ADASUM, "optimizer": "lamb"}, 2, "choose reduction='mean'"),
         (ADASUM, 6, "train with 4 or 8 workers"),
         ({**ADASUM, "zero_stage": 1, "clip_norm": None}, 2, "ZeRO would share out"),
         (ADASUM, 2, "choose clip_norm=None"),

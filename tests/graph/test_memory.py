@@ -19,8 +19,8 @@ from ortlab import compat
 from ortlab.graph import timeline
 from ortlab.graph.capture import Stage
 from ortlab.graph.lifetimes import KINDS, Tensor
-from ortlab.graph.memory import MemoryPlan, parse_bytes
-from ortlab.memory import memory
+from ortlab.graph.memory import MemoryPlan
+from ortlab.memory import memory, parse_bytes
 from tests.bench import memory as bench
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
@@ -83,12 +83,17 @@ def test_a_graph_counted_by_hand() -> None:
     assert plan.curve(batch=rows).tolist() == [always + each for each in expected]
     assert plan.peak_bytes(batch=rows) == always + a + b + b_grad + c + work
     assert plan.step_bytes(batch=rows) == a + b + b_grad + c + work
+    beside = row + 8 + a + b + b_grad + c + work  # with x and s
+    assert plan.activation_bytes(batch=rows) == beside
     node = plan.peak_node(batch=rows)
     assert node is not None
     assert node.name == "norm"
     assert not plan.unsized
+    late = plan.stage.parameter_gradients["second.w"]
+    (gradient,) = (tensor for tensor in plan.tensors if tensor.name == late)
+    assert gradient.kind == "gradient"
     without = MemoryPlan(_by_hand(), {}, optimizer="sgd")
-    assert without.idle_bytes(batch=rows) == always - 2 * 64
+    assert without.idle_bytes(batch=rows) == always - 64  # one momentum
 
 
 def test_what_goes_to_torch_is_a_copy() -> None:

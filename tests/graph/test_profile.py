@@ -166,6 +166,20 @@ def test_the_picture_escapes_names() -> None:
     assert third == pytest.approx(bars.WIDTH - bars.LABELS - bars.NUMBERS, abs=0.1)
 
 
+def test_a_picture_with_a_limit() -> None:
+    """Beyond the longest bar; the sums are told in another unit."""
+    series = {"a": ("#123456", 1.0)}
+    picture = bars.svg([("one", [{"a": 5.0}])], series, told=lambda b: f"{b:g} B", limit=10.0)
+    root = ElementTree.fromstring(picture)
+    space = "{http://www.w3.org/2000/svg}"
+    assert {"5 B", "10 B"} <= {element.text for element in root.iter(f"{space}text")}
+    (line,) = root.iter(f"{space}line")
+    *_, bar = root.iter(f"{space}rect")
+    room = bars.WIDTH - bars.LABELS - bars.NUMBERS
+    assert float(line.get("x1", 0)) == pytest.approx(bars.LABELS + room, abs=0.1)
+    assert float(bar.get("width", 0)) == pytest.approx(room / 2, abs=0.1)
+
+
 def test_a_branch_counts_once(tmp_path: Path) -> None:
     """A profile of ORT's has the nodes within a branch too, whose time is the branch's."""
     branches = []
