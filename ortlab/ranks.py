@@ -144,7 +144,9 @@ class Standing:
         """What is to be said below their figures, in lines."""
         lines = []
         if self.until is not None:
-            lines.append(f"until step {self.until:,}; the run went on in one process")
+            lines.append(
+                f"the workers trained until step {self.until:,}; the run went on in one process"
+            )
         for each in (rank for rank in self.ranks if rank.slowest):
             own, others = each.computing_ms, _of_others(each, self.ranks)
             lines.append(

@@ -16,6 +16,8 @@ import numpy as np
 from ortlab import ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ortlab.ranks import Rank, Values
     from ortlab.telemetry import Watched
 
@@ -40,11 +42,13 @@ class RankFeed:
         self._watched = watched
         self._due = -math.inf
         self._sent: dict[str, Any] = {}
+        self._lines: list[tuple[str, str]] = []
+        self._span = (0, 0)  # the steps that they are of
 
     def news(self, *, now: bool = False) -> dict[str, Any]:
         """``ranks`` and ``rank_notes`` where they changed and are due, or asked for `now`.
 
-        A rank is [number, remark or "", 1 where it is current, 1 where it is the slowest, loss,
+        A rank is [number, remark or "", 1 where it trains still, 1 where it is the slowest, loss,
         samples/s, ms of a step, ms of communication in it, bytes of parameters, gradients,
         optimizer state and the rest of the peak, loss line, samples/s line]; what is unknown is
         null. A line is base64 of a byte for each of its points.
@@ -53,7 +57,7 @@ class RankFeed:
         if not self._watched.recorder.ranks or (began < self._due and not now):
             return {}
         used_s = time.thread_time()
-        told = self._told()
+        told = self._told(whole=now)
         cost_s = time.thread_time() - used_s
         many_s = len(told["ranks"]) / RANKS_A_SECOND
         self._due = began + max(PERIOD_S, many_s, cost_s / SHARE)
@@ -61,32 +65,36 @@ class RankFeed:
         self._sent |= new
         return new
 
-    def _told(self) -> dict[str, Any]:
-        recorder = self._watched.recorder
-        found = ranks.standing(recorder, ranks.trained_under(self._watched))
-        count = len(found.ranks)
-        points = max(FEWEST_POINTS, min(POINTS, POINTS_OF_ALL // max(count, 1)))
-        lines = ranks.lines(recorder, points)
+    def _told(self, *, whole: bool) -> dict[str, Any]:
+        found = ranks.standing(self._watched.recorder, ranks.trained_under(self._watched))
+        self._draw(found.ranks, whole=whole)
         told = [
-            [*_row(rank), loss, rate]
+            [*_row(rank, trains=rank.current and found.until is None), *lines]
             # A rank that has told its first step in between is in the next message.
-            for rank, loss, rate in zip(
-                found.ranks,
-                drawn(lines.loss),
-                drawn(lines.samples_per_s, from_zero=True),
-                strict=False,
-            )
+            for rank, lines in zip(found.ranks, self._lines, strict=False)
         ]
         return {"ranks": told, "rank_notes": found.notes()}
 
+    def _draw(self, of: Sequence[Rank], *, whole: bool) -> None:
+        """The lines, where they have another point by now: all of the series is read for them."""
+        points = max(FEWEST_POINTS, min(POINTS, POINTS_OF_ALL // max(len(of), 1)))
+        first, last = self._span
+        newer = max((rank.step for rank in of), default=0) - last
+        if newer * points < last - first and len(of) == len(self._lines) and not whole:
+            return
+        lines = ranks.lines(self._watched.recorder, points)
+        rates = drawn(lines.samples_per_s, from_zero=True)
+        self._lines = list(zip(drawn(lines.loss), rates, strict=True))
+        self._span = (lines.first, lines.last)
 
-def _row(rank: Rank) -> list[Any]:
+
+def _row(rank: Rank, *, trains: bool) -> list[Any]:
     figures = (
         *(rank.loss, rank.samples_per_s, rank.step_ms, rank.communication_ms),
         *(rank.parameters, rank.gradients, rank.optimizer_state, rank.rest),
     )
     remark = "" if rank.slowest else rank.remark  # that one has a mark of its own
-    return [rank.rank, remark, int(rank.current), int(rank.slowest), *map(_json, figures)]
+    return [rank.rank, remark, int(trains), int(rank.slowest), *map(_json, figures)]
 
 
 def drawn(lines: Values, *, from_zero: bool = False) -> list[str]:

@@ -68,13 +68,16 @@ def draw(axes: Axes, standing: Standing, recorder: Recorder, *, text: str, font:
 
     top = height - MARGIN_IN - 0.1
     write(NAME, top, "Workers", weight="bold")
-    legend = [*zip(PARTS.values(), PARTS_COLOURS, strict=True), ("communication in a step", WAITED)]
+    legend = [
+        *zip(PARTS.values(), PARTS_COLOURS, strict=True),
+        ("communication", WAITED),
+    ]
     x = LOSS
     for label, colour in legend:
         axes.add_patch(Rectangle((x, top - 0.05), 0.1, 0.1, color=colour, linewidth=0))
         write(x + 0.16, top, label)
         x += 0.35 + 0.075 * len(label)
-    heads = (LOSS, "loss"), (RATE, "samples/s"), (STEP, "step"), (SHARE, "in communication")
+    heads = (LOSS, "loss"), (RATE, "samples/s"), (STEP, "step"), (SHARE, "communication")
     for x, label in (*heads, (MEMORY, "memory")):
         write(x, top - 0.24, label)
     shown = standing.ranks[:MOST]
@@ -82,7 +85,7 @@ def draw(axes: Axes, standing: Standing, recorder: Recorder, *, text: str, font:
     most = max((rank.peak for rank in shown if math.isfinite(rank.peak)), default=0.0)
     middle = top - 0.24 - ROW_IN
     for rank, loss, rate in zip(shown, drawn.loss, drawn.samples_per_s, strict=False):
-        faint = 1.0 if rank.current else 0.5
+        faint = 1.0 if rank.current and standing.until is None else 0.5
         name = f"rank {rank.rank}"
         write(NAME, middle, name, weight="bold")
         if rank.remark:

@@ -14,7 +14,7 @@ import { make } from "./elements.js";
 const SVG = "http://www.w3.org/2000/svg";
 const HIGH = 255;
 const PARTS = ["parameters", "gradients", "optimizer state", "rest of the peak"];
-const HEADS = ["rank", "loss", "samples/s", "step", "in communication", "memory"];
+const HEADS = ["rank", "loss", "samples/s", "step", "communication", "memory"];
 
 const unknown = (value, show) => (value == null ? "–" : show(value));
 const three = (value) => number(Number(value.toPrecision(3)));
@@ -125,7 +125,7 @@ export class Ranks {
     const head = make("div", "ortlab-chart-head", {},
       make("span", "ortlab-chart-title", {}, "Workers"),
       ...PARTS.map((label, i) => mark(`ortlab-s${i}`, label)),
-      mark("ortlab-rank-waited", "communication in a step"));
+      mark("ortlab-rank-waited", "communication"));
     this.heads = make("div", "ortlab-rank ortlab-rank-heads", { role: "row" },
       ...HEADS.map((text) => make("div", "ortlab-rank-cell", { role: "columnheader" }, text)));
     // It scrolls where there are many, by the keyboard too.
