@@ -98,6 +98,7 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     screenshot("ranks-light")
     book.theme("JupyterLab Dark")
     page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+    expect(page.locator("#jupyterlab-splash")).to_have_count(0)
     screenshot("ranks-dark")
     book.theme("JupyterLab Light")
     for width in (760, 480, 320):
@@ -112,6 +113,7 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     expect(section.get_by_text("the run went on in one process")).to_be_visible(timeout=30_000)
     expect(rows).to_have_count(2)
     expect(rows.nth(0)).to_have_class("ortlab-rank ortlab-gone")
+    section.scroll_into_view_if_needed()
     screenshot("ranks-moved")
     run.get_by_role("button", name="Stop").click()
     picture = page.locator(".jp-OutputArea img").first
