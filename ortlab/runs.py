@@ -17,6 +17,8 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper, engine_for, progress
@@ -41,8 +43,9 @@ class RunResult:
 
     ``before`` and ``after`` are the first and the last evaluation, None without evaluation data.
     Rates count the time of the steps alone; ``wall_s`` is everything, pauses included. The peak is
-    that of the resident size, or on CUDA of torch's allocated bytes. ``skipped_steps`` are those of
-    ``steps`` whose gradients overflowed in fp16, ``loss_scale`` is the last one.
+    that of the resident size, or on CUDA of torch's allocated bytes; of workers that of the one
+    that took most. ``skipped_steps`` are those of ``steps`` whose gradients overflowed in fp16,
+    ``loss_scale`` is the last one.
     """
 
     state: State
@@ -494,7 +497,10 @@ class Run:
         if self.step:
             self._event("note", f"goes on from a checkpoint at step {self.step}")
         course = work.course
-        for _ in course.steps():
+        for number, _ in enumerate(course.steps()):
+            if number == 0 and self.settings.workers > 1:
+                took_s = self._control.elapsed_s()
+                self._event("note", f"{took_s:.1f} s from the start to the end of the first step")
             self._total = course.total
             self._use(course.settings)
             self._hear(course.stepper)
@@ -597,12 +603,21 @@ class Run:
             after=evaluations[-1] if evaluations else None,
             samples_per_s=recorder.total("samples") / step_s,
             tokens_per_s=recorder.total("tokens") / step_s or NAN,
-            peak_bytes=self._meter.highest_peak_bytes() if self._meter else NAN,
+            peak_bytes=self._peak_bytes(),
             export_s=report.export_s if report else 0.0,
             check_s=report.check_s if report else 0.0,
             skipped_steps=int(recorder.total("skipped")),
             loss_scale=_loss_scale(recorder),
         )
+
+    def _peak_bytes(self) -> float:
+        """Of this process, or of the rank that took most."""
+        ranks = [recorder.rows() for recorder in self.recorder.ranks]
+        if ranks:
+            both = np.concatenate(ranks)[:, [INDEX["cuda_peak_bytes"], INDEX["peak_bytes"]]]
+            on_cuda, resident = np.nanmax(np.nan_to_num(both, nan=-1.0), axis=0)
+            return float(resident if on_cuda < 0 else on_cuda)
+        return self._meter.highest_peak_bytes() if self._meter else NAN
 
     def _write_about(self, result: RunResult | None) -> None:
         about: dict[str, Any] = {

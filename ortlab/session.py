@@ -228,6 +228,7 @@ class Session:
             loss=function,
             beside=self._at_work,
             prefer=self._preferring(original),
+            workers=self.workers_for,
         )
         self.searches.append(found)
         found.start(self.show)

@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypedDict
 
 _VARIABLES = "ORTMODULE_"
 _STANDING = object()
@@ -543,14 +543,21 @@ class FinetuneSettings(EngineSettings):
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="where the model trains")
 
 
+class Parallel(TypedDict):
+    """How many train together, and what of ZeRO's they share out."""
+
+    workers: int
+    zero_stage: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings(Settings):
     """What a race and a search have in common: set-ups that take turns, and a memory."""
 
     without: ClassVar[tuple[str, ...]] = (
-        *("engine", "precision"),  # it has several
+        *("engine", "precision", "workers", "zero_stage"),  # it has several
         # It is no run: its data has no end, its learning rate is one.
-        *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every"),
+        *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every", "checkpoint_every"),
     )
     """The settings of `FinetuneSettings` that it does not take."""
 
@@ -560,12 +567,51 @@ class SearchSettings(Settings):
     precisions: str = setting(
         "fp32,bf16", choices=PRECISIONS, many=True, help="their precisions, with commas"
     )
+    workers: str = setting(
+        "1", help="processes that train together, as in 1,2: one process, and so many workers"
+    )
+    zero_stages: str = setting(
+        "0",
+        choices=("0", "1", "2", "3"),
+        many=True,
+        help="what workers share out, with commas; see --zero-stage of finetune",
+    )
     memory: str | None = setting(
         None, help="what the largest micro-batch is to fit into, as in 16GiB; else what is free"
     )
     steps: int | None = setting(
         None, minimum=1, help="optimizer steps of a turn; else what eager torch does in 30 ms"
     )
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "zero_stages"):
+            if isinstance(value := getattr(self, name), int):  # of a single one its number will do
+                object.__setattr__(self, name, str(value))
+        super().__post_init__()
+        numbers = self.workers.split(",")
+        if not all(number.strip().isdecimal() and int(number) for number in numbers):
+            raise ValueError(f"workers={self.workers!r}: numbers with commas, as in 1,2")
+        if len(several := {int(number) for number in numbers} - {1}) > 1:
+            raise ValueError(
+                f"workers={self.workers!r}: there are so many workers or so many; choose one of "
+                f"{', '.join(map(str, sorted(several)))} beside 1"
+            )
+        if self.zero_stages != "0" and not several and getattr(self, "preset", None) is None:
+            raise ValueError(
+                f"zero_stages={self.zero_stages!r} are for workers, and there are none; choose "
+                "workers='1,2', or leave zero_stages out"
+            )
+
+    @property
+    def parallel(self) -> list[Parallel]:
+        """The numbers of workers with the stages of ZeRO that there are to each."""
+        numbers = dict.fromkeys(int(number) for number in self.workers.split(","))
+        stages = [int(stage) for stage in self.zero_stages.split(",")]
+        return [
+            Parallel(workers=number, zero_stage=stage)
+            for number in numbers
+            for stage in (stages if number > 1 else [0])
+        ]
 
     @classmethod
     def besides(cls) -> dict[str, Declaration]:

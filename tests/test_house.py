@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,37 +64,32 @@ def private_torch(name: str) -> bool:
     return first == "torch" and any(re.match("_[a-zC]", part) for part in rest)
 
 
+def imported_outside(folder: str, wrong: Callable[[str], bool]) -> set[str]:
+    """What sources outside the package's `folder` import that is `wrong`."""
+    return {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in SOURCES
+        if folder not in path.relative_to(PACKAGE).parts
+        for name in imports(path)
+        if wrong(name)
+    }
+
+
 def test_only_compat_touches_ort_training_and_private_torch() -> None:
-    outside = [path for path in SOURCES if "compat" not in path.relative_to(PACKAGE).parts]
-    found = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in outside
-        for name in imports(path)
-        if within(name, "onnxruntime.training") or private_torch(name)
-    }
-    assert not found
+    assert not imported_outside(
+        "compat", lambda name: within(name, "onnxruntime.training") or private_torch(name)
+    )
 
 
-def test_only_notebook_imports_the_front_end() -> None:
-    outside = [path for path in SOURCES if "notebook" not in path.relative_to(PACKAGE).parts]
-    found = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in outside
-        for name in imports(path)
-        if within(name, "IPython", "ipywidgets", "anywidget", "ipykernel")
-    }
-    assert not found
-
-
-def test_only_cluster_imports_ipyparallel() -> None:
-    outside = [path for path in SOURCES if "cluster" not in path.relative_to(PACKAGE).parts]
-    found = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in outside
-        for name in imports(path)
-        if within(name, "ipyparallel", "cloudpickle")
-    }
-    assert not found
+@pytest.mark.parametrize(
+    ("folder", "roots"),
+    [
+        ("notebook", ("IPython", "ipywidgets", "anywidget", "ipykernel")),
+        ("cluster", ("ipyparallel", "cloudpickle")),
+    ],
+)
+def test_only_one_folder_imports(folder: str, roots: tuple[str, ...]) -> None:
+    assert not imported_outside(folder, lambda name: within(name, *roots))
 
 
 def modules() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -187,6 +188,8 @@ def test_every_rank_tells_of_itself() -> None:
         assert 0 < each.last.communication_ms < each.last.step_ms
     kept = [RunFolder(run.folder).path / f"rank-{rank}.jsonl" for rank in (0, 1)]
     assert all(len(path.read_text().splitlines()) == 51 for path in kept)
+    peaks = max(float(column(each, "peak_bytes").max()) for each in ranks)
+    assert run.result().peak_bytes == peaks
     last = run.recorder.last
     assert last is not None
     assert last.rss_bytes > max(each.last.rss_bytes for each in ranks if each.last)
@@ -197,6 +200,14 @@ def test_fifty_steps_in_ort(alone: dict[str, Any], stage: int) -> None:
     needs("ort")
     run = train(Network(), engine="ort", workers=2, zero_stage=stage)
     assert run.engine_used == "ort"
+    assert difference(alone["losses"], losses(run)) < TOLERANCE
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [0, 1])
+def test_fifty_steps_compiled(alone: dict[str, Any], stage: int) -> None:
+    needs("compile")
+    run = train(Network(), engine="compile", workers=2, zero_stage=stage)
     assert difference(alone["losses"], losses(run)) < TOLERANCE
 
 
@@ -255,6 +266,35 @@ def test_a_rank_that_dies_holds_the_run_and_fresh_ones_go_on() -> None:
     assert run.status().badges == ()
     left = {path.name for path in (run.folder / "checkpoints").iterdir()}
     assert left == {"final.safetensors", f"step-{kept}"}
+
+
+@pytest.mark.nightly
+def test_ten_deaths_at_random_points() -> None:
+    """Of any rank, in a collective or between steps: ten stops, ten resumes, the same losses."""
+    chosen = {"workers": 2, "zero_stage": 1, "checkpoint_every": 5, "max_steps": 300, "epochs": 90}
+    expected = losses(train(Network(0.3), **chosen))
+    drawn = random.Random(5)
+    model = Network(0.3)
+    run = begin(model, **chosen)
+    stops = []
+    for step in sorted(drawn.sample(range(10, 290), 10)):
+        if run.step < step:
+            at(run, step)
+        time.sleep(drawn.random() * 0.05)
+        assert session.workers is not None
+        before = session.workers.pids
+        os.kill(drawn.choice(before), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(StepperLost, match="SIGKILL"):
+            run.result(WAIT_S)
+        stops.append(time.monotonic() - began)
+        assert not any(map(psutil.pid_exists, before))
+        run.resume()
+    run.result(WAIT_S)
+    print("stops:", ", ".join(f"{each:.2f} s" for each in stops))
+    assert len(stops) == 10
+    assert max(stops) < 5
+    assert list(losses(run)) == list(expected)
 
 
 def test_a_held_run_that_is_stopped_has_its_last_checkpoint() -> None:

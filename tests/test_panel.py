@@ -153,11 +153,14 @@ def test_what_cannot_be_read_or_had_says_why_and_changes_nothing(run: Run) -> No
     }
     page.send("apply", lr="fast")
     assert page.wait("refused") == "--lr takes a number, not 'fast'"
-    page.send("edit", workers="2")
-    assert page.standing["blocked"].startswith("workers=2: engine 'eager'")
+    page.send("edit", zero_stage="1")
+    assert page.standing["blocked"].startswith("zero_stage=1 shares out among workers")
     assert page.standing["cost"] == ""
-    page.send("apply", workers="2")
-    assert page.wait("refused").startswith("workers=2: engine 'eager'")
+    page.send("apply", zero_stage="1")
+    assert page.wait("refused").startswith("zero_stage=1 shares out among workers")
+    page.send("edit", zero_stage="1", workers="2")
+    assert page.standing["blocked"] == ""
+    assert page.standing["cost"] != ""
     page.send("edit", memory_level="1", memory_plans="plans.json")
     assert "choose one" in page.standing["wrong"]["memory_plans"]
 

@@ -24,7 +24,7 @@ from ortlab import compat
 from ortlab.engines.torch_native import Eager, TorchStepper
 from ortlab.search.feed import Feed, split
 from ortlab.search.footprint import Line
-from ortlab.search.race import Race
+from ortlab.search.race import Race, field_of
 from ortlab.search.result import Cell, RaceResult
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings, RaceSettings
@@ -83,6 +83,16 @@ def pairs(number: int = 4, rows: int = 4) -> list[tuple[torch.Tensor, torch.Tens
         (torch.randn(rows, 4, generator=made), torch.randint(2, (rows,), generator=made))
         for _ in range(number)
     ]
+
+
+@pytest.fixture
+def own_workers() -> Iterator[None]:
+    """None from before, and none after."""
+    assert session.workers is None
+    yield
+    if session.workers is not None:
+        session.workers.stop()
+    session.workers = None
 
 
 def race(model: nn.Module, data: Any, **options: Any) -> RaceResult:
@@ -235,13 +245,61 @@ def test_one_that_fails_in_a_round_loses_its_figures_alone() -> None:
     assert "<b>tired" not in result._repr_html_()
 
 
-def test_the_examples_have_columns_that_are_not_there_yet() -> None:
-    result = race(bert(), sentences(1), preset="examples")
+@needs_ort
+def test_the_examples_have_all_four_columns(own_workers: None) -> None:
+    """Those of ORT's training examples: all on two workers, DeepSpeed's at ZeRO's stage 1."""
+    result = race(bert(), sentences(), preset="examples")
     labels = [cell.label for cell in result.cells]
     assert labels == ["torch", "ORT", "DeepSpeed", "DeepSpeed with ORT"]
-    assert result.reference.spread is not None
-    for cell in result.cells[2:]:
-        assert "has no workers to share anything out to so far" in str(cell.reason)
+    assert {cell.settings["workers"] for cell in result.cells} == {2}
+    assert [cell.settings.get("zero_stage", 0) for cell in result.cells] == [0, 0, 1, 1]
+    for cell in result.cells:
+        assert cell.reason is None, cell.reason
+        assert len(cell.step_ms) == 2
+        assert cell.peak_from == "measured"
+        assert cell.loss == pytest.approx(result.cells[0].loss, rel=1e-4)
+    state = sum(p.nbytes for p in bert().parameters())
+    assert result.cells[0].peak_bytes > 4 * state, "weights, gradients and two moments"
+    assert "Of workers: that of the one which takes most" in repr(result)
+
+
+def test_workers_race_one_process(own_workers: None) -> None:
+    net = nn.Linear(4, 2)  # ranks have dropout masks and batch statistics of their own
+    result = race(net, pairs(), loss="cross_entropy", precisions="fp32", workers="1,2")
+    assert [cell.label for cell in result.cells] == ["eager fp32", "eager fp32 x 2"]
+    one, two = result.cells
+    assert one.settings == {"engine": "eager", "precision": "fp32"}
+    assert two.settings == {**one.settings, "workers": 2, "zero_stage": 0}
+    assert two.reason is None
+    assert two.loss == pytest.approx(one.loss, rel=1e-5)
+    assert session.workers is not None
+    assert session.workers.busy is None, "they are free again"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workers": "2,4"}, "so many workers or so many; choose one of 2, 4 beside 1"),
+        ({"workers": "two"}, "numbers with commas"),
+        ({"workers": 0}, "numbers with commas"),
+        ({"zero_stages": "0,1"}, "are for workers, and there are none"),
+        ({"workers": 2, "zero_stages": "5"}, "choose from 0, 1, 2, 3"),
+    ],
+)
+def test_a_field_of_workers_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RaceSettings(**changes)
+
+
+def test_a_field_of_workers_and_stages() -> None:
+    made = field_of(
+        RaceSettings(engines="eager", precisions="fp32", workers="1,2", zero_stages="0,1")
+    )
+    assert list(made) == ["eager fp32", "eager fp32 x 2", "eager fp32 x 2 ZeRO 1"]
+    assert list(field_of(RaceSettings(engines="ort", precisions="bf16", workers=2))) == [
+        "eager fp32 x 2",
+        "ort bf16 x 2",
+    ]
 
 
 def test_a_stop_keeps_what_was_measured() -> None:

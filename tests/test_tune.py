@@ -17,7 +17,9 @@ import ortlab
 from ortlab import compat
 from ortlab.search.prune import Candidate, Search, Setup, settings_of
 from ortlab.search.result import TuneResult
+from ortlab.search.tune import setups_of
 from ortlab.session import session
+from ortlab.settings import TuneSettings
 from tests.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.test_race import Net, no_searches, one_thread, pairs  # noqa: F401 - fixtures
 
@@ -180,6 +182,21 @@ def test_recomputation_is_for_what_does_not_fit_without() -> None:
         "batch_size": 2,
         "accumulation": 4,
     }
+
+
+def test_workers_are_another_way_to_execute() -> None:
+    setups = setups_of(
+        TuneSettings(engines="eager,ort", precisions="fp32", workers="1,2", zero_stages="0,1")
+    )
+    assert [str(setup) for setup in setups] == [
+        *("eager fp32", "ort fp32"),
+        *("eager fp32 x 2", "ort fp32 x 2"),
+        *("eager fp32 x 2 ZeRO 1", "ort fp32 x 2 ZeRO 1"),
+    ]
+    assert len({setup.way for setup in setups}) == 6
+    found = settings_of(Candidate(setups[-1], 4), 8)
+    assert (found["workers"], found["zero_stage"]) == (2, 1)
+    assert "workers" not in settings_of(Candidate(setups[0], 4), 8)
 
 
 def test_one_that_fails_is_left_and_others_go_on() -> None:

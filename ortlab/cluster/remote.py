@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, ParamSpec, TypeVar
@@ -21,6 +22,7 @@ from ortlab.engines.base import (
     LossFunction,
     RankStep,
     Report,
+    StateBytes,
     StepperLost,
     StepResult,
     tell,
@@ -31,6 +33,7 @@ from ortlab.shards import Shards
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_NUMBERS = itertools.count()
 _TIMES = ("forward_ms", "backward_ms", "optimizer_ms", "communication_ms")
 
 
@@ -67,6 +70,7 @@ class RemoteStepper:
     ) -> None:
         self._workers = workers
         self._owner = model
+        self._number = next(_NUMBERS)
         self._lost = self._ahead = self._closed = False
         self._report: Report | None = None
         self._finite = True
@@ -75,7 +79,7 @@ class RemoteStepper:
             tell(f"preparing on {len(workers)} workers")
             file = self._group.folder / "model.safetensors"
             packed = packing.pack((model, loss), file)
-            self._hear(self._ask(training.prepare, packed, str(file), settings))
+            self._hear(self._ask(training.prepare, self._number, packed, str(file), settings))
             file.unlink()
             self._leaving = stack.pop_all()
 
@@ -101,7 +105,7 @@ class RemoteStepper:
 
     def step(self, batches_: Sequence[Batch], *, lr: float) -> StepResult:
         """See `Stepper.step`; times are the mean of the ranks'."""
-        found = self._ask(training.step, list(batches_), lr)
+        found = self._ask(training.step, self._number, list(batches_), lr)
         self._ahead = True
         results, told = zip(*found, strict=True)
         self._hear(told)
@@ -125,7 +129,7 @@ class RemoteStepper:
 
     def evaluate(self, batch: Batch) -> EvalResult:
         """See `Stepper.evaluate`."""
-        found = self._ask(training.evaluate, batch)
+        found = self._ask(training.evaluate, self._number, batch)
         self._hear([told for _, told in found])
         return found[0][0]
 
@@ -141,7 +145,7 @@ class RemoteStepper:
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`; under ``shards`` where the ranks have written it."""
         folder = Shards.place(self._group.folder.parent)
-        outline, *_ = self._ask(training.write_state, str(folder))
+        outline, *_ = self._ask(training.write_state, self._number, str(folder))
         state = shards.read(folder, outline)
         self._owner.load_state_dict(state["model"])
         self._ahead = False
@@ -153,16 +157,28 @@ class RemoteStepper:
             {name: value for name, value in state.items() if name != "shards"},
             self._group.folder.parent,
         )
-        self._hear(self._ask(training.read_state, str(lies.folder), lies.outline))
+        self._hear(self._ask(training.read_state, self._number, str(lies.folder), lies.outline))
         self._ahead = True
 
     def adopt(self, settings: FinetuneSettings) -> None:
         """See `Stepper.adopt`."""
-        self._ask(training.adopt, settings)
+        self._ask(training.adopt, self._number, settings)
 
     def reseed(self, seed: int) -> None:
         """See `Stepper.reseed`."""
-        self._ask(training.reseed, seed)
+        self._ask(training.reseed, self._number, seed)
+
+    def peak_bytes(self, step: Callable[[], object]) -> float:
+        """The most that a rank has of it while `step` runs: what stays, and how far it grows."""
+        self._ask(training.growth, self._number, began=True)
+        step()
+        found = self._ask(training.growth, self._number, began=False)
+        return max(_total(held) + grown for held, grown in found)
+
+    def state_bytes(self) -> int:
+        """What the rank that holds most of the training's state has of it."""
+        found = self._ask(training.growth, self._number, began=False)
+        return max(_total(held) for held, _ in found)
 
     def close(self) -> None:
         """See `Stepper.close`; lets the workers go. Twice is fine."""
@@ -173,6 +189,10 @@ class RemoteStepper:
             if not self._lost:
                 if self._ahead:
                     self.state_dict()
-                self._ask(training.end)
+                self._ask(training.end, self._number)
         finally:
             self._leaving.close()
+
+
+def _total(held: StateBytes) -> int:
+    return held.parameters + held.gradients + held.optimizer_state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from ortlab.engines.base import (
     StepResult,
     engine_for,
 )
-from ortlab.memory import SAMPLER, Memory, Meter
+from ortlab.memory import SAMPLER, Memory, Meter, trim
 from ortlab.settings import FinetuneSettings
 
 
@@ -46,8 +47,9 @@ class _Trainee:
 
     def __init__(self, stepper: ShardedStepper, meter: Meter, base_bytes: float) -> None:
         self.stepper = stepper
-        self.meter = meter
+        self._meter = meter
         self._base_bytes = base_bytes
+        self._from_bytes = self._highest = base_bytes
         self._report: Report | None = None
 
     def told(self, *, step_ms: float = 0.0) -> Told:
@@ -56,25 +58,43 @@ class _Trainee:
         return Told(
             report if new else None,
             self.stepper.finite(),
-            self.meter.take(),
+            self._meter.take(),
             self.stepper.bytes(),
             self._base_bytes,
             step_ms,
         )
 
+    def watch(self) -> None:
+        """Notes how large this process is, without what it has freed."""
+        trim()
+        self._restart()
+        now = self._meter.take()
+        on_cuda = not math.isnan(now.cuda_allocated_bytes)
+        self._from_bytes = now.cuda_allocated_bytes if on_cuda else now.rss_bytes
 
-_trainee: _Trainee | None = None
+    def grown(self) -> float:
+        """Bytes at its largest beyond what it had when `watch` was called."""
+        self._restart()
+        return max(self._highest - self._from_bytes, 0.0)
+
+    def _restart(self) -> None:
+        """Another meter, whose first reading is of this moment."""
+        SAMPLER.end(self._meter)
+        self._highest = self._meter.highest_peak_bytes()
+        self._meter = SAMPLER.start()
+
+    def end(self) -> None:
+        """Ends the stepper and the measurement of its memory."""
+        SAMPLER.end(self._meter)
+        self.stepper.close()
 
 
-def _now() -> _Trainee:
-    assert _trainee is not None
-    return _trainee
+_trainees: dict[int, _Trainee] = {}
+"""The steppers of this process, by the number that the kernel has given each."""
 
 
-def prepare(packed: bytes, file: str, settings: FinetuneSettings) -> Told:
-    """Makes the stepper of what `packing.pack` gave: (model, loss)."""
-    global _trainee
-    end()
+def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -> Told:
+    """Makes a stepper of what `packing.pack` gave: (model, loss)."""
     meter = SAMPLER.start()
     base_bytes = meter.take().rss_bytes
     try:
@@ -83,55 +103,63 @@ def prepare(packed: bytes, file: str, settings: FinetuneSettings) -> Told:
     except BaseException:
         SAMPLER.end(meter)
         raise
-    _trainee = _Trainee(stepper, meter, base_bytes)
-    return _trainee.told()
+    _trainees[number] = _Trainee(stepper, meter, base_bytes)
+    return _trainees[number].told()
 
 
-def step(batches: list[Batch], lr: float) -> tuple[StepResult, Told]:
+def step(number: int, batches: list[Batch], lr: float) -> tuple[StepResult, Told]:
     """See `Stepper.step`; the tensors of the result are on the CPU."""
+    trainee = _trainees[number]
     began = time.perf_counter()
-    result = _now().stepper.step(batches, lr=lr)
+    result = trainee.stepper.step(batches, lr=lr)
     tensors: dict[str, Any] = {
         name: None if value is None else value.cpu()
         for name in ("loss", "grad_norm", "loss_scale", "skipped", "own_loss")
         for value in [getattr(result, name)]
     }
     step_ms = (time.perf_counter() - began) * 1e3
-    return dataclasses.replace(result, **tensors), _now().told(step_ms=step_ms)
+    return dataclasses.replace(result, **tensors), trainee.told(step_ms=step_ms)
 
 
-def evaluate(batch: Batch) -> tuple[EvalResult, Told]:
+def evaluate(number: int, batch: Batch) -> tuple[EvalResult, Told]:
     """See `Stepper.evaluate`; the loss is on the CPU."""
-    result = _now().stepper.evaluate(batch)
+    trainee = _trainees[number]
+    result = trainee.stepper.evaluate(batch)
     loss = None if result.loss is None else result.loss.cpu()
-    return dataclasses.replace(result, loss=loss), _now().told()
+    return dataclasses.replace(result, loss=loss), trainee.told()
 
 
-def write_state(folder: str) -> Any:
+def write_state(number: int, folder: str) -> Any:
     """Writes this rank's shard of `Stepper.state_dict`; what is in them, see `ortlab.shards`."""
-    return shards.write(_now().stepper.state_dict(), Path(folder))
+    return shards.write(_trainees[number].stepper.state_dict(), Path(folder))
 
 
-def read_state(folder: str, outline: Any) -> Told:
+def read_state(number: int, folder: str, outline: Any) -> Told:
     """Takes the state that is in `folder`."""
-    _now().stepper.load_state_dict(shards.read(Path(folder), outline))
-    return _now().told()
+    trainee = _trainees[number]
+    trainee.stepper.load_state_dict(shards.read(Path(folder), outline))
+    return trainee.told()
 
 
-def adopt(settings: FinetuneSettings) -> None:
+def adopt(number: int, settings: FinetuneSettings) -> None:
     """See `Stepper.adopt`."""
-    _now().stepper.adopt(settings)
+    _trainees[number].stepper.adopt(settings)
 
 
-def reseed(seed: int) -> None:
+def reseed(number: int, seed: int) -> None:
     """See `Stepper.reseed`."""
-    _now().stepper.reseed(seed)
+    _trainees[number].stepper.reseed(seed)
 
 
-def end() -> None:
-    """Gives back what the stepper of this process holds, where there is one."""
-    global _trainee
-    if _trainee is not None:
-        SAMPLER.end(_trainee.meter)
-        _trainee.stepper.close()
-        _trainee = None
+def growth(number: int, *, began: bool) -> tuple[StateBytes, float]:
+    """What this rank holds, and how far it has grown since this was called with `began`."""
+    trainee = _trainees[number]
+    if began:
+        trainee.watch()
+    return trainee.stepper.bytes(), trainee.grown()
+
+
+def end(number: int) -> None:
+    """Gives back what a stepper holds."""
+    trainee = _trainees.pop(number)
+    trainee.end()

@@ -108,6 +108,8 @@ class Workers:
         """Why they cannot be used any more; None while they can."""
         self._busy: str | None = None
         self._lock = threading.RLock()
+        self._group: Group | None = None
+        self._in_group = 0
         began = time.monotonic()
         if profile is None:
             _warn_of_sharing("this machine", count, facts.cores(), "core")
@@ -218,24 +220,43 @@ class Workers:
     def rendezvous(self, name: str = "", *, timeout_s: float = 1800.0) -> Iterator[Group]:
         """All ranks in one process group of torch.distributed, for the calls inside.
 
-        They are taken for that long: calls of other threads are refused with the `name`. The ranks
-        meet in a file of a private folder, without a port. Where all are on this machine their
-        sockets are on loopback alone; else the folder is below $ORTLAB_HOME, and RuntimeError names
-        the rank that does not see it. `timeout_s` is how long one waits for another.
+        They are taken for that long: calls of other threads are refused with the `name`. In the
+        same thread others may come and go meanwhile, in any order: it is one group until the last
+        leaves.
+        The ranks meet in a file of a private folder, without a port. Where all are on this machine
+        their sockets are on loopback alone; else the folder is below $ORTLAB_HOME, and RuntimeError
+        names the rank that does not see it. `timeout_s` is how long one waits for another.
         """
         with self._taken(name or "a process group"):
-            folder = self._meeting_place()
-            backend = "cpu:gloo,cuda:nccl" if self._own_gpus() else "gloo"
-            interface = _loopback_interface() if self.local else None
+            if self._group is None:
+                self._group = self._met(timeout_s)
+            group = self._group
+            self._in_group += 1
             try:
-                self.run(on_rank.join_group, str(folder / "store"), backend, interface, timeout_s)
-                yield Group(backend, folder)
+                yield group
             finally:
-                try:
-                    if self.broken is None:
-                        self.run(on_rank.leave_group)
-                finally:
-                    shutil.rmtree(folder, ignore_errors=True)
+                self._in_group -= 1
+                if not self._in_group:
+                    self._group = None
+                    self._part(group)
+
+    def _met(self, timeout_s: float) -> Group:
+        folder = self._meeting_place()
+        backend = "cpu:gloo,cuda:nccl" if self._own_gpus() else "gloo"
+        interface = _loopback_interface() if self.local else None
+        try:
+            self.run(on_rank.join_group, str(folder / "store"), backend, interface, timeout_s)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return Group(backend, folder)
+
+    def _part(self, group: Group) -> None:
+        try:
+            if self.broken is None:
+                self.run(on_rank.leave_group)
+        finally:
+            shutil.rmtree(group.folder, ignore_errors=True)
 
     # ---- a call ----------------------------------------------------------------------------------
 

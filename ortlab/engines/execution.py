@@ -142,12 +142,8 @@ class Execution:
         """Gives back what sessions keep from step to step; a call makes its own anew.
 
         The graphs stay for a return to the settings that they were made with, see `kept`. Where
-        some have to be let go, those that were in use last are so last.
+        some have to be let go, those that were called last are so last.
         """
-        in_use = {key: kind for key, kind in self._kinds.items() if kind.is_open}
-        for key in in_use:
-            del self._kinds[key]
-        self._kinds |= in_use
         for served in self._served():
             served.rest()
 
@@ -212,7 +208,8 @@ class Execution:
                 why = f"forward decides otherwise at {place(*other.place)}"
             else:
                 kind.use(served)
-                self._kinds[key] = self._kinds.pop(key)  # the last one of all
+                if kind is not next(reversed(self._kinds.values())):
+                    self._kinds[key] = self._kinds.pop(key)  # the last one of all
                 return outputs
         try:
             return self._first(None, key, shapes, args, kwargs, why=why)

@@ -16,7 +16,7 @@ from torch import nn
 
 from ortlab import history, turns
 from ortlab.bench.machine import machine
-from ortlab.engines.base import LossFunction
+from ortlab.engines.base import LossFunction, engine_for
 from ortlab.engines.torch_native import training_device
 from ortlab.memory import free_bytes, parse_bytes
 from ortlab.search.background import Background
@@ -27,6 +27,7 @@ from ortlab.settings import FinetuneSettings, SearchSettings
 from ortlab.tables import Table
 
 if TYPE_CHECKING:
+    from ortlab.cluster.workers import Workers
     from ortlab.runs import Run
 
 R = TypeVar("R", bound=Result[Any])
@@ -40,8 +41,9 @@ class Comparison(Background[R], Generic[R, E]):
     """Set-ups that take turns on copies of a model, which itself stays as it is.
 
     `base` are the settings that plain torch has, `shared` those of them that all set-ups are given.
-    `beside` names what else trains in this process, and `prefer` has the best settings hold for the
-    model. ValueError, before anything starts, for settings that are wrong.
+    `beside` names what else trains in this process, `prefer` has the best settings hold for the
+    model, and `workers` gives so many of them to the set-ups that take several. ValueError, before
+    anything starts, for settings that are wrong.
     """
 
     _result: R
@@ -60,6 +62,7 @@ class Comparison(Background[R], Generic[R, E]):
         loss: LossFunction | None,
         beside: Callable[[], Sequence[str]],
         prefer: Prefer | None,
+        workers: Callable[[int], Workers] | None,
     ) -> None:
         self._device = training_device(base.device)
         budget = settings.memory
@@ -71,6 +74,7 @@ class Comparison(Background[R], Generic[R, E]):
         self._shared = dict(shared)
         self._beside = beside
         self._prefer = prefer
+        self._workers = workers
         self._disturbed: dict[str, None] = {}
         self._entrants = {}
         self._cut_short = True
@@ -175,7 +179,15 @@ class Comparison(Background[R], Generic[R, E]):
     def _enter(self, key: object, changes: Mapping[str, Any], *, micro: int) -> Entrant:
         """Has a set-up make its first step. Raises what the settings and the engine raise."""
         settings = FinetuneSettings.of({**PLAIN, **self._shared, **changes})
-        entrant = Entrant(settings, self._model, self._loss, self._feed, micro=micro)
+        workers = None
+        if settings.workers > 1:
+            engine_for(settings)  # says what cannot be before any are started
+            if self._workers is None:
+                raise ValueError(f"{self.name} has no workers; ortlab.{self.kind} gives it some")
+            workers = self._workers(settings.workers)
+        entrant = Entrant(
+            settings, self._model, self._loss, self._feed, micro=micro, workers=workers
+        )
         self._entrants[key] = entrant
         return entrant
 

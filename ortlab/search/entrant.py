@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from ortlab.search import footprint
 from ortlab.search.feed import Feed
 from ortlab.settings import REFERENCE, FinetuneSettings
 
+if TYPE_CHECKING:
+    from ortlab.cluster.workers import Workers
+
 PLAIN: Final = dict(zip(("engine", "precision"), REFERENCE, strict=True))
 """The settings of the set-up that others are compared with."""
 LONG_S = 5.0
@@ -23,6 +26,8 @@ LONG_S = 5.0
 
 class Entrant:
     """One set-up with the copy of `model` that it trains; its first step is behind it.
+
+    With `workers` they train copies of that copy.
 
     Raises what the engine raises: ValueError or EngineUnavailable, before anything is copied, where
     it cannot run.
@@ -36,6 +41,7 @@ class Entrant:
         feed: Feed,
         *,
         micro: int,
+        workers: Workers | None = None,
     ) -> None:
         chosen = engine_for(settings)
         self.settings = settings
@@ -48,6 +54,10 @@ class Entrant:
         self._wrapped = self.model
 
         def prepare() -> Stepper:
+            if workers is not None:
+                from ortlab.cluster.remote import RemoteStepper
+
+                return RemoteStepper(workers, self.model, loss, settings, name="a comparison")
             # Which precision is not for wrapping to choose.
             plain = settings.replace(precision=PLAIN["precision"])
             self._wrapped = chosen.wrap(self.model, plain)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -53,8 +53,23 @@ class Line:
         return max(0, self.at[0] + math.floor(room / slope))
 
 
+@runtime_checkable
+class Elsewhere(Protocol):
+    """A stepper whose memory is that of other processes; figures are of the largest."""
+
+    def peak_bytes(self, step: Callable[[], object]) -> float:
+        """See `peak_bytes`."""
+        ...
+
+    def state_bytes(self) -> int:
+        """See `state_bytes`."""
+        ...
+
+
 def peak_bytes(stepper: Stepper, model: nn.Module, step: Callable[[], object]) -> float:
     """The most that there is of a set-up while `step` runs: what stays, and how far it grows."""
+    if isinstance(stepper, Elsewhere):
+        return stepper.peak_bytes(step)
     trim()
     meter = SAMPLER.start()
     now = meter.take()
@@ -69,6 +84,8 @@ def peak_bytes(stepper: Stepper, model: nn.Module, step: Callable[[], object]) -
 
 def state_bytes(stepper: Stepper, model: nn.Module) -> int:
     """Weights, buffers, gradients and the optimizer's state of a set-up after a step."""
+    if isinstance(stepper, Elsewhere):
+        return stepper.state_bytes()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     held = {t.data_ptr(): t for t in _tensors([stepper.state_dict(), gradients])}
     return sum(t.numel() * t.element_size() for t in held.values())

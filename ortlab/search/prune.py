@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 SLACK = 1.3
@@ -25,17 +25,34 @@ FIRST = 2
 """Rounds that a candidate has when it is first measured."""
 
 
+def among(workers: int, zero_stage: int) -> str:
+    """How many workers, as labels have it; nothing for one process."""
+    stage = f" ZeRO {zero_stage}" if zero_stage else ""
+    return f" x {workers}{stage}" if workers > 1 else ""
+
+
 @dataclass(frozen=True)
 class Setup:
-    """An engine with a precision; with ``recompute`` it keeps fewer activations and is slower."""
+    """An engine with a precision, on ``workers`` that share out what ``zero_stage`` says.
+
+    With ``recompute`` it keeps fewer activations and is slower.
+    """
 
     engine: str
     precision: str
     recompute: str | None = None
+    _: KW_ONLY
+    workers: int = 1
+    zero_stage: int = 0
+
+    @property
+    def way(self) -> tuple[str, int, int]:
+        """What it is but for precision and recomputation: a way to execute the model."""
+        return self.engine, self.workers, self.zero_stage
 
     def __str__(self) -> str:
         again = f" recompute {self.recompute}" if self.recompute else ""
-        return f"{self.engine} {self.precision}{again}"
+        return f"{self.engine} {self.precision}{among(self.workers, self.zero_stage)}{again}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +147,7 @@ class Search:
         anchor = max(self._shape, key=lambda micro: self._shape[micro], default=self.sizes[0])
         # All of the first engine, whose precisions are the measure for others'.
         for setup in others:
-            if setup.engine == reference.engine:
+            if setup.way == reference.way:
                 self._measure(Candidate(setup, anchor))
         first, later = self._by_engine(anchor)
         for setup in first:
@@ -157,22 +174,21 @@ class Search:
 
         One each to begin with, in the precision that is fastest in the first engine.
         """
-        others = [s for s in self.setups if s.engine != self.setups[0].engine]
+        others = [s for s in self.setups if s.way != self.setups[0].way]
         others.sort(key=lambda s: -self._rate_of_precision(s.precision, anchor))
-        first = {setup.engine: setup for setup in reversed(others)}
+        first = {setup.way: setup for setup in reversed(others)}
         return list(first.values()), [s for s in others if s not in first.values()]
 
     def _rate_of_precision(self, precision: str, anchor: int) -> float:
-        known = self.found.get(Candidate(Setup(self.setups[0].engine, precision), anchor))
+        like = replace(self.setups[0], precision=precision)
+        known = self.found.get(Candidate(like, anchor))
         return known.rate if known else 0.0
 
     def _can_win(self, setup: Setup, anchor: int) -> bool:
         """Whether the same engine's other precision leaves it a chance; says so where not."""
         leader = self.best()
         others = [
-            s
-            for s in self.setups
-            if s.engine == setup.engine and self.found[Candidate(s, anchor)].rates
+            s for s in self.setups if s.way == setup.way and self.found[Candidate(s, anchor)].rates
         ]
         ours = self._rate_of_precision(setup.precision, anchor)
         if leader is None or not others or not ours:
@@ -222,7 +238,7 @@ class Search:
             unfit = [m for m in self.sizes if self._track.too_large(Candidate(setup, m))]
             if not unfit or not self._track.forgets(setup):
                 continue
-            again = Setup(setup.engine, setup.precision, self._recompute)
+            again = replace(setup, recompute=self._recompute)
             self.setups.append(again)
             self.found |= {Candidate(again, micro): Found() for micro in unfit}
             for micro in unfit:
@@ -304,4 +320,6 @@ def settings_of(candidate: Candidate, samples: int) -> dict[str, Any]:
     found: dict[str, Any] = {"engine": setup.engine, "precision": setup.precision}
     if setup.recompute is not None:
         found["recompute"] = setup.recompute
+    if setup.workers > 1:
+        found |= {"workers": setup.workers, "zero_stage": setup.zero_stage}
     return found | {"batch_size": candidate.micro, "accumulation": samples // candidate.micro}

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -27,11 +27,16 @@ from ortlab.search.comparison import Comparison, Prefer
 from ortlab.search.entrant import PLAIN, Entrant
 from ortlab.search.feed import Feed
 from ortlab.search.footprint import Line
+from ortlab.search.prune import among
 from ortlab.search.result import DONE, Cell, RaceResult
 from ortlab.settings import REFERENCE, FinetuneSettings, RaceSettings
 
+if TYPE_CHECKING:
+    from ortlab.cluster.workers import Workers
+
 PRESETS: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
-    # The columns of ORT's training examples: onnxruntime-training-examples, README.md.
+    # The columns of ORT's training examples: onnxruntime-training-examples, README.md. All of them
+    # were taken on the same GPUs, several: so all have the same workers here.
     "examples": {
         "torch": PLAIN,
         "ORT": {**PLAIN, "engine": "ort"},
@@ -40,16 +45,29 @@ PRESETS: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
     }
 }
 """Other fields than engines times precisions: the settings of each set-up by its name."""
+_EXAMPLES_WORKERS: Final = 2
 
 
 def field_of(settings: RaceSettings) -> dict[str, Mapping[str, Any]]:
     """Who races: what makes each set-up, by its name. The first is the one to compare with."""
     if settings.preset is not None:
-        return dict(PRESETS[settings.preset])
-    chosen = [(e, p) for p in settings.precisions.split(",") for e in settings.engines.split(",")]
+        number = max(each["workers"] for each in settings.parallel)
+        together = {"workers": number if number > 1 else _EXAMPLES_WORKERS}
+        return {name: {**made, **together} for name, made in PRESETS[settings.preset].items()}
+    chosen = [
+        (engine, precision, each["workers"], each["zero_stage"])
+        for each in settings.parallel
+        for precision in settings.precisions.split(",")
+        for engine in settings.engines.split(",")
+    ]
+    plain = (*REFERENCE, chosen[0][2], 0)
     return {
-        f"{name} {precision}": {"engine": name, "precision": precision}
-        for name, precision in dict.fromkeys([REFERENCE, *chosen])
+        f"{engine} {precision}{among(workers, stage)}": {
+            "engine": engine,
+            "precision": precision,
+            **({"workers": workers, "zero_stage": stage} if workers > 1 else {}),
+        }
+        for engine, precision, workers, stage in dict.fromkeys([plain, *chosen])
     }
 
 
@@ -93,11 +111,20 @@ class Race(Comparison[RaceResult, Cell]):
         field: Mapping[str, Mapping[str, Any]] | None = None,
         beside: Callable[[], Sequence[str]] = tuple,
         prefer: Prefer | None = None,
+        workers: Callable[[int], Workers] | None = None,
     ) -> None:
         base = FinetuneSettings.of({**PLAIN, **shared})
         feed = Feed(data, base, settings.batches)
         super().__init__(
-            model, feed, base, settings, shared=shared, loss=loss, beside=beside, prefer=prefer
+            model,
+            feed,
+            base,
+            settings,
+            shared=shared,
+            loss=loss,
+            beside=beside,
+            prefer=prefer,
+            workers=workers,
         )
         self._settings = settings
         made = field_of(settings) if field is None else field

@@ -201,6 +201,10 @@ class RaceResult(Result[Cell]):
         return {cell.label: cell for cell in self.cells}[label]
 
     @property
+    def _on_workers(self) -> bool:
+        return any(cell.settings.get("workers", 1) > 1 for cell in self.cells)
+
+    @property
     def reference(self) -> Cell:
         """The cell that others are compared with."""
         return self.cells[0]
@@ -325,6 +329,7 @@ class RaceResult(Result[Cell]):
             "Peak memory: of weights, gradients, optimizer and one step, without Python and "
             "libraries. Measured: what stays, counted, and how far the process grew in a step. "
             "From the graph: ORT's plan of it, without what its arena keeps."
+            + (" Of workers: that of the one which takes most." if self._on_workers else "")
         )
         yield (
             f"Largest batch: of samples in a micro-batch, predicted for {memory(self.budget_bytes)}"

@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -25,7 +25,10 @@ from ortlab.search.feed import Feed
 from ortlab.search.footprint import Line
 from ortlab.search.prune import Candidate, Found, Search, Setup, settings_of
 from ortlab.search.result import Row, TuneResult
-from ortlab.settings import FinetuneSettings, TuneSettings
+from ortlab.settings import REFERENCE, FinetuneSettings, TuneSettings
+
+if TYPE_CHECKING:
+    from ortlab.cluster.workers import Workers
 
 STEPS = 4
 """Different steps of data, which all candidates go through in turn."""
@@ -50,6 +53,7 @@ class Tune(Comparison[TuneResult, Row]):
         loss: LossFunction | None = None,
         beside: Callable[[], Sequence[str]] = tuple,
         prefer: Prefer | None = None,
+        workers: Callable[[int], Workers] | None = None,
     ) -> None:
         base = FinetuneSettings.of({**PLAIN, **shared})
         feed, sizes, notes = _feed(data, base, settings)
@@ -59,7 +63,15 @@ class Tune(Comparison[TuneResult, Row]):
             if not self._amount:
                 raise ValueError("target='tokens': the batches have no input_ids; take 'samples'")
         super().__init__(
-            model, feed, base, settings, shared=shared, loss=loss, beside=beside, prefer=prefer
+            model,
+            feed,
+            base,
+            settings,
+            shared=shared,
+            loss=loss,
+            beside=beside,
+            prefer=prefer,
+            workers=workers,
         )
         self._settings = settings
         self._loader_s_own = () if batching.of_samples(data) else ("batch_size",)
@@ -200,13 +212,14 @@ class Tune(Comparison[TuneResult, Row]):
 
 
 def setups_of(settings: TuneSettings) -> list[Setup]:
-    """Engines times precisions; the first, which is measured at every size, is plain torch."""
+    """Workers times engines times precisions; plain torch, measured at every size, is first."""
     chosen = [
-        Setup(engine, precision)
+        Setup(engine, precision, **each)
+        for each in settings.parallel
         for engine in settings.engines.split(",")
         for precision in settings.precisions.split(",")
     ]
-    plain_one = Setup(**PLAIN)
+    plain_one = Setup(*REFERENCE, **settings.parallel[0])
     return sorted(chosen, key=lambda setup: setup != plain_one)
 
 

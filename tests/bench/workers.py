@@ -1,0 +1,159 @@
+"""What ortlab's layer costs on workers, beside plain torchrun: python -m tests.bench.workers
+
+The same BERT on the same batches by the same two gloo processes of one thread each: a run of
+`ortlab.finetune` on local workers, and a plain script with DistributedDataParallel under torchrun.
+Processes of their own take turns; each gives the median of its steps, the first few left out. The
+bar: at most 2% of samples a second. Wants a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ortlab
+from ortlab.bench.machine import machine
+from ortlab.bench.result import origin, table, warnings
+from ortlab.engines.processes import OneProcess
+from ortlab.engines.torch_native import optimizer_for
+from ortlab.history import environment
+from ortlab.settings import FinetuneSettings
+from ortlab.telemetry import INDEX
+from ortlab.turns import Spread
+from tests.bench import memory
+from tests.bench.children import found_by
+
+WARMUP = 3
+BAR = 0.02
+WORKERS = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints both sides' samples a second, and what the layer costs."""
+    given = _parser().parse_args(arguments)
+    if given.child == "ortlab":
+        print(json.dumps(_by_ortlab(given)))
+        return 0
+    if given.child == "plain":
+        _by_hand(given)
+        return 0
+    before = machine("cpu")
+    words = [f"--{name}={getattr(given, name)}" for name in ("layers", "width", "batch", "seq")]
+    words.append(f"--steps={given.steps}")
+    rates: dict[str, list[float]] = {"ortlab": [], "torchrun": []}
+    starts: list[float] = []
+    for _ in range(given.rounds):
+        ours = found_by("tests.bench.workers", "--child=ortlab", *words)
+        rates["ortlab"].append(given.batch / statistics.median(ours["steps_s"]))
+        starts.append(ours["first_s"])
+        theirs = _under_torchrun(words)
+        rates["torchrun"].append(given.batch / statistics.median(theirs["steps_s"]))
+        print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    costs = [1 - a / b for a, b in zip(rates["ortlab"], rates["torchrun"], strict=True)]
+    print(f"BERT {given.layers} x {given.width}, {given.batch} x {given.seq} tokens, 2 processes")
+    print(*table(["", "samples/s"], [[n, _spread(each)] for n, each in rates.items()]), sep="\n")
+    cost = Spread.of(costs)
+    print(
+        f"the layer costs {cost.median:.1%} ({cost.low:.1%} to {cost.high:.1%}) of samples/s; the "
+        f"bar is {BAR:.0%}; from the start of workers to the end of the first step "
+        f"{statistics.median(starts):.1f} s"
+    )
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    print(*warnings(before, quick=False), origin(environment(), before, today), sep="\n")
+    return 0
+
+
+def _spread(values: Sequence[float]) -> str:
+    found = Spread.of(values)
+    return f"{found.median:.4g} ({found.low:.4g} to {found.high:.4g})"
+
+
+def _under_torchrun(words: Sequence[str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={WORKERS}", "-m", "tests.bench.workers", "--child=plain", *words),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _case(given: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
+    bert = memory.Case("bert", given.width, given.layers, {"batch": given.batch, "seq": given.seq})
+    return memory.model_of(bert), memory.batch_of(bert, bert.sizes)
+
+
+def _by_ortlab(given: argparse.Namespace) -> dict[str, Any]:
+    model, batch = _case(given)
+    steps = WARMUP + given.steps
+    run = ortlab.finetune(
+        model, [batch] * steps, engine="eager", device="cpu", workers=WORKERS, schedule="constant"
+    )
+    run.result()
+    rows = run.recorder.rows()
+    return {
+        "steps_s": list(rows[WARMUP:, INDEX["step_ms"]] / 1e3),
+        "first_s": float(rows[0, INDEX["time_s"]]),
+    }
+
+
+def _by_hand(given: argparse.Namespace) -> None:
+    """What a user would write for torchrun."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, batch = _case(given)
+    rows = given.batch // world
+    own = {name: each[rank * rows : (rank + 1) * rows] for name, each in batch.items()}
+    parallel = DistributedDataParallel(model.train())
+    alone = OneProcess(model, None, model, torch.device("cpu"))
+    optimizer = optimizer_for(model, FinetuneSettings(engine="eager", device="cpu"), alone)
+    steps_s = []
+    for _ in range(WARMUP + given.steps):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        loss = parallel(**own).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        told = loss.detach() / world
+        dist.all_reduce(told)  # the loss of the whole batch, as the charts have it
+        told.item()
+        steps_s.append(time.perf_counter() - began)
+    if rank == 0:
+        print(json.dumps({"steps_s": steps_s[WARMUP:]}))
+    dist.destroy_process_group()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--child", choices=("ortlab", "plain"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
