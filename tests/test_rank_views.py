@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ class OnRanks:
         self.recorder = Recorder()
         self.current_settings = FinetuneSettings(workers=workers, zero_stage=1)
         self.step = 0
+        self.ended = True
 
     def advance(self, steps: int, *, wait_ms: float = 2.0, loss: float | None = None) -> OnRanks:
         workers = self.current_settings.workers
@@ -65,10 +67,10 @@ class OnRanks:
         return Status("running", self.step, None, 1.0, None)
 
     def over(self) -> bool:
-        return True
+        return self.ended
 
     def wait_over(self, timeout: float | None = None) -> bool:
-        return True
+        return self.ended
 
     def pause(self) -> None: ...
 
@@ -214,6 +216,19 @@ def test_the_widget_has_them(run: OnRanks) -> None:
     view.close()
 
 
+def test_the_widget_ends_with_the_last_step(run: OnRanks) -> None:
+    run.ended = False
+    view = charts.RunView(run.advance(9))
+    deadline = time.monotonic() + 20
+    while not view.ranks and time.monotonic() < deadline:
+        view.pump.join(0.01)
+    run.advance(1, loss=7.0)
+    run.ended = True
+    assert view.pump.join(10)
+    assert view.ranks[0][4] == 7.0, "although a second has not passed"
+    view.close()
+
+
 def test_the_widget_of_one_process_has_none() -> None:
     run = OnRanks(1).advance(9)
     view = charts.RunView(run)
@@ -264,4 +279,9 @@ def test_picture_of_many_ranks_ends(run: OnRanks) -> None:
     many = OnRanks(40).advance(3)
     image = pixels(charts.picture(many))
     many.recorder.close()
-    assert image.shape[0] - few == pytest.approx(192 * (14 * 0.28 + 0.22), abs=2), "16, and a note"
+    more = image.shape[0] - few
+    assert more == pytest.approx(192 * (14 * 0.28 + 0.22), abs=2), "16, and a note"
+    # The notes are below the last of the 16: no bar is beside them.
+    notes = image.shape[0] - int(192 * 4 * 0.22)
+    assert coloured(image, "#2f7fd0", notes) == 0
+    assert coloured(image, "#2f7fd0", notes - 50) > 0

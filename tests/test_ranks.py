@@ -108,6 +108,7 @@ def test_a_rank_is_told_by_its_last_steps(told: Told) -> None:
 def test_one_step_that_takes_long_moves_no_median(told: Told) -> None:
     told.steps(20, [8.0, 8.0]).steps(1, [900.0, 8.0])
     assert [rank.step_ms for rank in told.standing().ranks] == [10, 10]
+    assert [rank.samples_per_s for rank in told.standing().ranks] == [400, 400]
     assert slowest(told.standing()) == []
 
 
