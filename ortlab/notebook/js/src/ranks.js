@@ -9,34 +9,15 @@
 import "./ranks.css";
 import { KEYS } from "./form.js";
 import { amount, milliseconds, number } from "./format.js";
-import { make } from "./elements.js";
+import { make, setText } from "./elements.js";
+import { HIGH, path } from "./spark.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const HIGH = 255;
 const PARTS = ["parameters", "gradients", "optimizer state", "rest of the peak"];
 const HEADS = ["rank", "loss", "samples/s", "step", "communication", "memory"];
 
 const unknown = (value, show) => (value == null ? "–" : show(value));
 const three = (value) => number(Number(value.toPrecision(3)));
-
-/** Writes only what changed: a screen reader is at these words while they go on. */
-function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
-/** What a line draws: a path from left to right, broken where there is no value. */
-export function path(line) {
-  const heights = Uint8Array.from(atob(line), (letter) => letter.charCodeAt(0));
-  const parts = [];
-  heights.forEach((height, x) => {
-    if (height === 0) return;
-    const y = HIGH - height;
-    const alone = !heights[x - 1] && !heights[x + 1];
-    parts.push(`${heights[x - 1] ? "L" : "M"}${x} ${y}`);
-    if (alone) parts.push(`h${heights.length > 1 ? 0.9 : 1}`);
-  });
-  return { d: parts.join(""), width: Math.max(heights.length - 1, 1) };
-}
 
 /** A small line without axes. */
 class Spark {

@@ -13,6 +13,7 @@
 import "uplot/dist/uPlot.min.css";
 import "./runview.css";
 import { Chart, TITLES } from "./charts.js";
+import { setText } from "./elements.js";
 import { Form, KEYS, onClick } from "./form.js";
 import { changed, duration, milliseconds, number } from "./format.js";
 import { Ranks } from "./ranks.js";
@@ -306,11 +307,6 @@ class View {
     this.form.close();
     this.root.remove();
   }
-}
-
-/** Writes only what changed, so that a screen reader hears a state once. */
-function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
 }
 
 /** anywidget calls this once for a model; a model may have several views. */
