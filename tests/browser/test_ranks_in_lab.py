@@ -83,7 +83,11 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     expect(run.locator(".ortlab-state")).to_have_text("paused")
     waits, works = (widths(rows.nth(rank), ".ortlab-rank-waited")[0] for rank in (0, 1))
     assert waits > works
-    parameters, gradients, state, rest = widths(rows.nth(0), ".ortlab-rank-piece")
+    both = [widths(rows.nth(rank), ".ortlab-rank-piece") for rank in (0, 1)]
+    assert max(map(sum, both)) == pytest.approx(1, rel=1e-3), "the widest has all the room"
+    parameters, gradients, state, rest = both[0]
+    total = float(rows.nth(0).locator(".ortlab-rank-memory .ortlab-value").inner_text().split()[0])
+    assert parameters / sum(both[0]) == pytest.approx(15.56 / total, rel=0.01)
     assert parameters == pytest.approx(gradients, rel=0.02)
     assert state == pytest.approx(parameters, rel=0.2), "half of two moments"
     assert rest > 0
@@ -125,14 +129,26 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     screenshot("ranks-picture")
 
 
-def test_a_run_in_one_process_has_no_such_section(notebook: Opens) -> None:
+def test_a_run_in_one_process_has_no_such_section_until_there_are_ranks(notebook: Opens) -> None:
     book = notebook(
         [
             "from tests.practice import Practice\nfrom ortlab.notebook import charts\n"
-            "run = Practice(steps=60).start(); run.wait_over(); charts.view(run)"
+            "run = Practice(steps=60).start(); run.wait_over(); view = charts.view(run); view"
         ]
     )
     book.run()
     run = book.view()
     expect(run.locator(".ortlab-ranks")).to_be_hidden()
-    assert run.get_by_role("region", name="Workers").count() == 0
+    section = run.get_by_role("region", name="Workers")
+    assert section.count() == 0
+    # Whenever there is one, with figures or without; and words stay words.
+    book.run_next(
+        "view.rank_notes = ['<i>note</i>']\n"
+        "view.ranks = [[3, '<b>gone</b>', 0, 0, 1.5, None, 1250, None, 2**21, *[None] * 3, '', '']]"
+    )
+    expect(section.get_by_role("rowheader", name="rank 3 <b>gone</b>")).to_be_visible()
+    expect(section.locator(".ortlab-line")).to_have_text("<i>note</i>")
+    expect(section.locator(".ortlab-gone .ortlab-value")).to_have_text(
+        ["1.5", "\u2013", "1.25 s", "\u2013", "2 MiB"]
+    )
+    assert section.locator("b, i").count() == 0

@@ -113,7 +113,6 @@ export class Ranks {
     this.table = make("div", "ortlab-rank-table", { role: "table", "aria-label": "ranks", tabindex: "0", ...KEYS }, this.heads);
     this.notes = make("div", "ortlab-lines");
     this.root = make("section", "ortlab-ranks", { "aria-label": "Workers" }, head, this.table, this.notes);
-    this.root.hidden = true;
     this.rows = [];
   }
 
