@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         workers,
         wrap,
     )
+    from ortlab.standalone import script
 
     last_run: Run | None
 
@@ -50,6 +51,7 @@ __all__ = [
     "profile",
     "race",
     "recompute_plans",
+    "script",
     "track",
     "tune",
     "unload_ipython_extension",
@@ -60,13 +62,17 @@ __all__ = [
 ]
 
 
+_ELSEWHERE = {"script": "ortlab.standalone", "zero_plan": "ortlab.fleet"}
+"""Public functions that need nothing of the session where they are looked up."""
+
+
 def __getattr__(name: str) -> Any:
     if name == "data":
         return importlib.import_module("ortlab.data")
     if name == "last_run":
         return importlib.import_module("ortlab.session").session.last_run
-    if name == "zero_plan":
-        return importlib.import_module("ortlab.fleet").zero_plan
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
     if name in __all__:
         return getattr(importlib.import_module("ortlab.session"), name)
     raise AttributeError(f"module 'ortlab' has no attribute {name!r}")

@@ -344,7 +344,8 @@ class _Trial:
 
 def _rebuilds(before: FinetuneSettings, after: FinetuneSettings) -> bool:
     """Whether the change is one of the engine or its options, which takes another stepper."""
-    names = (*EngineSettings.declarations(), "workers", "zero_stage", "reduction")
+    among = ("workers", "zero_stage", "reduction", "tensor_parallel", "pipeline_stages")
+    names = (*EngineSettings.declarations(), *among)
     return any(getattr(before, name) != getattr(after, name) for name in names)
 
 

@@ -511,6 +511,17 @@ class FinetuneSettings(EngineSettings):
         help="how the workers' gradients become one: their mean over samples, or Adasum's sum, "
         "which adapts to their angle",
     )
+    tensor_parallel: int = setting(
+        1,
+        minimum=1,
+        help="workers that share each layer's matrices, with engine eager; the others share data",
+    )
+    pipeline_stages: int = setting(
+        1,
+        minimum=1,
+        help="parts of a Sequential that workers have one after the other; micro-batches flow "
+        "through them",
+    )
     batch_size: int = setting(
         16, minimum=1, panel=True, unit="samples", help="samples in a micro-batch"
     )

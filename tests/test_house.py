@@ -86,6 +86,7 @@ def test_only_compat_touches_ort_training_and_private_torch() -> None:
     [
         ("notebook", ("IPython", "ipywidgets", "anywidget", "ipykernel")),
         ("cluster", ("ipyparallel", "cloudpickle")),
+        ("deepspeed.py", ("deepspeed",)),
     ],
 )
 def test_only_one_folder_imports(folder: str, roots: tuple[str, ...]) -> None:

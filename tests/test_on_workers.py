@@ -153,7 +153,7 @@ def alone() -> dict[str, Any]:
     return {"losses": losses(run), "weights": weights(model), "run": run}
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fifty_steps_are_those_of_one_process(alone: dict[str, Any], stage: int) -> None:
     model = Network()
     run = train(model, workers=2, zero_stage=stage, eval_data=data(50))
@@ -195,7 +195,7 @@ def test_every_rank_tells_of_itself() -> None:
     assert last.rss_bytes > max(each.last.rss_bytes for each in ranks if each.last)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_fifty_steps_in_ort(alone: dict[str, Any], stage: int) -> None:
     needs("ort")
     run = train(Network(), engine="ort", workers=2, zero_stage=stage)
@@ -213,12 +213,13 @@ def test_fifty_steps_compiled(alone: dict[str, Any], stage: int) -> None:
 
 def test_a_run_moves_to_workers_and_back(alone: dict[str, Any]) -> None:
     """Weights, moments, order of the data and step go with it; the global batch stays."""
+    needs("ort")
     model = Network()
     run = begin(model)
     moves: list[dict[str, Any]] = [
         {"workers": 2, "zero_stage": 1},
-        {"zero_stage": 0},
-        {"lr": 0.01, "clip_norm": 1.0},
+        {"zero_stage": 3},
+        {"zero_stage": 0, "engine": "ort"},
         {"workers": 1},
     ]
     for step, changes in zip((5, 12, 20, 30), moves, strict=True):
@@ -424,6 +425,9 @@ def test_what_cannot_be_is_said_before_anything_starts() -> None:
     runs = len(session.runs)
     refused: list[tuple[dict[str, Any], str]] = [
         ({"zero_stage": 1}, "shares out among workers, and there is one"),
+        ({"workers": 2, "zero_stage": 3, "engine": "ort"}, "engine 'ort' knows 0, 1, 2"),
+        ({"workers": 3, "tensor_parallel": 2}, "does not divide workers=3"),
+        ({"tensor_parallel": 2}, "tensor_parallel=2"),
         ({"workers": 20}, "batch_size=13 cannot be shared out to 20 workers"),
         ({"workers": 3, "reduction": "adasum"}, "no power of two"),
         ({"workers": 2, "reduction": "adasum"}, "choose clip_norm=None"),
@@ -448,6 +452,24 @@ def test_workers_train_one_run_at_a_time() -> None:
     run.stop()
     run.result(WAIT_S)
     assert session.workers.busy is None
+
+
+@pytest.mark.parametrize("setting", ["tensor_parallel", "pipeline_stages"])
+def test_a_model_in_parts(setting: str) -> None:
+    """Its layers shared out, or its stages: the same losses, and the model is whole at the end."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4))
+
+    one, two = model(), model()
+    expected = losses(train(one, max_steps=20))
+    run = at(begin(two, workers=2, max_steps=20, **{setting: 2}), 8)
+    run.apply(workers=1, **{setting: 1})
+    run.result(WAIT_S)
+    assert not run.recorder.events("warning")
+    assert difference(expected, losses(run)) < TOLERANCE
+    assert torch.allclose(weights(one), weights(two), atol=1e-6)
 
 
 def test_adasum_trains_on_workers() -> None:

@@ -160,6 +160,17 @@ def _interop_later(_addresses: Addresses) -> None:
     _replace(_pybind_state, "is_torch_interop_default_on", lambda _original: lambda: False)
 
 
+_ABSENT = object()
+_hidden: list[Any] = []
+"""What `sys.modules` had for DeepSpeed, while ORTModule is imported."""
+
+
+def _hide_deepspeed(_addresses: Addresses) -> None:
+    if PACKAGE not in sys.modules and not _hidden:
+        _hidden.append(sys.modules.get("deepspeed", _ABSENT))
+        sys.modules["deepspeed"] = None  # type: ignore[assignment]  # Python's way: cannot be imported
+
+
 # ---- after it is imported -----------------------------------------------------------------------
 
 
@@ -183,6 +194,17 @@ def _give_torch_back(_addresses: Addresses) -> None:
         while function.__module__ == PACKAGE:
             function = function.__globals__[kept_as]
         setattr(owner, name, function)
+
+
+def _show_deepspeed(_addresses: Addresses) -> None:
+    if _hidden:  # the first export would import it, and DeepSpeed with it
+        importlib.import_module("onnxruntime.training.utils.hooks._zero_offload_subscriber")
+    while _hidden:
+        module = _hidden.pop()
+        if module is _ABSENT:
+            del sys.modules["deepspeed"]
+        else:
+            sys.modules["deepspeed"] = module
 
 
 def _interop_ready(_addresses: Addresses) -> None:
@@ -447,6 +469,14 @@ def _on_cpu(versions: Versions) -> bool:
 
 ROWS = (
     Patch(
+        target="import deepspeed",
+        symptom="the import imports DeepSpeed, which takes a second and prints a warning",
+        link=f"{_ORT}ortmodule/__init__.py",
+        apply=_hide_deepspeed,
+        probe=probes.deepspeed_was_not_asked_for,
+        before_import=True,
+    ),
+    Patch(
         target="torch.onnx._internal",
         symptom="ImportError: the exporter's modules moved and their old names are gone",
         link=f"{_TORCH}/_internal/torchscript_exporter",
@@ -470,6 +500,13 @@ ROWS = (
         apply=_interop_later,
         probe=probes.interop_waits,
         before_import=True,
+    ),
+    Patch(
+        target="sys.modules['deepspeed']",
+        symptom="DeepSpeed cannot be imported after ORTModule, from which it was hidden",
+        link=f"{_ORT}ortmodule/__init__.py",
+        apply=_show_deepspeed,
+        probe=probes.deepspeed_can_be_imported,
     ),
     Patch(
         target="custom_autograd_function_enabler",

@@ -44,6 +44,14 @@ def extensions_found() -> bool:
     return f"{PACKAGE}.torch_cpp_extensions.aten_op_executor" in sys.modules
 
 
+def deepspeed_was_not_asked_for() -> bool:
+    return not hasattr(_ort(), "original_deepspeed_checkpoint")
+
+
+def deepspeed_can_be_imported() -> bool:
+    return sys.modules.get("deepspeed", sys) is not None
+
+
 def interop_waits() -> bool:
     from onnxruntime.capi import _pybind_state
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ortlab.engines.processes import Processes
+    from ortlab.engines.torch_native import TorchStepper
     from ortlab.memory import Memory
     from ortlab.settings import FinetuneSettings
 
@@ -83,7 +84,14 @@ class Capabilities:
                 f"zero_stage={stage} shares out among workers, and there is one; choose workers=2, "
                 "or zero_stage=0"
             )
-        if stage not in self.zero_stages:
+        for name in ("tensor_parallel", "pipeline_stages"):
+            ways = getattr(settings, name, 1)
+            if ways > 1 and workers == 1:
+                return (
+                    f"{name}={ways} shares out among workers, and there is one; choose "
+                    f"workers={ways}, or {name}=1"
+                )
+        if stage not in self.zero_stages and workers > 1:
             known = ", ".join(map(str, self.zero_stages))
             return f"zero_stage={stage}: engine {engine!r} knows {known}; choose one of those"
         if settings.recompute != "off" and not self.recompute:
@@ -291,12 +299,13 @@ class Engine(Protocol):
         settings: FinetuneSettings,
         *,
         processes: Processes = ...,
+        stepper: type[TorchStepper] = ...,
     ) -> Stepper:
         """A stepper that trains `model` in place, by `loss(output, target)` or the model's own.
 
         `model` is the user's module, or what this engine's `wrap` gave, which goes on with what it
-        has compiled or exported. `processes` says how several take each step; see
-        `ortlab.engines.sharded.prepare`.
+        has compiled or exported. `processes` says how several take each step, and `stepper` what
+        becomes of their gradients; see `ortlab.engines.sharded.prepare`.
         """
         ...
 

@@ -110,6 +110,11 @@ def forward(module: nn.Module, batch: Batch, loss: LossFunction | None) -> Forwa
     return Forward(value.reshape(()), scores, target)
 
 
+def inputs(batch: Batch, loss: LossFunction | None) -> Batch:
+    """What of `batch` forward takes: all, or where there is a loss function all but the target."""
+    return _split(batch, with_target=loss is not None)[0]
+
+
 def hits(result: Forward) -> tuple[int, int]:
     """How many classes were predicted right, of how many; (0, 0) where targets are no classes.
 

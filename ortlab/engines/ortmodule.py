@@ -37,7 +37,9 @@ class Ort:
     """ORTModule on today's torch, checked against eager torch."""
 
     name = "ort"
-    capabilities = Capabilities(workers=True, zero_stages=(0, 1), recompute=True, ort_options=True)
+    capabilities = Capabilities(
+        workers=True, zero_stages=(0, 1, 2), recompute=True, ort_options=True
+    )
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
@@ -93,6 +95,7 @@ class Ort:
         settings: FinetuneSettings,
         *,
         processes: Processes = OneProcess,
+        stepper: type[TorchStepper] = TorchStepper,
     ) -> TorchStepper:
         """See `Engine.prepare`; `model` may be wrapped already, and keeps its exported graphs."""
         device = training_device(settings.device)
@@ -101,7 +104,7 @@ class Ort:
         execution = execution_of(wrapped)
         report = execution.begin_run(settings)
         _reseed(settings.seed)
-        return TorchStepper(
+        return stepper(
             wrapped,
             loss,
             settings,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +75,14 @@ class OneProcess:
         """The loss of `batch`, to go backward from."""
         return batches.forward(self.module, batch, self.loss).loss
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradients of `loss`, which is of an `objective`."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def forward(self, batch: Batch) -> batches.Forward:
+        """What `batch` gives in evaluation."""
+        return batches.forward(self.module, batch, self.loss)
+
     def total(self, losses: Sequence[torch.Tensor], samples: int) -> torch.Tensor:  # noqa: ARG002
         """The sum of the `losses` of micro-batches, which have so many `samples` together."""
         return losses[0] if len(losses) == 1 else torch.stack(tuple(losses)).sum()
@@ -99,6 +107,33 @@ class OneProcess:
     def reseeded(self, seed: int) -> int:
         """Restarts its own generators; what the engine's are to be restarted with."""
         return seed
+
+    def weights(self) -> dict[str, Any]:
+        """The whole model's state, named as `owner` has it."""
+        return self.owner.state_dict()
+
+    def take_weights(self, state: Mapping[str, Any]) -> None:
+        """Takes what `weights` gave."""
+        self.owner.load_state_dict(state)
+
+    def whole_parameters(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """The optimizer's `parameters` with their names, in the shapes of the whole model."""
+        names = {id(p): name for name, p in self.owner.named_parameters()}
+        return [(names[id(p)], p) for p in parameters]
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of `optimizer` for the whole model."""
+        return optimizer.state_dict()
+
+    def own(
+        self,
+        optimizer: torch.optim.Optimizer,  # noqa: ARG002
+        states: Mapping[int, Mapping[str, Any]],
+    ) -> Mapping[int, Mapping[str, Any]]:
+        """What `optimizer` takes here of the `states` of all parameters, by their numbers."""
+        return states
 
     def communication_ms(self) -> float:
         """Milliseconds with a collective under way since this was asked the last time."""

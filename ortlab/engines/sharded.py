@@ -2,7 +2,9 @@
 
 Each rank has the model, is given every batch, and trains on its own rows of it (data parallel, by
 torch's DistributedDataParallel around what an engine executes). ZeRO's stage 0 (Rajbhandari et al.
-2020, arXiv:1910.02054) shares nothing out; stage 1 shares the optimizer's state.
+2020, arXiv:1910.02054) shares nothing out; stage 1 shares out the optimizer's state, 2 gradients
+too, 3 weights too. DeepSpeed does that where it is installed (`ortlab.engines.deepspeed`); without
+it stage 1 is torch's ZeroRedundancyOptimizer's.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ortlab.engines import adasum
+from ortlab.engines import adasum, combinations
 from ortlab.engines.base import Batch, Engine, LossFunction, Report
 from ortlab.engines.clock import Clock
 from ortlab.engines.processes import OneProcess, Share
@@ -33,6 +35,9 @@ from ortlab.errors import Concise
 from ortlab.randomness import RandomStates, undisturbed_random
 from ortlab.settings import FinetuneSettings
 
+MOST_NUMBERS = 5
+"""That ranks add up at once, where they agree that none has failed."""
+
 
 class RankFailed(Concise, RuntimeError):
     """A step that another rank could not take, so that no rank has; the message says which."""
@@ -40,26 +45,20 @@ class RankFailed(Concise, RuntimeError):
 
 def refuses(settings: FinetuneSettings, size: int) -> str | None:
     """Why `size` ranks cannot train together under `settings`; None when they can."""
-    lamb = settings.optimizer == "lamb"
-    if lamb and settings.zero_stage > 1:
-        return (
-            f"optimizer='lamb' with zero_stage={settings.zero_stage}: its ratios are of whole "
-            "tensors, which that stage cuts up; choose zero_stage=1, or optimizer='adamw'"
-        )
-    if lamb and settings.reduction == "adasum":
+    if (reason := combinations.refuses(settings, size)) is not None:
+        return reason
+    if settings.optimizer == "lamb" and settings.reduction == "adasum":
         return (
             "reduction='adasum' with optimizer='lamb': both choose a length for each tensor's "
             "step, and nobody has shown what they do together; choose reduction='mean'"
         )
-    if settings.zero_stage > 1:
+    if settings.zero_stage > 1 and (reason := _not_by_deepspeed(settings)) is not None:
+        return reason
+    places = size // (settings.tensor_parallel * settings.pipeline_stages)
+    if settings.batch_size < places:
         return (
-            f"zero_stage={settings.zero_stage}: stages 0 and 1 are there so far; choose "
-            "zero_stage=1, which shares out the optimizer's state"
-        )
-    if settings.batch_size < size:
-        return (
-            f"batch_size={settings.batch_size} cannot be shared out to {size} workers; choose "
-            f"batch_size={size} or more"
+            f"batch_size={settings.batch_size} cannot be shared out to {places} workers; choose "
+            f"batch_size={places} or more"
         )
     if settings.reduction == "mean":
         return None
@@ -73,6 +72,12 @@ def refuses(settings: FinetuneSettings, size: int) -> str | None:
     if settings.precision == "fp16":
         return f"{each}gradient, and would need a loss scale of its own; choose precision='bf16'"
     return None
+
+
+def _not_by_deepspeed(settings: FinetuneSettings) -> str | None:
+    from ortlab.engines import deepspeed  # which is made of `Ranks`
+
+    return deepspeed.refuses(settings)
 
 
 def prepare(
@@ -101,6 +106,9 @@ def prepare(
       each step, where DistributedDataParallel's ``broadcast_buffers`` would let them differ
       until the next forward.
     - States have the form of one process, whole on every rank, in both directions.
+    - DeepSpeed takes float32 weights and all ranks, and steps all parameters at once: one without
+      a gradient in any step is left alone, one that has a gradient in some steps is refused there.
+      At stage 3 all ranks call ``close`` too, which gives the model its whole weights.
     - Gradient checkpointing has to be that without reentry (``use_reentrant=False``): of the other
       kind DistributedDataParallel says that a variable was marked ready twice.
 
@@ -108,10 +116,12 @@ def prepare(
     long collectives were under way.
 
     A rank that fails before its last backward of a step makes all others raise `RankFailed`, and
-    none has taken the step. One that fails or dies later is noticed by the group's timeout.
+    none has taken the step. One that fails or dies later is noticed by the group's timeout; by
+    DeepSpeed's next collective where that shares out.
 
     ValueError where `refuses` has a reason, ``workers`` is not the group's size, or the parameters
-    are of several types at stage 1; RuntimeError without a process group.
+    are of several types at stage 1, of another than float32 by DeepSpeed; RuntimeError without a
+    process group.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -126,11 +136,48 @@ def prepare(
         )
     if (reason := refuses(settings, size)) is not None:
         raise ValueError(reason)
-    ranks = functools.partial(Ranks, settings=settings, group=group)
-    stepper = engine.prepare(model, loss, settings, processes=ranks)
+    shares_model = settings.tensor_parallel > 1 or settings.pipeline_stages > 1
+    if shares_model and group is not dist.group.WORLD:
+        raise ValueError(
+            "tensor_parallel and pipeline_stages are for all ranks together; leave `group` out"
+        )
+    if settings.pipeline_stages > 1:
+        from ortlab.engines import pipeline  # which is made of `Ranks`
+
+        return pipeline.prepare(engine, model, loss, settings, group)
+    made, kind = _means(settings, group)
+    ranks = functools.partial(made, settings=settings, group=group)
+    stepper = engine.prepare(model, loss, settings, processes=ranks, stepper=kind)
     assert isinstance(stepper, TorchStepper)  # as those of all engines are
     stepper.reseed(settings.seed)
     return stepper
+
+
+def _means(
+    settings: FinetuneSettings, group: dist.ProcessGroup
+) -> tuple[type[Ranks], type[TorchStepper]]:
+    """Who takes steps: DeepSpeed where it can and something is shared out; else torch's own."""
+    from ortlab.engines import deepspeed, tensor  # which are made of `Ranks`
+
+    if settings.tensor_parallel > 1:
+        return tensor.TensorRanks, TorchStepper
+    if settings.zero_stage == 0:
+        return Ranks, TorchStepper
+    reason = deepspeed.refuses(settings)
+    if reason is None and group is not dist.group.WORLD:
+        reason = f"zero_stage={settings.zero_stage}: DeepSpeed trains with all ranks, not with some"
+    if reason is None:
+        return deepspeed.DeepSpeedRanks, deepspeed.DeepSpeedStepper
+    if settings.zero_stage > 1:
+        raise ValueError(f"{reason}; choose zero_stage=1, which shares out the optimizer's state")
+    return Ranks, TorchStepper
+
+
+def leave(*groups: dist.ProcessGroup) -> None:
+    """Gives back process groups that were made for a stepper; the one of all ranks stays."""
+    for group in dict.fromkeys(groups):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 class _Objective(nn.Module):
@@ -149,7 +196,14 @@ class _Objective(nn.Module):
 
 
 class Ranks(OneProcess):
-    """How the ranks of a process group take steps together; see `prepare`."""
+    """How the ranks of a process group take steps together; see `prepare`.
+
+    The data is shared out among `group`. Where `everyone` is more than it, each of its places is
+    that of as many ranks, which all compute the same numbers.
+    """
+
+    sharer = "torch's ZeroRedundancyOptimizer"
+    """What shares out at ZeRO's stages above 0."""
 
     def __init__(
         self,
@@ -160,9 +214,11 @@ class Ranks(OneProcess):
         *,
         settings: FinetuneSettings,
         group: dist.ProcessGroup,
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(module, loss, owner, device)
         self._group = group
+        self._everyone = everyone or group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._stage = settings.zero_stage
         self._reduction = settings.reduction
@@ -172,9 +228,9 @@ class Ranks(OneProcess):
         self._random = RandomStates.now()
         self.reseeded(settings.seed)
         self.equalise(list(owner.buffers()))  # before 2.13 torch does it for parameters alone
-        self._parallel: DistributedDataParallel | None = self._made_parallel()
+        self._parallel: Any = self._made_parallel()
 
-    def _made_parallel(self) -> DistributedDataParallel:
+    def _made_parallel(self) -> Any:
         # A rank that failed before its forward would leave the others waiting in theirs. torch 2.13
         # has given it another name, and warns of the old one.
         known = inspect.signature(DistributedDataParallel).parameters
@@ -259,24 +315,25 @@ class Ranks(OneProcess):
             self._random = RandomStates.now()
 
     def _agree(self, numbers: Sequence[torch.Tensor], *, failed: bool = False) -> torch.Tensor:
-        """The sums of all ranks' `numbers`, in float64; RankFailed where another one has failed.
+        """The sums of all places' `numbers`, in float64; RankFailed where another rank has failed.
 
         One that has failed itself has no numbers, and raises its own error.
         """
         self._agreed = True  # also where this fails: nobody is to be told twice
-        told = torch.zeros(_MOST_NUMBERS + self._size, dtype=torch.float64, device=self.device)
+        rank, size = dist.get_rank(self._everyone), dist.get_world_size(self._everyone)
+        told = torch.zeros(MOST_NUMBERS + size, dtype=torch.float64, device=self.device)
         if numbers:
             told[: len(numbers)] = torch.stack([number.double() for number in numbers])
-        told[_MOST_NUMBERS + self._rank] = float(failed)
+        told[MOST_NUMBERS + rank] = float(failed)
         with self._clock:
-            dist.all_reduce(told, group=self._group)
-        ranks = [str(rank) for rank, one in enumerate(told[_MOST_NUMBERS:].tolist()) if one]
+            dist.all_reduce(told, group=self._everyone)
+        ranks = [str(rank) for rank, one in enumerate(told[MOST_NUMBERS:].tolist()) if one]
         if ranks and not failed:
             raise RankFailed(
-                f"rank {', '.join(ranks)} of {self._size} has failed, so that no rank has taken "
+                f"rank {', '.join(ranks)} of {size} has failed, so that no rank has taken "
                 "the step; its own error says why"
             )
-        return told[: len(numbers)]
+        return told[: len(numbers)] / (size // self._size)
 
     def share(self, batch: Batch) -> Share:
         """This rank's rows; see `ortlab.engines.shares`."""
@@ -361,9 +418,11 @@ class Ranks(OneProcess):
 
     def told(self, report: Report) -> Report:
         """The engine's `report`, and how many ranks there are."""
+        sharer = f" by {self.sharer}" if self._stage else ""
         note = (
-            f"rank {self._rank} of {self._size} over {dist.get_backend(self._group)}: ZeRO stage "
-            f"{self._stage}, reduction {self._reduction}"
+            f"rank {dist.get_rank(self._everyone)} of {dist.get_world_size(self._everyone)} over "
+            f"{dist.get_backend(self._group)}: ZeRO stage {self._stage}{sharer}, reduction "
+            f"{self._reduction}"
         )
         normed = any(
             isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self.owner.modules()
@@ -376,6 +435,3 @@ class Ranks(OneProcess):
     def close(self) -> None:
         """Lets go of the buckets, which take as much memory as the gradients."""
         self._parallel = None
-
-
-_MOST_NUMBERS = 3

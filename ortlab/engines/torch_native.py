@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -80,7 +80,7 @@ def optimizer_for(
         raise ValueError("no parameter of the model requires a gradient: nothing to train")
     kinds = [[p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]]
     groups = [
-        {"params": params, "weight_decay": _decay(params[0], settings)}
+        {"params": params, "weight_decay": decay_of(params[0], settings)}
         for params in kinds
         if params
     ]
@@ -95,8 +95,24 @@ def optimizer_for(
     return processes.optimizer(torch.optim.AdamW, groups, lr=settings.lr, fused=True)
 
 
-def _decay(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
+def decay_of(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
+    """The weight decay of `parameter`."""
     return settings.weight_decay if parameter.dim() >= 2 else 0.0
+
+
+class Sums(NamedTuple):
+    """Of the micro-batches of a step: their mean loss, what is in them, and times in seconds.
+
+    ``own_loss`` and ``own_samples`` are of this process's rows alone.
+    """
+
+    loss: torch.Tensor
+    samples: int
+    tokens: int
+    forward_s: float
+    backward_s: float
+    own_loss: torch.Tensor | None
+    own_samples: int
 
 
 class TorchStepper:
@@ -131,7 +147,6 @@ class TorchStepper:
         self._close = close
         self._modes = _modes(owner)
         self._changing = [buffer for buffer in owner.buffers() if _may_change(buffer)]
-        self._loss = loss
         self._device = device
         self._clip_norm = settings.clip_norm
         self._report = report
@@ -160,6 +175,29 @@ class TorchStepper:
         if not self._module.training:
             self._module.train()
         self._optimizer.zero_grad(set_to_none=True)
+        sums = self._accumulate(batches_)
+        started = time.perf_counter()
+        grad_norm, loss_scale, skipped = self._update(sums.loss, lr)
+        self._processes.equalise(self._changing)
+        self._keep_finite(kept, self._bad.bool() if skipped is None else skipped)
+        return StepResult(
+            loss=sums.loss,
+            samples=sums.samples,
+            tokens=sums.tokens,
+            grad_norm=grad_norm,
+            lr=lr,
+            forward_ms=sums.forward_s * 1e3,
+            backward_ms=sums.backward_s * 1e3,
+            optimizer_ms=(time.perf_counter() - started) * 1e3,
+            communication_ms=self._processes.communication_ms(),
+            loss_scale=loss_scale,
+            skipped=skipped,
+            own_loss=sums.own_loss,
+            own_samples=sums.own_samples,
+        )
+
+    def _accumulate(self, batches_: Sequence[Batch]) -> Sums:
+        """The mean gradients of the micro-batches, in the parameters."""
         forward_s = backward_s = 0.0
         samples = tokens = own_samples = 0
         losses = []
@@ -183,27 +221,9 @@ class TorchStepper:
                 started = time.perf_counter()
                 loss = loss * share.factor
                 scaled = loss if self._scale is None else self._scale.scaled(loss)
-                scaled.backward()  # type: ignore[no-untyped-call]
+                self._processes.backward(scaled)
                 backward_s += time.perf_counter() - started
-        started = time.perf_counter()
-        grad_norm, loss_scale, skipped = self._update(total, lr)
-        self._processes.equalise(self._changing)
-        self._keep_finite(kept, self._bad.bool() if skipped is None else skipped)
-        return StepResult(
-            loss=total,
-            samples=samples,
-            tokens=tokens,
-            grad_norm=grad_norm,
-            lr=lr,
-            forward_ms=forward_s * 1e3,
-            backward_ms=backward_s * 1e3,
-            optimizer_ms=(time.perf_counter() - started) * 1e3,
-            communication_ms=self._processes.communication_ms(),
-            loss_scale=loss_scale,
-            skipped=skipped,
-            own_loss=own_loss,
-            own_samples=own_samples,
-        )
+        return Sums(total, samples, tokens, forward_s, backward_s, own_loss, own_samples)
 
     def _update(
         self, loss: torch.Tensor, lr: float
@@ -247,7 +267,7 @@ class TorchStepper:
             ):
                 share = self._processes.share(batch)
                 own = batches.to_device(share.batch, self._device)
-                result = batches.forward(self._module, own, self._loss)
+                result = self._processes.forward(own)
                 loss, correct, predicted = self._processes.evaluated(
                     result.loss.detach(), share.part, *batches.hits(result)
                 )
@@ -280,35 +300,32 @@ class TorchStepper:
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`."""
         return {
-            "model": self._owner.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "model": self._processes.weights(),
+            "optimizer": self._processes.optimizer_state(self._optimizer),
             "loss_scale": None if self._scale is None else self._scale.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`."""
-        own, kept = self._optimizer.state_dict(), state["optimizer"]
-        check_model(state["model"], self._owner.state_dict())
-        check_optimizer(kept, own, self._named_parameters())
-        self._owner.load_state_dict(state["model"])
+        kept, whole = state["optimizer"], self._processes.optimizer_state(self._optimizer)
+        check_model(state["model"], self._processes.weights())
+        check_optimizer(kept, whole, self._processes.whole_parameters(self._parameters))
+        self._processes.take_weights(state["model"])
         states = {
             number: {name: _like(value, self._parameters[number]) for name, value in each.items()}
-            for number, each in kept["state"].items()
+            for number, each in self._processes.own(self._optimizer, kept["state"]).items()
         }
-        self._optimizer.load_state_dict({"state": states, "param_groups": own["param_groups"]})
+        groups = torch.optim.Optimizer.state_dict(self._optimizer)["param_groups"]
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
         if self._scale is not None:
             self._scale.load(state["loss_scale"])
-
-    def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        names = {id(p): name for name, p in self._owner.named_parameters()}
-        return [(names[id(p)], p) for p in self._parameters]
 
     def adopt(self, settings: FinetuneSettings) -> None:
         """See `Stepper.adopt`."""
         self._processes.check(settings)
         self._clip_norm = settings.clip_norm
         for group in self._optimizer.param_groups:
-            group["weight_decay"] = _decay(group["params"][0], settings)
+            group["weight_decay"] = decay_of(group["params"][0], settings)
 
     def reseed(self, seed: int) -> None:
         """See `Stepper.reseed`."""
@@ -354,7 +371,7 @@ class Eager:
     """torch as it is: the reference for every other engine."""
 
     name = "eager"
-    capabilities = Capabilities(workers=True, zero_stages=(0, 1))
+    capabilities = Capabilities(workers=True, zero_stages=(0, 1, 2, 3))
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
@@ -392,16 +409,17 @@ class Eager:
         settings: FinetuneSettings,
         *,
         processes: Processes = OneProcess,
+        stepper: type[TorchStepper] = TorchStepper,
     ) -> TorchStepper:
         """See `Engine.prepare`."""
-        return _stepper(self, model, loss, settings, processes)
+        return _stepper(self, model, loss, settings, processes, stepper)
 
 
 class Compile:
     """torch.compile with its default backend, Inductor."""
 
     name = "compile"
-    capabilities = Capabilities(workers=True, zero_stages=(0, 1), size_cost="recompile")
+    capabilities = Capabilities(workers=True, zero_stages=(0, 1, 2), size_cost="recompile")
 
     def unavailable(self) -> str | None:
         """Inductor compiles C++ on a CPU, so a compiler must be there."""
@@ -446,10 +464,11 @@ class Compile:
         settings: FinetuneSettings,
         *,
         processes: Processes = OneProcess,
+        stepper: type[TorchStepper] = TorchStepper,
     ) -> TorchStepper:
         """See `Engine.prepare`."""
         compiled = model if hasattr(model, "_orig_mod") else _compiled(model)
-        return _stepper(self, compiled, loss, settings, processes)
+        return _stepper(self, compiled, loss, settings, processes, stepper)
 
 
 def _compiled(model: nn.Module) -> nn.Module:
@@ -493,6 +512,7 @@ def _stepper(
     loss: LossFunction | None,
     settings: FinetuneSettings,
     processes: Processes,
+    stepper: type[TorchStepper],
 ) -> TorchStepper:
     """Trains `module`, which `engine` has wrapped."""
     if (reason := refuses_precision(settings)) is not None:
@@ -501,7 +521,7 @@ def _stepper(
     module.to(device)
     slow = settings.precision == "fp16" and device.type == "cpu"
     remarks = ("fp16 on a CPU is for checking numerics: it is slower than fp32",) if slow else ()
-    return TorchStepper(
+    return stepper(
         module,
         loss,
         settings,

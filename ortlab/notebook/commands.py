@@ -359,6 +359,22 @@ COMMANDS = {
             extra=(Option("--profile", "an ipyparallel profile that says where they run"),),
         ),
         Command(
+            "script",
+            "Write a model's fine-tuning as a plain script for torchrun.",
+            "Classes of cells go along, weights and data lie beside it, and what cannot be known "
+            "is told, to be filled in.",
+            (
+                Positional("model", "model", "the model, wrapped or not"),
+                Positional("data", "loader", "its data: a dataset, a list of batches", "?"),
+            ),
+            settings=FinetuneSettings,
+            extra=(
+                Option("--to", "the folder; without it standalone"),
+                Option("--make-model", "the expression that makes the model, as in 'Net(6, 4)'"),
+                Option("--make-data", "the expression that makes batches, as in 'loader()'"),
+            ),
+        ),
+        Command(
             "zero",
             "Plan a fleet: what training takes of each GPU at ZeRO's stages, and which fit.",
             "`%ort zero plan --params 2.7B --gpus 16 --memory 40GiB` is for a number of "

@@ -21,6 +21,7 @@ from ortlab.notebook import cells, completion
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
 from ortlab.session import check_setup, graphs, session, workers
 from ortlab.settings import EngineSettings, RecomputeSettings, unknown_name
+from ortlab.standalone import Script, script
 from ortlab.tables import Table
 from ortlab.wrapping import CellReport, is_model, is_own_name, model_called
 
@@ -322,6 +323,20 @@ class OrtMagics(Magics):
         session.workers.stop()
         print("the workers ended")
         return None
+
+    def _script(self, given: Given) -> Script:
+        words, settings = given.words, dict(given.settings)
+        loss = settings.pop("loss", None)
+        data = None if words["data"] is None else self._value("loader", words["data"])
+        return script(
+            model_called(words["model"], self._ip.user_ns),
+            data,
+            to=words["to"] or "standalone",
+            make_model=words["make_model"],
+            make_data=words["make_data"],
+            loss=self._loss(loss),
+            **settings,
+        )
 
     def _zero(self, given: Given) -> ZeroPlan:
         model, count = given.words["model"], given.words["params"]

@@ -123,7 +123,10 @@ same = torch.equal(state, torch.get_rng_state()) and onnx.IR_VERSION == ir
 same = same and logging.getLogger().handlers == []
 print(json.dumps([changed, same and torch.are_deterministic_algorithms_enabled() == flag]))
 """
-    assert json.loads(python(code.replace("FIRST", first))) == [[], True]
+    # The user's own import lets DeepSpeed say something first, where it is installed.
+    printed = python(code.replace("FIRST", first)).splitlines()
+    assert len(printed) == 1 or first
+    assert json.loads(printed[-1]) == [[], True]
 
 
 def test_nothing_is_said(ort: compat.Ort) -> None:

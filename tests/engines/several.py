@@ -1,0 +1,59 @@
+"""Runs a module of cases in several processes, and reads what each of them found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-5
+Found = list[dict[str, Any]]
+"""What each rank found, by case."""
+
+
+def run(module: str, size: int, folder: Path) -> Found:
+    """Runs `module` in `size` processes; under ``printed`` is what each rank printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(size), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        told = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, text in zip(started, told, strict=True):
+        assert process.returncode == 0, text
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    return [{**cases, "printed": text} for cases, text in zip(found, told, strict=True)]
+
+
+def of(found: Found, case: str) -> list[Any]:
+    """What each rank found in a case that ran to its end on all."""
+    for rank, cases in enumerate(found):
+        assert "failed" not in cases[case], f"rank {rank}: {cases[case]['failed']}"
+    return [cases[case] for cases in found]
+
+
+def check_parity(found: list[Any], name: str) -> None:
+    """Losses, norms, states and evaluation of 50 steps are those of one process."""
+    for each in found:
+        assert each["steps"] < TOLERANCE
+        assert each["state"] < TOLERANCE
+        assert each["evaluated"] < TOLERANCE
+        assert all(alone == together for alone, together in each["hits"])
+        assert each["communication_ms"] > 0
+        assert each["engine"] == name
+    assert len({each["digest"] for each in found}) == 1
