@@ -19,6 +19,7 @@ from ortlab.tables import Column, Table
 from ortlab.telemetry import INDEX, NAN
 
 if TYPE_CHECKING:
+    from ortlab.fleet import Placement
     from ortlab.settings import FinetuneSettings
     from ortlab.telemetry import Recorder, Rows
 
@@ -93,6 +94,8 @@ class Saving:
     ``whole`` is what they would hold at stage 0, ``at_one`` at stage 1 and ``predicted`` at this
     one, by the formula of Rajbhandari et al. 2020 (arXiv:1910.02054): in fp32 4 + 4 bytes a
     parameter, and 8 for the moments of AdamW and LAMB, 4 for SGD's. ``held`` is what they do hold.
+    Where ``parts`` of them have one model together, by layers or stages, ZeRO shares out among
+    those that have the same part.
     """
 
     stage: int
@@ -101,6 +104,7 @@ class Saving:
     predicted: float
     held: float
     at_one: float
+    parts: int = 1
 
     @property
     def measured(self) -> float:
@@ -117,8 +121,11 @@ class Saving:
         what += f"{memory(self.held)} of parameters, gradients and optimizer state"
         if not self.stage:
             less = self.whole - self.at_one
+            each = "each all of it" if self.parts == 1 else f"{self.parts} of them all of it"
+            if self.parts == self.workers:
+                return f"{what}, {each}"
             return (
-                f"{what}, each all of it; stage 1 would save {memory(less)} "
+                f"{what}, {each}; stage 1 would save {memory(less)} "
                 f"({less / self.whole:.1%}) by the formula ({PAPER})"
             )
         saved, word = self.whole - self.held, "less" if self.held <= self.whole else "more"
@@ -325,34 +332,45 @@ def _slowest(ranks: Sequence[Rank]) -> Rank | None:
 
 
 def _saving(ranks: Sequence[Rank], settings: FinetuneSettings) -> Saving | None:
-    from ortlab.fleet import ZeroPlan
-    from ortlab.settings import FleetSettings
-
     held = sum(rank.held for rank in ranks)
     if len(ranks) != settings.workers or not held > 0:
         return None
-
-    # The formula counts parameters of 4 bytes. Of other types gradients and moments have the same
-    # one, so that as many of 4 bytes as they take together give the same figures.
-    def plan(parameters: float, trained: float, gpus: int) -> ZeroPlan:
-        of = FleetSettings(gpus=gpus, optimizer=settings.optimizer, precision="fp32")
-        return ZeroPlan(round(parameters / 4), of, trained=round(trained / 4))
-
-    stage = settings.zero_stage
-    of_one = plan(4, 4, 1).at(0)
-    parameters = [rank.parameters for rank in ranks]
-    whole = max(parameters) if stage < 3 else sum(parameters)
-    trained = max(rank.gradients for rank in ranks)
-    if stage >= 2:  # the state tells, which is shared out without what waits in buckets
-        state = sum(rank.optimizer_state for rank in ranks)
-        trained = state * of_one.gradients / of_one.optimizer_state
-    placed = plan(whole, trained, len(ranks))
-    together = [len(ranks) * placed.at(each).device for each in (0, 1, stage)]
-    if not together[0]:
+    stage, parts = settings.zero_stage, settings.tensor_parallel * settings.pipeline_stages
+    sharing = len(ranks) // parts
+    if stage < 2:
+        models = [(rank.parameters, min(rank.gradients, rank.parameters)) for rank in ranks]
+    else:
+        parameters, state = (
+            [getattr(rank, part) for rank in ranks] for part in ("parameters", "optimizer_state")
+        )
+        whole = max(parameters) if stage < 3 else sum(parameters)
+        # The state tells what is trained: it is shared out without what waits in buckets.
+        of_one = _placed(4, 4, 1, settings, 0)
+        trained = sum(state) * of_one.gradients / of_one.optimizer_state
+        models = [(whole, min(trained, whole))] * len(ranks)
+    together = [
+        float(sum(_placed(*model, sharing, settings, at).device for model in models))
+        for at in (0, 1, stage)
+    ]
+    if not together[0] > 0:
         return None
-    return Saving(
-        stage, len(ranks), whole=together[0], predicted=together[2], held=held, at_one=together[1]
-    )
+    whole, at_one, predicted = together
+    return Saving(stage, len(ranks), whole, predicted, held, at_one, parts)
+
+
+def _placed(
+    parameters: float, trained: float, workers: int, settings: FinetuneSettings, stage: int
+) -> Placement:
+    """Where the formula puts a model of so many bytes, of which some are trained.
+
+    It counts parameters of 4 bytes. Of other types gradients and moments have the same one, so that
+    as many of 4 bytes as they take together give the same figures.
+    """
+    from ortlab.fleet import ZeroPlan
+    from ortlab.settings import FleetSettings
+
+    of = FleetSettings(gpus=workers, optimizer=settings.optimizer, precision="fp32")
+    return ZeroPlan(round(parameters / 4), of, trained=round(trained / 4)).at(stage)
 
 
 def _median(values: Values) -> float:

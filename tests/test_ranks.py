@@ -274,6 +274,28 @@ def test_what_is_held_is_not_what_was_predicted(told: Told) -> None:
     assert "1.6 KiB (0.0%) more than at stage 0" in str(saving)
 
 
+@pytest.mark.parametrize(
+    ("settings", "state", "saved", "told_so"),
+    [
+        ({"tensor_parallel": 2}, [8, 8, 4, 4], 0, "2 of them all of it; stage 1 would save"),
+        ({"tensor_parallel": 4}, [8, 8, 4, 4], 0, "4 of them all of it"),
+        ({"pipeline_stages": 2, "zero_stage": 1}, [4, 4, 2, 2], 0.25, "(25.0%) less than"),
+    ],
+)
+def test_ranks_may_have_parts_of_a_model(
+    told: Told, settings: dict[str, Any], state: list[int], saved: float, told_so: str
+) -> None:
+    """ZeRO shares among those that have the same part; here two have twice what two others have."""
+    parts = [4 * P, 4 * P, 2 * P, 2 * P]
+    told.steps(3, [1.0] * 4, **held(parts, parts, [size * P for size in state]))  # type: ignore[arg-type]
+    saving = told.standing(workers=4, **settings).saving
+    assert saving is not None
+    assert saving.whole == 48 * P
+    assert saving.measured == saving.expected == pytest.approx(saved)
+    assert told_so in str(saving)
+    assert ("stage 1 would" in str(saving)) is (saving.at_one < saving.whole and not saved)
+
+
 def test_frozen_parameters_have_neither_gradients_nor_state(told: Told) -> None:
     told.steps(3, [1.0] * 2, **held(4 * P, P, P))
     saving = told.standing(workers=2, zero_stage=1).saving
