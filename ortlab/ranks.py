@@ -310,8 +310,8 @@ def _rest(on_cuda: Values, resident: Values, base: float, held: float) -> float:
         rest = float(resident.max()) - base - held
     else:
         return NAN
-    # Pages that the process had before may have been given to the model.
-    return rest if math.isnan(rest) else max(0.0, rest)
+    # Where it is less than nothing, pages from an earlier run were given to this one: not known.
+    return rest if rest >= 0 else NAN
 
 
 def _of_others(rank: Rank, ranks: Sequence[Rank]) -> float:
