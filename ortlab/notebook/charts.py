@@ -28,6 +28,7 @@ from IPython.core.getipython import get_ipython
 from ortlab.changes import Change, changes
 from ortlab.history import write_private
 from ortlab.notebook import plaintext
+from ortlab.notebook.rankfeed import RankFeed
 from ortlab.telemetry import COLUMNS, INDEX, merged
 
 if TYPE_CHECKING:
@@ -283,12 +284,15 @@ class RunView(anywidget.AnyWidget):
     interactive = traitlets.Bool().tag(sync=True)
     controls: traitlets.List[Any] = traitlets.List().tag(sync=True)
     standing: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+    ranks: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    rank_notes: traitlets.List[str] = traitlets.List().tag(sync=True)
 
     def __init__(self, watched: Watched, *, finish: Callable[[], None] = lambda: None) -> None:
         from ortlab.notebook.panel import panel_of  # all of torch and the engines, for a run alone
 
         self._watched = watched
         self._feed = Feed(watched)
+        self._ranks = RankFeed(watched)
         self._panel = panel_of(watched)
         self._asked = threading.Event()  # a browser asks for the whole series
         self._heard = False  # a browser has ever asked
@@ -338,7 +342,7 @@ class RunView(anywidget.AnyWidget):
                 self._send_whole()
             elif (update := self._feed.fresh()) is not None:
                 self.send(update.content, [update.rows] if update.rows else None)
-            self._send_panel()
+            self._set_traits()
 
     def _unheard(self) -> bool:
         """Whether it is time to send the whole unasked.
@@ -354,17 +358,19 @@ class RunView(anywidget.AnyWidget):
         self._asked.clear()
         update = self._feed.whole()
         self.send(update.content, [update.rows])
+        if self.ranks:  # whatever was lost, these may have been
+            self.send_state(["ranks", "rank_notes"])
 
-    def _send_panel(self) -> None:
-        """Sets the traits that the panel shows, which go to every page that has these charts."""
+    def _set_traits(self, *, last: bool = False) -> None:
+        """What panel and ranks show, which goes to every page that has these charts."""
         news = self._panel.news() if self._panel is not None else {}
-        for name, value in news.items():
+        for name, value in (news | self._ranks.news(now=last)).items():
             setattr(self, name, value)
 
     def _finish(self) -> None:
         self._ended.set()
         with self._sending:
-            self._send_panel()
+            self._set_traits(last=True)
             self._send_whole()  # the final state twice: front ends may lose a message
         self._then()
 

@@ -15,8 +15,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from ortlab import ranks
 from ortlab.changes import Change, changes
-from ortlab.notebook import plaintext
+from ortlab.notebook import plaintext, rankpicture
 from ortlab.telemetry import INDEX
 
 if TYPE_CHECKING:
@@ -44,21 +45,23 @@ MARK = "#8c62d9"  # 4.3:1 on white, 4.4:1 on #111111
 
 
 def png(watched: Watched) -> bytes:
-    """The four charts, the split of a step's time and the final numbers."""
+    """The four charts, the split of a step's time, the ranks and the final numbers."""
     status = watched.status()
     rows = watched.recorder.rows()
     rows = plaintext.with_rates(rows, plaintext.smoothing(len(rows)))
     changed = changes(watched.recorder)
     heading = _heading(watched, status, rows, changed)
     # Every place is fixed, in inches from below: a layout engine draws all of it once more.
-    width, height = WIDTH_IN, BELOW_IN + 2 * CHART_IN + LINE_IN * len(heading)
+    standing = ranks.standing(watched.recorder, ranks.trained_under(watched))
+    below = BELOW_IN + rankpicture.height_in(standing)
+    width, height = WIDTH_IN, below + 2 * CHART_IN + LINE_IN * len(heading)
     figure = Figure(figsize=(width, height), dpi=DPI)
     FigureCanvasAgg(figure)
 
     def place(left: float, bottom: float, wide: float, high: float) -> Axes:
         return figure.add_axes((left / width, bottom / height, wide / width, high / height))
 
-    top = BELOW_IN + 2 * CHART_IN
+    top = below + 2 * CHART_IN
     for index, line in enumerate(heading):
         _write(figure, 0.1 / width, (top + (len(heading) - index - 0.5) * LINE_IN) / height, line)
     for index, name in enumerate(plaintext.TITLES):
@@ -67,7 +70,10 @@ def png(watched: Watched) -> bytes:
         axes = place(left, bottom, width / 2 - 1.4, CHART_IN - 0.85)
         _draw(axes, name, rows, watched.recorder)
         _mark(axes, changed)
-    _split(place(0.1, 0.1, width - 0.2, 0.14), rows)
+    _split(place(0.1, below - BELOW_IN + 0.1, width - 0.2, 0.14), rows)
+    if standing.ranks:
+        axes = place(0.0, 0.0, width, below - BELOW_IN)
+        rankpicture.draw(axes, standing, watched.recorder, text=TEXT, font=FONT)
     out = io.BytesIO()
     figure.savefig(out, format="png", transparent=True)
     return out.getvalue()

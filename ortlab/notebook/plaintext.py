@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ortlab import ranks
 from ortlab.changes import Change, changes
 from ortlab.telemetry import COLUMNS, INDEX, Column
 
@@ -49,6 +50,8 @@ def text(watched: Watched) -> str:
         whole = milliseconds(sum(parts.values()))
         each = ", ".join(f"{label} {milliseconds(value)}" for label, value in parts.items())
         lines.append(f"step time {whole}: {each}")
+    if watched.recorder.ranks:
+        lines += repr(ranks.table(watched.recorder, ranks.trained_under(watched))).splitlines()
     if status.error:
         lines.append(status.error)
     return "\n".join(lines)
@@ -138,8 +141,12 @@ def smoothing(count: int) -> int:
 
 
 def split(rows: Rows) -> dict[str, float]:
-    """Mean milliseconds of a step by part; "other" is what no part covers. Empty when unknown."""
+    """Mean milliseconds of a step by part; "other" is what no part covers. Empty when unknown.
+
+    Communication is none of them: it goes on during the others.
+    """
     columns = {column.name: column.label for column in known_columns("time", rows)}
+    columns.pop("communication_ms", None)
     if "step_ms" not in columns:
         return {}
     means = {name: float(known(rows, name).mean()) for name in columns}

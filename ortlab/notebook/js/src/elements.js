@@ -13,3 +13,8 @@ export function button(className, text, title, action) {
   made.addEventListener("click", action);
   return made;
 }
+
+/** Writes only what changed, so that a screen reader hears it once. */
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}

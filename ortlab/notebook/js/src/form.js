@@ -7,7 +7,7 @@
 //             undo, line, result: [kind, text], busy}: where the edits stand
 // and hears {do: "edit" | "apply" | "start", edits: {name: text}, serial}, {do: "undo"},
 // {do: "checkpoint"} and {do: "open"}. The serial tells which edits an answer is to.
-import { make } from "./elements.js";
+import { make, setText } from "./elements.js";
 import "./panel.css";
 
 const TYPING_MS = 200; // without a key, until what was typed is looked at
@@ -16,11 +16,6 @@ const WAITING_MS = 700; // without an answer, until the page says what it waits 
 /** Not the attribute `disabled`: a button that is disabled loses the keyboard's focus. */
 export function onClick(button, action) {
   button.addEventListener("click", () => button.ariaDisabled !== "true" && action());
-}
-
-/** Writes only what changed, so that a screen reader hears it once. */
-function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
 }
 
 /** JupyterLab's shortcuts leave an element alone that says so itself; that one around it does is not enough. */

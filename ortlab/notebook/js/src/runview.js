@@ -8,12 +8,15 @@
 //      settings, new or with figures that were not known yet (null); a number's last one holds
 //   i  those of {title, badges, lines, error} that changed
 //   a  1: the rows, evaluations and changes are the whole series, not an addition
-// and its buffer: float32, row by row. "hello" asks for the whole. The panel's part is in form.js.
+// and its buffer: float32, row by row. "hello" asks for the whole. The panel's part is in form.js, that
+// of the ranks in ranks.js.
 import "uplot/dist/uPlot.min.css";
 import "./runview.css";
 import { Chart, TITLES } from "./charts.js";
+import { setText } from "./elements.js";
 import { Form, KEYS, onClick } from "./form.js";
 import { changed, duration, milliseconds, number } from "./format.js";
+import { Ranks } from "./ranks.js";
 import { Series } from "./series.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
@@ -98,6 +101,8 @@ class View {
       else this.frame ??= requestAnimationFrame(() => this.#draw());
     };
     store.addEventListener("change", this.request);
+    model.on("change:ranks", this.request);
+    model.on("change:rank_notes", this.request);
     this.resized = new ResizeObserver(() => {
       this.due = 0;
       this.request();
@@ -150,8 +155,10 @@ class View {
     grid.append(...this.charts.map((chart) => chart.root));
     this.split = make("div", "ortlab-split");
     this.changes = make("ol", "ortlab-changes", { "aria-label": "changes of settings", tabindex: "0", ...KEYS });
+    this.ranks = new Ranks();
     this.#buildPanel();
-    this.root.append(head, this.bar, this.numbers, this.lines, this.error, this.settings, grid, this.changes, this.split);
+    this.root.append(head, this.bar, this.numbers, this.lines, this.error, this.settings, grid, this.changes, this.split,
+      this.ranks.root);
   }
 
   /** The settings, folded away until somebody wants them. */
@@ -189,6 +196,7 @@ class View {
     this.charts.forEach((chart, i) => chart.draw(widths[i]));
     this.#drawChanges();
     this.#drawSplit();
+    this.ranks.draw(this.store.model.get("ranks"), this.store.model.get("rank_notes"));
     this.due = began + SLOWEST_MS;
     // A timer that is set in a frame goes off once that is painted.
     setTimeout(() => {
@@ -294,14 +302,11 @@ class View {
     this.charts.forEach((chart) => chart.destroy());
     this.store.model.off("change:controls", this.drawPanel);
     this.store.model.off("change:standing", this.drawPanel);
+    this.store.model.off("change:ranks", this.request);
+    this.store.model.off("change:rank_notes", this.request);
     this.form.close();
     this.root.remove();
   }
-}
-
-/** Writes only what changed, so that a screen reader hears a state once. */
-function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
 }
 
 /** anywidget calls this once for a model; a model may have several views. */
