@@ -27,7 +27,9 @@ from ortlab.history import FORM, RunFolder, environment
 from ortlab.interrupts import until
 from ortlab.loop import Control, Evaluation
 from ortlab.memory import SAMPLER, Meter, memory
+from ortlab.ranks import Rank, table, trained_under
 from ortlab.settings import FinetuneSettings
+from ortlab.tables import Table
 from ortlab.telemetry import INDEX, NAN, Event, Recorder, State, Status, Watched
 
 if TYPE_CHECKING:
@@ -173,6 +175,11 @@ class Run:
     def folder(self) -> Path:
         """Where the run is kept; `ortlab.history` describes the form."""
         return self._folder.path
+
+    @property
+    def ranks(self) -> Table[Rank]:
+        """How the ranks stand: loss, speed, communication, memory, and what ZeRO saved."""
+        return table(self.recorder, trained_under(self))
 
     @property
     def model(self) -> nn.Module | None:
@@ -612,9 +619,9 @@ class Run:
 
     def _peak_bytes(self) -> float:
         """Of this process, or of the rank that took most."""
-        ranks = [recorder.rows() for recorder in self.recorder.ranks]
-        if ranks:
-            both = np.concatenate(ranks)[:, [INDEX["cuda_peak_bytes"], INDEX["peak_bytes"]]]
+        of_ranks = [recorder.rows() for recorder in self.recorder.ranks]
+        if of_ranks:
+            both = np.concatenate(of_ranks)[:, [INDEX["cuda_peak_bytes"], INDEX["peak_bytes"]]]
             on_cuda, resident = np.nanmax(np.nan_to_num(both, nan=-1.0), axis=0)
             return float(resident if on_cuda < 0 else on_cuda)
         return self._meter.highest_peak_bytes() if self._meter else NAN

@@ -510,5 +510,5 @@ def numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
 
 
 def _on_device(value: object) -> bool:
-    device = getattr(value, "device", None)
-    return device is not None and device.type != "cpu"
+    # That of numpy's numbers is a string.
+    return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"

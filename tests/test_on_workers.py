@@ -188,6 +188,8 @@ def test_every_rank_tells_of_itself() -> None:
         assert 0 < each.last.communication_ms < each.last.step_ms
     kept = [RunFolder(run.folder).path / f"rank-{rank}.jsonl" for rank in (0, 1)]
     assert all(len(path.read_text().splitlines()) == 51 for path in kept)
+    assert len(run.ranks) == 2
+    assert "optimizer state" in repr(run.ranks)
     peaks = max(float(column(each, "peak_bytes").max()) for each in ranks)
     assert run.result().peak_bytes == peaks
     last = run.recorder.last

@@ -358,3 +358,12 @@ def test_memory_has_the_samples_names() -> None:
     memory = Memory(*range(1, 7))
     sample = Sample(step=1, **memory.as_dict())
     assert [getattr(sample, name) for name in memory.as_dict()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_number_of_numpy_is_a_number() -> None:
+    """Its device is a string, and no tensor's."""
+    recorder = Recorder()
+    recorder.add(Sample(step=1, loss=np.float64(0.5), lr=np.float32(0.25)))
+    recorder.close()
+    assert recorder.last is not None
+    assert (recorder.last.loss, recorder.last.lr) == (0.5, 0.25)

@@ -95,11 +95,14 @@ _trainees: dict[int, _Trainee] = {}
 
 def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -> Told:
     """Makes a stepper of what `packing.pack` gave: (model, loss)."""
+    chosen = engine_for(settings)
+    sharded.load(settings)  # a library that comes along is not the model's memory
+    trim()
     meter = SAMPLER.start()
     base_bytes = meter.take().rss_bytes
     try:
         model, loss = packing.unpack(packed, Path(file))
-        stepper = sharded.prepare(engine_for(settings), model, loss, settings)
+        stepper = sharded.prepare(chosen, model, loss, settings)
     except BaseException:
         SAMPLER.end(meter)
         raise

@@ -29,7 +29,7 @@ from ortlab.engines.base import Batch, Engine, LossFunction, Report
 from ortlab.engines.clock import Clock
 from ortlab.engines.processes import OneProcess, Share
 from ortlab.engines.shares import share_of, weights_of
-from ortlab.engines.torch_native import TorchStepper
+from ortlab.engines.torch_native import TorchStepper, training_device
 from ortlab.engines.zero import ShardedOptimizer
 from ortlab.errors import Concise
 from ortlab.randomness import RandomStates, undisturbed_random
@@ -151,6 +151,15 @@ def prepare(
     assert isinstance(stepper, TorchStepper)  # as those of all engines are
     stepper.reseed(settings.seed)
     return stepper
+
+
+def load(settings: FinetuneSettings) -> None:
+    """Imports what ranks need for `settings` besides torch, where there is something."""
+    from ortlab.engines import deepspeed
+
+    stages = settings.zero_stage or settings.pipeline_stages > 1
+    if stages and deepspeed.missing() is None:
+        deepspeed.library(training_device(settings.device))
 
 
 def _means(
