@@ -198,6 +198,19 @@ def of_samples(data: Any) -> bool:
     return isinstance(data, (Dataset, *hub_types))
 
 
+def unevenly(data: Any, settings: FinetuneSettings) -> str | None:
+    """What is to be said where workers have micro-batches of different sizes; None elsewhere."""
+    places = settings.workers // (settings.tensor_parallel * settings.pipeline_stages)
+    least, more = divmod(settings.batch_size, places)
+    if not more or not of_samples(data):
+        return None
+    return (
+        f"batch_size={settings.batch_size} is shared out unevenly: {least + 1} samples to {more} "
+        f"and {least} to {places - more} of {places} workers, who wait for the larger; losses stay "
+        "those of one process"
+    )
+
+
 def length_of(data: Any) -> int | None:
     """``len(data)``; None where it has no length."""
     try:

@@ -109,9 +109,10 @@ class Session:
         **settings: Any,
     ) -> Run:
         """See `finetune` below."""
+        from ortlab.batching import unevenly
         from ortlab.checkpoint import check_model
         from ortlab.engines.base import engine as engine_called
-        from ortlab.engines.base import engine_for
+        from ortlab.engines.base import engine_for, tell
         from ortlab.runs import Run
 
         module = wrapping.check_model("the first argument", model)
@@ -150,6 +151,8 @@ class Session:
                 from ortlab.cluster.remote import RemoteStepper
 
                 workers = self.workers_for(settings.workers)
+                if told := unevenly(train, settings):
+                    tell(told)
                 return RemoteStepper(workers, original, function, settings, name=run.name)
             if engine.name not in executed:
                 # Kept as long as the run is, so that a return to this engine exports nothing anew.

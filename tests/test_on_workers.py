@@ -165,7 +165,9 @@ def test_fifty_steps_are_those_of_one_process(alone: dict[str, Any], stage: int)
     ):
         assert other.values == pytest.approx(one.values, rel=TOLERANCE)
         assert one.step == other.step
-    assert f"ZeRO stage {stage}" in "".join(e.text for e in run.recorder.events("note"))
+    notes = "".join(e.text for e in run.recorder.events("note"))
+    assert f"ZeRO stage {stage}" in notes
+    assert "batch_size=13 is shared out unevenly: 7 samples to 1 and 6 to 1 of 2 workers" in notes
     assert run.recorder.last is not None
     assert run.recorder.last.communication_ms > 0
 
