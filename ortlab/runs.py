@@ -21,7 +21,7 @@ import numpy as np
 
 from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint
-from ortlab.engines.base import Report, Stepper, engine_for, progress
+from ortlab.engines.base import Report, Stepper, StepperLost, engine_for, progress
 from ortlab.errors import shorten
 from ortlab.history import FORM, RunFolder, environment
 from ortlab.interrupts import until
@@ -578,7 +578,12 @@ class Run:
         work = self._work
         if work is None or work.course is None:
             return
-        state = work.course.state()
+        try:
+            state = work.course.state()
+        except StepperLost as error:
+            if self._last is not None:
+                error.add_note(f"resume_from={str(self._last)!r} goes on from its last checkpoint")
+            raise
         self._hear(work.course.stepper)
         work.course.stepper.close()
         state.save(self._folder.checkpoint_path("final"))

@@ -311,11 +311,14 @@ class Session:
         return self.workers
 
     def workers_for(self, count: int) -> Workers:
-        """`count` workers: those that are there, wherever they are, or local ones."""
+        """`count` workers: those that are there, wherever they are, or fresh ones of their kind.
+
+        Local ones where there were none of that number.
+        """
         before = self.workers
-        if before is not None and before.usable() and len(before) == count:
-            return before
-        return self.start_workers(count)
+        if before is None or len(before) != count:
+            return self.start_workers(count)
+        return self.start_workers(count, profile=before.profile)
 
     def _check_workers(self, model: nn.Module, loss: LossFunction | None) -> None:
         """ValueError where a run cannot have them; RuntimeError where none can be started."""

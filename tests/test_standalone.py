@@ -110,7 +110,7 @@ def check(model: nn.Module, data: Any, folder: Path, **settings: Any) -> None:
     [
         (0, "adamw", "linear"),
         (1, "lamb", "cosine"),
-        (2, "sgd", "constant"),
+        pytest.param(2, "sgd", "constant", marks=pytest.mark.nightly),
         pytest.param(3, "adamw", "constant", marks=pytest.mark.nightly),
     ],
 )

@@ -29,6 +29,23 @@ def _form(value: Any) -> Any:
     return _Form(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
 
 
+class _OfInner:
+    """An attribute of the optimizer inside, which is set, read and deleted on the one around it."""
+
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, outer: Any, _: type | None = None) -> torch.Tensor | None:
+        found: torch.Tensor | None = getattr(outer.optim, self._name, None)
+        return found
+
+    def __set__(self, outer: Any, value: torch.Tensor | None) -> None:
+        setattr(outer.optim, self._name, value)
+
+    def __delete__(self, outer: Any) -> None:
+        delattr(outer.optim, self._name)
+
+
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """An optimizer `kind` of parameter `groups` of which every rank holds a shard.
 
@@ -65,33 +82,10 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    # How GradScaler, and a loss that is not finite, tell a fused optimizer to skip a step.
-
-    @property
-    def found_inf(self) -> torch.Tensor | None:
-        """Not 0 where a step is to change nothing."""
-        return getattr(self.optim, "found_inf", None)
-
-    @found_inf.setter
-    def found_inf(self, value: torch.Tensor | None) -> None:
-        self.optim.found_inf = value
-
-    @found_inf.deleter
-    def found_inf(self) -> None:
-        del self.optim.found_inf
-
-    @property
-    def grad_scale(self) -> torch.Tensor | None:
-        """What the gradients are still multiplied by."""
-        return getattr(self.optim, "grad_scale", None)
-
-    @grad_scale.setter
-    def grad_scale(self, value: torch.Tensor | None) -> None:
-        self.optim.grad_scale = value
-
-    @grad_scale.deleter
-    def grad_scale(self) -> None:
-        del self.optim.grad_scale
+    # How GradScaler, and a loss that is not finite, tell a fused optimizer to skip a step, and what
+    # the gradients are still multiplied by.
+    found_inf = _OfInner()
+    grad_scale = _OfInner()
 
     def _sync_params(self) -> None:
         """How `step` gives every rank's parameters to the others."""
