@@ -113,10 +113,15 @@ def test_zero_trains_the_same_and_holds_what_the_paper_says() -> None:
     assert number(notebook, r"largest difference of a loss: (\S+)") < 1e-5
     parameters = int("".join(re.findall(r"^(\d+),(\d+),(\d+) parameters$", printed, re.M)[0]))
     assert parameters > 20e6
-    stages = re.findall(r"^stage (\d): (\d+) MiB a worker, losses differ by (\S+)$", printed, re.M)
-    for (stage, size, differs), each in zip(stages, (16, 12, 10, 8), strict=True):
+    stages = re.findall(
+        r"^stage (\d): (\d+) and (\d+) MiB a worker, losses differ by (\S+)$", printed, re.M
+    )
+    for (stage, *sizes, differs), each in zip(stages, (16, 12, 10, 8), strict=True):
         assert float(differs) < 1e-5, stage
-        assert int(size) == pytest.approx(each * parameters / 2**20, rel=0.05)
+        least, most = sorted(int(size) * 2**20 / parameters for size in sizes)
+        assert least == pytest.approx(each, rel=0.05)
+        # The gradient of the word embeddings, half of all, is whole until it has been reduced.
+        assert most == pytest.approx(each, rel=0.05) or (stage == "2" and most < 12 * 1.05)
     changed = re.findall(r"^after step \d+: (.*), [\d.]+ s$", printed, re.MULTILINE)
     assert changed == [
         "workers=2 (was 1), zero_stage=1 (was 0)",
