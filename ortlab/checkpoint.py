@@ -194,7 +194,7 @@ def _is_still(path: Path, before: os.stat_result) -> bool:
 def _read_folder(folder: Path) -> Checkpoint:
     found, parts = _read_file(folder / _STATE)
     try:
-        shards.check(folder, {**parts["digests"], _STATE: shards.digest(folder / _STATE)})
+        shards.check(folder, parts["digests"], beside=_STATE)
         state = shards.read(folder, parts["outline"])
         return dataclasses.replace(found, **state)
     # The digest fits, so this was not made by `save`.

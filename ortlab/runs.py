@@ -627,7 +627,7 @@ class Run:
         of_ranks = [recorder.rows() for recorder in self.recorder.ranks]
         if of_ranks:
             both = np.concatenate(of_ranks)[:, [INDEX["cuda_peak_bytes"], INDEX["peak_bytes"]]]
-            on_cuda, resident = np.nanmax(np.nan_to_num(both, nan=-1.0), axis=0)
+            on_cuda, resident = np.nan_to_num(both, nan=-1.0).max(axis=0)
             return float(resident if on_cuda < 0 else on_cuda)
         return self._meter.highest_peak_bytes() if self._meter else NAN
 

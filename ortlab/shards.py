@@ -109,8 +109,8 @@ def digest(path: Path) -> str:
     return found.hexdigest()
 
 
-def check(folder: Path, digests: Mapping[str, str]) -> None:
-    """ValueError where the files in `folder` are not those of `digests`."""
+def check(folder: Path, digests: Mapping[str, str], *, beside: str) -> None:
+    """ValueError where the files in `folder` are not those of `digests`, with one `beside` them."""
     for name, wanted in digests.items():
         found = None
         with contextlib.suppress(OSError):
@@ -119,5 +119,5 @@ def check(folder: Path, digests: Mapping[str, str]) -> None:
         if found != wanted:
             what = "missing" if found is None else "damaged (its SHA-256 is another)"
             raise ValueError(f"{folder / Path(name).name} is {what}; take another checkpoint")
-    if more := {path.name for path in folder.glob(f"*{_SUFFIX}")} - set(digests):
+    if more := {path.name for path in folder.glob(f"*{_SUFFIX}")} - {*digests, beside}:
         raise ValueError(f"{folder / min(more)} is no part of the checkpoint in {folder}")
