@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from ortlab.compat import extensions
 from ortlab.engines import cache
@@ -64,3 +65,12 @@ def threads_end() -> Iterator[None]:
     yield
     started = set(threading.enumerate()) - before
     assert not [thread.name for thread in started if thread.name.startswith("ortlab-")]
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """torch has one thread: two of them wait for each other wherever a third computes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

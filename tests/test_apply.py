@@ -24,13 +24,7 @@ from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
 from tests.resuming import Tokens, bert, examples, loud, network
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def needs(*names: str) -> None:

@@ -34,18 +34,13 @@ from ortlab.session import session
 from ortlab.telemetry import INDEX, Recorder
 from tests.test_magics import Typist, ip  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals, and gloo over loopback")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="signals, and gloo over loopback"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 TOLERANCE = 1e-5
 WAIT_S = 120.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -35,13 +35,7 @@ needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(comp
 FAST: dict[str, Any] = {"engines": "eager", "rounds": 2, "steps": 2, "device": "cpu"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two of torch's wait for each other wherever a third computes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -38,13 +38,7 @@ from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
 from tests.resuming import CASES, Course, examples, network
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
