@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from ortlab.engines.base import EngineUnavailable, Stepper, engine
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
 from tests.resuming import Tokens, bert, examples, loud, network
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -529,13 +529,6 @@ def test_frozen_parts_stay_frozen_and_modes_come_back() -> None:
 
 
 # --- a run
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:

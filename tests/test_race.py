@@ -30,6 +30,7 @@ from ortlab.session import session
 from ortlab.settings import FinetuneSettings, RaceSettings
 from tests.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.tiny import bert
+from tests.waiting import until
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 FAST: dict[str, Any] = {"engines": "eager", "rounds": 2, "steps": 2, "device": "cpu"}
@@ -312,8 +313,15 @@ def test_a_stop_keeps_what_was_measured() -> None:
 
 def test_ctrl_c_stops_it(capsys: pytest.CaptureFixture[str]) -> None:
     made = ortlab.race(Net(), pairs(), loss="cross_entropy", **{**FAST, "rounds": 100_000})
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def interrupt() -> None:
+        until(lambda: bool(made.standing.reference.step_ms))  # the main thread waits by then
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     assert made.result().interrupted
+    thread.join()
     assert "keeps what it has" in capsys.readouterr().out
 
 

@@ -8,7 +8,6 @@ import math
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from ortlab.runs import Run
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
 from tests.resuming import CASES, Course, examples, network
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -528,13 +528,6 @@ class Gated(nn.Module):
 
     def more(self, turns: int = 1000) -> None:
         self.turns.release(turns)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def column(run: Run, name: str = "loss") -> list[float]:

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from ortlab.memory import SAMPLER
 from ortlab.runs import Run
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Watched
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -95,13 +95,6 @@ def made(
         name=name,
         root=tmp_path,
     )
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def folder_is_complete(run: Run, state: str, model: nn.Module) -> None:

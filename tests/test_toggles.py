@@ -21,7 +21,9 @@ from ortlab.engines.base import engine_for
 from ortlab.settings import FinetuneSettings
 from tests import tiny
 from tests.resuming import Tokens, bert
-from tests.test_apply import Course, needs, one_thread  # noqa: F401 - a fixture
+from tests.test_apply import Course, needs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CHANGES = 10
 """Of each setting, with twelve layers."""

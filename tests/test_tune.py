@@ -21,7 +21,9 @@ from ortlab.search.tune import setups_of
 from ortlab.session import session
 from ortlab.settings import TuneSettings
 from tests.test_magics import Typist, ip  # noqa: F401 - a fixture
-from tests.test_race import Net, no_searches, one_thread, pairs  # noqa: F401 - fixtures
+from tests.test_race import Net, no_searches, pairs  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NO_ORT = compat.unavailable()
 ENGINES = {"eager": 1.0, "compile": 1.1, "ort": 1.3}
