@@ -34,7 +34,6 @@ class Declaration:
     ``prefix`` is what the names among the variable's values begin with.
 
     ``panel`` puts the setting's control in front on the panel; the others stand behind a fold.
-    ``planned`` are choices that are not there yet, each with what it will be.
     """
 
     name: str
@@ -51,7 +50,6 @@ class Declaration:
     source: str = ""
     prefix: str = ""
     panel: bool = False
-    planned: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def variable(self) -> str:
@@ -94,10 +92,6 @@ class Declaration:
             else f"{value}"
         )
 
-    def not_there(self, name: str) -> str:
-        """Why the planned choice `name` cannot be had."""
-        return f"{self.name}={name!r} is not there yet: {self.planned[name]}"
-
     def standing(self) -> Any:
         """What holds where nothing is chosen: the variable's value, else the default."""
         given = os.environ.get(self.variable, "") if self.variable else ""
@@ -134,9 +128,6 @@ class Declaration:
         if isinstance(value, str) and self.choices:
             names = [name.strip() for name in value.split(",")] if self.many else [value]
             for name in names:
-                if name in self.planned:
-                    known = f"choose from {', '.join(self.choices)}"
-                    raise ValueError(f"{self.not_there(name)}; {known}")
                 if name not in self.choices:
                     raise ValueError(f"{self.name}={name!r}: {unknown_name(name, self.choices)}")
             value = ",".join(name for name in self.choices if name in names)
@@ -223,8 +214,7 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
     )
 
 
-ENGINES = ("eager", "compile", "ort")
-PLANNED_ENGINES = {"offload": "it will keep forward, backward and optimizer within ORT"}
+ENGINES = ("eager", "compile", "ort", "offload")
 REFERENCE = ("eager", "fp32")
 """The engine and precision that others are compared with."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -248,7 +238,6 @@ class EngineSettings(Settings):
     engine: str = setting(
         "ort",
         choices=ENGINES,
-        planned=PLANNED_ENGINES,
         panel=True,
         help="what executes the model",
     )

@@ -103,7 +103,6 @@ def _control(
         Choice(declaration.show(other), "" if other == value else reason(other))
         for other in offered
     )
-    choices += tuple(Choice(each, declaration.not_there(each)) for each in declaration.planned)
     others = [each.reason for each in choices if each.text != declaration.show(value)]
     others += [] if offered else [reason(other) for other in _beside(declaration, value)]
     always = ignored(chosen, name) or (others[0] if others and all(others) else "")

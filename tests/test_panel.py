@@ -371,7 +371,7 @@ def test_text_says_values_costs_reasons_and_what_to_type(run: Run) -> None:
     assert list(rows)[:3] == ["setting", "engine", "precision"]
     assert "free" in rows["lr"]
     assert "5e-05" in rows["lr"]
-    assert "engine='offload' is not there yet" in rows["engine"]
+    assert "precision='tf32' is for CUDA devices" in rows["precision"]
     assert "free" in rows["batch_size"]
     assert "loss" in rows, "what differs from its default is shown, too"
     assert "seed" not in rows
@@ -446,5 +446,5 @@ def test_a_saved_notebook_has_the_table(tmp_path: Path) -> None:
     model = "%load_ext ortlab\nfrom torch import nn\nmodel = nn.Linear(4, 2)"
     book = execute(tmp_path, model, "%ort panel model")
     (output,) = book.cells[1].outputs
-    assert "engine='offload' is not there yet" in output.data["text/plain"]
+    assert "precision='tf32' is for CUDA devices" in output.data["text/plain"]
     assert output.data["text/html"].count("<tr>") > 8

@@ -41,17 +41,11 @@ def reasons(found: Control) -> dict[str, str]:
 def test_every_declaration_has_a_control() -> None:
     found = whatif.controls(EAGER, EAGER, fixed=None)
     assert [each.declaration for each in found] == [*FinetuneSettings.declarations().values()]
-    assert list(reasons(control("engine", EAGER))) == [*ENGINES, "offload"]
+    assert list(reasons(control("engine", EAGER))) == [*ENGINES]
     assert list(reasons(control("self_check", EAGER))) == ["on", "off"]
     assert list(reasons(control("zero_stage", EAGER))) == ["0", "1", "2", "3"]
     assert control("lr", EAGER).choices == ()
     assert control("skip_checks", EAGER).choices == (), "several of the choices are a value"
-
-
-def test_what_is_not_there_yet_says_so_and_is_no_choice() -> None:
-    assert "engine='offload' is not there yet" in reasons(control("engine", EAGER))["offload"]
-    with pytest.raises(ValueError, match=r"'offload' is not there yet.*choose from eager, compile"):
-        FinetuneSettings(engine="offload")
 
 
 def test_zero_waits_for_workers() -> None:

@@ -174,6 +174,10 @@ def _parent(name: str) -> str:
     return name.rpartition("/")[0]
 
 
+_ROOT = re.compile(r"^(_original_module(\.|$))+")
+"""ORTModule's name for the model; that of `ortlab.engines.whole.WithLoss` too."""
+
+
 def module_path(scope: str) -> str | None:
     """ "encoder.layer.0" of the exporter's "/_original_module/encoder/layer.0"."""
     path: list[str] = []
@@ -181,7 +185,7 @@ def module_path(scope: str) -> str | None:
         if path and name.startswith(path[-1] + "."):
             path.pop()  # an item of a Sequential carries the name of the Sequential
         path.append(name)
-    return ".".join(path).removeprefix("_original_module").strip(".") or None
+    return _ROOT.sub("", ".".join(path)).strip(".") or None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -104,7 +104,7 @@ class Passes:
         return feeds
 
     def _value(self, tensor: torch.Tensor) -> Any:
-        return self.ort.OrtValue.from_dlpack(*_lent(tensor))
+        return self.ort.OrtValue.from_dlpack(*lent(tensor))
 
     def _needing_gradients(self, inputs: Tensors) -> Tensors:
         """Those of `inputs`, which were fed last, that need a gradient."""
@@ -166,7 +166,7 @@ class _Backward:
         without = manager._graph_info.output_grad_indices_non_differentiable
         for i, gradient in enumerate(gradients):
             if i not in without:
-                feeds.push_back(*_lent(self._zeros(i) if gradient is None else gradient))
+                feeds.push_back(*lent(self._zeros(i) if gradient is None else gradient))
         # What the pass held is free as soon as it is over.
         agent, state, self._agent, self._state = self._agent, self._state, None, None
         agent.run_backward(feeds, found, state)
@@ -203,7 +203,7 @@ class _Backward:
         return torch.zeros(shape if whole else (), device=device, dtype=dtype)
 
 
-def _lent(tensor: torch.Tensor) -> tuple[Any, bool]:
+def lent(tensor: torch.Tensor) -> tuple[Any, bool]:
     """A capsule of a tensor for ORT, and whether it is of bools, which DLPack does not tell."""
     tensor = tensor.contiguous()
     if tensor.dtype == torch.bool:

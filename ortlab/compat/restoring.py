@@ -198,6 +198,24 @@ def open_session(
         return path.read_bytes()
 
 
+def plain_session(manager: Any, graph: bytes, *, in_file_order: bool) -> Any:
+    """An onnxruntime.InferenceSession of `graph` as it is, with the options of `manager`'s own."""
+    import onnxruntime
+
+    runtime = manager._runtime_options
+    changes: list[Callable[[Any], None]] = [
+        _as_it_is,
+        functools.partial(_with_arena, runtime.enable_cpu_mem_arena),
+    ]
+    changes += [] if runtime.spinning else [leave_cores_to_torch]
+    changes += [_in_file_order] if in_file_order else []
+    with _session_options(manager, changes):
+        options, providers, provided = manager._get_session_config()
+    return onnxruntime.InferenceSession(
+        graph, options, providers=providers, provider_options=provided
+    )
+
+
 def _create(manager: Any, optimized: bytes) -> None:
     import onnx
 

@@ -370,12 +370,13 @@ def engine(name: str) -> Engine:
 
 
 def _engine(name: str) -> Engine:
-    from ortlab.engines import ortmodule, torch_native
+    from ortlab.engines import offload, ortmodule, torch_native
 
     engines: dict[str, Engine] = {
         "eager": torch_native.Eager(),
         "compile": torch_native.Compile(),
         "ort": ortmodule.Ort(),
+        "offload": offload.Offload(),
     }
     if name not in engines:
         raise ValueError(f"engine={name!r}: {unknown_name(name, engines)}")

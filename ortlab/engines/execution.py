@@ -238,24 +238,25 @@ class Execution:
         Where there is none yet, or only a call tells which, the call is made, with gradients in
         training; the model and the arguments are left as they are.
         """
-        kept = inputs_kept(tensors([args, kwargs]))
-        with (
-            self._lock,
-            undisturbed(self.module),
-            kept,
-            interop.without_reentry(),
-            torch.set_grad_enabled(self.module.training),
-        ):
-            if self._fallback is not None and self._falls_back():
-                return None
-            served = self._met(args, kwargs)
-            if served is None or served.definitions or served.export.decisions:
-                self._forward(args, kwargs)
-                served = self._met(args, kwargs)
+        with self._lock:
+            served = self.served_for(args, kwargs)
             if served is None:
                 return None
             served.export.open()
             return served.export
+
+    def served_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | None:
+        """`export_for`, with what it has served, and without a session where none is open."""
+        with self._lock, torch.set_grad_enabled(self.module.training):
+            if self._fallback is not None and self._falls_back():
+                return None
+            served = self._met(args, kwargs)
+            if served is None or served.definitions or served.export.decisions:
+                kept = inputs_kept(tensors([args, kwargs]))
+                with undisturbed(self.module), kept, interop.without_reentry():
+                    self._forward(args, kwargs)
+                served = self._met(args, kwargs)
+            return served
 
     def _met(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | None:
         """The export that has served such a call."""

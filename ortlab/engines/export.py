@@ -319,9 +319,7 @@ class Export:
 
     def _shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Those of the tensors that such a call gives to the graph, by the graph's names."""
-        info = self.manager._graph_transition_manager._post_export_processed_model_info
-        given = info.construct_inputs(args, kwargs, True, self.manager._device)
-        return {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}
+        return {name: tuple(tensor.shape) for name, tensor in self.inputs(args, kwargs).items()}
 
     def _check_outputs(self, transitions: Any) -> None:
         """Makes a run check its decisions, and give outputs the types that the graph declares.
@@ -428,6 +426,42 @@ class Export:
         else:
             copied.CopyFrom(self.manager._onnx_models.optimized_model)
         return copied
+
+    def executed(self) -> tuple[onnx.ModelProto, bool]:
+        """A copy of what the session runs, and whether that is in the order of its nodes there.
+
+        ValueError on a device whose sessions do not tell.
+        """
+        if self._executed is None:
+            raise ValueError("ORT's sessions tell what they run on a CPU alone")
+        return onnx.load_model_from_string(self._executed), bool(self.plans)
+
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What the graph is given for such a call, parameters and buffers too, by its names."""
+        info = self.manager._graph_transition_manager._post_export_processed_model_info
+        found = info.construct_inputs(args, kwargs, True, self.manager._device)
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def own_inputs(self) -> dict[str, torch.Tensor]:
+        """The graph's inputs that are the module's parameters and buffers, by its names."""
+        info = self.manager._graph_transition_manager._post_export_processed_model_info
+        own = dict(self.manager._flattened_module.named_parameters())
+        own |= dict(self.manager._flattened_module.named_buffers())
+        return {name: own[name] for name in info.onnx_graph_input_names if name in own}
+
+    def gradients(self) -> dict[str, str]:
+        """The inputs of the graph that it gives a gradient of, each with that output's name."""
+        manager = self.manager
+        info = manager._graph_transition_manager._post_export_processed_model_info
+        outputs = [each.name for each in manager._onnx_models.optimized_model.graph.output]
+        names = info.onnx_graph_input_names
+        pairs = zip(names, manager._gradient_map, strict=True)
+        return {name: outputs[place] for name, place in pairs if place != -1}
+
+    def plain_session(self, graph: onnx.ModelProto, *, in_file_order: bool) -> Any:
+        """A session of `graph`, made of `executed`, that runs from its inputs to its outputs."""
+        written = graph.SerializeToString()
+        return restoring.plain_session(self.manager, written, in_file_order=in_file_order)
 
     def _twin(
         self, edited: onnx.ModelProto, configure: Callable[[Any], None] | None = None

@@ -103,7 +103,7 @@ class Ort:
         wrapped.to(device)
         execution = execution_of(wrapped)
         report = execution.begin_run(settings)
-        _reseed(settings.seed)
+        reseed(settings.seed)
         return stepper(
             wrapped,
             loss,
@@ -116,12 +116,12 @@ class Ort:
             autocast=functools.partial(
                 autocast_for, "fp32" if device.type == "cpu" else settings.precision, device
             ),
-            reseed=_reseed,
+            reseed=reseed,
             processes=processes,
         )
 
 
-def _reseed(seed: int) -> None:
+def reseed(seed: int) -> None:
     """Restarts the generator of ORT's dropout, which torch's seeds do not reach.
 
     Its seeds 0 and 1 give the same numbers.

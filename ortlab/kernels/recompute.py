@@ -36,7 +36,7 @@ SUFFIX = "_recompute"
 """Ends the names of what is computed again, as in ORT's own plans."""
 _BACKWARD = "__backwardpass"  # by ORT's order of priority such a node waits for the yield
 _YIELD = "YieldOp"
-_ROOT = "/_original_module/"
+_ROOT = "/_original_module/"  # once more where the graph has the loss too
 _ITEM = re.compile(r".+\.\d+(_\d+)?|\d+")
 """A list's item among the parts of a scope; at its second call the exporter adds a number."""
 _DEEPEST = 2
@@ -501,7 +501,7 @@ def _repeats(node: onnx.NodeProto) -> bool:
 def _named(node: onnx.NodeProto) -> Iterator[tuple[str, str]]:
     """The plans that a forward node is of, each with the scope of its occurrence."""
     name = next((each for each in (*node.output, node.name) if each.startswith(_ROOT)), "")
-    scopes = name.removeprefix(_ROOT).split("/")[:-1]
+    scopes = name.removeprefix(_ROOT).removeprefix(_ROOT[1:]).split("/")[:-1]
     at = next((i for i, each in enumerate(scopes) if _ITEM.fullmatch(each)), None)
     if at is None:
         return

@@ -125,10 +125,10 @@ def test_a_models_panel_says_why_not_and_starts_a_run(
     book.run()
     view = page.locator(".ortlab-panel-view")
     expect(view.get_by_role("button", name="Start")).to_be_visible()
-    offload = view.get_by_label("engine", exact=True).locator("option", has_text="offload")
-    assert offload.is_disabled()
-    reason = "engine='offload' is not there yet"
-    assert reason in (offload.get_attribute("title") or "")
+    tf32 = view.get_by_label("precision", exact=True).locator("option", has_text="tf32")
+    assert tf32.is_disabled()
+    reason = "precision='tf32' is for CUDA devices"
+    assert reason in (tf32.get_attribute("title") or "")
     expect(view.get_by_text(reason)).to_be_visible()
     zero = view.get_by_label("zero stage", exact=True)
     expect(zero).to_be_disabled()
