@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from ortlab import data
+    from ortlab import data, optim
     from ortlab.fleet import zero_plan
+    from ortlab.orttrainer import ORTTrainer, ORTTrainerOptions
     from ortlab.runs import Run
     from ortlab.session import (
         check_setup,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ORTTrainer",
+    "ORTTrainerOptions",
     "__version__",
     "check_setup",
     "data",
@@ -48,6 +51,7 @@ __all__ = [
     "load_ipython_extension",
     "memory_plan",
     "models",
+    "optim",
     "profile",
     "race",
     "recompute_plans",
@@ -62,13 +66,18 @@ __all__ = [
 ]
 
 
-_ELSEWHERE = {"script": "ortlab.standalone", "zero_plan": "ortlab.fleet"}
+_ELSEWHERE = {
+    "ORTTrainer": "ortlab.orttrainer",
+    "ORTTrainerOptions": "ortlab.orttrainer",
+    "script": "ortlab.standalone",
+    "zero_plan": "ortlab.fleet",
+}
 """Public functions that need nothing of the session where they are looked up."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":
-        return importlib.import_module("ortlab.data")
+    if name in ("data", "optim"):
+        return importlib.import_module(f"ortlab.{name}")
     if name == "last_run":
         return importlib.import_module("ortlab.session").session.last_run
     if name in _ELSEWHERE:

@@ -188,7 +188,9 @@ class Execution:
         with self._lock:
             return self._forward(args, kwargs)
 
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, dropout: bool = True
+    ) -> Any:
         self.last_call = form = Form.of(args, kwargs)
         if self._fallback is not None and self._falls_back():
             return self._eagerly(args, kwargs)
@@ -201,9 +203,9 @@ class Execution:
             try:
                 served.recompute(self._plans)
                 if shapes in served.shapes:
-                    outputs = served.run(args, kwargs)
+                    outputs = served.run(args, kwargs, dropout=dropout)
                 else:
-                    outputs = self._first(served, key, shapes, args, kwargs)
+                    outputs = self._first(served, key, shapes, args, kwargs, dropout=dropout)
             except OtherDecision as other:
                 why = f"forward decides otherwise at {place(*other.place)}"
             else:
@@ -212,7 +214,7 @@ class Execution:
                     self._kinds[key] = self._kinds.pop(key)  # the last one of all
                 return outputs
         try:
-            return self._first(None, key, shapes, args, kwargs, why=why)
+            return self._first(None, key, shapes, args, kwargs, why=why, dropout=dropout)
         except OtherDecision as other:
             raise ExportFailed(
                 f"forward decides by random numbers at {place(*other.place)}, which ORT draws "
@@ -254,7 +256,8 @@ class Execution:
             if served is None or served.definitions or served.export.decisions:
                 kept = inputs_kept(tensors([args, kwargs]))
                 with undisturbed(self.module), kept, interop.without_reentry():
-                    self._forward(args, kwargs)
+                    # Without dropout, whose generator in ORT nobody can give back its state.
+                    self._forward(args, kwargs, dropout=False)
                 served = self._met(args, kwargs)
             return served
 
@@ -290,6 +293,7 @@ class Execution:
         kwargs: dict[str, Any],
         *,
         why: str = "",
+        dropout: bool,
     ) -> Any:
         """A call with a new export, or with shapes that its export has not met.
 
@@ -322,7 +326,7 @@ class Execution:
         served.shapes.add(shapes)
         served.shapes_met += 1
         served.buckets.add(bucket(shapes))
-        return served.run(args, kwargs)
+        return served.run(args, kwargs, dropout=dropout)
 
     def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What torch gives, in the precision that ORT's graph would have had."""

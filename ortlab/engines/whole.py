@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import onnx
 import torch
 from torch import nn
 
@@ -73,11 +74,13 @@ class Outcome:
 class _Joined:
     """The session of a whole step.
 
-    ``names`` are those of its inputs that last, the ``model``'s tensors first; ``given`` those that
-    come with each call. ``updated`` are the parameters, with what the optimizer keeps of each.
+    ``graph`` is what it runs. ``names`` are those of its inputs that last, the ``model``'s tensors
+    first; ``given`` those that come with each call. ``updated`` are the parameters, with what the
+    optimizer keeps of each.
     """
 
     bound: Bound
+    graph: onnx.ModelProto
     names: tuple[str, ...]
     model: tuple[torch.Tensor, ...]
     given: frozenset[str]
@@ -114,6 +117,11 @@ class WholeStep:
         """
         self._execution.module.training = True
         served = self._execution.served_for(*arguments(batch))
+        if served is None and self._execution.report().engine_used == "ort":
+            raise ExportFailed(
+                f"forward changes the model ({self._execution.edited()}) with every call, so that "
+                "no graph is the next call's; use engine='ort'"
+            )
         if served is not None and id(served) not in self._joined:
             _refuse(served.export)
         return served
@@ -149,6 +157,10 @@ class WholeStep:
             for parameter, _ in joined.updated:
                 torch.autograd.graph.increment_version(parameter)
         return Outcome(tuple(outputs), verdict[0])
+
+    def graph(self, served: Served) -> onnx.ModelProto:
+        """The graph of the whole step that `run` has for `served`."""
+        return self._joined[id(served)][1].graph
 
     def gradient_bytes(self) -> int:
         """What is kept of gradients from call to call."""
@@ -201,6 +213,7 @@ class WholeStep:
         outputs = [each.name for each in joined.graph.output]
         return _Joined(
             Bound(session, outputs),
+            joined,
             names,
             tuple(tensors.values()),
             frozenset(given),
@@ -224,7 +237,9 @@ def _kind(
     """The operator that steps parameters of `group`, what is kept of each, and further rates."""
     moments = ("exp_avg", "exp_avg_sq")
     if isinstance(optimizer, torch.optim.AdamW):
-        return "adamw", (*moments, "step"), (*group["betas"], group["eps"])
+        # The last two are ORTTrainer's own: torch's optimizer always corrects, and decays before.
+        ways = (float(group.get("bias_correction", True)), float(group.get("decay_after", False)))
+        return "adamw", (*moments, "step"), (*group["betas"], group["eps"], *ways)
     if isinstance(optimizer, torch.optim.SGD):
         momentum = float(group["momentum"])
         return ("momentum", ("momentum_buffer",), (momentum,)) if momentum else ("sgd", (), ())

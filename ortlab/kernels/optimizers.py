@@ -58,27 +58,43 @@ def adamw(
     verdict: Tensor,
     rates: Tensor,
 ) -> Tensor:
-    """torch.optim.AdamW's fused step; `rates` are learning rate, decay, both betas and epsilon."""
+    """torch.optim.AdamW's fused step; `rates` are learning rate, decay, both betas, epsilon,
+    1 where moments are corrected for their start, and 1 where decay comes after the update.
+    """
     if not verdict[2]:
         return torch.zeros(1)
-    lr, decay, beta1, beta2, eps = rates.tolist()
+    lr, decay, beta1, beta2, eps, corrected, after = rates.tolist()
+    gradient = _clipped(gradient, verdict)
     step.add_(1)
-    torch.ops.aten._fused_adamw_(
-        [weight],
-        [_clipped(gradient, verdict)],
-        [first],
-        [second],
-        [],
-        [step],
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    if corrected:
+        torch.ops.aten._fused_adamw_(
+            [weight],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [step],
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=0.0 if after else decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
+    else:
+        if not after:
+            weight.mul_(1 - lr * decay)
+        _moments(gradient, first, second, beta1, beta2)
+        weight.addcdiv_(first, second.sqrt().add_(eps), value=-lr)
+    if after:
+        weight.mul_(1 - lr * decay)
     return torch.ones(1)
+
+
+def _moments(gradient: Tensor, first: Tensor, second: Tensor, beta1: float, beta2: float) -> None:
+    first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
 
 def sgd(weight: Tensor, gradient: Tensor, verdict: Tensor, rates: Tensor) -> Tensor:
@@ -141,8 +157,7 @@ def lamb(
         return torch.zeros(1)
     lr, decay, beta1, beta2, eps, plain = rates.tolist()
     gradient = _clipped(gradient, verdict)
-    first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    _moments(gradient, first, second, beta1, beta2)
     update = second.sqrt().add_(eps).reciprocal_().mul_(first)
     if decay:
         update.add_(weight, alpha=decay)

@@ -83,7 +83,7 @@ def test_an_operator_steps_as_the_optimizer_does(name: str, clip_norm: float) ->
         for i, (weight, gradient) in enumerate(zip(ours, gradients, strict=True)):
             decay = 0.1 * (weight.dim() > 1)
             rates = {
-                "adamw": [1e-2, decay, 0.9, 0.999, 1e-8],
+                "adamw": [1e-2, decay, 0.9, 0.999, 1e-8, 1.0, 0.0],
                 "lamb": [1e-2, decay, 0.9, 0.999, 1e-6, float(weight.dim() < 2)],
                 "sgd": [1e-2, decay],
                 "momentum": [1e-2, decay, 0.9],
@@ -287,6 +287,19 @@ def test_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             engine_for(settings(**changes))
+
+
+def test_a_model_that_changes_with_every_call_is_refused() -> None:
+    calls = []
+
+    class Counts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(len(calls))
+            return super().forward(x)
+
+    made = stepper(Counts(4, 3), nn.functional.cross_entropy)
+    with pytest.raises(ExportFailed, match=r"changes the model \(.*calls.*\) with every call"):
+        made.step([(torch.randn(6, 4), torch.arange(6) % 3)], lr=0.1)
 
 
 def test_a_fallback_is_torch_with_the_same_state() -> None:

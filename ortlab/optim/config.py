@@ -1,0 +1,160 @@
+"""The optimizers of ORT's first training API, by their names and settings there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import IntEnum, unique
+from typing import Any, ClassVar
+
+from ortlab.settings import unknown_name
+
+Group = Mapping[str, Any]
+
+
+class OptimizerConfig:
+    """What an optimizer is made with: `defaults` for all parameters, groups of names apart.
+
+    A group is a dictionary with ``params``, a list of parameters' names, and what differs for them.
+    """
+
+    name: str
+    """ORT's name of the optimizer."""
+
+    def __init__(self, params: Sequence[Group], defaults: Mapping[str, Any]) -> None:
+        for key, value in defaults.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                _check(key, float(value))
+        self.defaults = dict(defaults)
+        self.params = [self._group(group) for group in params]
+
+    @property
+    def lr(self) -> float:
+        """The learning rate, which may be set between steps; a schedule starts from it."""
+        return float(self.defaults["lr"])
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        _check("lr", value)
+        self.defaults["lr"] = value
+
+    def _group(self, group: Group) -> dict[str, Any]:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(
+                f"params has {group!r}; a group is a dictionary with the names of its parameters, "
+                "as {'params': ['fc1.weight'], 'lambda_coef': 0.01}"
+            )
+        changes = {key: value for key, value in group.items() if key != "params"}
+        if "lr" in changes:
+            raise ValueError("a group has no learning rate of its own; one holds for all: lr=...")
+        for key, value in changes.items():
+            if key not in self.defaults:
+                raise ValueError(f"params has {key!r}: {unknown_name(key, self.defaults)}")
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                _check(key, float(value))
+        return {**self.defaults, **changes, "params": list(group["params"])}
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{key}={value!r}" for key, value in self.defaults.items())
+        groups = f", {len(self.params)} groups" if self.params else ""
+        return f"{type(self).__name__}({values}{groups})"
+
+
+def _check(key: str, value: float) -> None:
+    if key in ("ratio_min", "ratio_max"):
+        return
+    if math.isnan(value) or value < 0:
+        raise ValueError(f"{key}={value!r} must be at least 0")
+    if key in ("alpha", "beta") and value >= 1:
+        raise ValueError(f"{key}={value!r} must be below 1")
+    if key == "max_norm_clip" and value == 0:
+        raise ValueError("max_norm_clip=0 would clip every gradient to 0; give a norm above 0")
+
+
+class SGDConfig(OptimizerConfig):
+    """Gradient descent without momentum and decay. ``lr`` is the learning rate."""
+
+    name = "SGDOptimizer"
+
+    def __init__(self, params: Sequence[Group] = (), lr: float = 0.001) -> None:
+        if params:
+            raise ValueError("SGDConfig has no groups: its only setting, lr, holds for all")
+        super().__init__((), {"lr": lr})
+
+
+@unique
+class DecayMode(IntEnum):
+    """Where decay comes in: before the update as in torch's AdamW, or after it (Hugging Face)."""
+
+    BEFORE_WEIGHT_UPDATE = 0
+    AFTER_WEIGHT_UPDATE = 1
+
+
+class AdamConfig(OptimizerConfig):
+    """AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101).
+
+    ``alpha`` and ``beta`` are the decay of the first and the second moment, ``lambda_coef`` that of
+    weights, ``max_norm_clip`` the norm that all gradients together are clipped to.
+    """
+
+    name = "AdamOptimizer"
+    DecayMode: ClassVar = DecayMode
+
+    def __init__(
+        self,
+        params: Sequence[Group] = (),
+        lr: float = 0.001,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        lambda_coef: float = 0.0,
+        epsilon: float = 1e-8,
+        max_norm_clip: float = 1.0,
+        do_bias_correction: bool = True,
+        weight_decay_mode: int = DecayMode.BEFORE_WEIGHT_UPDATE,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "beta": beta,
+            "lambda_coef": lambda_coef,
+            "epsilon": epsilon,
+            "max_norm_clip": max_norm_clip,
+            "do_bias_correction": do_bias_correction,
+            "weight_decay_mode": DecayMode(weight_decay_mode),
+        }
+        super().__init__(params, defaults)
+
+
+class LambConfig(OptimizerConfig):
+    """LAMB (You et al. 2020, arXiv:1904.00962), see `ortlab.engines.lamb`.
+
+    As `AdamConfig`; ``ratio_min`` and ``ratio_max`` bound the trust ratio.
+    """
+
+    name = "LambOptimizer"
+
+    def __init__(
+        self,
+        params: Sequence[Group] = (),
+        lr: float = 0.001,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        lambda_coef: float = 0.0,
+        ratio_min: float = -math.inf,
+        ratio_max: float = math.inf,
+        epsilon: float = 1e-6,
+        max_norm_clip: float = 1.0,
+        do_bias_correction: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "beta": beta,
+            "lambda_coef": lambda_coef,
+            "ratio_min": ratio_min,
+            "ratio_max": ratio_max,
+            "epsilon": epsilon,
+            "max_norm_clip": max_norm_clip,
+            "do_bias_correction": do_bias_correction,
+        }
+        super().__init__(params, defaults)

@@ -1,0 +1,139 @@
+"""The options of `ORTTrainer`: the dictionary of ORT's first training API, checked.
+
+What that API could and no engine can any more is refused with the way to do it in ortlab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from ortlab.settings import unknown_name
+
+_ON_WORKERS = "train on workers: ortlab.finetune(model, data, workers=2{more})"
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One option: its type and default, and `refuse`, why another value cannot be had."""
+
+    type: Any
+    default: Any
+    refuse: str = ""
+    minimum: int | None = None
+
+
+def _world(more: str = "") -> str:
+    return _ON_WORKERS.format(more=more)
+
+
+_SCHEMA: Mapping[str, Mapping[str, _Option]] = {
+    "batch": {"gradient_accumulation_steps": _Option(int, 1, minimum=1)},
+    "device": {
+        "id": _Option(str, "cpu"),
+        "mem_limit": _Option(int, 0, "ORT's arena has no limit here; see %ort graph --memory"),
+    },
+    "distributed": {
+        "world_rank": _Option(int, 0, _world()),
+        "world_size": _Option(int, 1, _world()),
+        "local_rank": _Option(int, 0, _world()),
+        "data_parallel_size": _Option(int, 1, _world()),
+        "horizontal_parallel_size": _Option(int, 1, _world(", tensor_parallel=2")),
+        "allreduce_post_accumulation": _Option(bool, False, _world(", accumulation=4")),
+        "enable_adasum": _Option(bool, False, _world(", reduction='adasum'")),
+        "deepspeed_zero_optimization": _Option(Mapping, {}, _world(", zero_stage=1")),
+        "pipeline_parallel": _Option(Mapping, {}, _world(", pipeline_stages=2")),
+    },
+    "mixed_precision": {
+        "enabled": _Option(bool, False),
+        "loss_scaler": _Option(
+            object,
+            None,
+            "matrix products take bfloat16 here, which needs none; for float16 use "
+            "ortlab.finetune(model, data, engine='ort', precision='fp16')",
+        ),
+    },
+    "utils": {
+        "frozen_weights": _Option((list, tuple), ()),
+        "grad_norm_clip": _Option(bool, True),
+    },
+    "debug": {
+        "deterministic_compute": _Option(bool, False),
+        "check_model_export": _Option(bool, True),
+        "graph_save_paths": _Option(Mapping, {}),
+    },
+}
+GRAPHS = (
+    "model_after_graph_transforms_path",
+    "model_with_gradient_graph_path",
+    "model_with_training_graph_path",
+)
+"""What ``graph_save_paths`` names: forward as ORT rewrites it, then with gradient, then whole."""
+
+
+class ORTTrainerOptions:
+    """Options by their names in ORT's first training API, as ``options.utils.frozen_weights``.
+
+    ``batch``: ``gradient_accumulation_steps``. ``device``: ``id``, which is "cpu".
+    ``lr_scheduler``: one of `ortlab.optim.lr_scheduler`. ``mixed_precision``: ``enabled``, which
+    here is bfloat16 in matrix products. ``utils``: ``frozen_weights``, names; ``grad_norm_clip``,
+    whether the optimizer's ``max_norm_clip`` holds. ``debug``: ``deterministic_compute``,
+    ``check_model_export`` (whether the graph is compared with eager torch) and
+    ``graph_save_paths``, see `GRAPHS`. ValueError for what is unknown or cannot be had.
+    """
+
+    batch: SimpleNamespace
+    device: SimpleNamespace
+    mixed_precision: SimpleNamespace
+    utils: SimpleNamespace
+    debug: SimpleNamespace
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        given = dict(options or {})
+        self.lr_scheduler = given.pop("lr_scheduler", None)
+        if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "get_lr"):
+            raise ValueError(
+                f"lr_scheduler={self.lr_scheduler!r} has no get_lr(info); take one of "
+                "ortlab.optim.lr_scheduler"
+            )
+        for section in given:
+            if section not in _SCHEMA:
+                known = (*_SCHEMA, "lr_scheduler")
+                raise ValueError(f"options has {section!r}: {unknown_name(section, known)}")
+        for section, known_options in _SCHEMA.items():
+            setattr(self, section, _section(section, known_options, given.get(section, {})))
+        if self.device.id != "cpu":
+            raise ValueError(
+                f"device.id={self.device.id!r}: ORTTrainer trains on a CPU; on a GPU use "
+                "ortlab.finetune(model, data, engine='ort', device='cuda')"
+            )
+        for name in self.debug.graph_save_paths:
+            if name not in GRAPHS:
+                raise ValueError(f"graph_save_paths has {name!r}: {unknown_name(name, GRAPHS)}")
+
+    def __repr__(self) -> str:
+        parts = {name: vars(getattr(self, name)) for name in _SCHEMA}
+        return f"ORTTrainerOptions({parts | {'lr_scheduler': self.lr_scheduler}!r})"
+
+
+def _section(section: str, known: Mapping[str, _Option], given: Any) -> SimpleNamespace:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"options[{section!r}] is a dictionary, not {given!r}")
+    values = {name: option.default for name, option in known.items()}
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"options[{section!r}] has {name!r}: {unknown_name(name, known)}")
+        option = known[name]
+        wrong_bool = isinstance(value, bool) and option.type is int
+        if wrong_bool or not isinstance(value, option.type):
+            raise ValueError(f"{section}.{name}={value!r} is {type(value).__name__}")
+        if option.minimum is not None and value < option.minimum:
+            raise ValueError(f"{section}.{name}={value!r} must be at least {option.minimum}")
+        if option.refuse and value != option.default:
+            raise ValueError(
+                f"{section}.{name}={value!r} has no engine in ORTTrainer; {option.refuse}"
+            )
+        values[name] = value
+    return SimpleNamespace(**values)

@@ -1,0 +1,522 @@
+"""`ORTTrainer`: a training step as one call, as in ORT's first training API."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import nn
+
+from ortlab.checkpoint import Checkpoint, Position, check_model, check_optimizer
+from ortlab.engines.base import EngineUnavailable, NotFinite, engine, refusal, unfit
+from ortlab.engines.ortmodule import execution_of, reseed
+from ortlab.engines.whole import WholeStep
+from ortlab.optim.config import DecayMode, OptimizerConfig
+from ortlab.orttrainer.description import Described, Description
+from ortlab.orttrainer.options import GRAPHS, ORTTrainerOptions
+from ortlab.randomness import RandomStates
+from ortlab.settings import EngineSettings, unknown_name
+
+Loss = Callable[..., torch.Tensor]
+_STATE = {"exp_avg": "Moment_1", "exp_avg_sq": "Moment_2", "step": "Update_Count"}
+"""What torch and what ORT call the state of an optimizer."""
+
+
+@dataclass
+class TrainStepInfo:
+    """What a scheduler is told: see `ortlab.optim.lr_scheduler.StepInfo`.
+
+    ``step`` counts calls of `ORTTrainer.train_step`, of which several make an optimizer step where
+    gradients are accumulated.
+    """
+
+    optimizer_config: OptimizerConfig
+    optimization_step: int = 0
+    step: int = 0
+
+
+class ORTTrainer:
+    """Trains `model` in place; forward, backward and optimizer are one call into ORT.
+
+    `model_desc` has the model's ``inputs`` and ``outputs`` in order, each a (name, sizes), where a
+    size that may differ from call to call is a name; an output that is the loss says so by a third
+    value, True. `optim_config` is one of `ortlab.optim`. `loss_fn` is called with what the model
+    returns and with the label, which is the input that forward has no parameter for; where
+    `model_desc` names neither the label nor the loss, they are added, with a note in `notes`.
+    `options` is a dictionary, see `ORTTrainerOptions`. The order of ORT's slides is taken too:
+    model, optimizer, model_desc, criterion.
+
+    Evaluation runs in ORT as well. Weights stay the model's own tensors.
+
+    ValueError says what of the arguments is wrong; EngineUnavailable where ORT cannot run here. The
+    interface is that of onnxruntime.training.ORTTrainer of ORT 1.5 to 1.13.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_desc: Any,
+        optim_config: Any,
+        loss_fn: Loss | None = None,
+        options: ORTTrainerOptions | Mapping[str, Any] | None = None,
+    ) -> None:
+        if _is_config(model_desc):
+            model_desc, optim_config = optim_config, model_desc
+        if not _is_config(optim_config):
+            raise ValueError(
+                f"optim_config={optim_config!r}: give one of ortlab.optim, as SGDConfig(lr=0.1)"
+            )
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"the model is a torch.nn.Module, not {model!r}")
+        if (reason := unfit(model)) is not None:
+            raise ValueError(f"cannot train this {type(model).__name__}: it {reason}")
+        self.options = (
+            options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(options)
+        )
+        self.model = model
+        self.optim_config = optim_config
+        self.notes: list[str] = []
+        """What the user is to know: what was added, what is otherwise than it was in ORT."""
+        mixed = self.options.mixed_precision.enabled
+        if mixed:
+            self._note("mixed precision is bfloat16 in matrix products, without a loss scale")
+        settings = EngineSettings(
+            engine="offload",
+            precision="bf16" if mixed else "fp32",
+            self_check=self.options.debug.check_model_export,
+        )
+        if (reason := refusal(settings)) is not None:
+            raise EngineUnavailable(reason)
+        objective = _Objective(model, Description.of(model_desc), loss_fn, self._note)
+        self.model_desc = objective.description
+        """What goes in and comes out, with the label and the loss where they were added."""
+        self._freeze()
+        self._wrapped = engine("ort").wrap(objective, settings)
+        self._objective = objective
+        self._optimizer = _optimizer(optim_config, dict(model.named_parameters()))
+        self._bad = torch.zeros(())
+        self._step = WholeStep(execution_of(self._wrapped), self._optimizer, self._bad)
+        self._info = TrainStepInfo(optim_config)
+        self._taken = 0  # micro-batches of the step under way
+        self._saved = not self.options.debug.graph_save_paths
+
+    # ---- steps
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One batch; what `model_desc` has as outputs, the loss first where that was added.
+
+        The batch comes in the order of `model_desc` or by its names. Of
+        ``gradient_accumulation_steps`` calls the last one steps, by the mean of their gradients.
+        NotFinite for a loss or a gradient that is not: weights and moments are as they were.
+        """
+        inputs = self._bound(args, kwargs)
+        sizes: dict[str, int] = {}
+        self._check(inputs, sizes)
+        number = self.options.batch.gradient_accumulation_steps
+        last = self._taken + 1 == number
+        if last:
+            self._set_rate()
+        with self._deterministic():
+            if not self.model.training:
+                self.model.train()
+            self._objective.training = True
+            served = self._step.served(tuple(inputs))
+            assert served is not None  # without a fallback
+            outcome = self._step.run(
+                served,
+                tuple(inputs),
+                number=self._taken + 1,
+                of=number,
+                clip_norm=self._clip_norm(),
+            )
+        if not self._saved:
+            self._save_graphs(served.export.stages(), self._step.graph(served))
+        self._info.step += 1
+        self._taken = 0 if last or bool(self._bad) else self._taken + 1
+        if self._bad:
+            self._bad.zero_()
+            raise NotFinite(
+                f"the loss is {float(outcome.outputs[0]):g} and the gradient's norm "
+                f"{float(outcome.norm):g} in step {self._info.optimization_step + 1}: the weights "
+                "are as before; lower the learning rate, or look at this batch"
+            )
+        self._info.optimization_step += last
+        return self._outputs(outcome.outputs, sizes)
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of one batch in evaluation mode, in ORT; nothing is trained."""
+        inputs = self._bound(args, kwargs)
+        sizes: dict[str, int] = {}
+        self._check(inputs, sizes)
+        modes = [(part, part.training) for part in self._objective.modules()]
+        self._objective.eval()
+        try:
+            with torch.no_grad(), self._deterministic():
+                outputs = self._wrapped(*inputs)
+        finally:
+            for part, training in modes:
+                part.training = training
+        return self._outputs(outputs, sizes)
+
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        names = [each.name for each in self.model_desc.inputs]
+        if len(args) > len(names):
+            raise ValueError(f"{len(args)} inputs were given, and model_desc has {names}")
+        given = dict(zip(names, args, strict=False))
+        for name, value in kwargs.items():
+            if name not in names:
+                raise ValueError(f"{name!r} is no input: {unknown_name(name, names)}")
+            if name in given:
+                raise ValueError(f"{name!r} is given twice")
+            given[name] = value
+        if missing := [name for name in names if name not in given]:
+            raise ValueError(f"{', '.join(missing)} is missing; a batch is {', '.join(names)}")
+        return [
+            torch.as_tensor(given[name]) if isinstance(given[name], np.ndarray) else given[name]
+            for name in names
+        ]
+
+    def _check(self, inputs: Sequence[Any], sizes: dict[str, int]) -> None:
+        self.model_desc.check_inputs(inputs, sizes)
+
+    def _outputs(self, found: Sequence[torch.Tensor], sizes: dict[str, int]) -> Any:
+        loss, *others = found
+        others.insert(self.model_desc.loss or 0, loss.reshape(()))
+        self.model_desc.check_outputs(others, sizes)
+        kept = others[: len(self.model_desc.outputs)]
+        return kept[0] if len(kept) == 1 else kept
+
+    def _set_rate(self) -> None:
+        scheduler = self.options.lr_scheduler
+        lr = self.optim_config.lr
+        if scheduler is not None:
+            (lr,) = scheduler.get_lr(self._info)
+        for group in self._optimizer.param_groups:
+            group["lr"] = float(lr)
+
+    def _clip_norm(self) -> float | None:
+        if not self.options.utils.grad_norm_clip:
+            return None
+        found: float | None = self.optim_config.defaults.get("max_norm_clip")
+        return found
+
+    @contextlib.contextmanager
+    def _deterministic(self) -> Iterator[None]:
+        if not self.options.debug.deterministic_compute:
+            yield
+            return
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer and counters in memory of their own, named as in ORT's first API."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        optimizer = {
+            names[id(p)]: {_STATE.get(k, k): v.clone() for k, v in state.items()}
+            for p, state in self._optimizer.state.items()
+        }
+        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return {
+            "model": {"full_precision": weights},
+            "optimizer": optimizer,
+            "train_step_info": self._counters(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes what `state_dict` gave; ValueError, before anything changes, where it does not fit.
+
+        Without `strict` weights that are on one side only are left as they are.
+        """
+        self._between_steps("load")
+        weights = state_dict["model"]["full_precision"]
+        own = self.model.state_dict()
+        if not strict:
+            weights = {name: weights.get(name, value) for name, value in own.items()}
+        check_model(weights, own)
+        parameters = dict(self.model.named_parameters())
+        named = {ours: name for name, ours in _STATE.items()}
+        for name in state_dict["optimizer"]:
+            if name not in parameters:
+                raise ValueError(f"the optimizer's state has {name!r}, which the model has not")
+        self.model.load_state_dict(weights)
+        self._optimizer.state.clear()
+        for name, state in state_dict["optimizer"].items():
+            self._optimizer.state[parameters[name]] = {
+                named.get(key, key): value.clone() for key, value in state.items()
+            }
+        self._count(state_dict["train_step_info"])
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        user_dict: Mapping[str, Any] | None = None,
+        include_optimizer_states: bool = True,
+    ) -> Path:
+        """Writes a safetensors file with all that a bit-exact resume needs, and `user_dict`.
+
+        `user_dict` holds plain values and tensors. Between optimizer steps alone.
+        """
+        self._between_steps("save")
+        seed = int(np.random.SeedSequence([self._info.step, 1]).generate_state(1)[0]) >> 1
+        reseed(seed)  # a generator whose state cannot be read goes on from here
+        optimizer = self._optimizer.state_dict()
+        if not include_optimizer_states:
+            optimizer["state"] = {}
+        return Checkpoint(
+            model=self.model.state_dict(),
+            optimizer=optimizer,
+            position=Position(
+                step=self._info.optimization_step,
+                epoch=0,
+                read=self._info.step,
+                length=None,
+                unit="micro-batches",
+                evaluated=-1,
+                random=RandomStates.now(),
+                order=None,
+                engine_seed=seed,
+            ),
+            settings={"orttrainer": dict(user_dict or {}), "lr": self.optim_config.lr},
+        ).save(path)
+
+    def load_checkpoint(self, path: str | Path, strict: bool = True) -> dict[str, Any]:
+        """Goes on from a file of `save_checkpoint`; returns its ``user_dict``.
+
+        Random numbers go on as they would have. ValueError as in `load_state_dict`.
+        """
+        self._between_steps("load")
+        found = Checkpoint.load(path)
+        if "orttrainer" not in found.settings:
+            raise ValueError(f"{path} is a run's checkpoint; give it to finetune's resume_from")
+        own = self.model.state_dict()
+        weights = found.model
+        if not strict:
+            weights = {name: weights.get(name, value) for name, value in own.items()}
+        check_model(weights, own)
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        groups = self._optimizer.param_groups
+        trained = [(names[id(p)], p) for group in groups for p in group["params"]]
+        check_optimizer(found.optimizer, self._optimizer.state_dict(), trained)
+        self.model.load_state_dict(weights)
+        kept = {"state": found.optimizer["state"], "param_groups": found.optimizer["param_groups"]}
+        self._optimizer.load_state_dict(kept)
+        self.optim_config.lr = found.settings["lr"]
+        self._count({"optimization_step": found.position.step, "step": found.position.read})
+        found.position.random.give_back()
+        reseed(found.position.engine_seed)
+        user_dict: dict[str, Any] = found.settings["orttrainer"]
+        return user_dict
+
+    def _between_steps(self, verb: str) -> None:
+        if self._taken:
+            number = self.options.batch.gradient_accumulation_steps
+            raise ValueError(
+                f"{self._taken} of {number} batches of a step are in; {verb} after the last one"
+            )
+
+    def _counters(self) -> dict[str, int]:
+        return {"optimization_step": self._info.optimization_step, "step": self._info.step}
+
+    def _count(self, counters: Mapping[str, int]) -> None:
+        self._info.optimization_step = counters["optimization_step"]
+        self._info.step = counters["step"]
+
+    # ---- what it is made of
+
+    def _freeze(self) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name in self.options.utils.frozen_weights:
+            if name not in parameters:
+                raise ValueError(f"frozen_weights has {name!r}: {unknown_name(name, parameters)}")
+            parameters[name].requires_grad_(False)
+        if not any(p.requires_grad for p in parameters.values()):
+            raise ValueError("frozen_weights leaves nothing to train")
+
+    def _save_graphs(self, stages: Mapping[str, Any], step: Any) -> None:
+        found = dict(zip(GRAPHS, (stages["forward"], stages["gradient"], step), strict=True))
+        for name, path in self.options.debug.graph_save_paths.items():
+            onnx.save(found[name], str(path))
+        self._saved = True
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        warnings.warn(text, stacklevel=4)
+
+    def __repr__(self) -> str:
+        step = self._info.optimization_step
+        return f"<ORTTrainer of {type(self.model).__name__} after {step} steps>"
+
+
+class _Objective(nn.Module):
+    """`model` as described: the loss first, then all other outputs without a gradient."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        description: Description,
+        loss_fn: Loss | None,
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self._original_module = model
+        self.loss_fn = loss_fn
+        self.training = model.training
+        names = _parameters_of(model)
+        self.taken = [each.name for each in description.inputs if each.name in names]
+        """The inputs that forward takes by their names; none where it takes them in order."""
+        number = len(self.taken) or min(len(names), len(description.inputs))
+        rest = len(description.inputs) - number
+        if loss_fn is None:
+            _refuse_without_loss(description, rest, names)
+        elif rest == 0:
+            label = Described(_new("label", description), None)
+            description = Description((*description.inputs, label), description.outputs)
+            note(f"model_desc names no label: the last input of a step is {label.name!r}")
+        elif rest > 1:
+            extra = ", ".join(map(str, description.inputs[number:]))
+            raise ValueError(f"model_desc has {extra} beside what forward takes; a label is one")
+        if loss_fn is not None and description.loss is None:
+            loss = Described(_new("loss", description), (), is_loss=True)
+            description = Description(description.inputs, (loss, *description.outputs))
+            note(f"model_desc names no loss: the first output of a step is {loss.name!r}")
+        self.description = description
+        self.number = number
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """The loss, and the other outputs in order."""
+        given = dict(zip((each.name for each in self.description.inputs), inputs, strict=True))
+        if self.taken:
+            result = self._original_module(**{name: given[name] for name in self.taken})
+        else:
+            result = self._original_module(*inputs[: self.number])
+        outputs = self._named(result)
+        if self.loss_fn is None:
+            assert self.description.loss is not None
+            loss = outputs.pop(self.description.loss)
+        else:
+            label = next(v for n, v in given.items() if self._is_label(n))
+            loss = self.loss_fn(result, label)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ValueError("the loss is no scalar; reduce it, as with .mean()")
+        return (loss, *(each.detach() for each in outputs))
+
+    def _is_label(self, name: str) -> bool:
+        names = [each.name for each in self.description.inputs]
+        return name not in self.taken if self.taken else names.index(name) >= self.number
+
+    def _named(self, result: Any) -> list[torch.Tensor]:
+        """The tensors of a result: by their names where it has names, else in order."""
+        wanted = [each.name for each in self.description.outputs]
+        if isinstance(result, Mapping):
+            known = [name for name in wanted if name in result]
+            values = [result[name] for name in known] if known else list(result.values())
+        elif isinstance(result, torch.Tensor):
+            values = [result]
+        else:
+            values = list(result)
+        return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+def _refuse_without_loss(description: Description, rest: int, names: Sequence[str]) -> None:
+    outputs = ", ".join(map(str, description.outputs))
+    if description.loss is None:
+        raise ValueError(
+            f"there is no loss: model_desc has the outputs {outputs} and none of them is marked; "
+            "give a loss_fn (criterion), or mark the output that is the loss: ('loss', [], True)"
+        )
+    if rest:
+        extra = ", ".join(map(str, description.inputs[-rest:]))
+        raise ValueError(
+            f"model_desc has {extra}, and forward takes {', '.join(names)}; a label needs a "
+            "loss_fn that is given it"
+        )
+
+
+def _new(name: str, description: Description) -> str:
+    taken = {each.name for each in (*description.inputs, *description.outputs)}
+    return name if name not in taken else f"{name}_1"
+
+
+def _parameters_of(model: nn.Module) -> list[str]:
+    """The names of what forward takes in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(model.forward).parameters.values()
+    return [each.name for each in found if each.kind in kinds]
+
+
+def _is_config(value: Any) -> bool:
+    """Whether it is one of `ortlab.optim`, or of the same package of ORT's."""
+    return all(hasattr(value, name) for name in ("name", "defaults", "params", "lr"))
+
+
+def _optimizer(config: Any, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """One of torch's with the groups of `config`, for `WholeStep`."""
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    groups: list[tuple[Mapping[str, Any], list[nn.Parameter]]] = []
+    for group in config.params:
+        for name in group["params"]:
+            if name not in parameters:
+                raise ValueError(f"params has {name!r}: {unknown_name(name, parameters)}")
+        own = [trained.pop(name) for name in group["params"] if name in trained]
+        groups.append((group, own))
+    groups.append((config.defaults, list(trained.values())))
+    groups = [(values, own) for values, own in groups if own]
+    if config.name == "SGDOptimizer":
+        plain = [{"params": own} for _, own in groups]
+        return torch.optim.SGD(plain, lr=config.lr)
+    if config.name == "AdamOptimizer":
+        made = [{"params": own, **_adam(values)} for values, own in groups]
+        return torch.optim.AdamW(made, lr=config.lr)
+    from ortlab.engines.lamb import Lamb  # its library takes seconds to import
+
+    kinds = [
+        {"params": kind, **_lamb(values)}
+        for values, own in groups
+        for kind in ([p for p in own if p.dim() >= 2], [p for p in own if p.dim() < 2])
+        if kind
+    ]
+    return Lamb(kinds, lr=config.lr)
+
+
+def _adam(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_moments(values),
+        "bias_correction": values["do_bias_correction"],
+        "decay_after": values["weight_decay_mode"] == DecayMode.AFTER_WEIGHT_UPDATE,
+    }
+
+
+def _lamb(values: Mapping[str, Any]) -> dict[str, Any]:
+    if values["do_bias_correction"] or (values["ratio_min"], values["ratio_max"]) != (
+        float("-inf"),
+        float("inf"),
+    ):
+        raise ValueError(
+            "LambConfig: bias correction and bounds of the trust ratio have no engine; leave "
+            "do_bias_correction, ratio_min and ratio_max as they are"
+        )
+    return _moments(values)
+
+
+def _moments(values: Mapping[str, Any]) -> dict[str, Any]:
+    # ORT's own classes rename lambda_coef.
+    decay = values["lambda"] if "lambda" in values else values["lambda_coef"]
+    return {
+        "betas": (values["alpha"], values["beta"]),
+        "eps": values["epsilon"],
+        "weight_decay": decay,
+    }
