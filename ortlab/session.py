@@ -403,10 +403,10 @@ class Session:
         """The memory plan of what a model or a run trains, and the settings that its graph has.
 
         The graph is the one that was made for `settings`, with what they have computed again in it,
-        or else the one that is in use; nothing is exported. ValueError where engine ort has made
+        or else the one that is in use; nothing is exported. ValueError where ORT has made
         none yet, or cannot compute that again.
         """
-        from ortlab.engines import options
+        from ortlab.engines import offload, options
         from ortlab.engines.ortmodule import execution_of
         from ortlab.graph.capture import capture
         from ortlab.graph.memory import plan
@@ -414,8 +414,9 @@ class Session:
 
         model: nn.Module | None
         if isinstance(target, Run):
-            shared = self._executed.get(target)
-            model = None if shared is None else shared.get("ort")
+            shared = dict(self._executed.get(target) or {})
+            whole = shared.get("offload") if settings.engine == "offload" else None
+            model = shared.get("ort") if whole is None else offload.with_loss(whole)
         else:
             entry = self.wrapped.entry(target)
             model = target if entry is not None and entry.engine.name == "ort" else None

@@ -166,7 +166,7 @@ def foreseen(
     """
     from ortlab.engines import options
 
-    if settings.engine != "ort":
+    if ignored(settings, "kernels") is not None:  # an option of ORT's graph
         return None, f"engine {settings.engine!r} has no graph to read it from"
     differs = options.changed(of, settings)
     if of.recompute != settings.recompute:

@@ -54,7 +54,12 @@ IN_ORT: Values = {
     "recompute": ("off", "layers", "bert.encoder.layer.*.attention"),
     "arena": (True, False),
 }
-OF_AN_ENGINE: Mapping[str, Values] = {"eager": IN_TORCH, "compile": IN_TORCH, "ort": IN_ORT}
+OF_AN_ENGINE: Mapping[str, Values] = {
+    "eager": IN_TORCH,
+    "compile": IN_TORCH,
+    "ort": IN_ORT,
+    "offload": IN_ORT,
+}
 ENGINES: Values = {"engine": tuple(OF_AN_ENGINE)}
 SAME_ARITHMETIC = ("arena", "recompute")
 

@@ -65,9 +65,9 @@ class Offload(Ort):
         # With the model: what was exported for one loss is there when a run comes back.
         made: dict[LossFunction | None, nn.Module]
         made = wrapped.__dict__.setdefault("_ortlab_with_loss", {})
-        if loss not in made:
-            made[loss] = self.wrap(WithLoss(owner, loss), settings)
-        return OffloadStepper(owner, made[loss], loss, settings, processes)
+        kept = made.pop(loss) if loss in made else self.wrap(WithLoss(owner, loss), settings)
+        made[loss] = kept
+        return OffloadStepper(owner, kept, loss, settings, processes)
 
     def report(self, wrapped: nn.Module) -> Report:
         """See `Engine.report`; a loop of the user's own steps an optimizer of its own."""
@@ -77,6 +77,12 @@ class Offload(Ort):
         )
         found = super().report(wrapped)
         return dataclasses.replace(found, remarks=(*found.remarks, remark))
+
+
+def with_loss(wrapped: nn.Module) -> nn.Module | None:
+    """What of `wrapped`, which `Offload.wrap` gave, a run has executed last: an ORTModule."""
+    made = list(wrapped.__dict__.get("_ortlab_with_loss", {}).values())
+    return made[-1] if made else None
 
 
 class OffloadStepper(TorchStepper):

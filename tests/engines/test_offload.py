@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+import ortlab
 from ortlab import compat
 from ortlab.engines.base import engine, engine_for
 from ortlab.engines.offload import OffloadStepper
 from ortlab.engines.served import ExportFailed
 from ortlab.kernels import optimizers
+from ortlab.session import session
 from ortlab.settings import FinetuneSettings
+from ortlab.whatif import foreseen
 from tests import tiny
+from tests.waiting import until
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 pytestmark = [needs_ort, pytest.mark.usefixtures("one_thread")]
@@ -263,6 +267,28 @@ def test_bf16_and_recompute_hold_in_it() -> None:
     assert losses["recompute"] == pytest.approx(losses["plain"], rel=1e-6)
     assert losses["bf16"] == pytest.approx(losses["plain"], rel=2e-2)
     assert losses["bf16"] != losses["plain"]
+
+
+def test_a_run_foresees_its_memory_and_changes_its_engine() -> None:
+    run = ortlab.finetune(tiny.bert(), sentences(6) * 20, engine="offload", device="cpu")
+    until(lambda: run.step > 2)
+    run.apply(engine="eager")
+    until(lambda: run.report.engine_used == "eager")
+    run.apply(engine="offload")
+    until(lambda: run.report.engine_used == "offload" and run.step > 20)
+    run.stop()
+    run.result(60)
+    plan, made_with = session.plan_for(run, run.current_settings)
+    small, why = foreseen(plan, made_with, run.current_settings)
+    large, _ = foreseen(plan, made_with, run.current_settings, batch=64)
+    assert not why
+    assert small is not None
+    assert large is not None
+    assert 16 * sum(p.numel() for p in tiny.bert().parameters()) < small < large
+    changes = run.recorder.events("change")
+    assert len(changes) == 2
+    notes = [event.text for event in run.recorder.events("note")]
+    assert sum("exporting" in note for note in notes) == 1, "the graph was kept"
 
 
 class Decides(nn.Linear):
