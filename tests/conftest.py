@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,24 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores, and idle OpenMP threads of one would spin on those of the other.
     # Tests of what several threads compute ask torch for them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+LONG = (
+    *("test_notebooks.py", "engines/test_contract.py", "zoo/test_sweep.py", "test_on_workers.py"),
+    *("engines/test_deepspeed.py", "engines/test_tensor.py", "test_bench.py", "test_race.py"),
+    *("browser/test_ranks_in_lab.py", "browser/test_charts_in_lab.py", "test_resume.py"),
+    *("browser/test_graphs_in_lab.py", "browser/test_panel_in_lab.py", "test_standalone.py"),
+)
+"""Files that take about a minute or more each, the longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers begin with the files that take long, so that none has one left when others are done.
+
+    By itself xdist begins with the files of most tests, and ended with that of the notebooks.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
+        items.sort(key=lambda item: place.get(item.path, len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)

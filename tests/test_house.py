@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.conftest import LONG
 from tests.readme import README, ROOT, code_map, stored_tables, tables
 
 PACKAGE = ROOT / "ortlab"
@@ -247,3 +248,7 @@ def test_notebooks_are_stored_without_outputs(path: Path) -> None:
     for cell in notebook["cells"]:
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
+
+
+def test_the_files_of_tests_that_begin_are_there() -> None:
+    assert [name for name in LONG if not (ROOT / "tests" / name).is_file()] == []

@@ -234,83 +234,6 @@ def test_a_run_moves_to_workers_and_back(alone: dict[str, Any]) -> None:
     assert list(column(run.recorder, "samples")) == list(column(alone["run"].recorder, "samples"))
 
 
-def test_a_rank_that_dies_holds_the_run_and_fresh_ones_go_on() -> None:
-    """Dropout and all: from the last checkpoint on the losses are, bit by bit, the same."""
-    chosen = {"workers": 2, "zero_stage": 1, "checkpoint_every": 10}
-    undisturbed = Network(0.3)
-    expected = losses(train(undisturbed, **chosen))
-    model = Network(0.3)
-    run = at(begin(model, **chosen), 27)
-    before = pids()
-    os.kill(before[1], signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(StepperLost, match=r"rank 1 of 2 died: SIGKILL") as raised:
-        run.result(WAIT_S)
-    assert time.monotonic() - began < 5
-    assert not any(map(psutil.pid_exists, before)), "the other ranks have ended, too"
-    kept = run.step
-    assert kept % 10 == 0
-    assert kept >= 20
-    note = "".join(raised.value.__notes__)
-    assert f"waits at step {kept}" in note
-    assert "run.resume()" in note
-    assert run.state == "paused"
-    assert "rank 1 of 2 died" in run.status().badges[0]
-    assert run.checkpoint().is_dir()
-    run.resume()
-    assert run.result(WAIT_S).state == "finished"
-    assert list(losses(run)) == list(expected)
-    assert list(column(run.recorder, "step")) == [*range(1, 51)], "no step is told twice"
-    assert torch.equal(weights(model), weights(undisturbed))
-    assert run.status().badges == ()
-    left = {path.name for path in (run.folder / "checkpoints").iterdir()}
-    assert left == {"final.safetensors", f"step-{kept}"}
-
-
-@pytest.mark.nightly
-def test_ten_deaths_at_random_points() -> None:
-    """Of any rank, in a collective or between steps: ten stops, ten resumes, the same losses."""
-    chosen = {"workers": 2, "zero_stage": 1, "checkpoint_every": 5, "max_steps": 300, "epochs": 90}
-    expected = losses(train(Network(0.3), **chosen))
-    drawn = random.Random(5)
-    model = Network(0.3)
-    run = begin(model, **chosen)
-    stops = []
-    for step in sorted(drawn.sample(range(10, 290), 10)):
-        if run.step < step:
-            at(run, step)
-        time.sleep(drawn.random() * 0.05)
-        assert session.workers is not None
-        before = session.workers.pids
-        os.kill(drawn.choice(before), signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(StepperLost, match="SIGKILL"):
-            run.result(WAIT_S)
-        stops.append(time.monotonic() - began)
-        assert not any(map(psutil.pid_exists, before))
-        run.resume()
-    run.result(WAIT_S)
-    print("stops:", ", ".join(f"{each:.2f} s" for each in stops))
-    assert len(stops) == 10
-    assert max(stops) < 5
-    assert list(losses(run)) == list(expected)
-
-
-def test_a_held_run_that_is_stopped_has_its_last_checkpoint() -> None:
-    model = Network()
-    run = at(begin(model, workers=2, checkpoint_every=5, max_steps=5000, epochs=500), 12)
-    os.kill(pids()[0], signal.SIGKILL)
-    with pytest.raises(StepperLost):
-        run.result(WAIT_S)
-    kept = run.step
-    run.stop()
-    assert run.result(WAIT_S).state == "stopped"
-    assert run.step == kept
-    final = Checkpoint.load(run.folder / "checkpoints" / "final.safetensors")
-    assert final.position.step == kept
-    assert torch.equal(final.model["last.bias"], model.state_dict()["last.bias"])
-
-
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in the middle of a run, to which every rank wrote its shard."""
@@ -333,10 +256,7 @@ def test_every_rank_writes_its_shard(shards: Path) -> None:
     assert shards.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_shards_load_on_another_number_of_workers(
-    alone: dict[str, Any], shards: Path, workers: int
-) -> None:
+def check_that_shards_load(alone: dict[str, Any], shards: Path, workers: int) -> None:
     # What belongs to a checkpoint of two is left out where there is one.
     stage = {"zero_stage": 0} if workers == 1 else {}
     there_are = facts.cores()
@@ -346,6 +266,13 @@ def test_shards_load_on_another_number_of_workers(
         run.result(WAIT_S)
     step = Checkpoint.load(shards).position.step
     assert difference(alone["losses"][step:], losses(run)) < TOLERANCE
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_shards_load_on_one_worker_and_on_as_many(
+    alone: dict[str, Any], shards: Path, workers: int
+) -> None:
+    check_that_shards_load(alone, shards, workers)
 
 
 @pytest.mark.parametrize("harm", ["bytes", "missing", "more", "outside", "part"])
@@ -553,3 +480,87 @@ some = TensorDataset(torch.randn(64, 6), torch.randint(0, 4, (64,)))
 def test_no_thread_is_left(threads_end: None) -> None:
     """The ranks' recorders end with the run's."""
     train(Network(), workers=2, max_steps=2)
+
+
+# --- last, those that leave no workers to the next, which take 10 s of a CPU to start
+
+
+def test_a_rank_that_dies_holds_the_run_and_fresh_ones_go_on() -> None:
+    """Dropout and all: from the last checkpoint on the losses are, bit by bit, the same."""
+    chosen = {"workers": 2, "zero_stage": 1, "checkpoint_every": 10}
+    undisturbed = Network(0.3)
+    expected = losses(train(undisturbed, **chosen))
+    model = Network(0.3)
+    run = at(begin(model, **chosen), 27)
+    before = pids()
+    os.kill(before[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(StepperLost, match=r"rank 1 of 2 died: SIGKILL") as raised:
+        run.result(WAIT_S)
+    assert time.monotonic() - began < 5
+    assert not any(map(psutil.pid_exists, before)), "the other ranks have ended, too"
+    kept = run.step
+    assert kept % 10 == 0
+    assert kept >= 20
+    note = "".join(raised.value.__notes__)
+    assert f"waits at step {kept}" in note
+    assert "run.resume()" in note
+    assert run.state == "paused"
+    assert "rank 1 of 2 died" in run.status().badges[0]
+    assert run.checkpoint().is_dir()
+    run.resume()
+    assert run.result(WAIT_S).state == "finished"
+    assert list(losses(run)) == list(expected)
+    assert list(column(run.recorder, "step")) == [*range(1, 51)], "no step is told twice"
+    assert torch.equal(weights(model), weights(undisturbed))
+    assert run.status().badges == ()
+    left = {path.name for path in (run.folder / "checkpoints").iterdir()}
+    assert left == {"final.safetensors", f"step-{kept}"}
+
+
+@pytest.mark.nightly
+def test_ten_deaths_at_random_points() -> None:
+    """Of any rank, in a collective or between steps: ten stops, ten resumes, the same losses."""
+    chosen = {"workers": 2, "zero_stage": 1, "checkpoint_every": 5, "max_steps": 300, "epochs": 90}
+    expected = losses(train(Network(0.3), **chosen))
+    drawn = random.Random(5)
+    model = Network(0.3)
+    run = begin(model, **chosen)
+    stops = []
+    for step in sorted(drawn.sample(range(10, 290), 10)):
+        if run.step < step:
+            at(run, step)
+        time.sleep(drawn.random() * 0.05)
+        assert session.workers is not None
+        before = session.workers.pids
+        os.kill(drawn.choice(before), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(StepperLost, match="SIGKILL"):
+            run.result(WAIT_S)
+        stops.append(time.monotonic() - began)
+        assert not any(map(psutil.pid_exists, before))
+        run.resume()
+    run.result(WAIT_S)
+    print("stops:", ", ".join(f"{each:.2f} s" for each in stops))
+    assert len(stops) == 10
+    assert max(stops) < 5
+    assert list(losses(run)) == list(expected)
+
+
+def test_a_held_run_that_is_stopped_has_its_last_checkpoint() -> None:
+    model = Network()
+    run = at(begin(model, workers=2, checkpoint_every=5, max_steps=5000, epochs=500), 12)
+    os.kill(pids()[0], signal.SIGKILL)
+    with pytest.raises(StepperLost):
+        run.result(WAIT_S)
+    kept = run.step
+    run.stop()
+    assert run.result(WAIT_S).state == "stopped"
+    assert run.step == kept
+    final = Checkpoint.load(run.folder / "checkpoints" / "final.safetensors")
+    assert final.position.step == kept
+    assert torch.equal(final.model["last.bias"], model.state_dict()["last.bias"])
+
+
+def test_shards_load_on_more_workers(alone: dict[str, Any], shards: Path) -> None:
+    check_that_shards_load(alone, shards, 3)

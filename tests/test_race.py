@@ -80,9 +80,9 @@ def pairs(number: int = 4, rows: int = 4) -> list[tuple[torch.Tensor, torch.Tens
     ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_workers() -> Iterator[None]:
-    """None from before, and none after."""
+    """None from before, and none after: the tests share them, since they take long to start."""
     assert session.workers is None
     yield
     if session.workers is not None:

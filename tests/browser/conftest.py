@@ -16,27 +16,33 @@ from tests.chromium import find
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    """A headless Chromium; without one the test is skipped, or fails where one is required.
-
-    No longer than a module: Playwright keeps an event loop running, in which no other can run.
-    """
+@pytest.fixture(scope="session")
+def installed() -> str:
+    """Chromium's path; without one the test is skipped, or fails where one is required."""
     path = find()
     if path is None:
         reason = "no Chromium found: apt-get install chromium, or `make test BROWSER=install`"
         if os.environ.get("ORTLAB_REQUIRE_BROWSER") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
+    return path
+
+
+@pytest.fixture(scope="module")
+def chromium(installed: str) -> Iterator[Browser]:
+    """A headless Chromium.
+
+    No longer than a module: Playwright keeps an event loop running, in which no other can run.
+    """
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM_ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=installed, args=CHROMIUM_ARGUMENTS)
         yield browser
         browser.close()
 
 
-@pytest.fixture(scope="module")
-def lab(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """One server for all tests of a module; every test has a notebook and a kernel of its own."""
+@pytest.fixture(scope="session")
+def lab(installed: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """One server for all tests; every test has a notebook, a page and a kernel of its own."""
     with Lab(tmp_path_factory.mktemp("notebooks")) as server:
         yield server
 

@@ -1,5 +1,7 @@
 """Imported by the sweep's fork server: what every cell's process would import otherwise."""
 
+import gc
+
 import transformers
 
 from ortlab import compat
@@ -13,3 +15,4 @@ for family in specs.FAMILIES.values():
         getattr(transformers, head)
 if compat.unavailable() is None:
     compat.ortmodule()
+gc.freeze()  # each export collects garbage: not through all this
