@@ -219,6 +219,8 @@ class Session:
         given: Mapping[str, Any],
     ) -> S:
         """Starts a race or a search of the settings that were `given`."""
+        from ortlab.search.comparison import Surroundings
+
         original, shared = self._to_search(model)
         settings, more = own.apart(given)
         function, _ = _loss(loss, None)
@@ -229,9 +231,7 @@ class Session:
             settings,
             shared={**shared, **more, **named},
             loss=function,
-            beside=self._at_work,
-            prefer=self._preferring(original),
-            workers=self.workers_for,
+            around=Surroundings(self._at_work, self._preferring(original), self.workers_for),
         )
         self.searches.append(found)
         found.start(self.show)

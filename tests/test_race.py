@@ -80,9 +80,9 @@ def pairs(number: int = 4, rows: int = 4) -> list[tuple[torch.Tensor, torch.Tens
     ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def own_workers() -> Iterator[None]:
-    """None from before, and none after: the tests share them, since they take long to start."""
+    """None from before, and none after."""
     assert session.workers is None
     yield
     if session.workers is not None:
@@ -105,7 +105,7 @@ def test_every_set_up_has_its_row() -> None:
     for cell in result.cells:
         assert cell.reason is None, cell.reason
         assert len(cell.step_ms) == 2
-        assert cell.first_step_s > cell.step_ms[0] / 1e3
+        assert cell.first_step_s > min(cell.step_ms) / 1e3
         assert cell.steps == 1 + 1 + 2 * (2 + 2)
         assert abs(result.loss_difference(cell)) < 0.02 * result.reference.loss
     eager, ort, low = result.cells

@@ -9,7 +9,7 @@ import datetime
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -37,13 +37,26 @@ Prefer = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
 """Has settings hold for a model: what makes a set-up, and all that goes with it. Says what for."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What a comparison knows of the session that it is part of; by itself it knows nothing."""
+
+    beside: Callable[[], Sequence[str]] = tuple
+    """Names what else trains in this process."""
+    prefer: Prefer | None = None
+    """Has the best settings hold for the model."""
+    workers: Callable[[int], Workers] | None = None
+    """Gives so many workers to the set-ups that take several."""
+
+
+ALONE: Final = Surroundings()
+
+
 class Comparison(Background[R], Generic[R, E]):
     """Set-ups that take turns on copies of a model, which itself stays as it is.
 
     `base` are the settings that plain torch has, `shared` those of them that all set-ups are given.
-    `beside` names what else trains in this process, `prefer` has the best settings hold for the
-    model, and `workers` gives so many of them to the set-ups that take several. ValueError, before
-    anything starts, for settings that are wrong.
+    ValueError, before anything starts, for settings that are wrong.
     """
 
     _result: R
@@ -60,9 +73,7 @@ class Comparison(Background[R], Generic[R, E]):
         *,
         shared: Mapping[str, Any],
         loss: LossFunction | None,
-        beside: Callable[[], Sequence[str]],
-        prefer: Prefer | None,
-        workers: Callable[[int], Workers] | None,
+        around: Surroundings,
     ) -> None:
         self._device = training_device(base.device)
         budget = settings.memory
@@ -72,9 +83,7 @@ class Comparison(Background[R], Generic[R, E]):
         self._feed = feed
         self._loss = loss
         self._shared = dict(shared)
-        self._beside = beside
-        self._prefer = prefer
-        self._workers = workers
+        self._around = around
         self._disturbed: dict[str, None] = {}
         self._entrants = {}
         self._cut_short = True
@@ -124,9 +133,9 @@ class Comparison(Background[R], Generic[R, E]):
         if run is not None:
             run.apply(**best.settings)
             return f"{run.name} goes on with {best.label}"
-        if self._prefer is None:
+        if self._around.prefer is None:
             raise ValueError(f"{self.name} knows of no run: give one, {self.kind}.apply(run)")
-        return self._prefer(best.settings, settings)
+        return self._around.prefer(best.settings, settings)
 
     def to_dict(self) -> dict[str, Any]:
         """What was measured so far, as JSON has it."""
@@ -163,7 +172,7 @@ class Comparison(Background[R], Generic[R, E]):
         }
 
     def _work(self) -> None:
-        if "torch._dynamo" in sys.modules and not self._beside():
+        if "torch._dynamo" in sys.modules and not self._around.beside():
             # Code that torch.compile has met with other sizes it would compile for any, and slower.
             torch.compiler.reset()
         try:
@@ -182,9 +191,9 @@ class Comparison(Background[R], Generic[R, E]):
         workers = None
         if settings.workers > 1:
             engine_for(settings)  # says what cannot be before any are started
-            if self._workers is None:
+            if self._around.workers is None:
                 raise ValueError(f"{self.name} has no workers; ortlab.{self.kind} gives it some")
-            workers = self._workers(settings.workers)
+            workers = self._around.workers(settings.workers)
         entrant = Entrant(
             settings, self._model, self._loss, self._feed, micro=micro, workers=workers
         )
@@ -200,5 +209,5 @@ class Comparison(Background[R], Generic[R, E]):
         self, order: Sequence[K], turn: Callable[[K], float], fail: Callable[[K, str], None]
     ) -> dict[K, float]:
         """See `turns.take_turns`; what trains beside it is noted."""
-        self._disturbed |= dict.fromkeys(self._beside())
+        self._disturbed |= dict.fromkeys(self._around.beside())
         return turns.take_turns(order, turn, fail)

@@ -12,8 +12,8 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,16 +23,13 @@ from ortlab.engines.base import LossFunction, Stepper
 from ortlab.engines.batch import forward, to_device
 from ortlab.memory import memory
 from ortlab.search import footprint
-from ortlab.search.comparison import Comparison, Prefer
+from ortlab.search.comparison import ALONE, Comparison, Surroundings
 from ortlab.search.entrant import PLAIN, Entrant
 from ortlab.search.feed import Feed
 from ortlab.search.footprint import Line
 from ortlab.search.prune import among
 from ortlab.search.result import DONE, Cell, RaceResult
 from ortlab.settings import REFERENCE, FinetuneSettings, RaceSettings
-
-if TYPE_CHECKING:
-    from ortlab.cluster.workers import Workers
 
 PRESETS: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
     # The columns of ORT's training examples: onnxruntime-training-examples, README.md. All of them
@@ -109,9 +106,7 @@ class Race(Comparison[RaceResult, Cell]):
         shared: Mapping[str, Any],
         loss: LossFunction | None = None,
         field: Mapping[str, Mapping[str, Any]] | None = None,
-        beside: Callable[[], Sequence[str]] = tuple,
-        prefer: Prefer | None = None,
-        workers: Callable[[int], Workers] | None = None,
+        around: Surroundings = ALONE,
     ) -> None:
         base = FinetuneSettings.of({**PLAIN, **shared})
         feed = Feed(data, base, settings.batches)
@@ -122,9 +117,7 @@ class Race(Comparison[RaceResult, Cell]):
             settings,
             shared=shared,
             loss=loss,
-            beside=beside,
-            prefer=prefer,
-            workers=workers,
+            around=around,
         )
         self._settings = settings
         made = field_of(settings) if field is None else field

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -19,16 +19,13 @@ from ortlab.engines.base import LossFunction
 from ortlab.engines.batch import count
 from ortlab.memory import memory
 from ortlab.search import footprint
-from ortlab.search.comparison import Comparison, Prefer
+from ortlab.search.comparison import ALONE, Comparison, Surroundings
 from ortlab.search.entrant import PLAIN, Entrant
 from ortlab.search.feed import Feed
 from ortlab.search.footprint import Line
 from ortlab.search.prune import Candidate, Found, Search, Setup, settings_of
 from ortlab.search.result import Row, TuneResult
 from ortlab.settings import REFERENCE, FinetuneSettings, TuneSettings
-
-if TYPE_CHECKING:
-    from ortlab.cluster.workers import Workers
 
 STEPS = 4
 """Different steps of data, which all candidates go through in turn."""
@@ -51,9 +48,7 @@ class Tune(Comparison[TuneResult, Row]):
         *,
         shared: Mapping[str, Any],
         loss: LossFunction | None = None,
-        beside: Callable[[], Sequence[str]] = tuple,
-        prefer: Prefer | None = None,
-        workers: Callable[[int], Workers] | None = None,
+        around: Surroundings = ALONE,
     ) -> None:
         base = FinetuneSettings.of({**PLAIN, **shared})
         feed, sizes, notes = _feed(data, base, settings)
@@ -69,9 +64,7 @@ class Tune(Comparison[TuneResult, Row]):
             settings,
             shared=shared,
             loss=loss,
-            beside=beside,
-            prefer=prefer,
-            workers=workers,
+            around=around,
         )
         self._settings = settings
         self._loader_s_own = () if batching.of_samples(data) else ("batch_size",)

@@ -274,6 +274,7 @@ class Average(nn.Module):
 
 def test_a_buffer_that_forward_changes(ort: Ort) -> None:
     """BatchNorm's trains; any other is refused by name, and is as it was."""
+    torch.manual_seed(0)  # the gradient of the bias before the norm is rounding, now and then large
     batches = [(torch.randn(4, 3),), (torch.randn(6, 3),), (torch.randn(4, 3),)]
     norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     _assert_trains_as_eager(ort, norm, *batches)
