@@ -102,12 +102,26 @@ def each(request: pytest.FixtureRequest) -> Engine:
         pytest.skip(str(error))
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture
 def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Callable[[int, int], Inputs]]:
     """A model and what makes its inputs."""
     torch.manual_seed(7)
     make, inputs = MODELS[request.param]
     return make(), inputs
+
+
+SLOW = {("compile", "gpt2")}
+"""Takes a minute of a CPU where nothing is compiled yet; "bert" and "tied" are much like it."""
+
+every_model = pytest.mark.parametrize(
+    ("each", "case"),
+    [
+        pytest.param(name, model, marks=[pytest.mark.nightly] if (name, model) in SLOW else [])
+        for name in ENGINES
+        for model in MODELS
+    ],
+    indirect=True,
+)
 
 
 def _settings(name: str, **changes: Any) -> FinetuneSettings:
@@ -157,6 +171,7 @@ def _compare_gradients(reference: nn.Module, original: nn.Module) -> None:
             _assert_close(a.grad, b.grad, GRADIENT_TOLERANCE)
 
 
+@every_model
 def test_loss_and_every_gradient(each: Engine, case: Any) -> None:
     """Train mode, then another batch size and length, then eval mode with gradients."""
     original, inputs = case
@@ -173,6 +188,7 @@ def test_loss_and_every_gradient(each: Engine, case: Any) -> None:
     _compare(reference, original, wrapped, inputs(4, 8))
 
 
+@every_model
 def test_evaluation_without_gradients(each: Engine, case: Any) -> None:
     original, inputs = case
     reference = copy.deepcopy(original).eval()
