@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from ortlab.cluster.workers import Workers
     from ortlab.compat.doctor import Finding
+    from ortlab.deploy.exported import Exported
     from ortlab.graph.capture import Graphs, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -337,6 +338,21 @@ class OrtMagics(Magics):
             loss=self._loss(loss),
             **settings,
         )
+
+    def _export(self, given: Given) -> Exported:
+        from ortlab.deploy.write import export
+
+        words = given.words
+        batch, second, data = (words[name] for name in ("batch", "second", "eval_data"))
+        with _progress():
+            return export(
+                model_called(words["model"], self._ip.user_ns),
+                words["path"],
+                None if batch is None else self._value("batch", batch),
+                second=None if second is None else self._value("batch", second),
+                eval_data=None if data is None else self._value("loader", data),
+                **given.settings,
+            )
 
     def _zero(self, given: Given) -> ZeroPlan:
         model, count = given.words["model"], given.words["params"]
