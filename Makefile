@@ -33,10 +33,12 @@ endif
 
 test: $(DONE)/test $(DONE)/extension lint
 	$(BIN)/python -m tests.chromium
+	$(BIN)/python -m tests.node
 	$(BIN)/python -m pytest $(TWO_AT_A_TIME)
 
 nightly: $(DONE)/test $(DONE)/extension lint
 	$(BIN)/python -m tests.chromium
+	$(BIN)/python -m tests.node
 	$(BIN)/python -m pytest -m ''
 
 lint: $(DONE)/test

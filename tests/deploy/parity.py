@@ -1,4 +1,4 @@
-"""How far exported models are from torch: ``python -m tests.deploy.parity`` prints README's table."""
+"""How far exports are from torch: ``python -m tests.deploy.parity`` prints README's table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = exported(name, Path(folder) / "out")
         form = found.forms[0]
-        inputs = ", ".join(f"`{p.name}` {'x'.join(map(str, p.shape))}" for p in found.inputs)
+        inputs = ", ".join(f"`{p.name}` {' x '.join(map(str, p.shape))}" for p in found.inputs)
         figures = f"{form.difference:.1e} | {form.relative:.1e}"
         print(f"| {name} | {inputs} | {figures} | {form.worst.replace('_', ' ')} |")
 
