@@ -19,6 +19,8 @@ from ortlab.errors import Concise
 
 TOLERANCE = 1e-4
 """Of an output's largest difference, relative to its largest value, or to 1 where that is less."""
+HALF_TOLERANCE = 1e-2
+"""The same for models with parameters of 16 bits."""
 _ORT_ERRORS = ("onnxruntime.capi.onnxruntime_pybind11_state",)
 
 

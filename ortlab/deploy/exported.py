@@ -6,13 +6,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ortlab.deploy import check, folder, weights
 from ortlab.deploy.graph import Port
 from ortlab.tables import Column, Table
+
+if TYPE_CHECKING:
+    from ortlab.notebook.inpage import InPage
 
 MODEL = "model.onnx"
 
@@ -145,6 +148,15 @@ class Exported:
         found = session.run(names, feeds)
         took_ms = 1e3 * (time.perf_counter() - started)
         return dict(zip(names, found, strict=True)), took_ms
+
+    def in_page(self, form: str | None = None) -> InPage:
+        """The model in the notebook's page, by WebAssembly: fields, a button, both sides' outputs.
+
+        ValueError for what a page cannot take, RuntimeError where ortlab was installed without it.
+        """
+        from ortlab.notebook.inpage import InPage
+
+        return InPage(self, form)
 
     def files(self) -> list[Path]:
         """Every file that the model's forms are in."""

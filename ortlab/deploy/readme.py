@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import ortlab
 from ortlab.deploy import snippets
-from ortlab.deploy.check import TOLERANCE, Expected
+from ortlab.deploy.check import Expected
 from ortlab.deploy.exported import MODEL, Exported, size
 from ortlab.deploy.graph import Port
 
@@ -22,8 +22,8 @@ def text(exported: Exported, example: Expected) -> str:
         f"# {escaped(exported.model)}\n\n"
         f"Exported by ortlab {ortlab.__version__} for inference, at ONNX opset {exported.opset}. "
         "Each file was run in onnxruntime beside eager torch, on "
-        f"{escaped(', '.join(exported.tried))}; {MODEL} is within {TOLERANCE:g} of an output's "
-        "largest value.",
+        f"{escaped(', '.join(exported.tried))}; {MODEL} is within {exported.forms[0].relative:.1e} "
+        "of an output's largest value, or of 1 where that is less.",
         "## Files\n\n" + _files(exported),
         "## Inputs\n\n" + _ports(exported.inputs),
         "## Outputs\n\n" + _ports(exported.outputs),

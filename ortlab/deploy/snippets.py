@@ -75,6 +75,11 @@ def programs(
     return made
 
 
+def in_browser(port: Port) -> bool:
+    """Whether JavaScript has arrays of a port's type."""
+    return port.type in _TYPES
+
+
 def fill(port: Port) -> float | int:
     """The value that a program gives everywhere in an input."""
     return 0.5 if port.type.startswith("float") else 1

@@ -24,6 +24,8 @@ from ortlab.engines.selfcheck import NotInGraph, undisturbed
 from ortlab.errors import place
 from ortlab.settings import ExportSettings
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 def export(
     model: nn.Module,
@@ -45,8 +47,8 @@ def export(
     Sizes that may vary are those in which a `second` batch differs, or else those that eager torch
     takes otherwise. Before anything is done the file is run in onnxruntime beside torch: on the
     example, random values, each other size, padded rows, and values at the ends of their range.
-    `ortlab.deploy.check.CheckFailed` names the output that is off by more than 1e-4 of its size; a
-    size at which the graph alone is wrong is fixed in it, with a note.
+    `ortlab.deploy.check.CheckFailed` names the output that is off by more than 1e-4 of its size
+    (1e-2 where parameters have 16 bits); a size at which the graph alone is wrong is fixed in it, with a note.
 
     ``fp16=True`` and ``int8=True`` write further files, whose difference is told, and with labelled
     `eval_data` their accuracy beside torch's. ``opset=17`` is the version of ONNX's operators, 14
@@ -176,13 +178,15 @@ class _Writer:
         Sizes at which the graph is wrong and torch is not, it keeps as the example has them.
         """
         file = self._folder / MODEL
+        half = any(each.dtype in _HALF for each in self._module.parameters())
+        tolerance = check.HALF_TOLERANCE if half else check.TOLERANCE
         while True:
             trials = inputs.trials(self._call, self._axes)
             self._references = list(check.expected(self._call, trials))
             self._write_graph(file)
             tell(f"checking it in onnxruntime on {len(self._references)} inputs")
             try:
-                return file, check.compare(check.session(file), self._references, check.TOLERANCE)
+                return file, check.compare(check.session(file), self._references, tolerance)
             except SizeFailed as error:
                 self._axes = self._axes.without_or_joined(error.axis, error.why)
 

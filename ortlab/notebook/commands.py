@@ -391,6 +391,11 @@ COMMANDS = {
                 Option("--second", "another batch: the sizes that differ may vary", kind="batch"),
                 Option("--eval-data", "labelled data, for the files' accuracy", kind="loader"),
             ),
+            besides=(
+                Declaration(
+                    "web", bool, False, "a form that runs it in this page, beside the kernel"
+                ),
+            ),
         ),
         Command(
             "zero",

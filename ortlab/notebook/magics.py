@@ -344,15 +344,22 @@ class OrtMagics(Magics):
 
         words = given.words
         batch, second, data = (words[name] for name in ("batch", "second", "eval_data"))
+        settings = dict(given.settings)
+        web = settings.pop("web", False)
         with _progress():
-            return export(
+            exported = export(
                 model_called(words["model"], self._ip.user_ns),
                 words["path"],
                 None if batch is None else self._value("batch", batch),
                 second=None if second is None else self._value("batch", second),
                 eval_data=None if data is None else self._value("loader", data),
-                **given.settings,
+                **settings,
             )
+        if web:
+            from IPython.display import display
+
+            display(exported.in_page())  # type: ignore[no-untyped-call]
+        return exported
 
     def _zero(self, given: Given) -> ZeroPlan:
         model, count = given.words["model"], given.words["params"]

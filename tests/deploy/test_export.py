@@ -19,7 +19,9 @@ from torch import nn
 import ortlab
 from ortlab.deploy import check, folder, weights
 from ortlab.deploy.exported import Exported
+from ortlab.engines.ortmodule import execution_of
 from ortlab.engines.selfcheck import NotInGraph
+from ortlab.notebook import charts
 from tests import tiny
 from tests.deploy import parity
 from tests.test_magics import Typist, ip  # noqa: F401 - a fixture
@@ -144,13 +146,16 @@ def test_a_second_batch_says_which_sizes_vary(tmp_path: Path) -> None:
 def test_wrapped_is_exported_as_the_plain_one(tmp_path: Path) -> None:
     """After an export for training, whose rules write nodes that torch runs; for its last batch."""
     model = spread(tiny.bert())
-    wrapped = ortlab.wrap(model, engine="ort")
+    wrapped = ortlab.wrap(model, engine="ort", kernels="torch")
     wrapped(**batch(3, 6)).loss.backward()
     ours = ortlab.export(wrapped, tmp_path / "ours")
     plain = ortlab.export(model, tmp_path / "plain", batch(3, 6))
     assert graph(ours).graph == graph(plain).graph
     assert {node.domain for node in graph(ours).graph.node} == {""}
-    wrapped(**batch(4, 9)).loss.backward()  # engine ort's own rules hold again
+    # Engine ort's own rules hold again: another call is another export.
+    wrapped(**{name: each for name, each in batch().items() if name != "attention_mask"})
+    last = execution_of(wrapped).exports()[-1].stages()["exported"]
+    assert "ATen" in {node.op_type for node in last.graph.node}
 
 
 def test_what_a_run_was_trained_on_is_the_example(tmp_path: Path) -> None:
@@ -413,3 +418,20 @@ def test_typed(ip: Typist, at: Path) -> None:  # noqa: F811
     assert ip.completions("%ort export mo") == ["model"]
     assert ip.completions("%ort export model out --f") == ["--fp16"]
     assert leftovers(at) == ["out"]
+
+
+# ---- in the page, as far as no browser is needed -------------------------------------------------
+
+
+def test_a_page_cannot_take_every_model(
+    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = ortlab.export(nn.Linear(4200, 4200), tmp_path / "large", torch.randn(1, 4200))
+    with pytest.raises(ValueError, match=r"67.3 MiB, and a page gets up to 64.0 MiB"):
+        large.in_page()
+    half = ortlab.export(nn.Linear(4, 2).half(), tmp_path / "half", torch.ones(1, 4).half())
+    with pytest.raises(ValueError, match="JavaScript has no numbers for input float16"):
+        half.in_page()
+    monkeypatch.setattr(charts, "STATIC", tmp_path)
+    with pytest.raises(RuntimeError, match="ORTLAB_WEB=1 pip install"):
+        exported.in_page()
