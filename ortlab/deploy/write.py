@@ -48,7 +48,8 @@ def export(
     takes otherwise. Before anything is done the file is run in onnxruntime beside torch: on the
     example, random values, each other size, padded rows, and values at the ends of their range.
     `ortlab.deploy.check.CheckFailed` names the output that is off by more than 1e-4 of its size
-    (1e-2 where parameters have 16 bits); a size at which the graph alone is wrong is fixed in it, with a note.
+    (1e-2 where parameters have 16 bits); a size at which the graph alone is wrong is fixed in it,
+    with a note.
 
     ``fp16=True`` and ``int8=True`` write further files, whose difference is told, and with labelled
     `eval_data` their accuracy beside torch's. ``opset=17`` is the version of ONNX's operators, 14
