@@ -97,7 +97,7 @@ def export(
                 warnings.simplefilter("ignore")
                 torch.onnx.export(
                     forward,
-                    tuple(tensors.values()),
+                    tuple(tensor.clone() for tensor in tensors.values()),
                     file,  # type: ignore[arg-type]
                     dynamo=False,
                     opset_version=opset,

@@ -110,8 +110,8 @@ class Call:
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The results by name, without gradients."""
-        with torch.no_grad():
-            found = self.results([tensors[slot.name] for slot in self._slots])
+        with torch.no_grad():  # forward may change what it is given
+            found = self.results([tensors[slot.name].clone() for slot in self._slots])
         return {name: each.detach() for name, each in zip(self.outputs, found, strict=True)}
 
 

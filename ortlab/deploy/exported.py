@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -93,6 +94,12 @@ class Exported:
             if folder.fingerprint(at / form.file) != listed.get(form.file):
                 raise ValueError(f"{at / form.file} is not the file that was exported")
         return found
+
+    def at(self, path: Path) -> Exported:
+        """The same in another folder."""
+        moved = copy.copy(self)
+        moved.path, moved._sessions = path, {}
+        return moved
 
     def as_dict(self) -> dict[str, Any]:
         """As export.json holds it."""

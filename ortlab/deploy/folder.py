@@ -33,8 +33,13 @@ def filled(target: Path) -> Iterator[Path]:
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
             target.rename(old / "before")
-            made.rename(target)
-            shutil.rmtree(old)
+            try:
+                made.rename(target)
+            except OSError:
+                (old / "before").rename(target)
+                raise
+            finally:
+                shutil.rmtree(old, ignore_errors=True)
         else:
             made.rename(target)
     except OSError as error:

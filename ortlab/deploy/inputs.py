@@ -99,13 +99,14 @@ def trials(call: Call, axes: Axes) -> Iterator[Trial]:
 
 def _rows(call: Call) -> dict[str, int]:
     """How many rows the embedding has that an input goes into as it is, by the input's name."""
-    places = {tensor.data_ptr(): name for name, tensor in call.tensors.items() if tensor.numel()}
+    given = {name: tensor.clone() for name, tensor in call.tensors.items()}
+    places = {tensor.data_ptr(): name for name, tensor in given.items() if tensor.numel()}
     found: dict[str, int] = {}
 
     def see(module: nn.Module, args: tuple[object, ...]) -> None:
-        for given in args[:1]:
-            if isinstance(given, torch.Tensor) and given.data_ptr() in places:
-                name = places[given.data_ptr()]
+        for ids in args[:1]:
+            if isinstance(ids, torch.Tensor) and ids.data_ptr() in places:
+                name = places[ids.data_ptr()]
                 rows = getattr(module, "num_embeddings", None)
                 if isinstance(rows, int):
                     found[name] = min(rows, found.get(name, rows))
@@ -115,5 +116,6 @@ def _rows(call: Call) -> dict[str, int]:
             if isinstance(part, nn.Embedding):
                 handle = part.register_forward_pre_hook(see)
                 hooks.callback(handle.remove)
-        call(call.tensors)
+        with torch.no_grad():
+            call.results(list(given.values()))
     return found

@@ -65,7 +65,7 @@ def export(
 
     chosen = ExportSettings.of(settings)
     given = wrapping.check_model("the first argument", model)
-    target = Path(path)
+    target = Path(path).expanduser()
     folder.check(target)
     module = original(given)
     if (busy := session.training(module)) is not None and busy.state != "paused":
@@ -80,7 +80,7 @@ def export(
     with _evaluating(module), folder.filled(target) as made:
         writer = _Writer(module, example, other, chosen, made)
         exported = writer.write(eval_data)
-    return Exported.load(target) if exported else exported
+    return exported.at(target)
 
 
 def original(model: nn.Module) -> nn.Module:
@@ -188,6 +188,8 @@ class _Writer:
             tell(f"checking it in onnxruntime on {len(self._references)} inputs")
             try:
                 return file, check.compare(check.session(file), self._references, tolerance)
+            except check.NotRun as error:
+                raise NotInGraph(f"onnxruntime cannot load the graph: {error}") from error
             except SizeFailed as error:
                 self._axes = self._axes.without_or_joined(error.axis, error.why)
 
@@ -244,7 +246,13 @@ class _Writer:
         source, file = self._folder / MODEL, self._folder / f"model.{name}.onnx"
         {"fp16": smaller.to_fp16, "int8": smaller.to_int8}[name](source, file)
         self._check_form(file)
-        return _form(name, file, check.differences(check.session(file), self._references))
+        try:
+            found = check.differences(check.session(file), self._references)
+        except check.NotRun as error:
+            raise RuntimeError(
+                f"onnxruntime cannot run the model in {name} ({error}); leave {name} out"
+            ) from error
+        return _form(name, file, found)
 
 
 def _form(name: str, file: Path, found: list[Difference]) -> Form:

@@ -19,7 +19,7 @@ from ortlab.deploy.exported import Exported, size
 from ortlab.deploy.graph import Port
 from ortlab.notebook import charts
 
-_MOST_BYTES: Final = 64 * 2**20
+MOST_BYTES: Final = 64 * 2**20
 _MOST_VALUES: Final = 250_000
 """Of outputs, all together: JupyterLab drops what comes faster than that."""
 _SIZES: Final = {"batch": 1}
@@ -43,10 +43,10 @@ class InPage(anywidget.AnyWidget):
     def __init__(self, exported: Exported, form: str | None = None) -> None:
         self._exported, self._form = exported, form
         chosen = exported.forms[0] if form is None else exported[form]
-        if chosen.bytes > _MOST_BYTES:
+        if chosen.bytes > MOST_BYTES:
             raise ValueError(
                 f"{chosen.file} has {size(chosen.bytes)}, and a page gets up to "
-                f"{size(_MOST_BYTES)}; run it with onnxruntime-web from a server of yours"
+                f"{size(MOST_BYTES)}; run it with onnxruntime-web from a server of yours"
             )
         foreign = [p for p in (*exported.inputs, *exported.outputs) if not snippets.in_browser(p)]
         if foreign:

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 import ortlab
+from ortlab import compat
 from ortlab.deploy import check, folder, weights
 from ortlab.deploy.exported import Exported
 from ortlab.engines.ortmodule import execution_of
 from ortlab.engines.selfcheck import NotInGraph
-from ortlab.notebook import charts
+from ortlab.notebook import charts, inpage
 from tests import tiny
 from tests.deploy import parity
 from tests.test_magics import Typist, ip  # noqa: F401 - a fixture
@@ -156,6 +157,40 @@ def test_wrapped_is_exported_as_the_plain_one(tmp_path: Path) -> None:
     wrapped(**{name: each for name, each in batch().items() if name != "attention_mask"})
     last = execution_of(wrapped).exports()[-1].stages()["exported"]
     assert "ATen" in {node.op_type for node in last.graph.node}
+
+
+def test_other_wrappers_are_exported_as_what_they_hold(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), torch.randn(2, 4)
+    plain = ortlab.export(model, tmp_path / "plain", x)
+    compiled = ortlab.export(torch.compile(model), tmp_path / "compiled", x)  # type: ignore[arg-type]
+    bare = ortlab.export(compat.ortmodule().ORTModule(model), tmp_path / "bare", x)
+    eager = ortlab.export(ortlab.wrap(model, engine="eager"), tmp_path / "eager", x)
+    assert [graph(each).graph for each in (compiled, bare, eager)] == [graph(plain).graph] * 3
+    assert model.training
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen += 1
+        x.mul_(2)
+        return {"x": x, "y": self.linear(x)}
+
+
+def test_what_forward_changes_is_as_it_was(tmp_path: Path) -> None:
+    """An output that is called as an input gets another name; what is not read is no input."""
+    model, x = InPlace(), torch.ones(2, 4)
+    found = ortlab.export(model, tmp_path / "out", {"x": x, "unused": x})
+    assert torch.equal(x, torch.ones(2, 4))
+    assert not model.seen
+    assert [port.name for port in found.inputs] == ["x"]
+    assert [port.name for port in found.outputs] == ["x_out", "y"]
+    assert "no input: unused, which forward does not read" in found.notes
+    np.testing.assert_array_equal(found(x=x)["x_out"], 2 * x.numpy())
 
 
 def test_what_a_run_was_trained_on_is_the_example(tmp_path: Path) -> None:
@@ -426,12 +461,13 @@ def test_typed(ip: Typist, at: Path) -> None:  # noqa: F811
 def test_a_page_cannot_take_every_model(
     exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = ortlab.export(nn.Linear(4200, 4200), tmp_path / "large", torch.randn(1, 4200))
-    with pytest.raises(ValueError, match=r"67.3 MiB, and a page gets up to 64.0 MiB"):
-        large.in_page()
     half = ortlab.export(nn.Linear(4, 2).half(), tmp_path / "half", torch.ones(1, 4).half())
     with pytest.raises(ValueError, match="JavaScript has no numbers for input float16"):
         half.in_page()
+    with monkeypatch.context() as smaller:
+        smaller.setattr(inpage, "MOST_BYTES", 2**10)
+        with pytest.raises(ValueError, match=r"KiB, and a page gets up to 1.0 KiB"):
+            exported.in_page()
     monkeypatch.setattr(charts, "STATIC", tmp_path)
     with pytest.raises(RuntimeError, match="ORTLAB_WEB=1 pip install"):
         exported.in_page()
