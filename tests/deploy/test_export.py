@@ -18,7 +18,8 @@ from torch import nn
 
 import ortlab
 from ortlab import compat
-from ortlab.deploy import check, folder, weights
+from ortlab.deploy import axes, check, folder, weights
+from ortlab.deploy.call import Call
 from ortlab.deploy.exported import Exported
 from ortlab.engines.ortmodule import execution_of
 from ortlab.engines.selfcheck import NotInGraph
@@ -132,6 +133,13 @@ def test_smaller_forms_say_how_far_they_are(exported: Exported) -> None:
     assert "model.int8.onnx" in shown
     assert "accuracy (torch)" in shown
     assert "<table>" in exported._repr_html_()
+
+
+def test_a_mask_that_hides_nothing_has_the_length_of_what_it_masks() -> None:
+    """BERT leaves such a mask aside, whatever its length."""
+    found = axes.tried(Call.of(tiny.bert().eval(), batch())).found
+    assert [axis.name for axis in found] == ["batch", "sequence"]
+    assert found[1].places == (("input_ids", 1), ("attention_mask", 1))
 
 
 def test_a_second_batch_says_which_sizes_vary(tmp_path: Path) -> None:
