@@ -139,10 +139,13 @@ def _name_weights(
 
 
 def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    # What `call` computes besides the module, as a loss, has names without the prefix already.
+    outside = {name for node in graph.node for name in (node.name, *node.output)}
+
     def own(name: str) -> str:
-        return names.get(name) or (
-            name.removeprefix(f"/{_PREFIX}") if name.startswith(f"/{_PREFIX}/") else name
-        )
+        shorter = name.removeprefix(f"/{_PREFIX}")
+        inside = name.startswith(f"/{_PREFIX}/") and shorter not in outside
+        return names.get(name) or (shorter if inside else name)
 
     for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
         value.name = own(value.name)

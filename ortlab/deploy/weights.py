@@ -47,15 +47,11 @@ def write(
     """
     size = sum(tensor.nbytes for tensor in weights.values()) + model.ByteSize()
     graph = model.graph
-    kept = [each for each in graph.input if each.name not in weights]
-    del graph.input[:]
-    graph.input.extend(kept)
-    external = external or size > PROTOBUF_LIMIT - _ROOM
-    if not external:
-        for name, tensor in weights.items():
-            graph.initializer.append(_proto(name, tensor, _bytes(tensor)))
+    if not (external or size > PROTOBUF_LIMIT - _ROOM):
+        put_in(graph, weights)
         file.write_bytes(model.SerializeToString())
         return
+    _take_from_inputs(graph, weights)
     data = file.with_name(f"{file.name}.data")
     with data.open("wb") as out:
         for name, tensor in weights.items():
@@ -67,6 +63,19 @@ def write(
             out.write(raw)
             graph.initializer.append(proto)
     file.write_bytes(model.SerializeToString())
+
+
+def put_in(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> None:
+    """Gives `graph`, whose further inputs are `weights`, those as constants of its own."""
+    _take_from_inputs(graph, weights)
+    for name, tensor in weights.items():
+        graph.initializer.append(_proto(name, tensor, _bytes(tensor)))
+
+
+def _take_from_inputs(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> None:
+    kept = [each for each in graph.input if each.name not in weights]
+    del graph.input[:]
+    graph.input.extend(kept)
 
 
 def _proto(name: str, tensor: torch.Tensor, raw: bytes) -> onnx.TensorProto:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,26 @@ import torch
 from torch import nn
 
 from ortlab.compat import decisions, inference
-from ortlab.deploy import accuracy, axes, check, examples, folder, graph, inputs, smaller, weights
+from ortlab.deploy import (
+    accuracy,
+    axes,
+    check,
+    examples,
+    folder,
+    graph,
+    inputs,
+    smaller,
+    training,
+    weights,
+)
 from ortlab.deploy import readme as readme_of
 from ortlab.deploy.call import Call
 from ortlab.deploy.check import Difference, Expected, SizeFailed
 from ortlab.deploy.exported import MODEL, Exported, Form
 from ortlab.deploy.graph import Port
-from ortlab.engines.base import is_ortmodule, tell
-from ortlab.engines.batch import to_device
+from ortlab.deploy.training import TrainingArtifacts
+from ortlab.engines.base import LossFunction, is_ortmodule, tell
+from ortlab.engines.batch import loss_function, to_device
 from ortlab.engines.selfcheck import NotInGraph, undisturbed
 from ortlab.errors import place
 from ortlab.settings import ExportSettings
@@ -34,8 +46,12 @@ def export(
     *,
     second: Any = None,
     eval_data: Iterable[Any] | None = None,
+    trainable: str | Sequence[str] | None = None,
+    loss: str | LossFunction | None = None,
+    optimizer: str = "adamw",
+    weight_decay: float = 0.0,
     **settings: Any,
-) -> Exported:
+) -> Exported | TrainingArtifacts:
     """Writes the graph of `model` for inference into the folder `path`, and says how far it is off.
 
     `model` may be wrapped or not; it is exported as it evaluates (dropout gone, BatchNorm by its
@@ -57,6 +73,12 @@ def export(
     of 2 GiB and more. The folder appears when all is checked; one that holds an earlier export
     alone is replaced.
 
+    With `trainable`, names of parameters or patterns such as "classifier.*" (or "*"), the folder
+    gets what ORT's on-device training API trains those with instead: graphs of a training step, of
+    an evaluation and of the `optimizer` ("adamw" as torch has it, or "sgd"), and the weights. The
+    `batch` has the labels then, and `loss` is a name or a function where the model has none of its
+    own. Loss and gradients are compared with eager torch's before it is done.
+
     ValueError for what cannot be exported as it is given, `NotInGraph` (a RuntimeError) where
     forward does what no graph can, RuntimeError where the folder cannot be written.
     """
@@ -64,6 +86,7 @@ def export(
     from ortlab.session import session
 
     chosen = ExportSettings.of(settings)
+    function = loss_function(loss) if isinstance(loss, str) else loss
     given = wrapping.check_model("the first argument", model)
     target = Path(path).expanduser()
     folder.check(target)
@@ -75,6 +98,21 @@ def export(
         )
     if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
         raise ValueError(f"this {type(module).__name__} is on the meta device, without weights")
+    if trainable is not None:
+        if batch is None:
+            raise ValueError("trainable needs a batch with its labels: batch=...")
+        on_cpu = to_device(examples.first(batch), torch.device("cpu"))
+        return training.export(
+            module,
+            target,
+            on_cpu,
+            trainable,
+            loss=function,
+            optimizer=optimizer,
+            weight_decay=weight_decay,
+        )
+    if loss is not None:
+        raise ValueError("loss is for trainable=...; a graph for inference has none")
     example = examples.of(given, module, batch)
     other = None if second is None else examples.first(second)
     with _evaluating(module), folder.filled(target) as made:

@@ -192,6 +192,13 @@ def signature(module: nn.Module) -> str:
     return f"forward({', '.join(names[:_MOST_NAMES])}{more})"
 
 
+def signature_names(module: nn.Module) -> list[str]:
+    """The names of what forward takes in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(module.forward).parameters.values()
+    return [each.name for each in found if each.kind in kinds]
+
+
 def _mismatch(module: nn.Module, arguments: list[Any], named: dict[str, Any]) -> str | None:
     try:
         # torch.compile's module has a forward that takes anything.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import nn
 
 from ortlab.checkpoint import Checkpoint, Position, check_model, check_optimizer
 from ortlab.engines.base import EngineUnavailable, NotFinite, engine, refusal, unfit
+from ortlab.engines.batch import signature_names
 from ortlab.engines.ortmodule import execution_of, reseed
 from ortlab.engines.whole import WholeStep
 from ortlab.optim.config import DecayMode, OptimizerConfig
@@ -375,7 +375,7 @@ class _Objective(nn.Module):
         self._original_module = model
         self.loss_fn = loss_fn
         self.training = model.training
-        names = _parameters_of(model)
+        names = signature_names(model)
         self.taken = [each.name for each in description.inputs if each.name in names]
         """The inputs that forward takes by their names; none where it takes them in order."""
         number = len(self.taken) or min(len(names), len(description.inputs))
@@ -449,13 +449,6 @@ def _refuse_without_loss(description: Description, rest: int, names: Sequence[st
 def _new(name: str, description: Description) -> str:
     taken = {each.name for each in (*description.inputs, *description.outputs)}
     return name if name not in taken else f"{name}_1"
-
-
-def _parameters_of(model: nn.Module) -> list[str]:
-    """The names of what forward takes in order."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = inspect.signature(model.forward).parameters.values()
-    return [each.name for each in found if each.kind in kinds]
 
 
 def _is_config(value: Any) -> bool:
