@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import onnx
 import torch
@@ -25,6 +27,7 @@ from ortlab.deploy import (
     weights,
 )
 from ortlab.deploy import readme as readme_of
+from ortlab.deploy.axes import Axes
 from ortlab.deploy.call import Call
 from ortlab.deploy.check import Difference, Expected, SizeFailed
 from ortlab.deploy.exported import MODEL, Exported, Form
@@ -37,6 +40,32 @@ from ortlab.errors import place
 from ortlab.settings import ExportSettings
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@overload
+def export(
+    model: nn.Module,
+    path: str | Path,
+    batch: Any = None,
+    *,
+    second: Any = None,
+    eval_data: Iterable[Any] | None = None,
+    trainable: None = None,
+    **settings: Any,
+) -> Exported: ...
+
+
+@overload
+def export(
+    model: nn.Module,
+    path: str | Path,
+    batch: Any = None,
+    *,
+    trainable: str | Sequence[str],
+    loss: str | LossFunction | None = None,
+    optimizer: str = "adamw",
+    weight_decay: float = 0.0,
+) -> TrainingArtifacts: ...
 
 
 def export(
@@ -114,11 +143,39 @@ def export(
     if loss is not None:
         raise ValueError("loss is for trainable=...; a graph for inference has none")
     example = examples.of(given, module, batch)
-    other = None if second is None else examples.first(second)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    call = Call.of(module, to_device(example, device))
+    find = axes.tried
+    if second is not None:
+        other = Call.of(module, to_device(examples.first(second), device))
+        find = functools.partial(axes.of_two, other=other.tensors)
     with _evaluating(module), folder.filled(target) as made:
-        writer = _Writer(module, example, other, chosen, made)
-        exported = writer.write(eval_data)
+        exported = _Writer(module, call, find, chosen, made).write(eval_data)
     return exported.at(target)
+
+
+def one_file(module: nn.Module, call: Call, found: Axes, file: str | Path) -> None:
+    """Writes the graph of `call`, which evaluates `module`, into `file`, checked as by `export`.
+
+    `found` are the sizes that vary. What was at `file` stays where the check
+    fails. ValueError for weights of 2 GiB and more, which take a folder.
+    """
+    target = Path(file)
+    with tempfile.TemporaryDirectory(dir=_parent(target)) as scratch, _evaluating(module):
+        made = Path(scratch)
+        _Writer(module, call, lambda _: found, ExportSettings(), made).write(None)
+        if (data := made / f"{MODEL}.data").exists():
+            raise ValueError(
+                f"the weights are too large for one file ({data.stat().st_size} bytes); use "
+                "ortlab.export, which writes a folder"
+            )
+        (made / MODEL).replace(target)
+
+
+def _parent(file: Path) -> Path:
+    if not file.parent.is_dir() or file.is_dir():
+        raise ValueError(f"{file} cannot be a file: name one in a folder that is there")
+    return file.parent
 
 
 def original(model: nn.Module) -> nn.Module:
@@ -149,14 +206,13 @@ class _Writer:
     def __init__(
         self,
         module: nn.Module,
-        batch: Any,
-        second: Any,
+        call: Call,
+        found: Callable[[Call], Axes],
         settings: ExportSettings,
         made: Path,
     ) -> None:
         self._module, self._settings, self._folder = module, settings, made
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self._call = Call.of(module, to_device(batch, device))
+        self._call = call
         with decisions.reads() as known:
             try:
                 self._call(self._call.tensors)
@@ -167,11 +223,7 @@ class _Writer:
                 raise
         self._known = frozenset(known)
         tell(f"looking which sizes of {', '.join(self._call.tensors)} may vary")
-        if second is None:
-            self._axes = axes.tried(self._call)
-        else:
-            other = Call.of(module, to_device(second, device))
-            self._axes = axes.of_two(self._call, other.tensors)
+        self._axes = found(self._call)
         self._references: list[Expected] = []
         self._read: set[str] = set()
         """The inputs that the graph has: those that forward reads."""

@@ -390,6 +390,11 @@ COMMANDS = {
                 Option("--batch", "what it is called with: a batch, or a loader", kind="batch"),
                 Option("--second", "another batch: the sizes that differ may vary", kind="batch"),
                 Option("--eval-data", "labelled data, for the files' accuracy", kind="loader"),
+                Option(
+                    "--trainable",
+                    "parameters that a device trains on, with commas, as in 'classifier.*'",
+                ),
+                Option("--loss", "for --trainable, where the model has none", kind="loss"),
             ),
             besides=(
                 Declaration(
