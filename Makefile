@@ -34,10 +34,12 @@ endif
 
 test: $(DONE)/test $(DONE)/extension lint
 	$(BIN)/python -m tests.chromium
+	$(BIN)/python -m tests.node
 	$(BIN)/python -m pytest $(TWO_AT_A_TIME)
 
 nightly: $(DONE)/test $(DONE)/extension lint
 	$(BIN)/python -m tests.chromium
+	$(BIN)/python -m tests.node
 	$(BIN)/python -m pytest -m ''
 
 lint: $(DONE)/test
@@ -64,7 +66,7 @@ $(DONE)/torch.txt: $(DONE)/venv pyproject.toml
 
 $(DONE)/demo $(DONE)/test: $(DONE)/torch.txt pyproject.toml $(FRONT_END)
 	@echo "setup: ortlab and what it needs for $(@F), a few minutes when nothing is cached"
-	@$(PIP) install -qq --constraint $(DONE)/torch.txt --editable '.[$(@F)]'
+	@$(if $(filter test,$(@F)),ORTLAB_WEB=1) $(PIP) install -qq --constraint $(DONE)/torch.txt --editable '.[$(@F)]'
 	@touch $@
 
 $(DONE)/extension: $(DONE)/torch.txt | $(if $(filter test nightly,$(MAKECMDGOALS)),$(DONE)/test,$(DONE)/demo)

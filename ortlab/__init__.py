@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab import data, optim
+    from ortlab.deploy.write import export
     from ortlab.fleet import zero_plan
     from ortlab.orttrainer import ORTTrainer, ORTTrainerOptions
     from ortlab.runs import Run
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "check_setup",
     "data",
+    "export",
     "finetune",
     "graphs",
     "last_run",
@@ -69,6 +71,7 @@ __all__ = [
 _ELSEWHERE = {
     "ORTTrainer": "ortlab.orttrainer",
     "ORTTrainerOptions": "ortlab.orttrainer",
+    "export": "ortlab.deploy.write",
     "script": "ortlab.standalone",
     "zero_plan": "ortlab.fleet",
 }

@@ -69,6 +69,10 @@ class Session:
         ] = weakref.WeakKeyDictionary()
         self.searches: list[Race | Tune] = []
         """Races and searches of this process, the last one last."""
+        # What each model was trained on last; of lists, which take no weak reference, a batch.
+        self._data: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._preferred: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
             weakref.WeakKeyDictionary()
         )
@@ -179,6 +183,7 @@ class Session:
             begin=begin,
         )
         self.runs.append(run)
+        self._data[original] = _reference(train)
         self._executed[run] = shared
         run.start()
         return run
@@ -266,6 +271,11 @@ class Session:
         """The user's own module in `module`, or itself."""
         entry = self.wrapped.entry(module)
         return module if entry is None else entry.engine.unwrap(module)
+
+    def last_data(self, model: nn.Module) -> Any:
+        """What `model` was trained on last, or a batch of it; None where nobody holds it now."""
+        known = self._data.get(model)
+        return None if known is None else known()
 
     def _at_work(self) -> list[str]:
         """The runs that train just now."""
@@ -505,6 +515,17 @@ def _begin(resume_from: str | Path | Checkpoint | None) -> Checkpoint | None:
     if resume_from is None or isinstance(resume_from, Checkpoint):
         return resume_from
     return Checkpoint.load(resume_from)
+
+
+def _reference(data: Iterable[Any]) -> Callable[[], Any]:
+    """Gives `data` back as long as somebody holds it; of a list its first batch, always."""
+    if isinstance(data, list | tuple):
+        kept = list(data[:1])
+        return lambda: kept or None
+    try:
+        return weakref.ref(data)
+    except TypeError:  # a generator's like, which is read once
+        return lambda: None
 
 
 def _loss(

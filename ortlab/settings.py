@@ -227,6 +227,8 @@ ATTENTION = ("auto", "fused", "onnx")
 LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
 OPSETS = (14, 17)
 """The oldest and the newest ONNX opset that ORTModule's export rules are checked at."""
+EXPORT_OPSETS = (14, 20)
+"""The oldest opset that has attention, and the newest that torch's exporter writes."""
 OPTIMIZERS = ("adamw", "sgd", "lamb")
 LOSSES = ("cross_entropy", "mse", "l1", "bce_with_logits")
 
@@ -431,6 +433,23 @@ class ProfileSettings(Settings):
     """How a model is profiled; the options of ``%ort profile`` and ``ortlab.profile``."""
 
     steps: int = setting(5, minimum=1, help="steps that are timed, in each engine, after two more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(Settings):
+    """How a model leaves for inference; the options of ``%ort export`` and ``ortlab.export``."""
+
+    opset: int = setting(
+        17,
+        minimum=EXPORT_OPSETS[0],
+        maximum=EXPORT_OPSETS[1],
+        help="the version of the ONNX operators",
+    )
+    fp16: bool = setting(False, help="one more file in half precision, its difference told")
+    int8: bool = setting(False, help="one more file with weights of eight bits, likewise")
+    external_data: bool = setting(
+        False, help="the weights in a file of their own, as they are from 2 GiB on"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

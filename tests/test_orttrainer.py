@@ -469,6 +469,47 @@ def test_graphs_are_saved_where_asked(tmp_path: Path) -> None:
     assert operators.count("ortlab_optimizers::sgd") == 4
 
 
+def test_the_trained_model_is_saved_for_inference(tmp_path: Path) -> None:
+    import onnxruntime
+
+    file, model = tmp_path / "net.onnx", net(dropout=0.5)
+    found = trainer(model)
+    with pytest.raises(ValueError, match="no batch was seen yet"):
+        found.save_as_onnx(file)
+    for x, y in batches(3):
+        found.train_step(x, y)
+    found.save_as_onnx(file)
+    written = onnx.load(file)
+    assert {each.name for each in written.graph.initializer} >= set(model.state_dict())
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    assert [(each.name, each.shape) for each in session.get_inputs()] == [("x", ["batch", 8])]
+    assert [(each.name, each.shape) for each in session.get_outputs()] == [("y", ["batch", 3])]
+    x = torch.randn(11, 8)
+    (given,) = session.run(None, {"x": x.numpy()})
+    expected = found.eval_step(x, torch.zeros(11, dtype=torch.long))[1]
+    torch.testing.assert_close(torch.from_numpy(given), expected, rtol=1e-4, atol=1e-5)
+    assert model.training
+    with pytest.raises(ValueError, match="cannot be a file"):
+        found.save_as_onnx(tmp_path)
+
+
+def test_a_model_with_its_own_loss_is_saved_without_it(tmp_path: Path) -> None:
+    import onnxruntime
+
+    described = {
+        "inputs": [("input_ids", ["batch", "length"]), ("labels", ["batch"])],
+        "outputs": [("loss", [], True), ("logits", ["batch", 2])],
+    }
+    found = ORTTrainer(tiny.bert(), described, optim.SGDConfig(lr=0.1))
+    ids = torch.arange(12).reshape(2, 6)
+    _, logits = found.eval_step(ids, torch.tensor([0, 1]))
+    found.save_as_onnx(tmp_path / "bert.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "bert.onnx")
+    (given,) = session.run(["logits"], {"input_ids": ids.numpy()})
+    torch.testing.assert_close(torch.from_numpy(given), logits, rtol=1e-4, atol=1e-5)
+    assert [each.name for each in session.get_inputs()] == ["input_ids"]
+
+
 def test_deterministic_compute_is_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     plain = WholeStep.run

@@ -6,13 +6,16 @@ whoever runs the graph compares it with what was read at export, and knows wheth
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
+import linecache
 import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -209,3 +212,71 @@ def check(decisions: Sequence[Decision], found: Sequence[torch.Tensor]) -> None:
     for decision, value in zip(decisions, found, strict=True):
         if not torch.equal(decision.value.to(value.device), value):
             raise OtherDecision(decision.place)
+
+
+# ---- graphs that nobody compares with anything ---------------------------------------------------
+
+
+@dataclass
+class Frozen:
+    """What a trace froze, by place: ``values`` of tensors, and truths of ``sizes``.
+
+    Sizes are those that code of the user's decides by. What only decides whether to raise is in
+    ``checks``: the graph is right without it.
+    """
+
+    values: list[Place] = field(default_factory=list)
+    sizes: list[Place] = field(default_factory=list)
+    checks: list[Place] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def reads() -> Iterator[set[Place]]:
+    """The set of places where values of tensors are read in Python meanwhile."""
+    places: set[Place] = set()
+    with _Listening(lambda place, *_: places.add(place)):
+        yield places
+
+
+@contextlib.contextmanager
+def frozen_in_trace(known: frozenset[Place]) -> Iterator[Frozen]:
+    """What the trace that runs meanwhile freezes; `known` are the `reads` of an ordinary call."""
+    found = Frozen()
+
+    def hear(place: Place, func: Any, _: tuple[Any, ...]) -> None:
+        by_value = place in known
+        by_size = func in _TRUTHS and not place[0].startswith(_INSTALLED)
+        if not (by_value or by_size):
+            return
+        if func in _TRUTHS and _only_checks(place):
+            found.checks.append(place)
+        elif by_value:
+            found.values.append(place)
+        else:
+            found.sizes.append(place)
+
+    if not torch._C._is_tracing():
+        yield found
+        return
+    with _Listening(hear):
+        yield found
+
+
+def _only_checks(place: Place) -> bool:
+    """Whether the statement at `place` is an assertion, or an ``if`` that only raises."""
+    file, line = place
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return False
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    if not around:
+        return False
+    innermost = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
+    if isinstance(innermost, ast.If):
+        return not innermost.orelse and all(isinstance(each, ast.Raise) for each in innermost.body)
+    return isinstance(innermost, ast.Assert)

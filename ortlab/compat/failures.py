@@ -57,7 +57,9 @@ class Lines:
 
 _ATTRIBUTE = "_ortlab_failure"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_OWN = {Path(__file__).with_name(f"{n}.py") for n in ("exporting", "decisions", "interop")}
+_OWN = {
+    Path(__file__).with_name(f"{n}.py") for n in ("exporting", "decisions", "inference", "interop")
+}
 """What stands between the exporter and the model."""
 _LIBRARIES = tuple(
     Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")
@@ -65,6 +67,8 @@ _LIBRARIES = tuple(
 _EXPORTERS = ("torch", "onnxruntime")
 _ENTRY = "/onnxruntime/training/ortmodule/_io.py"
 """Where ORT calls the model's forward; what lies outside of it is not the model."""
+_ENTRIES = re.compile(rf"(?:{re.escape(_ENTRY)}|/ortlab/deploy/call\.py)\(")
+"""The same, and where an export for inference calls it."""
 _NO_KERNEL, _NO_TYPE = "ORT has no kernel for {operator}", "ORT's {operator} takes no {type}"
 _TEXTS = (
     (r"Could not find an implementation for (?P<operator>\w+)\(\d+\)", _NO_KERNEL),
@@ -191,7 +195,7 @@ def module_path(scope: str) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def lines_of_stack(stack: str) -> Lines:
     """What a TorchScript source range says, in lines of "file(12): function"."""
-    inside = stack.partition(_ENTRY + "(")[0]
+    inside = _ENTRIES.split(stack)[0]
     found = re.findall(r"^(?:## )?(.+)\((\d+)\): ", inside, re.MULTILINE)
     frames = [(file, int(line)) for file, line in reversed(found)]  # the innermost comes first
     innermost = next((f for f in reversed(frames) if not _belongs_to(f[0], *_EXPORTERS)), None)

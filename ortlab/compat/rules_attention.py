@@ -129,11 +129,18 @@ def _written_out(
         scores = g.op("Add", scores, mask)
     weights = g.op("Softmax", scores, axis_i=-1)
     if seen is not None:  # a query that sees no key gets nothing
-        weights = g.op("Mul", weights, g.op("ReduceMax", seen, axes_i=[-1], keepdims_i=1))
+        weights = g.op("Mul", weights, _any_along_last(g, seen))
     ratio = 0.0 if missing(dropout_p) else float(literal(dropout_p, "f"))
     if ratio > 0:
         weights = dropout(g, weights, ratio)
     return g.op("MatMul", weights, value)
+
+
+def _any_along_last(g: Graph, seen: Value) -> Value:
+    """The largest along the last dimension, which stays; from opset 18 on axes are an input."""
+    if g.opset < 18:
+        return g.op("ReduceMax", seen, axes_i=[-1], keepdims_i=1)
+    return g.op("ReduceMax", seen, constant(g, [-1]), keepdims_i=1)
 
 
 def _fits(query: Value, key: Value, value: Value, mask: Value | None, *, any_float: bool) -> bool:

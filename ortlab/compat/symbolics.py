@@ -7,7 +7,7 @@ nodes call torch's own kernel; their gradients are declared beside the rule.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class Attention:
 RULES: list[Rule] = []
 _OPSET = 17  # what ORTModule exports at
 _stock: dict[str, Callable[..., Any]] = {}
+_torchs: dict[str, Callable[..., Any]] = {}  # torch's own rules, in an export for inference
 _attention: Attention | None = None  # of the export under way
 _trained: set[str] = set()  # names of the parameters of the export under way
 
@@ -92,6 +93,27 @@ def register(registry: Any, gradients: Any) -> None:
 
 
 @contextlib.contextmanager
+def plain(operators: Sequence[str], opset: int) -> Iterator[dict[str, Callable[..., Any]]]:
+    """Our rules for those `operators`, by torch's full name, for graphs that are not trained.
+
+    What they go on to meanwhile is torch's own rule at `opset`, not ORTModule's.
+    """
+    from ortlab.compat import rules_attention, rules_tensors  # noqa: F401
+
+    found = {each.operator: each.export for each in RULES if each.operator in operators}
+    for name in found:
+        group = registration.registry.get_function_group(f"aten::{name}")
+        torchs = None if group is None else group.get(opset)
+        if torchs is not None:
+            _torchs[name] = torchs
+    try:
+        with attention_as(None):
+            yield {f"aten::{name}": export for name, export in found.items()}
+    finally:
+        _torchs.clear()
+
+
+@contextlib.contextmanager
 def gradients_for(module: torch.nn.Module) -> Iterator[None]:
     """Tells the rules of an export of `module` which of its parameters are trained."""
     _trained.update(name for name, each in module.named_parameters() if each.requires_grad)
@@ -119,7 +141,7 @@ def attention() -> Attention | None:
 
 def stock(operator: str) -> Callable[..., Any]:
     """ORT's or torch's own rule, which one of ours goes on to for the ordinary case."""
-    return _stock[operator]
+    return _torchs.get(operator) or _stock[operator]
 
 
 def rule(

@@ -19,7 +19,7 @@ from ortlab.engines.base import Batch, LossFunction
 from ortlab.settings import LOSSES, unknown_name
 
 _MOST_NAMES = 6
-_TARGETS = ("labels", "label", "target", "targets")
+TARGETS = ("labels", "label", "target", "targets")
 
 _LOSS_FUNCTIONS: dict[str, LossFunction] = {
     "cross_entropy": functional.cross_entropy,
@@ -137,11 +137,11 @@ def _split(batch: Batch, *, with_target: bool) -> tuple[Batch, Any]:
     if not with_target:
         return batch, None
     if isinstance(batch, Mapping):
-        name = next((name for name in _TARGETS if name in batch), None)
+        name = next((name for name in TARGETS if name in batch), None)
         if name is None:
             raise ValueError(
                 f"a loss function needs a target: the batch has {', '.join(map(str, batch))}, "
-                f"none of {', '.join(_TARGETS)}"
+                f"none of {', '.join(TARGETS)}"
             )
         return {key: value for key, value in batch.items() if key != name}, batch[name]
     if isinstance(batch, tuple | list) and len(batch) >= 2:
@@ -192,6 +192,13 @@ def signature(module: nn.Module) -> str:
     return f"forward({', '.join(names[:_MOST_NAMES])}{more})"
 
 
+def signature_names(module: nn.Module) -> list[str]:
+    """The names of what forward takes in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(module.forward).parameters.values()
+    return [each.name for each in found if each.kind in kinds]
+
+
 def _mismatch(module: nn.Module, arguments: list[Any], named: dict[str, Any]) -> str | None:
     try:
         # torch.compile's module has a forward that takes anything.
@@ -205,7 +212,7 @@ def _mismatch(module: nn.Module, arguments: list[Any], named: dict[str, Any]) ->
 def target_of(batch: Batch) -> torch.Tensor | None:
     """A mapping's target by its name, else the last item; None where that is no tensor."""
     if isinstance(batch, Mapping):
-        found = next((batch[name] for name in _TARGETS if name in batch), None)
+        found = next((batch[name] for name in TARGETS if name in batch), None)
     else:
         found = batch[-1] if isinstance(batch, tuple | list) and batch else None
     return found if isinstance(found, torch.Tensor) else None
@@ -221,7 +228,7 @@ def _own_loss(output: Any, batch: Batch) -> Any:
     else:
         found = getattr(output, "loss", None)
     if found is None or (isinstance(output, torch.Tensor) and output.numel() != 1):
-        has_target = isinstance(batch, Mapping) and any(name in batch for name in _TARGETS)
+        has_target = isinstance(batch, Mapping) and any(name in batch for name in TARGETS)
         hint = "" if has_target or not isinstance(batch, Mapping) else "; the batch has no labels"
         raise ValueError(
             f"the model returns no loss{hint}; name one: --loss {', '.join(LOSSES)}, or a function"

@@ -16,6 +16,7 @@ from ortlab.settings import (
     OPTIMIZERS,
     Declaration,
     EngineSettings,
+    ExportSettings,
     FinetuneSettings,
     FleetSettings,
     ProfileSettings,
@@ -372,6 +373,33 @@ COMMANDS = {
                 Option("--to", "the folder; without it standalone"),
                 Option("--make-model", "the expression that makes the model, as in 'Net(6, 4)'"),
                 Option("--make-data", "the expression that makes batches, as in 'loader()'"),
+            ),
+        ),
+        Command(
+            "export",
+            "Write a trained model for inference anywhere, checked beside torch.",
+            "`exported = %ort export model out/` gives its files, sizes and differences; out/ gets "
+            "a README.md with programs that run it. Without --batch it is exported for the last "
+            "batch that was seen.",
+            (
+                Positional("model", "model", "the model, wrapped or not; it stays as it is"),
+                Positional("path", "", "the folder that it gets into"),
+            ),
+            settings=ExportSettings,
+            extra=(
+                Option("--batch", "what it is called with: a batch, or a loader", kind="batch"),
+                Option("--second", "another batch: the sizes that differ may vary", kind="batch"),
+                Option("--eval-data", "labelled data, for the files' accuracy", kind="loader"),
+                Option(
+                    "--trainable",
+                    "parameters that a device trains on, with commas, as in 'classifier.*'",
+                ),
+                Option("--loss", "for --trainable, where the model has none", kind="loss"),
+            ),
+            besides=(
+                Declaration(
+                    "web", bool, False, "a form that runs it in this page, beside the kernel"
+                ),
             ),
         ),
         Command(

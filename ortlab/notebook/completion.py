@@ -158,7 +158,8 @@ def _words(command: Command, words: list[str], names: Names) -> Iterable[str]:
         return ()
     if places[at].kind == "size":
         return names.sizes(before[0])
-    offered = places[at].choices or names.of(places[at].kind)
+    kind = places[at].kind
+    offered = places[at].choices or (names.of(kind) if kind else ())
     return (name for name in offered if name not in before)
 
 

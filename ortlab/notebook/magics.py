@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from ortlab.cluster.workers import Workers
     from ortlab.compat.doctor import Finding
+    from ortlab.deploy.exported import Exported
+    from ortlab.deploy.training import TrainingArtifacts
     from ortlab.graph.capture import Graphs, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -337,6 +339,53 @@ class OrtMagics(Magics):
             loss=self._loss(loss),
             **settings,
         )
+
+    def _export(self, given: Given) -> Exported | TrainingArtifacts:
+        from ortlab.deploy.write import export
+
+        words = given.words
+        if words["trainable"] is not None:
+            return self._export_training(given)
+        if words["loss"] is not None:
+            raise ValueError("--loss is for --trainable; a graph for inference has none")
+        batch, second, data = (words[name] for name in ("batch", "second", "eval_data"))
+        settings = dict(given.settings)
+        web = settings.pop("web", False)
+        with _progress():
+            exported = export(
+                model_called(words["model"], self._ip.user_ns),
+                words["path"],
+                None if batch is None else self._value("batch", batch),
+                second=None if second is None else self._value("batch", second),
+                eval_data=None if data is None else self._value("loader", data),
+                **settings,
+            )
+        if web:
+            from IPython.display import display
+
+            display(exported.in_page())  # type: ignore[no-untyped-call]
+        return exported
+
+    def _export_training(self, given: Given) -> TrainingArtifacts:
+        from ortlab.deploy.write import export
+
+        words = given.words
+        for name in ("second", "eval_data", *given.settings):
+            if words.get(name) is not None or name in given.settings:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} is for inference; leave it out with --trainable")
+        batch, loss = words["batch"], words["loss"]
+        if batch is None:
+            raise ValueError("--trainable needs a batch with its labels: --batch train")
+        with _progress():
+            made: TrainingArtifacts = export(
+                model_called(words["model"], self._ip.user_ns),
+                words["path"],
+                self._value("batch", batch),
+                trainable=words["trainable"].split(","),
+                loss=self._loss(loss),
+            )
+        return made
 
     def _zero(self, given: Given) -> ZeroPlan:
         model, count = given.words["model"], given.words["params"]

@@ -17,6 +17,7 @@ from torch import nn
 
 from ortlab.checkpoint import Checkpoint, Position, check_model, check_optimizer
 from ortlab.engines.base import EngineUnavailable, NotFinite, engine, refusal, unfit
+from ortlab.engines.batch import TARGETS, signature_names
 from ortlab.engines.ortmodule import execution_of, reseed
 from ortlab.engines.whole import WholeStep
 from ortlab.optim.config import DecayMode, OptimizerConfig
@@ -105,6 +106,7 @@ class ORTTrainer:
         self._bad = torch.zeros(())
         self._step = WholeStep(execution_of(self._wrapped), self._optimizer, self._bad)
         self._info = TrainStepInfo(optim_config)
+        self._last: list[torch.Tensor] | None = None  # batch that fitted, for `save_as_onnx`
         self._taken = 0  # micro-batches of the step under way
         self._saved = not self.options.debug.graph_save_paths
 
@@ -184,8 +186,9 @@ class ORTTrainer:
             for name in names
         ]
 
-    def _check(self, inputs: Sequence[Any], sizes: dict[str, int]) -> None:
+    def _check(self, inputs: list[Any], sizes: dict[str, int]) -> None:
         self.model_desc.check_inputs(inputs, sizes)
+        self._last = inputs
 
     def _outputs(self, found: Sequence[torch.Tensor], sizes: dict[str, int]) -> Any:
         loss, *others = found
@@ -321,6 +324,35 @@ class ORTTrainer:
         user_dict: dict[str, Any] = found.settings["orttrainer"]
         return user_dict
 
+    def save_as_onnx(self, path: str | Path) -> None:
+        """Writes the trained model for inference as one ONNX file: no loss, no dropout.
+
+        Inputs and outputs are called and sized as in `model_desc`. The file is run in onnxruntime
+        beside torch before it is there, see `ortlab.export`. ValueError before the first step.
+        """
+        from ortlab.deploy import write
+        from ortlab.deploy.axes import Axes, Axis
+        from ortlab.deploy.call import Call
+
+        if self._last is None:
+            raise ValueError("no batch was seen yet; train or evaluate once, then save")
+        given = {
+            each.name: tensor
+            for each, tensor in zip(self.model_desc.inputs, self._last, strict=True)
+            if not self._objective.is_answer(each.name)
+        }
+        places: dict[str, list[tuple[str, int]]] = {}
+        for each in self.model_desc.inputs:
+            for dim, size in enumerate(each.sizes or ()):
+                if isinstance(size, str) and each.name in given:
+                    places.setdefault(size, []).append((each.name, dim))
+        axes = []
+        for name, at in places.items():
+            size = given[at[0][0]].shape[at[0][1]]
+            axes.append(Axis(name, size, tuple(at), (size + 1, max(size - 1, 1))))
+        module = _Inference(self._objective)
+        write.one_file(self.model, Call(module, (), given), Axes(axes), path)
+
     def _between_steps(self, verb: str) -> None:
         if self._taken:
             number = self.options.batch.gradient_accumulation_steps
@@ -375,7 +407,7 @@ class _Objective(nn.Module):
         self._original_module = model
         self.loss_fn = loss_fn
         self.training = model.training
-        names = _parameters_of(model)
+        names = signature_names(model)
         self.taken = [each.name for each in description.inputs if each.name in names]
         """The inputs that forward takes by their names; none where it takes them in order."""
         number = len(self.taken) or min(len(names), len(description.inputs))
@@ -408,13 +440,30 @@ class _Objective(nn.Module):
             assert self.description.loss is not None
             loss = outputs.pop(self.description.loss)
         else:
-            label = next(v for n, v in given.items() if self._is_label(n))
+            label = next(v for n, v in given.items() if self.is_label(n))
             loss = self.loss_fn(result, label)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ValueError("the loss is no scalar; reduce it, as with .mean()")
         return (loss, *(each.detach() for each in outputs))
 
-    def _is_label(self, name: str) -> bool:
+    def evaluated(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs by name, but for the loss, of inputs without answers."""
+        if self.taken:
+            result = self._original_module(**named)
+        else:
+            result = self._original_module(*named.values())
+        names = [each.name for each in self.description.outputs if not each.is_loss]
+        return dict(zip(names, self._named(result), strict=False))
+
+    def is_answer(self, name: str) -> bool:
+        """Whether an input is for the loss alone."""
+        if self.loss_fn is not None:
+            return self.is_label(name)
+        parameter = inspect.signature(self._original_module.forward).parameters.get(name)
+        optional = parameter is not None and parameter.default is None
+        return optional and name in TARGETS
+
+    def is_label(self, name: str) -> bool:
         names = [each.name for each in self.description.inputs]
         return name not in self.taken if self.taken else names.index(name) >= self.number
 
@@ -429,6 +478,18 @@ class _Objective(nn.Module):
         else:
             values = list(result)
         return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+class _Inference(nn.Module):
+    """What a graph for inference computes: the objective's outputs without its loss."""
+
+    def __init__(self, objective: _Objective) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def forward(self, **named: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The outputs by their names in ``model_desc``."""
+        return self.objective.evaluated(named)
 
 
 def _refuse_without_loss(description: Description, rest: int, names: Sequence[str]) -> None:
@@ -449,13 +510,6 @@ def _refuse_without_loss(description: Description, rest: int, names: Sequence[st
 def _new(name: str, description: Description) -> str:
     taken = {each.name for each in (*description.inputs, *description.outputs)}
     return name if name not in taken else f"{name}_1"
-
-
-def _parameters_of(model: nn.Module) -> list[str]:
-    """The names of what forward takes in order."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = inspect.signature(model.forward).parameters.values()
-    return [each.name for each in found if each.kind in kinds]
 
 
 def _is_config(value: Any) -> bool:

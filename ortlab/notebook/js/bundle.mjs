@@ -1,14 +1,24 @@
 // Bundles the views into ../static: what a wheel carries and what the browser gets.
 import { build } from "esbuild";
+import { existsSync } from "node:fs";
 import { mkdir, readFile, writeFile } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
+import { gzipSync } from "node:zlib";
 
 const STATIC = new URL("../static/", import.meta.url);
+
+const WEB = new URL("web/node_modules/onnxruntime-web/", import.meta.url);
+const withWeb = existsSync(WEB); // ORTLAB_WEB=1 has the hook install it
 
 await mkdir(STATIC, { recursive: true });
 await build({
   absWorkingDir: fileURLToPath(new URL(".", import.meta.url)),
-  entryPoints: { runview: "src/runview.js", graphview: "src/graphview.js", panel: "src/panel.js" },
+  entryPoints: {
+    runview: "src/runview.js",
+    graphview: "src/graphview.js",
+    panel: "src/panel.js",
+    ...(withWeb ? { inpage: "web/inpage.js" } : {}),
+  },
   outdir: fileURLToPath(STATIC),
   bundle: true,
   format: "esm",
@@ -20,7 +30,13 @@ await build({
 });
 const uplot = JSON.parse(await readFile(new URL("node_modules/uplot/package.json", import.meta.url)));
 const license = await readFile(new URL("node_modules/uplot/LICENSE", import.meta.url), "utf8");
-await writeFile(
-  new URL("THIRD_PARTY_LICENSES.txt", STATIC),
-  `runview.js and runview.css contain uPlot ${uplot.version} (https://github.com/leeoniya/uPlot):\n\n${license}`,
-);
+let licenses = `runview.js and runview.css contain uPlot ${uplot.version} (https://github.com/leeoniya/uPlot):\n\n${license}`;
+if (withWeb) {
+  const name = "ort-wasm-simd-threaded.wasm";
+  await writeFile(new URL(`${name}.gz`, STATIC), gzipSync(await readFile(new URL(`dist/${name}`, WEB)), { level: 9 }));
+  await writeFile(new URL("inpage.css", STATIC), await readFile(new URL("web/inpage.css", import.meta.url)));
+  const { version } = JSON.parse(await readFile(new URL("package.json", WEB)));
+  licenses += `\n\ninpage.js and ${name}.gz contain onnxruntime-web ${version}
+(https://github.com/microsoft/onnxruntime), Copyright (c) Microsoft Corporation, under the same MIT License.\n`;
+}
+await writeFile(new URL("THIRD_PARTY_LICENSES.txt", STATIC), licenses);

@@ -1,0 +1,1 @@
+"""A trained model leaves for anywhere: `ortlab.export`."""

@@ -1,0 +1,56 @@
+"""How many classes the files get right of labelled data, beside torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ortlab import batching
+from ortlab.deploy import check
+from ortlab.deploy.call import Call
+from ortlab.deploy.exported import Form
+from ortlab.engines.base import Batch, tell
+from ortlab.engines.batch import Forward, hits, target_of, to_device
+from ortlab.settings import FinetuneSettings
+
+
+def measured(call: Call, folder: Path, forms: Sequence[Form], data: Iterable[Any]) -> list[Form]:
+    """`forms` with the share of classes that they predict right in all of `data`, and torch's.
+
+    ValueError where the data has no classes as targets, or batches that a fixed size does not take.
+    """
+    sessions = [check.session(folder / form.file) for form in forms]
+    right, total = [0] * (len(forms) + 1), 0
+    found = batching.batches(data, FinetuneSettings(engine="eager"))
+    device = next(iter(call.tensors.values())).device
+    tell("measuring the accuracy")
+    for batch in batching.Epoch(found.open(0, 0), found.size, 0):
+        target = target_of(batch)
+        tensors = Call.of(call.module, to_device(batch, device)).tensors
+        answers: list[Mapping[str, torch.Tensor]] = [call(tensors)]
+        for session in sessions:
+            given = check.run(session, tensors)
+            answers.append({name: torch.from_numpy(each) for name, each in given.items()})
+        for i, outputs in enumerate(answers):
+            hit, of = _hits(outputs, target)
+            right[i] += hit
+        total += of
+    if not total:
+        raise ValueError(
+            "eval_data has no classes to predict: give batches with labels [N] for scores [N, C]"
+        )
+    torchs, *ours = (each / total for each in right)
+    return [
+        dataclasses.replace(form, accuracy=own, torch_accuracy=torchs)
+        for form, own in zip(forms, ours, strict=True)
+    ]
+
+
+def _hits(outputs: Mapping[str, torch.Tensor], target: Batch) -> tuple[int, int]:
+    scores = outputs.get("logits", next(iter(outputs.values()))).cpu()
+    wanted = target.cpu() if isinstance(target, torch.Tensor) else None
+    return hits(Forward(torch.zeros(()), scores, wanted))

@@ -1,0 +1,64 @@
+"""The example that a model is exported for: as it is given, or the last that ortlab saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ortlab import batching
+from ortlab.engines.base import Batch
+from ortlab.engines.batch import signature, tensors
+from ortlab.engines.ortmodule import execution_of, is_wrapped
+from ortlab.randomness import RandomStates
+from ortlab.settings import FinetuneSettings
+
+
+def of(model: nn.Module, module: nn.Module, given: Any) -> Batch:
+    """The batch that was `given`, or the first of the data, or what `model` was called with last.
+
+    `module` is the user's own in `model`. ValueError where there is none.
+    """
+    from ortlab.session import session
+
+    if given is not None:
+        return first(given)
+    if is_wrapped(model) and (form := execution_of(model).last_call) is not None:
+        args, kwargs = form.placeholders()
+        names = list(kwargs)
+        if not args:
+            return kwargs
+        if not names:
+            return args
+        raise ValueError(f"the last call had places and names ({', '.join(names)}); give a batch")
+    data = session.last_data(module)
+    if data is not None:
+        return first(data)
+    raise ValueError(
+        f"no batch of this {type(module).__name__} was seen yet: give one for {signature(module)}"
+    )
+
+
+def first(given: Any) -> Batch:
+    """`given` where it is a batch, or the first batch of a loader, a dataset, a list of batches.
+
+    Random states are as before, so a loader's order stays what it would have been.
+    """
+    if isinstance(given, torch.Tensor | Mapping | tuple):
+        return given
+    if isinstance(given, list) and given and isinstance(given[0], torch.Tensor):
+        return given
+    found = batching.batches(given, FinetuneSettings(engine="eager"))
+    states = RandomStates.now()
+    generators = [(each, each.get_state()) for each in found.generators]
+    try:
+        taken = batching.Epoch(found.open(0, 0), found.size, 0).take(1)
+    finally:
+        states.give_back()
+        for generator, state in generators:
+            generator.set_state(state)
+    if not taken or not tensors(taken[0]):
+        raise ValueError("the data has no batch with a tensor in it; give one as batch=...")
+    return taken[0]

@@ -1,0 +1,124 @@
+"""The folder of an export: filled beside its place, and moved there when all in it is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "export.json"
+"""What an export is: its ports, differences, and every other file with its size and hash."""
+
+
+@contextlib.contextmanager
+def filled(target: Path) -> Iterator[Path]:
+    """A fresh folder, which takes the place of `target` when the block ends without an error.
+
+    Nothing is left of it otherwise. ValueError where `target` may not be replaced (`check`),
+    RuntimeError where it cannot be written.
+    """
+    check(target)
+    made = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        made.chmod(0o777 & ~_umask())
+        yield made
+        check(target)  # it may have changed meanwhile
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+            target.rename(old / "before")
+            try:
+                made.rename(target)
+            except OSError:
+                (old / "before").rename(target)
+                raise
+            finally:
+                shutil.rmtree(old, ignore_errors=True)
+        else:
+            made.rename(target)
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot write the export to {target}: {error.strerror or error}; name another folder"
+        ) from error
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _umask() -> int:
+    """The user's, by a file that is made with it: asking the process would change it."""
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / "probe"
+        probe.mkdir()
+        return 0o777 & ~probe.stat().st_mode
+
+
+def check(target: Path) -> None:
+    """ValueError where something else than an unchanged export, or an empty folder, is there."""
+    if target.suffix == ".onnx":
+        raise ValueError(
+            f"{target} is to be a folder, which the model gets into; name one, as out/"
+        )
+    if not target.exists() and not target.is_symlink():
+        return
+    if target.is_symlink() or not target.is_dir():
+        raise ValueError(f"{target} is there and is no folder; name another one")
+    present = {
+        path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()
+    }
+    if not present:
+        return
+    known = _listed(target)
+    other = sorted(
+        name
+        for name in present - {MANIFEST}
+        if name not in known or fingerprint(target / name) != known[name]
+    )
+    if MANIFEST not in present or other:
+        named = ", ".join(other[:3]) + (", ..." if len(other) > 3 else "")
+        raise ValueError(
+            f"{target} holds other files ({named or 'no export'}); name another folder, or remove "
+            "them: only an earlier export is replaced"
+        )
+
+
+def _listed(target: Path) -> dict[str, str]:
+    """Every file of the export in `target` with its hash; none where there is none."""
+    try:
+        return {name: each["sha256"] for name, each in read(target)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What an export's manifest says; ValueError where `folder` holds none."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} holds no export: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder} holds no export: {MANIFEST} is no object")
+    return found
+
+
+def describe(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Writes the manifest of the files in `folder`, with `facts`."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": fingerprint(path)}
+        for path in sorted(folder.iterdir())
+    }
+    (folder / MANIFEST).write_text(json.dumps({**facts, "files": files}, indent=1) + "\n")
+
+
+def fingerprint(file: Path) -> str:
+    """The SHA-256 of a file; empty for what is none."""
+    if file.is_symlink() or not file.is_file():
+        return ""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

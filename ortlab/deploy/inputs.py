@@ -1,0 +1,121 @@
+"""Inputs that an exported graph is tried with: random ones and those at the edges."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ortlab.deploy.axes import BATCH, Axes, Axis, resized
+from ortlab.deploy.call import Call
+
+_SEED = 20210301
+_EXTREME = 100.0
+"""How many times the example's spread extreme fractions are from its mean."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Inputs and what they are an instance of; ``axis`` is the one whose size is not the example's.
+
+    ``known`` are inputs of the same sizes that forward is known to take: it may refuse some values.
+    """
+
+    name: str
+    tensors: dict[str, torch.Tensor]
+    known: dict[str, torch.Tensor] | None = None
+    axis: Axis | None = None
+
+
+class Values:
+    """Which values the inputs of a call may have.
+
+    Whole numbers that go into an embedding are its rows, others those that the example has; of
+    fractions there are all. Inputs of zeros and ones whose name says mask are masks.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._rows = _rows(call)
+        self._generator = torch.Generator().manual_seed(_SEED)
+        self.masks = call.masks()
+
+    def random(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Other values, in the shapes of `tensors`; masks stay."""
+        return {
+            name: tensor if name in self.masks else self._drawn(name, tensor)
+            for name, tensor in tensors.items()
+        }
+
+    def _drawn(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        shape = tensor.shape
+        example = self._call.tensors[name].cpu()
+        if tensor.is_floating_point():
+            noise = torch.randn(shape, generator=self._generator, dtype=torch.float64)
+            spread = example.double().std().nan_to_num(1.0) if example.numel() > 1 else 1.0
+            drawn = noise * spread + example.double().mean().nan_to_num()
+        elif name in self._rows:
+            drawn = torch.randint(self._rows[name], shape, generator=self._generator)
+        else:
+            order = torch.randint(example.numel(), shape, generator=self._generator)
+            drawn = example.reshape(-1)[order]
+        return drawn.to(tensor.device, tensor.dtype)
+
+    def extreme(self, *, high: bool) -> dict[str, torch.Tensor]:
+        """The largest values, or the smallest; masks stay."""
+        return {name: self._end(name, tensor, high) for name, tensor in self._call.tensors.items()}
+
+    def _end(self, name: str, tensor: torch.Tensor, high: bool) -> torch.Tensor:
+        if name in self.masks or not tensor.numel():
+            return tensor
+        if tensor.is_floating_point():
+            drawn = self._drawn(name, tensor)
+            return drawn * _EXTREME if high else torch.zeros_like(tensor)
+        if name in self._rows:
+            return torch.full_like(tensor, self._rows[name] - 1 if high else 0)
+        ends = tensor.max() if high else tensor.min()
+        return ends.expand_as(tensor).contiguous()
+
+
+def trials(call: Call, axes: Axes) -> Iterator[Trial]:
+    """What is tried: the example, random values, other sizes, padding, extremes."""
+    values = Values(call)
+    yield Trial("the example", dict(call.tensors))
+    yield Trial("random values", values.random(call.tensors))
+    for axis in axes.found:
+        for size in axis.others:
+            name = "a batch of 1" if (axis.name, size) == (BATCH, 1) else f"{axis.name} {size}"
+            known = resized(call.tensors, axis, size)
+            yield Trial(name, values.random(known), known, axis)
+    if values.masks:
+        yield Trial("padded rows", call.padded(left=False))
+        yield Trial("rows padded on the left", call.padded(left=True))
+    yield Trial("largest values", values.extreme(high=True))
+    yield Trial("smallest values", values.extreme(high=False))
+
+
+def _rows(call: Call) -> dict[str, int]:
+    """How many rows the embedding has that an input goes into as it is, by the input's name."""
+    given = {name: tensor.clone() for name, tensor in call.tensors.items()}
+    places = {tensor.data_ptr(): name for name, tensor in given.items() if tensor.numel()}
+    found: dict[str, int] = {}
+
+    def see(module: nn.Module, args: tuple[object, ...]) -> None:
+        for ids in args[:1]:
+            if isinstance(ids, torch.Tensor) and ids.data_ptr() in places:
+                name = places[ids.data_ptr()]
+                rows = getattr(module, "num_embeddings", None)
+                if isinstance(rows, int):
+                    found[name] = min(rows, found.get(name, rows))
+
+    with contextlib.ExitStack() as hooks:
+        for part in call.module.modules():
+            if isinstance(part, nn.Embedding):
+                handle = part.register_forward_pre_hook(see)
+                hooks.callback(handle.remove)
+        with torch.no_grad():
+            call.results(list(given.values()))
+    return found
