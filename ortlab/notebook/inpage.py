@@ -62,6 +62,12 @@ class InPage(anywidget.AnyWidget):
         )
         self.on_msg(self._receive)
 
+    def _repr_mimebundle_(self, **chosen: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The form, and for a page without a kernel or a terminal the table of the export."""
+        data, metadata = super()._repr_mimebundle_(**chosen) or ({}, {})
+        told = {"text/plain": repr(self._exported), "text/html": self._exported._repr_html_()}
+        return {**data, **told}, metadata
+
     def _receive(self, _: InPage, content: dict[str, Any], __: list[bytes]) -> None:
         """Runs what the page ran; what it cannot is told there, and nothing raised into a cell."""
         try:

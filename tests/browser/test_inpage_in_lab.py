@@ -65,6 +65,8 @@ def test_the_page_computes_what_the_kernel_does(notebook: Opens, page: Page) -> 
     assert {urlsplit(url).netloc for url in asked[before:]} <= {urlsplit(page.url).netloc, ""}
     assert not [url for url in asked if "wasm" in url or "onnx" in url]
 
+    (shown,) = (o["data"] for o in book.outputs()[1] if "application/vnd" in str(o.get("data")))
+    assert "largest difference" in shown["text/html"]
     view.get_by_label("scale (float32 [batch, 3])").fill("[[1, 2], [3]]")
     view.get_by_role("button", name="Run").click()
     expect(status).to_have_text("refused: scale: the lists are uneven")
