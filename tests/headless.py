@@ -116,6 +116,11 @@ class Executed:
 def execute(path: Path, *, timeout_s: int = 600) -> Executed:
     """The notebook executed whole, in a kernel of its own."""
     start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:  # what it writes is not to lie beside it
+        return _execute(path, folder, start, timeout_s)
+
+
+def _execute(path: Path, folder: str, start: float, timeout_s: int) -> Executed:
     notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     # The static picture is what stays: the widgets' state would be a script of 70 KB a run, and an
     # HTML page with it asks the network for a widget manager.
@@ -124,7 +129,7 @@ def execute(path: Path, *, timeout_s: int = 600) -> Executed:
         timeout=timeout_s,
         kernel_name="python3",
         kernel_manager_class=OwnKernel,
-        resources={"metadata": {"path": str(path.parent)}},
+        resources={"metadata": {"path": folder}},
         store_widget_state=False,
         extra_arguments=["--log-level=ERROR"],  # not the advice on encrypting loopback
     )

@@ -256,7 +256,7 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
         ),
         (
             "%%ort --engine orc\nbound = Net()",
-            "choose from eager, compile, ort; did you mean 'ort'?",
+            "choose from eager, compile, ort, offload; did you mean 'ort'?",
         ),
         ("%%ort --self-check maybe\nbound = Net()", "--self-check takes on or off, not 'maybe'"),
         ("%%ort 'net\nbound = Net()", '%ort: No closing quotation in "\'net"'),

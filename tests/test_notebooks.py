@@ -131,6 +131,24 @@ def test_zero_trains_the_same_and_holds_what_the_paper_says() -> None:
     assert "the workers ended" in printed
 
 
+def test_orttrainer_is_plain_torch_and_the_model_leaves() -> None:
+    notebook = executed("06_orttrainer_and_deploy")
+    printed = notebook.printed()
+    assert number(notebook, r"largest difference of a loss: (\S+)") < 1e-4
+    assert "{'note': 'half-way'}" in printed
+    assert "the same losses: True" in printed
+    assert re.search(r"^offload fp32 ", printed, re.MULTILINE)
+    tracked, run = notebook.runs
+    assert tracked["steps"] == 300
+    assert "offload" in run["title"]
+    accuracy = [float(each) for each in re.findall(r"(0\.\d+) \(0\.\d+\)$", printed, re.MULTILINE)]
+    assert len(accuracy) == 2
+    assert min(accuracy) > 0.9
+    steps = [float(each) for each in re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)]
+    assert len(steps) == 5
+    assert steps[-1] < 0.2
+
+
 def written(folder: Path, *sources: str) -> Path:
     """A notebook of these cells."""
     path = folder / "written.ipynb"

@@ -6,9 +6,12 @@ Importing it imports neither and changes nothing; `ortmodule` does both when it 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -88,6 +91,22 @@ def use_triton() -> None:
     from onnxruntime.training.ort_triton import register_triton_op_executor
 
     register_triton_op_executor()
+
+
+def plain_onnxruntime() -> ModuleType:
+    """onnxruntime, for inference; ImportError where it is not here.
+
+    Its import brings its training package along, and that DeepSpeed, which takes a second and
+    prints a warning: that is hidden meanwhile.
+    """
+    with _lock:
+        if "onnxruntime" not in sys.modules and "deepspeed" not in sys.modules:
+            sys.modules["deepspeed"] = None  # type: ignore[assignment]  # Python's way to hide one
+            try:
+                importlib.import_module("onnxruntime")
+            finally:
+                del sys.modules["deepspeed"]
+        return importlib.import_module("onnxruntime")
 
 
 def explain(error: BaseException) -> Failure:

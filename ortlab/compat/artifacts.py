@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ortlab.compat import exporting, ortmodule
+from ortlab.compat import exporting, ortmodule, plain_onnxruntime
 
 TRAINING, EVAL, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
 CHECKPOINT = "checkpoint"
@@ -127,6 +127,7 @@ def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     be the same: ORT then leaves out the sum over a batch in the gradient of what was broadcast, as
     that of BERT's position embeddings.
     """
+    plain_onnxruntime()
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
     found: onnx.ModelProto = SymbolicShapeInference.infer_shapes(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ortlab import compat
 from ortlab.deploy import weights
 from ortlab.deploy.axes import Axis
 from ortlab.deploy.call import Call
@@ -60,7 +61,7 @@ class SizeFailed(Exception):
 def session(file: Path) -> Any:
     """An onnxruntime session of `file` on the CPU, whose external data lies in its own folder."""
     try:
-        import onnxruntime
+        onnxruntime: Any = compat.plain_onnxruntime()
     except ImportError as error:
         raise RuntimeError(
             f"an export is checked in onnxruntime, which is not here ({error}): "

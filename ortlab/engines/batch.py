@@ -104,7 +104,8 @@ def forward(module: nn.Module, batch: Batch, loss: LossFunction | None) -> Forwa
                 f"forward returns {type(output).__name__}, and no tensor in it to give to the loss"
             )
         value = loss(scores, target)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+    # Of a scalar no size is asked: an export would take that for a decision by sizes.
+    if not isinstance(value, torch.Tensor) or (value.dim() and value.numel() != 1):
         found = describe(value)
         raise ValueError(f"the loss is {found}, not a scalar; reduce it, as with .mean()")
     return Forward(value.reshape(()), scores, target)

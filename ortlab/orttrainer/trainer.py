@@ -442,7 +442,7 @@ class _Objective(nn.Module):
         else:
             label = next(v for n, v in given.items() if self.is_label(n))
             loss = self.loss_fn(result, label)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        if not isinstance(loss, torch.Tensor) or (loss.dim() and loss.numel() != 1):
             raise ValueError("the loss is no scalar; reduce it, as with .mean()")
         return (loss, *(each.detach() for each in outputs))
 

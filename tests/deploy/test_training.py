@@ -114,6 +114,11 @@ def test_a_head_alone_is_trained_and_the_rest_is_as_it_was(tmp_path: Path) -> No
     found = ortlab.export(net, tmp_path / "o", images(), trainable=["5.*"], loss="cross_entropy")
     assert found.trained == ("5.weight", "5.bias")
     assert found.inputs == ("input", "target")
+    graph = onnx.load(found.path / artifacts.TRAINING).graph
+    sizes = {each.name: each.type.tensor_type.shape.dim[0].dim_param for each in graph.input}
+    assert sizes["input"] == sizes["target"] == "batch", (
+        "another batch size is a device's to choose"
+    )
     assert "BatchNorm keeps its running statistics" in repr(found)
     assert net.training
     assert all(torch.equal(kept[name], value) for name, value in net.state_dict().items())
