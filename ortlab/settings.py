@@ -513,6 +513,16 @@ class FinetuneSettings(EngineSettings):
         panel=True,
         help="what workers share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too",
     )
+    param_dtype: str = setting(
+        "fp32",
+        choices=("fp32", "bf16"),
+        help="of weights and gradients between workers that share out, with precision bf16: bf16 "
+        "takes 2+2 bytes a parameter, and 12 with the optimizer for an fp32 copy and two moments",
+    )
+    offload_optimizer: bool = setting(
+        False,
+        help="keep the optimizer's share of state in host memory and step there, from zero_stage 1",
+    )
     reduction: str = setting(
         "mean",
         choices=("mean", "adasum"),
