@@ -516,12 +516,13 @@ class FinetuneSettings(EngineSettings):
     param_dtype: str = setting(
         "fp32",
         choices=("fp32", "bf16"),
-        help="of weights and gradients between workers that share out, with precision bf16: bf16 "
-        "takes 2+2 bytes a parameter, and 12 with the optimizer for an fp32 copy and two moments",
+        help="type of weights and gradients on workers from zero_stage 1 on; bf16, with precision "
+        "bf16, takes 2+2+12 bytes a parameter, where an fp32 copy is with the optimizer, fp32 4+4+8",
     )
     offload_optimizer: bool = setting(
         False,
-        help="keep the optimizer's share of state in host memory and step there, from zero_stage 1",
+        help="keep each worker's share of the optimizer in host memory and step there, from "
+        "zero_stage 1 on",
     )
     reduction: str = setting(
         "mean",

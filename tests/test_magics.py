@@ -408,7 +408,7 @@ def test_a_loss_of_the_user_s_may_be_called_off(ip: Typist) -> None:
     ip(f"def off(output, target):\n    return (output - 1).square().mean()\n\n{typed}")
     assert ip["run"].settings.loss == "off"
     ip("off = 3")  # no function: the model's own loss, and it has none
-    assert "does not fit forward" in ip(typed)
+    assert "does not fit forward" in ip.run(typed)[1]
 
 
 def test_the_user_s_own_loss(ip: Typist) -> None:

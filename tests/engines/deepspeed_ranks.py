@@ -272,7 +272,7 @@ CASES: dict[str, ranks.Case] = {
     # First, while there are few objects to go through.
     "held": functools.partial(held, (0, *STAGES)),
     "held mixed": functools.partial(held, STAGES, **mixed_ranks.HALVES),
-    "held offloaded": functools.partial(held, STAGES, layers=5, offload_optimizer=True),
+    "held offloaded": functools.partial(held, STAGES, layers=10, offload_optimizer=True),
     **{
         f"parity {name} {stage} {optimizer}": ranks.parity(name, stage, optimizer)
         for name, stage, optimizer in (
