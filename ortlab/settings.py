@@ -517,7 +517,7 @@ class FinetuneSettings(EngineSettings):
         "fp32",
         choices=("fp32", "bf16"),
         help="type of weights and gradients on workers from zero_stage 1 on; bf16, with precision "
-        "bf16, takes 2+2+12 bytes a parameter, where an fp32 copy is with the optimizer, fp32 4+4+8",
+        "bf16, takes 2+2+12 bytes a parameter with an fp32 copy in the optimizer, and fp32 4+4+8",
     )
     offload_optimizer: bool = setting(
         False,
@@ -586,6 +586,7 @@ class SearchSettings(Settings):
 
     without: ClassVar[tuple[str, ...]] = (
         *("engine", "precision", "workers", "zero_stage"),  # it has several
+        *("param_dtype", "offload_optimizer"),  # for some of those alone
         # It is no run: its data has no end, its learning rate is one.
         *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every", "checkpoint_every"),
     )

@@ -640,13 +640,14 @@ class DeepSpeedRanks(Ranks):
         flats, state = self._flats(), self._inner.state
         moments = batches.tensors([list(each.values()) for each in state.values()])
         # What is no copy lies in the weights, and counts there.
-        optimizer_state = _held([*flats, *moments, *self._frozen.values()], without=weights)
+        updated = _held([*flats, *moments], without=weights)
+        optimizer_state = updated + _held(self._frozen.values())
         gradients, host = self._gradient_bytes, 0
         if self.offloads:
             kept = [flat.grad for flat in flats if flat.grad is not None]
             gradients += _held(kept)
             kept += [self._zero.grad_partitions_flat_buffer] if self._stage == 3 else []
-            host = optimizer_state + _held(kept)
+            host = updated + _held(kept)
         return StateBytes(_held(weights), gradients, optimizer_state, host)
 
     def _part(self, parameter: Any) -> torch.Tensor:
@@ -829,8 +830,8 @@ def _refuse_statistics(model: nn.Module) -> None:
             continue
         if layer.affine and layer.track_running_stats:
             raise ValueError(
-                f"param_dtype='bf16': {name} is a {type(layer).__name__}, whose statistics stay in "
-                "fp32, and torch takes weights of the same type; choose param_dtype='fp32'"
+                f"param_dtype='bf16': {name or 'it'} is a {type(layer).__name__}, whose statistics "
+                "stay in fp32, and torch takes weights of the same type; choose param_dtype='fp32'"
             )
 
 

@@ -109,6 +109,8 @@ def prepare(
     - States have the form of one process, whole on every rank, in both directions.
     - DeepSpeed takes float32 weights and all ranks, and steps all parameters at once: one without
       a gradient in any step is left alone, one that has a gradient in some steps is refused there.
+      With ``param_dtype="bf16"`` the model's weights are bfloat16 until ``close``, and what forward
+      takes in float32 is cast to that; targets are not.
       At stage 3 all ranks call ``close`` too, which gives the model its whole weights.
     - Gradient checkpointing has to be that without reentry (``use_reentrant=False``): of the other
       kind DistributedDataParallel says that a variable was marked ready twice.
@@ -179,9 +181,7 @@ def _means(
     if reason is None:
         return deepspeed.DeepSpeedRanks, deepspeed.DeepSpeedStepper
     if deepspeed.needed_for(settings) is not None:
-        raise ValueError(
-            f"{reason}; choose zero_stage=1 with the defaults of param_dtype and offload"
-        )
+        raise ValueError(f"{reason}; choose zero_stage=1 and no more")
     return Ranks, TorchStepper
 
 

@@ -195,19 +195,21 @@ def damaged() -> dict[str, Any]:
     found: dict[str, Any] = {}
     good, bad = data(8, 8)
     bad[0][-1] = float("nan")
-    for stage in STAGES:
-        for case in ("nan", "infinite"):
-            hurt = False
-            stepper = together(network(), loss, zero_stage=stage, **HALVES)
-            stepper.step([good], lr=LR)
-            before = digest(stepper.state_dict()["model"])
-            assert stepper.finite()
-            hurt = case == "infinite"
-            stepper.step([good if hurt else bad], lr=LR)
-            hurt = False
-            stepper.step([good], lr=LR)
-            after = digest(stepper.state_dict()["model"])
-            found[f"{stage} {case}"] = [stepper.finite(), before == after]
+    for stage, case, among in (
+        *((stage, case, HALVES) for stage in STAGES for case in ("nan", "infinite")),
+        (2, "offloaded", {"offload_optimizer": True}),
+    ):
+        hurt = False
+        stepper = together(network(), loss, zero_stage=stage, **among)
+        stepper.step([good], lr=LR)
+        before = digest(stepper.state_dict()["model"])
+        assert stepper.finite()
+        hurt = case == "infinite"
+        stepper.step([good if hurt else bad], lr=LR)
+        hurt = False
+        stepper.step([good], lr=LR)
+        after = digest(stepper.state_dict()["model"])
+        found[f"{stage} {case}"] = [stepper.finite(), before == after]
     return found
 
 
@@ -216,9 +218,9 @@ def failing() -> dict[str, Any]:
     found: dict[str, Any] = {}
     good, bad = data(8, 8)
     bad[0][-1, 0] = 101.0
-    for stage in (2, 3):
+    for stage, among in ((2, HALVES), (3, HALVES), (2, {"offload_optimizer": True})):
         steppers = [
-            together(ranks.Picky(), functional.cross_entropy, zero_stage=stage, **HALVES)
+            together(ranks.Picky(), functional.cross_entropy, zero_stage=stage, **among)
             for _ in range(2)
         ]
         losses = []
@@ -232,7 +234,7 @@ def failing() -> dict[str, Any]:
                     told = type(raised).__name__
                 same = digest(stepper.state_dict()) == before
             losses.append([float(stepper.step([good], lr=LR).loss) for _ in range(3)])
-        found[str(stage)] = {"told": told, "same": same, "losses": losses}
+        found[f"{stage} {list(among)[-1]}"] = {"told": told, "same": same, "losses": losses}
     return found
 
 
