@@ -138,6 +138,9 @@ def moving() -> dict[str, Any]:
     among = [{"zero_stage": stage, **HALVES} for stage in (2, 3, 1)] + [{"zero_stage": 1}]
     for chosen in (fp32, *among, fp32):
         make = together if chosen else alone
+        with torch.no_grad():  # what the state is to replace
+            for parameter in model.parameters() if state else ():
+                parameter.zero_()
         stepper = make(model, functional.cross_entropy, **chosen)
         if state is not None:
             stepper.load_state_dict(state)
@@ -169,6 +172,9 @@ def untouched() -> dict[str, Any]:
     for stage in STAGES:
         model = Partly()
         before = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():  # they become rank 0's
+            for parameter in model.parameters():
+                parameter.add_(RANK)
         many = together(model, functional.cross_entropy, zero_stage=stage, **HALVES)
         for batch in data(8, 8, 8):
             many.step([batch], lr=LR)
@@ -186,17 +192,19 @@ def untouched() -> dict[str, Any]:
 
 
 def damaged() -> dict[str, Any]:
-    """A loss that is not finite on the last rank alone, in one step and for good."""
+    """A loss or a gradient that is not finite on the last rank, in one step and for good."""
 
     def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         found = functional.cross_entropy(scores, target)
-        return found + torch.inf if RANK and hurt else found
+        if RANK and hurt:
+            return found + (scores - scores.detach()).sqrt().sum() if steep else found + torch.inf
+        return found
 
     found: dict[str, Any] = {}
     good, bad = data(8, 8)
     bad[0][-1] = float("nan")
     for stage, case, among in (
-        *((stage, case, HALVES) for stage in STAGES for case in ("nan", "infinite")),
+        *((stage, case, HALVES) for stage in STAGES for case in ("nan", "infinite", "steep")),
         (2, "offloaded", {"offload_optimizer": True}),
     ):
         hurt = False
@@ -204,7 +212,7 @@ def damaged() -> dict[str, Any]:
         stepper.step([good], lr=LR)
         before = digest(stepper.state_dict()["model"])
         assert stepper.finite()
-        hurt = case == "infinite"
+        hurt, steep = case in ("infinite", "steep"), case == "steep"
         stepper.step([good if hurt else bad], lr=LR)
         hurt = False
         stepper.step([good], lr=LR)

@@ -150,7 +150,8 @@ def test_weights_that_stay_keep_32_bits(two: Found, stage: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*(f"{stage} {bad}" for stage in STAGES for bad in ("nan", "infinite")), "2 offloaded"]
+    "case",
+    [*(f"{s} {bad}" for s in STAGES for bad in ("nan", "infinite", "steep")), "2 offloaded"],
 )
 def test_16_bit_weights_after_a_loss_that_is_not_finite(two: Found, case: str) -> None:
     """Those of 32 bits where the optimizer is on the host, too."""
