@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from ortlab.checkpoint import Order, Position, Unit
+from ortlab.engines import combinations
 from ortlab.engines.base import Batch
 from ortlab.randomness import RandomStates
 from ortlab.settings import FinetuneSettings
@@ -200,7 +201,7 @@ def of_samples(data: Any) -> bool:
 
 def unevenly(data: Any, settings: FinetuneSettings) -> str | None:
     """What is to be said where workers have micro-batches of different sizes; None elsewhere."""
-    places = settings.workers // (settings.tensor_parallel * settings.pipeline_stages)
+    places = combinations.places(settings, settings.workers)
     least, more = divmod(settings.batch_size, places)
     if not more or not of_samples(data):
         return None

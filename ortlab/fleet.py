@@ -39,7 +39,7 @@ class Placement:
     """Bytes that one device holds at a stage of ZeRO, and what its process has on the host.
 
     ``activations`` is None where no sizes are known. In mixed precision ``optimizer_state`` has
-    the fp32 copy of the parameters in it.
+    the fp32 copy of the parameters in it, and offloaded ``host`` has it in fp32 too.
     """
 
     stage: int
@@ -135,18 +135,23 @@ class ZeroPlan:
         self, stage: int, offload: bool, recompute: bool, activations: int | None
     ) -> Placement:
         each = 4 if self.precision == "fp32" else 2
-        copy = 0 if self.precision == "fp32" else 4
         parameters = each * self._own(self.parameters, shared=stage >= 3)
         gradients = each * self._own(self.trained, shared=stage >= 2)
-        state = (copy + _MOMENTS[self.settings.optimizer]) * self._own(
-            self.trained, shared=stage >= 1
-        )
+        state = self.state_each(offload=offload) * self._own(self.trained, shared=stage >= 1)
         host = 0
         if offload:
             host, state = state, 0
             if stage >= 2:  # the shard of gradients goes where the optimizer steps
                 host, gradients = host + gradients, 0
         return Placement(stage, offload, recompute, parameters, gradients, state, activations, host)
+
+    def state_each(self, *, offload: bool = False) -> int:
+        """Bytes with the optimizer for each parameter that is trained: moments, and an fp32 copy.
+
+        In fp32 the weights themselves are updated, but not from the host, which has a copy.
+        """
+        copy = 4 if offload or self.precision == "mixed" else 0
+        return copy + _MOMENTS[self.settings.optimizer]
 
     def _own(self, count: int, *, shared: bool) -> int:
         """How many of `count` elements one device has; the last one's share is padded."""
@@ -231,7 +236,8 @@ class ZeroPlan:
 
 _BYTES: Final = {
     "fp32": "fp32 weights and gradients",
-    "mixed": "weights and gradients of 2 bytes, fp32 copies with the optimizer",
+    "mixed": "weights and gradients of 2 bytes, fp32 copies with the optimizer (as a run's "
+    "param_dtype=bf16 trains from stage 1 on)",
 }
 
 

@@ -344,9 +344,16 @@ class _Trial:
 
 def _rebuilds(before: FinetuneSettings, after: FinetuneSettings) -> bool:
     """Whether the change is one of the engine or its options, which takes another stepper."""
-    among = ("workers", "zero_stage", "reduction", "tensor_parallel", "pipeline_stages")
+    among = (
+        *("workers", "zero_stage", "reduction", "tensor_parallel", "pipeline_stages"),
+        *("param_dtype", "offload_optimizer"),
+    )
     names = (*EngineSettings.declarations(), *among)
-    return any(getattr(before, name) != getattr(after, name) for name in names)
+    if any(getattr(before, name) != getattr(after, name) for name in names):
+        return True
+    # DeepSpeed has buffers of another type for 16-bit gradients of several micro-batches.
+    several = before.accumulation > 1, after.accumulation > 1
+    return after.param_dtype == "bf16" and len({*several}) == 2
 
 
 def _differences(before: FinetuneSettings, after: FinetuneSettings) -> str:
@@ -744,6 +751,7 @@ class Course:
                 parameter_bytes=told.held.parameters,
                 gradient_bytes=told.held.gradients,
                 optimizer_bytes=told.held.optimizer_state,
+                host_bytes=told.held.host,
                 base_bytes=told.base_bytes,
                 **told.memory.as_dict(),
             )

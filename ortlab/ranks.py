@@ -19,7 +19,7 @@ from ortlab.tables import Column, Table
 from ortlab.telemetry import INDEX, NAN
 
 if TYPE_CHECKING:
-    from ortlab.fleet import Placement
+    from ortlab.fleet import Placement, ZeroPlan
     from ortlab.settings import FinetuneSettings
     from ortlab.telemetry import Recorder, Rows
 
@@ -48,8 +48,9 @@ class Rank:
     ``communication_ms`` has a collective under way, waiting for other ranks included;
     ``computing_ms`` is the step without it, though some of it may have gone on meanwhile. Bytes
     are those held after the last step, and ``rest`` is what the peak has above them and above the
-    process without a model: activations, and whatever else a step takes. ``current`` says whether
-    it trained to the last with the others, ``slowest`` that they wait for it.
+    process without a model: activations, and whatever else a step takes. ``host`` is what of them
+    is in host memory as the optimizer steps there. ``current`` says whether it trained to the last
+    with the others, ``slowest`` that they wait for it.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class Rank:
     gradients: float
     optimizer_state: float
     rest: float
+    host: float = 0.0
     current: bool = True
     slowest: bool = False
 
@@ -93,7 +95,8 @@ class Saving:
 
     ``whole`` is what they would hold at stage 0, ``at_one`` at stage 1 and ``predicted`` at this
     one, by the formula of Rajbhandari et al. 2020 (arXiv:1910.02054): in fp32 4 + 4 bytes a
-    parameter, and 8 for the moments of AdamW and LAMB, 4 for SGD's. ``held`` is what they do hold.
+    parameter, and 8 for the moments of AdamW and LAMB, 4 for SGD's; with bf16 weights 2 + 2, and 4
+    more for their fp32 copy. ``held`` is what they do hold.
     Where ``parts`` of them have one model together, by layers or stages, ZeRO shares out among
     those that have the same part.
     """
@@ -162,6 +165,8 @@ class Standing:
             )
         if self.saving is not None:
             lines.append(str(self.saving))
+        if host := sum(rank.host for rank in self.ranks if rank.current):
+            lines.append(f"of what they hold {memory(host)} is in host memory, with the optimizer")
         return lines
 
 
@@ -286,6 +291,9 @@ def _rank(number: int, rows: Rows) -> Rank:
         return float(values[-1]) if len(values) else NAN
 
     held = [newest(f"{part}_bytes") for part in ("parameter", "gradient", "optimizer")]
+    host = float(np.nan_to_num(newest("host_bytes")))  # older records have none
+    on_device = sum(held) - host
+    on_cuda, resident = of("cuda_peak_bytes"), of("peak_bytes")
     own = rows[:, INDEX["step_ms"]] - rows[:, INDEX["communication_ms"]]
     return Rank(
         rank=number,
@@ -298,7 +306,10 @@ def _rank(number: int, rows: Rows) -> Rank:
         parameters=held[0],
         gradients=held[1],
         optimizer_state=held[2],
-        rest=_rest(of("cuda_peak_bytes"), of("peak_bytes"), newest("base_bytes"), sum(held)),
+        rest=_rest(
+            on_cuda, resident, newest("base_bytes"), on_device if len(on_cuda) else sum(held)
+        ),
+        host=host,
     )
 
 
@@ -337,6 +348,7 @@ def _saving(ranks: Sequence[Rank], settings: FinetuneSettings) -> Saving | None:
         return None
     stage, parts = settings.zero_stage, settings.tensor_parallel * settings.pipeline_stages
     sharing = len(ranks) // parts
+    each = 2 if settings.param_dtype == "bf16" else 4
     if stage < 2:
         models = [(rank.parameters, min(rank.gradients, rank.parameters)) for rank in ranks]
     else:
@@ -345,11 +357,11 @@ def _saving(ranks: Sequence[Rank], settings: FinetuneSettings) -> Saving | None:
         )
         whole = max(parameters) if stage < 3 else sum(parameters)
         # The state tells what is trained: it is shared out without what waits in buckets.
-        of_one = _placed(4, 4, 1, settings, 0)
-        trained = sum(state) * of_one.gradients / of_one.optimizer_state
+        offload = settings.offload_optimizer
+        trained = sum(state) * each / _plan(each, each, 1, settings).state_each(offload=offload)
         models = [(whole, min(trained, whole))] * len(ranks)
     together = [
-        float(sum(_placed(*model, sharing, settings, at).device for model in models))
+        float(sum(_placed(*model, sharing, settings, at) for model in models))
         for at in (0, 1, stage)
     ]
     if not together[0] > 0:
@@ -360,17 +372,25 @@ def _saving(ranks: Sequence[Rank], settings: FinetuneSettings) -> Saving | None:
 
 def _placed(
     parameters: float, trained: float, workers: int, settings: FinetuneSettings, stage: int
-) -> Placement:
-    """Where the formula puts a model of so many bytes, of which some are trained.
+) -> int:
+    """Bytes of one rank by the formula, on its device and on the host."""
+    offload = settings.offload_optimizer and stage > 0
+    found: Placement = _plan(parameters, trained, workers, settings).at(stage, offload=offload)
+    return found.device + found.host
 
-    It counts parameters of 4 bytes. Of other types gradients and moments have the same one, so that
-    as many of 4 bytes as they take together give the same figures.
+
+def _plan(parameters: float, trained: float, workers: int, settings: FinetuneSettings) -> ZeroPlan:
+    """What the formula says of a model of so many bytes, of which some are trained.
+
+    In fp32 it counts parameters of 4 bytes. Of other types gradients and moments have the same one,
+    so that as many of 4 bytes as they take together give the same figures.
     """
     from ortlab.fleet import ZeroPlan
     from ortlab.settings import FleetSettings
 
-    of = FleetSettings(gpus=workers, optimizer=settings.optimizer, precision="fp32")
-    return ZeroPlan(round(parameters / 4), of, trained=round(trained / 4)).at(stage)
+    precision, each = ("mixed", 2) if settings.param_dtype == "bf16" else ("fp32", 4)
+    of = FleetSettings(gpus=workers, optimizer=settings.optimizer, precision=precision)
+    return ZeroPlan(round(parameters / each), of, trained=round(trained / each))
 
 
 def _median(values: Values) -> float:

@@ -513,6 +513,17 @@ class FinetuneSettings(EngineSettings):
         panel=True,
         help="what workers share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too",
     )
+    param_dtype: str = setting(
+        "fp32",
+        choices=("fp32", "bf16"),
+        help="type of weights and gradients on workers from zero_stage 1 on; bf16, with precision "
+        "bf16, takes 2+2+12 bytes a parameter with an fp32 copy in the optimizer, and fp32 4+4+8",
+    )
+    offload_optimizer: bool = setting(
+        False,
+        help="keep each worker's share of the optimizer in host memory and step there, from "
+        "zero_stage 1 on",
+    )
     reduction: str = setting(
         "mean",
         choices=("mean", "adasum"),
@@ -575,6 +586,7 @@ class SearchSettings(Settings):
 
     without: ClassVar[tuple[str, ...]] = (
         *("engine", "precision", "workers", "zero_stage"),  # it has several
+        *("param_dtype", "offload_optimizer"),  # for some of those alone
         # It is no run: its data has no end, its learning rate is one.
         *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every", "checkpoint_every"),
     )

@@ -104,6 +104,16 @@ def _refuse(settings: FinetuneSettings) -> None:
         raise ValueError(
             "precision='fp16' needs a loss scale, which the script has none of; choose 'bf16'"
         )
+    if settings.param_dtype != "fp32":
+        raise ValueError(
+            f"param_dtype={settings.param_dtype!r}: the script trains fp32 weights; choose "
+            "param_dtype='fp32', or DeepSpeed's bf16 block in a script of your own"
+        )
+    if settings.offload_optimizer:
+        raise ValueError(
+            "offload_optimizer=True: the script's optimizer steps on the device; choose "
+            "offload_optimizer=False"
+        )
     if settings.recompute != "off":
         raise ValueError(
             f"recompute={settings.recompute!r} is for ORT's graph; choose recompute='off', and "

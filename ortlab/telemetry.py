@@ -74,6 +74,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("parameter_bytes", "B", None, "parameters", "last"),
     Column("gradient_bytes", "B", None, "gradients", "last"),
     Column("optimizer_bytes", "B", None, "optimizer state", "last"),
+    Column("host_bytes", "B", None, "of these in host memory", "last"),
     Column("base_bytes", "B", None, "before the model", "last"),
 )
 INDEX = {column.name: index for index, column in enumerate(COLUMNS)}
@@ -118,6 +119,7 @@ class Sample:
     parameter_bytes: float = NAN
     gradient_bytes: float = NAN
     optimizer_bytes: float = NAN
+    host_bytes: float = NAN
     base_bytes: float = NAN
 
 

@@ -175,6 +175,8 @@ def foreseen(
         return None, f"{differs} makes another graph, which tells once it is exported"
     if settings.tensor_parallel > 1 or settings.pipeline_stages > 1:
         return None, "each worker has a part of the model, and the graph is of all of it"
+    if settings.param_dtype != "fp32" or settings.offload_optimizer:
+        return None, "the graph is of fp32 weights that are updated where they are"
     whole = plan.dims.get("batch") if batch is None else batch
     sizes = {}
     if whole is not None and "batch" in plan.dims:

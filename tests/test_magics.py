@@ -402,6 +402,15 @@ def test_finetune_in_ort_from_a_wrapped_and_from_a_raw_model(ip: Typist) -> None
     assert not ip["torch"].equal(ip["before"], ip["raw"].head.weight)
 
 
+def test_a_loss_of_the_user_s_may_be_called_off(ip: Typist) -> None:
+    ip("net = Net(); data = batches()")
+    typed = "run = %ort finetune net data --loss off --engine eager\nresult = await run"
+    ip(f"def off(output, target):\n    return (output - 1).square().mean()\n\n{typed}")
+    assert ip["run"].settings.loss == "off"
+    ip("off = 3")  # no function: the model's own loss, and it has none
+    assert "does not fit forward" in ip.run(typed)[1]
+
+
 def test_the_user_s_own_loss(ip: Typist) -> None:
     ip("def mine(output, target):\n    return (output - 1).square().mean()")
     ip("net = Net(); data = batches()")

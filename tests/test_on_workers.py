@@ -27,6 +27,7 @@ import ortlab
 from ortlab.checkpoint import Checkpoint
 from ortlab.cluster import facts
 from ortlab.cluster.call import RankError
+from ortlab.engines import deepspeed
 from ortlab.engines.base import EngineUnavailable, StepperLost, engine
 from ortlab.history import RunFolder
 from ortlab.runs import Run
@@ -234,6 +235,38 @@ def test_a_run_moves_to_workers_and_back(alone: dict[str, Any]) -> None:
     assert list(column(run.recorder, "samples")) == list(column(alone["run"].recorder, "samples"))
 
 
+def test_a_run_takes_16_bit_weights_and_gives_them_up(alone: dict[str, Any]) -> None:
+    """In the middle of it, with its optimizer on the host too; its losses follow fp32's."""
+    if (reason := deepspeed.missing()) is not None:
+        pytest.skip(reason)
+    model = Network()
+    run = begin(model)
+    moves: list[dict[str, Any]] = [
+        {"workers": 2, "zero_stage": 2, "precision": "bf16", "param_dtype": "bf16"},
+        {"zero_stage": 3, "offload_optimizer": True},
+        {"precision": "fp32", "param_dtype": "fp32", "offload_optimizer": False},
+        {"workers": 1, "zero_stage": 0},
+    ]
+    for step, changes in zip((5, 15, 25, 35), moves, strict=True):
+        at(run, step).pause()
+        run.apply(**changes)
+        run.resume()
+    run.result(WAIT_S)
+    assert not run.recorder.events("warning")
+    assert difference(alone["losses"][:5], losses(run)[:5]) < TOLERANCE
+    assert TOLERANCE < difference(alone["losses"], losses(run)) < 0.02
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert model.first.weight is model.again.weight
+    count = sum(each.numel() for each in model.parameters())
+    rows = run.recorder.ranks[0].rows()
+    held = {name: rows[:, INDEX[f"{name}_bytes"]] / count for name in ("parameter", "host")}
+    assert np.unique(held["parameter"].round()).tolist() == [1, 2]
+    assert held["host"].max() == pytest.approx(6 + 4, rel=0.1)  # its share of 12, and of gradients
+    told = [event.text for event in run.recorder.events("change")]
+    assert "param_dtype=bf16 (was fp32)" in told[0]
+    assert "offload_optimizer=True (was False)" in told[1]
+
+
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in the middle of a run, to which every rank wrote its shard."""
@@ -353,6 +386,8 @@ def test_what_cannot_be_is_said_before_anything_starts() -> None:
         ({"workers": 2, "zero_stage": 3, "engine": "ort"}, "engine 'ort' knows 0, 1, 2"),
         ({"workers": 3, "tensor_parallel": 2}, "does not divide workers=3"),
         ({"tensor_parallel": 2}, "tensor_parallel=2"),
+        ({"param_dtype": "bf16"}, "param_dtype='bf16' is for what workers share out, and there is"),
+        ({"workers": 2, "offload_optimizer": True}, "choose zero_stage=1"),
         ({"workers": 20}, "batch_size=13 cannot be shared out to 20 workers"),
         ({"workers": 3, "reduction": "adasum"}, "no power of two"),
         ({"workers": 2, "reduction": "adasum"}, "choose clip_norm=None"),

@@ -255,6 +255,36 @@ def test_what_zero_saves_is_what_the_paper_says(
     assert f"ZeRO stage {stage} over {workers} workers" in str(saving)
 
 
+@pytest.mark.parametrize(
+    ("stage", "changes", "each", "saved"),
+    [
+        (1, {"param_dtype": "bf16"}, (2, 2, 6), 6 / 16),
+        (2, {"param_dtype": "bf16"}, (2, 1, 6), 7 / 16),
+        (3, {"param_dtype": "bf16"}, (1, 1, 6), 0.5),
+        (3, {"param_dtype": "bf16", "offload_optimizer": True}, (1, 1, 6), 0.5),
+        (2, {"offload_optimizer": True}, (4, 2, 6), 4 / 16),
+    ],
+)
+def test_what_16_bit_weights_save(
+    told: Told, stage: int, changes: dict[str, Any], each: tuple[int, int, int], saved: float
+) -> None:
+    """Of 2 + 2 + 12 bytes; with the optimizer on the host, which updates a copy, in fp32 too."""
+    told.steps(3, [1.0] * 2, **held(*(P * size for size in each)))
+    saving = told.standing(workers=2, zero_stage=stage, **changes).saving
+    assert saving is not None
+    assert saving.whole == 2 * 16 * P
+    assert saving.measured == pytest.approx(saved)
+    assert saving.expected == pytest.approx(saved)
+
+
+def test_what_is_in_host_memory_is_none_of_the_device_s(told: Told) -> None:
+    cuda = {"cuda_peak_bytes": 9.0 * P, "host_bytes": 6.0 * P}
+    told.steps(3, [1.0] * 2, **held(1 * P, 1 * P, 6 * P), **cuda)
+    standing = told.standing(workers=2, zero_stage=3, offload_optimizer=True)
+    assert [rank.rest for rank in standing.ranks] == [7 * P, 7 * P]
+    assert "of what they hold 57.2 MiB is in host memory, with the optimizer" in standing.notes()
+
+
 def test_at_stage_0_it_says_what_stage_1_would_save(told: Told) -> None:
     told.steps(3, [1.0] * 4, **held(4 * P, 4 * P, 8 * P))
     saving = told.standing(workers=4, zero_stage=0).saving

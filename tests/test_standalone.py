@@ -263,6 +263,8 @@ def test_weights_of_another_form_are_refused_by_the_script(cells: InteractiveShe
         ({"engine": "compile", "zero_stage": 3}, "choose engine='eager' and precision='fp32'"),
         ({"optimizer": "lamb", "zero_stage": 2}, "whole tensors"),
         ({"recompute": "layers"}, "choose recompute='off'"),
+        ({"param_dtype": "bf16", "zero_stage": 1}, "choose param_dtype='fp32'"),
+        ({"offload_optimizer": True, "zero_stage": 1}, "choose offload_optimizer=False"),
         ({"loss": lambda a, b: a}, "define a function with def"),
         ({"make_model": "Net("}, "is no Python"),
         ({"zero_stages": 2}, "did you mean 'zero_stage'"),

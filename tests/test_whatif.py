@@ -146,6 +146,15 @@ def test_the_engine_that_stays_goes_on_with_what_it_has() -> None:
     assert loop.cost(ort, ort.replace(opset=15)) == "re-export"
     assert loop.cost(compiled, compiled.replace(cache=False)) == "rebuild"
     assert loop.cost(compiled, compiled.replace(precision="bf16")) == "recompile"
+    assert loop.cost(compiled, compiled.replace(param_dtype="bf16")) == "recompile"
+
+
+def test_how_gradients_of_16_bit_weights_add_up_is_another_stepper_s() -> None:
+    halves = EAGER.replace(param_dtype="bf16")
+    assert loop.cost(EAGER, halves) == "rebuild"
+    assert loop.cost(EAGER, EAGER.replace(offload_optimizer=True)) == "rebuild"
+    assert loop.cost(halves, halves.replace(accumulation=2)) == "rebuild"
+    assert loop.cost(halves.replace(accumulation=2), halves.replace(accumulation=4)) == "free"
 
 
 def test_a_control_tells_the_cost_of_what_is_chosen_else_of_all_that_can_be() -> None:

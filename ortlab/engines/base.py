@@ -54,6 +54,16 @@ class NotFinite(Concise, RuntimeError):
     """A loss that is NaN or infinite; the optimizer did not use it."""
 
 
+_AMONG_WORKERS: dict[str, tuple[Any, str]] = {
+    "zero_stage": (0, "shares out among workers"),
+    "tensor_parallel": (1, "shares out among workers"),
+    "pipeline_stages": (1, "shares out among workers"),
+    "param_dtype": ("fp32", "is for what workers share out"),
+    "offload_optimizer": (False, "is for what workers share out"),
+}
+"""What one process has of the settings for several, and what those do."""
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What an engine can do that not all of them can.
@@ -79,17 +89,13 @@ class Capabilities:
                 f"workers={workers}: engine {engine!r} trains in one process; choose workers=1, or "
                 "engine='eager'"
             )
-        if stage and workers == 1:
-            return (
-                f"zero_stage={stage} shares out among workers, and there is one; choose workers=2, "
-                "or zero_stage=0"
-            )
-        for name in ("tensor_parallel", "pipeline_stages"):
-            ways = getattr(settings, name, 1)
-            if ways > 1 and workers == 1:
+        for name, (without, what) in _AMONG_WORKERS.items():
+            value = getattr(settings, name, without)
+            if value != without and workers == 1:
+                several = value if name in ("tensor_parallel", "pipeline_stages") else 2
                 return (
-                    f"{name}={ways} shares out among workers, and there is one; choose "
-                    f"workers={ways}, or {name}=1"
+                    f"{name}={value!r} {what}, and there is one; choose workers={several}, or "
+                    f"{name}={without!r}"
                 )
         if stage not in self.zero_stages and workers > 1:
             known = ", ".join(map(str, self.zero_stages))
@@ -170,11 +176,15 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that one process holds of what training keeps from step to step."""
+    """Bytes that one process holds of what training keeps from step to step.
+
+    ``host`` are those among them that are in host memory because the optimizer steps there.
+    """
 
     parameters: int
     gradients: int
     optimizer_state: int
+    host: int = 0
 
 
 @dataclass(frozen=True)

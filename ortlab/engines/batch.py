@@ -116,6 +116,21 @@ def inputs(batch: Batch, loss: LossFunction | None) -> Batch:
     return _split(batch, with_target=loss is not None)[0]
 
 
+def with_inputs_of(batch: Batch, kind: torch.dtype, loss: LossFunction | None) -> Batch:
+    """`batch` with what forward takes in float32 as `kind`; targets stay what they are."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(kind) if batch.dtype == torch.float32 else batch
+    if isinstance(batch, Mapping):
+        return {
+            name: value if name in TARGETS else with_inputs_of(value, kind, None)
+            for name, value in batch.items()
+        }
+    if isinstance(batch, tuple | list):
+        last = len(batch) - (loss is not None)
+        return [*(with_inputs_of(value, kind, None) for value in batch[:last]), *batch[last:]]
+    return batch
+
+
 def hits(result: Forward) -> tuple[int, int]:
     """How many classes were predicted right, of how many; (0, 0) where targets are no classes.
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 from ortlab.settings import FinetuneSettings
 
 
+def places(settings: FinetuneSettings, size: int) -> int:
+    """Among how many `size` ranks share out a batch: those of one model's parts count as one."""
+    return size // (settings.tensor_parallel * settings.pipeline_stages)
+
+
 def refuses(settings: FinetuneSettings, size: int) -> str | None:
     """Why `size` ranks cannot share layers or stages under `settings`; None when they can."""
     layers, stages = settings.tensor_parallel, settings.pipeline_stages
@@ -26,6 +31,12 @@ def refuses(settings: FinetuneSettings, size: int) -> str | None:
         return (
             f"{own} with zero_stage={settings.zero_stage}: what ZeRO would share out is in parts "
             f"already; choose zero_stage=1 or {none}"
+        )
+    if settings.param_dtype != "fp32" or settings.offload_optimizer:
+        what = "param_dtype='bf16'" if settings.param_dtype != "fp32" else "offload_optimizer=True"
+        return (
+            f"{own} with {what}: DeepSpeed does that for whole models, and these ranks have parts; "
+            f"choose param_dtype='fp32' and offload_optimizer=False, or {none}"
         )
     if settings.reduction != "mean":
         return (

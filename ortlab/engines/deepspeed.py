@@ -1,13 +1,19 @@
 """ZeRO's stages 1, 2 and 3 through DeepSpeed: the one module that imports it.
 
 Stage 1 shares out the optimizer's state, 2 the gradients too, 3 the weights too (Rajbhandari et al.
-2020, arXiv:1910.02054). DeepSpeed cuts, reduces and gathers; the optimizer is torch's own, and the
-weights that it updates are the model's in float32, of which there is no second copy.
+2020, arXiv:1910.02054). DeepSpeed cuts, reduces and gathers; the optimizer is torch's own.
+
+What it updates are the model's own weights in float32, of which there is no second copy: 4+4+8
+bytes a parameter. With ``param_dtype="bf16"`` weights and gradients are bfloat16, and the optimizer
+has its share of a float32 copy, which it updates and which the weights are rounded from after every
+step: 2+2+12 (section 3.1 there). Gradients are reduced in float32 in either case. States are those
+of the copy, so nothing is lost on the way to another number of workers or another stage.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -24,7 +30,7 @@ from torch import nn
 
 from ortlab.checkpoint import check_model, check_optimizer
 from ortlab.engines import batch as batches
-from ortlab.engines.base import Batch, LossFunction, StateBytes
+from ortlab.engines.base import Batch, LossFunction, Report, StateBytes
 from ortlab.engines.sharded import MOST_NUMBERS, Ranks
 from ortlab.engines.torch_native import TorchStepper, decay_of
 from ortlab.settings import FinetuneSettings
@@ -58,11 +64,25 @@ def missing() -> str | None:
     return None
 
 
+def needed_for(settings: FinetuneSettings) -> str | None:
+    """What of `settings` nothing but DeepSpeed does; None where there is nothing."""
+    if settings.param_dtype != "fp32":
+        return f"param_dtype={settings.param_dtype!r}"
+    if settings.offload_optimizer:
+        return "offload_optimizer=True"
+    return f"zero_stage={settings.zero_stage}" if settings.zero_stage > 1 else None
+
+
 def refuses(settings: FinetuneSettings) -> str | None:
     """Why DeepSpeed cannot train under `settings`; None when it can."""
-    stage = f"zero_stage={settings.zero_stage}"
+    stage, own = f"zero_stage={settings.zero_stage}", needed_for(settings)
     if (reason := missing()) is not None:
-        return f"{stage} goes through DeepSpeed: {reason}"
+        return f"{own or stage} goes through DeepSpeed: {reason}"
+    if settings.zero_stage == 0:
+        return (
+            f"{own} with {stage}: DeepSpeed keeps what the optimizer needs in shares; choose "
+            "zero_stage=1"
+        )
     if settings.reduction != "mean":
         return (
             f"{stage}: DeepSpeed reduces gradients itself, by their mean; choose reduction='mean'"
@@ -76,6 +96,16 @@ def refuses(settings: FinetuneSettings) -> str | None:
         return (
             f"{stage} with precision='fp16': DeepSpeed has a loss scale for float16 weights alone, "
             "and these are float32; choose precision='bf16'"
+        )
+    if settings.param_dtype == "bf16" and settings.precision != "bf16":
+        return (
+            f"param_dtype='bf16' with precision={settings.precision!r}: weights of 16 bits give "
+            "products of 16 bits; choose precision='bf16', or param_dtype='fp32'"
+        )
+    if settings.param_dtype == "bf16" and settings.engine == "ort":
+        return (
+            "param_dtype='bf16' with engine='ort': ORT's CPU provider has no MatMul of bfloat16, "
+            "and on CUDA it has not been tried; choose engine='eager', or param_dtype='fp32'"
         )
     if settings.zero_stage == 3 and settings.engine != "eager":
         return (
@@ -200,14 +230,17 @@ class _Work:
 class _Root(nn.Module):
     """What DeepSpeed takes for the model: from a batch to its loss, its scores and targets."""
 
-    def __init__(self, module: nn.Module, loss: LossFunction | None) -> None:
+    def __init__(self, module: nn.Module, loss: LossFunction | None, *, halves: bool) -> None:
         super().__init__()
         self.module = module
         self._loss = loss
+        self._halves = halves
         self.context: AbstractContextManager[Any] = contextlib.nullcontext()
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor | None, ...]:
         """The fields of `batches.Forward`: a tuple, in which DeepSpeed finds tensors."""
+        if self._halves:  # autocast leaves them to norms, which take what their weights are
+            batch = batches.with_inputs_of(batch, torch.bfloat16, self._loss)
         with self.context:
             found = batches.forward(self.module, batch, self._loss)
         return found.loss, found.scores, found.target
@@ -234,7 +267,8 @@ class DeepSpeedRanks(Ranks):
         group: dist.ProcessGroup,
     ) -> None:
         self._names = {id(p): name for name, p in owner.named_parameters()}
-        self._clip_norm = settings.clip_norm
+        self._settings = settings
+        self._has_copies = settings.param_dtype == "bf16"
         self._engine: Any = None
         self._is_broken = False
         super().__init__(module, loss, owner, device, settings=settings, group=group)
@@ -259,6 +293,8 @@ class DeepSpeedRanks(Ranks):
                     f"{self._names[id(parameter)]} is {parameter.dtype}; call model.float(), or "
                     "choose zero_stage=0"
                 )
+        if self._has_copies:
+            _refuse_statistics(self.owner)
         self._inner = kind(groups, **defaults)
         self._grouped = [list(group["params"]) for group in self._inner.param_groups]
         self._trained = [parameter for group in self._grouped for parameter in group]
@@ -289,20 +325,38 @@ class DeepSpeedRanks(Ranks):
         self._laid = [(parameter, parameter.stride()) for parameter in self.owner.parameters()]
         for parameter, _ in self._laid:  # DeepSpeed broadcasts them byte by byte
             parameter.data = parameter.data.contiguous()
-        self._root = _Root(self.module, self.loss)
+            if self._has_copies:  # of which it would broadcast what it has rounded
+                self.equalise([parameter.data])
+        whole = [(parameter, parameter.data) for parameter, _ in self._laid if self._has_copies]
+        self._root = _Root(self.module, self.loss, halves=self._has_copies)
         self._engine = initialised(
             self.device,
             model=self._root,
             optimizer=self._inner,
-            config=_configuration(self._stage, self._clip_norm),
+            config=_configuration(self._settings, self.device),
         )
         self._parallel = self._engine
         self._zero = self._engine.optimizer
+        self._frozen: dict[int, torch.Tensor] = {}
+        for parameter, value in whole:  # it has made its copies of what it has rounded
+            self._set_copy(parameter, value)
+        if self._is_apart:
+            return
         # It would train copies of this rank's parts and then write them back.
         for part, flat in zip(self._parts(), self._flats(), strict=True):
             flat.data = part.data
         if self._stage < 3:
             self._zero._link_all_hp_params()
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer steps in the host's memory."""
+        return self._settings.offload_optimizer
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether what the optimizer updates has memory of its own."""
+        return self._has_copies or self.offloads
 
     def _parts(self) -> list[torch.Tensor]:
         """This rank's parts of the weights, by the optimizer's groups."""
@@ -320,8 +374,11 @@ class DeepSpeedRanks(Ranks):
     def _end(self) -> None:
         """Gives the model its whole weights, and takes away all that DeepSpeed put on it."""
         parameters = [parameter for parameter, _ in self._laid]
-        with self._gathered(parameters):
-            whole = [parameter.detach().clone() for parameter in parameters]
+        if self._has_copies:
+            whole = [self._copy(parameter) for parameter in parameters]
+        else:
+            with self._gathered(parameters):
+                whole = [parameter.detach().clone() for parameter in parameters]
         self._engine.destroy()
         # Collected as garbage it does that again, by then to what another has put there.
         self._engine.optimizer = None
@@ -344,6 +401,54 @@ class DeepSpeedRanks(Ranks):
         self._put_away()
         zero = _deepspeed(self.device.type).zero
         return zero.GatheredParameters(list(parameters), modifier_rank=source)
+
+    # --- the float32 copy
+
+    def _copy(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The whole float32 copy of a `parameter`; all ranks call it."""
+        if parameter.requires_grad:
+            utils = _deepspeed(self.device.type).utils
+            whole: torch.Tensor = utils.safe_get_full_fp32_param(parameter)
+            return whole
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        own = self._frozen[id(parameter)]
+        flat = own.new_zeros(own.numel() * self._size)
+        flat[own.numel() * self._rank :][: own.numel()] = own
+        with self._clock:
+            dist.all_reduce(flat, group=self._group)
+        return flat[: shape.numel()].view(shape)
+
+    def _set_copy(self, parameter: Any, value: torch.Tensor) -> None:
+        """Takes this rank's part of the whole float32 `value` of a `parameter`.
+
+        Of one that is not trained DeepSpeed has no copy, so that its part is kept here.
+        """
+        value = value.to(self.device, torch.float32)
+        utils = _deepspeed(self.device.type).utils
+        if not parameter.requires_grad:
+            own = self._part_of(value, -(-value.numel() // self._size))
+            self._frozen[id(parameter)] = own.clone()
+        elif self._stage < 3:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            own = self._part_of(value, parameter.partition_numel())
+            utils.safe_set_local_fp32_param(parameter, own)
+
+    def _part_of(self, value: torch.Tensor, size: int) -> torch.Tensor:
+        """This rank's part of a `value` that is cut into parts of `size`, the last one padded."""
+        flat = nn.functional.pad(value.reshape(-1), (0, size * self._size - value.numel()))
+        return flat[size * self._rank : size * (self._rank + 1)]
+
+    def _own_copy(self, parameter: Any) -> torch.Tensor | None:
+        """This rank's part of what the optimizer updates of `parameter`, where it has one."""
+        if self._stage == 3:
+            part, _ = self._zero._get_fp32_opt_state_partition(parameter, False)
+        elif parameter._hp_mapping is None:
+            return None
+        else:
+            part = parameter._hp_mapping.hp_fragment
+        found: torch.Tensor = part.data
+        return found
 
     def _put_away(self) -> None:
         """Cuts what is whole still, or on its way, of a pass that came to no end."""
@@ -516,6 +621,9 @@ class DeepSpeedRanks(Ranks):
             )
         spared = [self._trained[int(number)] for number in idle.nonzero()]
         held = [p.data if self._stage < 3 else self._part(p) for p in spared]
+        if self._is_apart:
+            copies = map(self._own_copy, spared)
+            held += [copy for copy in copies if copy is not None]
         return [(tensor, tensor.clone()) for tensor in held]
 
     # --- the state
@@ -529,13 +637,18 @@ class DeepSpeedRanks(Ranks):
         weights = [p.data for p in self.owner.parameters()]
         if self._stage == 3:
             weights += [self._part(p) for p in self.owner.parameters()]
-        weights += self._flats()
-        moments = batches.tensors([list(state.values()) for state in self._inner.state.values()])
-        return StateBytes(
-            parameters=_held(weights),
-            gradients=self._gradient_bytes,
-            optimizer_state=_held(moments),
-        )
+        flats, state = self._flats(), self._inner.state
+        moments = batches.tensors([list(each.values()) for each in state.values()])
+        # What is no copy lies in the weights, and counts there.
+        updated = _held([*flats, *moments], without=weights)
+        optimizer_state = updated + _held(self._frozen.values())
+        gradients, host = self._gradient_bytes, 0
+        if self.offloads:
+            kept = [flat.grad for flat in flats if flat.grad is not None]
+            gradients += _held(kept)
+            kept += [self._zero.grad_partitions_flat_buffer] if self._stage == 3 else []
+            host = updated + _held(kept)
+        return StateBytes(_held(weights), gradients, optimizer_state, host)
 
     def _part(self, parameter: Any) -> torch.Tensor:
         """This rank's part of `parameter` at stage 3."""
@@ -545,6 +658,13 @@ class DeepSpeedRanks(Ranks):
     def weights(self) -> dict[str, Any]:
         """The model's whole state dictionary, on every rank; all of them call it."""
         self._recover()
+        if self._has_copies:
+            state = self.owner.state_dict()
+            with self._watching():
+                whole = {id(p): self._copy(p) for p in self.owner.parameters()}
+            for name, parameter in self.owner.named_parameters(remove_duplicate=False):
+                state[name] = whole[id(parameter)]
+            return state
         with self._watching(), self._gathered(list(self.owner.parameters())):
             state = self.owner.state_dict()
             if self._stage == 3:
@@ -557,13 +677,16 @@ class DeepSpeedRanks(Ranks):
         self._recover()
         with self._watching(), self._gathered(list(self.owner.parameters()), source=0):
             self.owner.load_state_dict(state)
+        if self._is_apart:
+            for name, parameter in self.owner.named_parameters():
+                self._set_copy(parameter, state[name])
 
     def forms(self) -> dict[str, Any]:
         """The model's state dictionary, as `check_model` compares it: without values."""
         state = self.owner.state_dict()
         for name, parameter in self.owner.named_parameters(remove_duplicate=False):
             shape = getattr(parameter, "ds_shape", parameter.shape)
-            state[name] = torch.empty(shape, dtype=parameter.dtype, device="meta")
+            state[name] = torch.empty(shape, dtype=torch.float32, device="meta")
         return state
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
@@ -658,18 +781,40 @@ class DeepSpeedRanks(Ranks):
         if self._stage < 3:
             utils.safe_set_full_optimizer_state(parameter, value, name)
             return
-        size = parameter.partition_numel()
-        flat = torch.nn.functional.pad(value.reshape(-1), (0, size * self._size - value.numel()))
-        own = flat[size * self._rank : size * (self._rank + 1)]
+        own = self._part_of(value, parameter.partition_numel())
         utils.safe_set_local_optimizer_state(parameter, own, name)
 
     def adopt(self, settings: FinetuneSettings) -> None:
         """Takes the clipping and the decay of `settings`."""
-        self._clip_norm = settings.clip_norm
+        self._settings = settings
         self._zero.clip_grad = settings.clip_norm or 0.0
         forms = dict(self.named())
         for group, parameters in zip(self._inner.param_groups, self._grouped, strict=True):
             group["weight_decay"] = decay_of(forms[self._names[id(parameters[0])]], settings)
+
+    def told(self, report: Report) -> Report:
+        """See `Ranks.told`; what types there are, and where the optimizer steps."""
+        report, settings = super().told(report), self._settings
+        notes, remarks = [], []
+        if self._has_copies:
+            adds = "fp32" if adds_up_in_fp32(settings) else "bf16"
+            notes.append(
+                "weights and gradients in bf16, an fp32 copy with the optimizer; gradients are "
+                f"reduced in fp32 and kept in {adds}"
+            )
+            if settings.accumulation > 1 and adds == "bf16":
+                remarks.append(
+                    "zero_stage=1 adds up the gradients of micro-batches in bf16; zero_stage=2 "
+                    "adds them up in fp32"
+                )
+        if self.offloads:
+            notes.append(
+                "the optimizer's share is in host memory"
+                + ("; on a CPU that saves nothing" if self.device.type == "cpu" else "")
+            )
+        return dataclasses.replace(
+            report, notes=(*report.notes, *notes), remarks=(*report.remarks, *remarks)
+        )
 
     def close(self) -> None:
         """Makes the user's model whole; at stage 3 all ranks call it."""
@@ -678,15 +823,36 @@ class DeepSpeedRanks(Ranks):
                 self._end()
 
 
-def _configuration(stage: int, clip_norm: float | None) -> dict[str, Any]:
+def _refuse_statistics(model: nn.Module) -> None:
+    """ValueError for a layer with float32 statistics beside its weights: torch wants one type."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.modules.batchnorm._NormBase):
+            continue
+        if layer.affine and layer.track_running_stats:
+            raise ValueError(
+                f"param_dtype='bf16': {name or 'it'} is a {type(layer).__name__}, whose statistics "
+                "stay in fp32, and torch takes weights of the same type; choose param_dtype='fp32'"
+            )
+
+
+def _configuration(settings: FinetuneSettings, device: torch.device) -> dict[str, Any]:
     """What DeepSpeed is told (https://www.deepspeed.ai/docs/config-json/)."""
+    halves = settings.param_dtype == "bf16"
+    # At stage 1 it would be another optimizer of DeepSpeed's, whose gradients are 6 bytes each.
+    sums = "fp32" if not halves or adds_up_in_fp32(settings) else "bf16"
+    away = {"offload_optimizer": {"device": "cpu", "pin_memory": device.type == "cuda"}}
     return {
         "train_micro_batch_size_per_gpu": 1,  # it is told where a step ends
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": clip_norm or 0.0,
+        "gradient_clipping": settings.clip_norm or 0.0,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's own steps on the host as well
+        "bf16": {"enabled": halves, "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": sums},
+        "communication_data_type": "fp32",
         "zero_optimization": {
-            "stage": stage,
+            **(away if settings.offload_optimizer else {}),
+            "stage": settings.zero_stage,
             "overlap_comm": False,
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
@@ -697,6 +863,11 @@ def _configuration(stage: int, clip_norm: float | None) -> dict[str, Any]:
             "sub_group_size": 10**15,  # one for each of the optimizer's groups
         },
     }
+
+
+def adds_up_in_fp32(settings: FinetuneSettings) -> bool:
+    """Whether micro-batches' bfloat16 gradients are added up in float32: 4 bytes each, not 2."""
+    return settings.accumulation > 1 and settings.zero_stage > 1
 
 
 def _forget(root: nn.Module) -> None:
@@ -751,10 +922,15 @@ class DeepSpeedStepper(TorchStepper):
             group["lr"] = lr
         self._bad = torch.maximum(self._bad, (~torch.isfinite(loss)).to(self._bad))
         self._optimizer.grad_scale = None  # type: ignore[attr-defined]
-        self._optimizer.found_inf = self._bad  # type: ignore[attr-defined]
+        # Offloaded, it would copy a flag of the device's and not wait until that is there.
+        flag = self._bad.cpu() if self._processes.offloads else self._bad
+        self._optimizer.found_inf = flag  # type: ignore[attr-defined]
         grad_norm = self._processes.update()
         self._bad = torch.maximum(self._bad, (~torch.isfinite(grad_norm)).to(self._bad))
         return grad_norm, None, None
+
+    def _forget_gradients(self) -> None:
+        """DeepSpeed does at the end of a step, and keeps its buffers for them in host memory."""
 
     def bytes(self) -> StateBytes:
         """See `TorchStepper.bytes`."""

@@ -52,9 +52,9 @@ def refuses(settings: FinetuneSettings, size: int) -> str | None:
             "reduction='adasum' with optimizer='lamb': both choose a length for each tensor's "
             "step, and nobody has shown what they do together; choose reduction='mean'"
         )
-    if settings.zero_stage > 1 and (reason := _not_by_deepspeed(settings)) is not None:
+    if (reason := _not_by_deepspeed(settings)) is not None:
         return reason
-    places = size // (settings.tensor_parallel * settings.pipeline_stages)
+    places = combinations.places(settings, size)
     if settings.batch_size < places:
         return (
             f"batch_size={settings.batch_size} cannot be shared out to {places} workers; choose "
@@ -75,9 +75,10 @@ def refuses(settings: FinetuneSettings, size: int) -> str | None:
 
 
 def _not_by_deepspeed(settings: FinetuneSettings) -> str | None:
+    """Why DeepSpeed cannot do what of `settings` is its own alone; None elsewhere."""
     from ortlab.engines import deepspeed  # which is made of `Ranks`
 
-    return deepspeed.refuses(settings)
+    return deepspeed.refuses(settings) if deepspeed.needed_for(settings) else None
 
 
 def prepare(
@@ -108,6 +109,8 @@ def prepare(
     - States have the form of one process, whole on every rank, in both directions.
     - DeepSpeed takes float32 weights and all ranks, and steps all parameters at once: one without
       a gradient in any step is left alone, one that has a gradient in some steps is refused there.
+      With ``param_dtype="bf16"`` the model's weights are bfloat16 until ``close``, and what forward
+      takes in float32 is cast to that; targets are not.
       At stage 3 all ranks call ``close`` too, which gives the model its whole weights.
     - Gradient checkpointing has to be that without reentry (``use_reentrant=False``): of the other
       kind DistributedDataParallel says that a variable was marked ready twice.
@@ -177,8 +180,8 @@ def _means(
         reason = f"zero_stage={settings.zero_stage}: DeepSpeed trains with all ranks, not with some"
     if reason is None:
         return deepspeed.DeepSpeedRanks, deepspeed.DeepSpeedStepper
-    if settings.zero_stage > 1:
-        raise ValueError(f"{reason}; choose zero_stage=1, which shares out the optimizer's state")
+    if deepspeed.needed_for(settings) is not None:
+        raise ValueError(f"{reason}; choose zero_stage=1 and no more")
     return Ranks, TorchStepper
 
 

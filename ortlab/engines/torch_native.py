@@ -174,7 +174,7 @@ class TorchStepper:
     ) -> StepResult:
         if not self._module.training:
             self._module.train()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         sums = self._accumulate(batches_)
         started = time.perf_counter()
         grad_norm, loss_scale, skipped = self._update(sums.loss, lr)
@@ -195,6 +195,10 @@ class TorchStepper:
             own_loss=sums.own_loss,
             own_samples=sums.own_samples,
         )
+
+    def _forget_gradients(self) -> None:
+        """Those of the step before."""
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _accumulate(self, batches_: Sequence[Batch]) -> Sums:
         """The mean gradients of the micro-batches, in the parameters."""
@@ -432,8 +436,11 @@ class Compile:
         return self.unavailable() or no_device(settings) or refuses_precision(settings)
 
     def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
-        """See `Engine.cost`; torch compiles anew for another precision."""
-        same = (before.engine, before.precision) == (after.engine, after.precision)
+        """See `Engine.cost`; torch compiles anew for another precision, or type of weights."""
+        same = all(
+            getattr(before, name, None) == getattr(after, name, None)
+            for name in ("engine", "precision", "param_dtype")
+        )
         return "rebuild" if same else "recompile"
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:

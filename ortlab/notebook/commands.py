@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -118,10 +119,11 @@ class Command:
         """How it is typed."""
         return _plain(self.parser.format_usage())
 
-    def read(self, words: list[str]) -> Given | None:
+    def read(self, words: list[str], variables: Mapping[str, Any]) -> Given | None:
         """What `words` say; None when they ask for help, which is printed.
 
-        UsageError, offering the nearest, for what the command does not know.
+        A loss is one of the user's `variables`, also where that is called none or off. UsageError,
+        offering the nearest, for what the command does not know.
         """
         if any(word in HELP for word in words):
             print(self.help)
@@ -133,7 +135,9 @@ class Command:
         settings = {}
         for option in self.options.values():
             text = values.pop(option.name) if option.declaration else None
-            if option.declaration is not None and text is not None:
+            if option.kind == "loss" and text is not None and callable(variables.get(text)):
+                settings[option.name] = text
+            elif option.declaration is not None and text is not None:
                 try:
                     settings[option.name] = option.declaration.parse(text)
                 except ValueError as error:

@@ -80,7 +80,7 @@ class OrtMagics(Magics):
             print(overview())
             return None
         self._check_command(name)
-        given = command_called(name).read(rest)
+        given = command_called(name).read(rest, self._ip.user_ns)
         if given is None:
             return None
         command: Callable[[Given], object] = getattr(self, f"_{name}")
@@ -92,7 +92,7 @@ class OrtMagics(Magics):
     def begin(self, number: int, line: str, has_body: bool) -> None:
         """Called before the body of a ``%%ort`` cell; see `cells`."""
         line = self._ip.var_expand(line, depth=1)  # type: ignore[no-untyped-call]
-        given = WRAP.read(split(line))
+        given = WRAP.read(split(line), self._ip.user_ns)
         if given is None:
             return
         if not has_body:

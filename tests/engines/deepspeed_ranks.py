@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.deepspeed import BUCKET, DeepSpeedStepper
-from tests.engines import ranks
+from tests.engines import mixed_ranks, ranks
 from tests.engines.ranks import FOLDER, LR, RANK, alone, course, data, error, network, together
 
 STAGES = (1, 2, 3)
@@ -66,7 +67,7 @@ def in_place() -> dict[str, Any]:
     return {"losses": [float(found.loss), float(expected.loss)]}
 
 
-def held() -> dict[str, Any]:
+def held(stages: Sequence[int], layers: int = LAYERS, **among: Any) -> dict[str, Any]:
     """Bytes that each stage tells, and what all tensors of this process take between steps."""
 
     def live() -> int:
@@ -77,18 +78,23 @@ def held() -> dict[str, Any]:
         }
         return sum(sizes.values())
 
-    found: dict[str, Any] = {"parameters": LAYERS * (WIDTH + 1) * WIDTH}
+    ranks.sharded.load(ranks.settings(workers=2, zero_stage=1))
+    gc.collect()
+    gc.freeze()  # what libraries are made of takes longer to go through than all steps
+    found: dict[str, Any] = {"parameters": layers * (WIDTH + 1) * WIDTH}
     batch = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    for stage in (0, *STAGES):
+    for stage in stages:
         before = live()
         torch.manual_seed(1)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        stepper = together(model, functional.mse_loss, zero_stage=stage)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        stepper = together(model, functional.mse_loss, zero_stage=stage, **among)
         stepper.step([batch], lr=LR)
         told = vars(stepper.bytes())
-        found[str(stage)] = {**told, "all": live() - before, "bucket": 4 * BUCKET}
+        buffers = {"bucket": 4 * BUCKET, "largest": 4 * WIDTH**2}
+        found[str(stage)] = {**told, "all": live() - before, **buffers}
         stepper.close()
         del stepper, model
+    gc.unfreeze()
     return found
 
 
@@ -221,19 +227,6 @@ def halved() -> dict[str, Any]:
     return found
 
 
-def compiled() -> dict[str, Any]:
-    """torch.compile at stage 2, with batches of one size: each size compiles."""
-    (batch,) = data(8)
-    chosen = {"engine": "compile"}
-    many = together(network(), functional.cross_entropy, zero_stage=2, **chosen)
-    one = alone(network(), functional.cross_entropy)
-    worst = 0.0
-    for _ in range(50):
-        a, b = one.step([batch], lr=LR), many.step([batch], lr=LR)
-        worst = max(worst, abs(float(a.loss) - float(b.loss)) / float(a.loss))
-    return {"steps": worst, "engine": many.report().engine_used}
-
-
 def settled() -> dict[str, Any]:
     """What is refused of a model or a state, and what is adopted."""
     mixed = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4, dtype=torch.float64))
@@ -280,6 +273,9 @@ def settled() -> dict[str, Any]:
 
 
 CASES: dict[str, ranks.Case] = {
+    "held": functools.partial(held, (0, *STAGES)),
+    "held mixed": functools.partial(held, STAGES, **mixed_ranks.HALVES),
+    "held offloaded": functools.partial(held, STAGES, layers=10, offload_optimizer=True),
     **{
         f"parity {name} {stage} {optimizer}": ranks.parity(name, stage, optimizer)
         for name, stage, optimizer in (
@@ -300,14 +296,13 @@ CASES: dict[str, ranks.Case] = {
     "statistics": functools.partial(ranks.statistics, 3),
     "unused": functools.partial(ranks.unused, STAGES),
     "layouts": functools.partial(ranks.layouts, STAGES),
-    "held": held,
     "gone": gone,
     "turns": turns,
     "infinite": infinite,
     "wayward": wayward,
     "halved": halved,
-    "compiled": compiled,
     "settled": settled,
+    **mixed_ranks.CASES,
 }
 
 

@@ -112,8 +112,11 @@ def digest(state: Any) -> str:
     return found.hexdigest()
 
 
-def parity(name: str, stage: int, optimizer: str) -> Case:
-    """50 steps against one process: two micro-batches each, some of them uneven or tiny."""
+def parity(name: str, stage: int, optimizer: str, **among: Any) -> Case:
+    """50 steps against one process: two micro-batches each, some of them uneven or tiny.
+
+    Settings `among` the ranks are theirs alone.
+    """
 
     def case() -> dict[str, Any]:
         sizes = [16, 9] if name == "eager" else [16, 7]
@@ -121,7 +124,7 @@ def parity(name: str, stage: int, optimizer: str) -> Case:
         pairs = [few[i : i + 2] for i in range(0, len(few), 2)] * 2
         chosen = {"engine": name, "optimizer": optimizer, "clip_norm": 0.5}
         model = network()
-        many = together(model, functional.cross_entropy, zero_stage=stage, **chosen)
+        many = together(model, functional.cross_entropy, zero_stage=stage, **chosen, **among)
         one = alone(network(), functional.cross_entropy, **chosen)
         worst, communication = 0.0, 0.0
         for pair in pairs[:50]:
