@@ -49,13 +49,15 @@ class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Answers what depends on parameters, and passes everything else on."""
         named = dict(kwargs or {})
-        if not any(isinstance(each, _VALUELESS) for each in _single((*args, *named.values()))):
-            return func(*args, **named)
         try:
+            if func in _UNHEARD:
+                raise NeedsValues(f"the tracer hears of what {func} is made, which stays unseen")
+            if not any(isinstance(each, _VALUELESS) for each in _single((*args, *named.values()))):
+                return func(*args, **named)
             for name, value in _written(func, args, named):
                 if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
                     raise NeedsValues(f"{func} writes into {name}, which has values")
-            with self._shapes:
+            with _unheard(), self._shapes:
                 return func(*args, **named)
         except BaseException as error:
             self.failed = error
@@ -63,6 +65,27 @@ class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _VALUELESS = (FakeTensor, nn.Parameter)
+_UNHEARD = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_overrideable.default}
+"""The tracer leaves these out and notes what they call (DONT_RECORD_TRACE in torch's
+tools/autograd/gen_trace_type.py), which for it is behind the answer that is given here."""
+_C: Any = torch._C
+_TRACER = _C._dispatch_key_parse("Tracer")
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Keeps the tracer from what torch does in Python to answer: it keeps each size it is given."""
+    if (state := _C._get_tracing_state()) is None:
+        yield
+        return
+    # Where the tracer has handed an operation on, torch refuses to change its state.
+    with _C._PreserveDispatchKeyGuard():
+        _C._dispatch_tls_set_dispatch_key_excluded(_TRACER, False)
+        _C._set_tracing_state(None)
+        try:
+            yield
+        finally:
+            _C._set_tracing_state(state)
 
 
 def _single(values: Sequence[Any]) -> Iterator[Any]:
