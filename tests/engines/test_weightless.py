@@ -79,6 +79,16 @@ class Writes(Net):
         return room
 
 
+class Convolves(Net):
+    """Does what the tracer notes in pieces, on what follows from the input alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(
+            nn.functional.conv1d(x[:, :, None], torch.eye(6)[:, :, None])[:, :, 0]
+        )
+        return y
+
+
 class AsksForType(Net):
     """Computes something else of anything but a plain tensor."""
 
@@ -121,7 +131,7 @@ def test_the_graph_is_the_same_without_values(case: str) -> None:
     assert bool(found[0][1]) == (case == "a decision")
 
 
-@pytest.mark.parametrize("kind", [ByResult, Catches, Writes, AsksForType])
+@pytest.mark.parametrize("kind", [ByResult, Catches, Writes, Convolves, AsksForType])
 def test_what_needs_values_is_exported_with_them(kind: type[Net]) -> None:
     torch.manual_seed(0)
     model = kind().train()
@@ -132,6 +142,24 @@ def test_what_needs_values_is_exported_with_them(kind: type[Net]) -> None:
     assert [each.weightless for each in execution.exports()] == [False]
     wrong = [note for note in execution.report().notes if "without values was wrong" in note]
     assert len(wrong) == (kind is AsksForType)
+
+
+class Traced(Net):
+    """Runs as in an export, and asks for a size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with weightless.running():
+            y: torch.Tensor = self.layer(x)
+            return y.reshape(x.shape[0], -1, 2).sum(1)
+
+
+def test_the_tracer_hears_forward_alone() -> None:
+    model, x, heard = Traced(), torch.randn(8, 6), []
+    for how in (contextlib.nullcontext(), weightless.without_weights()):
+        with how, torch.no_grad():
+            graph, _ = torch.jit._get_trace_graph(model, (x,))
+        heard.append([node.kind() for node in graph.nodes()])
+    assert heard[0] == heard[1]
 
 
 def test_only_what_is_checked_is_exported_so() -> None:
