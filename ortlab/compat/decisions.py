@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ortlab import errors
+from ortlab.compat import weightless
 
 Place = tuple[str, int]
 """A file and a line."""
@@ -138,10 +139,14 @@ def with_decisions(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def forward_and_decide(self: Any, *args: Any) -> Any:
         if torch._C._is_tracing():
-            return _traced(forward, self, args)
+            with weightless.running():
+                return _traced(forward, self, args)
         places = set()
-        with _Listening(lambda place, *_: places.add(place)):
-            outputs = forward(self, *args)
+        # ORTModule has made a copy of its own where this is no run without weights.
+        module = weightless.twin(self) if weightless.is_asked() else self
+        with weightless.running(), _Listening(lambda place, *_: places.add(place)):
+            outputs = forward(module, *args)
+        self._output_schema = module._output_schema
         _last.places, _last.decisions = frozenset(places), ()
         return outputs
 

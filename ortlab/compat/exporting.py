@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ortlab.compat import recompute
+from ortlab.compat import recompute, weightless
 
 if TYPE_CHECKING:
     from ortlab.compat.failures import Node
@@ -56,7 +56,7 @@ def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
             tracing["refuse"] = "is not exported: custom_autograd is off"
         kwargs |= {"dynamo": False, "training": TrainingMode.PRESERVE, "autograd_inlining": False}
         kwargs["verbose"] = True  # every node with the stack of its making, see `_take_stacks`
-        with interop.traced(**tracing) as seen:
+        with interop.traced(**tracing) as seen, _shapes_without_weights():
             try:
                 result = export(*args, **kwargs)
             except Exception as error:
@@ -66,6 +66,35 @@ def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return export_module
+
+
+_SHAPES = "_jit_pass_onnx_graph_shape_type_inference"
+_MOST_FRACTIONS = 64
+
+
+@contextlib.contextmanager
+def _shapes_without_weights() -> Iterator[None]:
+    """The exporter infers shapes without the values of weights, which it would copy for each node.
+
+    Shapes are computed from whole numbers, and from a few fractions: scales, the ends of a range.
+    """
+    import torch
+
+    infer = getattr(torch._C, _SHAPES)
+
+    def infer_without(graph: Any, values: dict[str, torch.Tensor], opset: int) -> None:
+        few = {
+            name: value
+            for name, value in values.items()
+            if value.numel() <= _MOST_FRACTIONS or not value.is_floating_point()
+        }
+        infer(graph, few, opset)
+
+    setattr(torch._C, _SHAPES, infer_without)
+    try:
+        yield
+    finally:
+        setattr(torch._C, _SHAPES, infer)
 
 
 class _Last:
@@ -128,6 +157,8 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
     def export_and_restore(*, flattened_module: Any, device: Any, **kwargs: Any) -> Any:
         from ortlab.compat import symbolics
 
+        if weightless.is_asked():  # and so copies what forward may change, see `decisions`
+            kwargs["deepcopy_before_model_export"] = False
         with _undisturbed(flattened_module), symbolics.gradients_for(flattened_module):
             result = export_model(flattened_module=flattened_module, device=device, **kwargs)
             recompute.mark(result[0], _last.checkpoints)

@@ -311,7 +311,7 @@ class Execution:
             if self._due(served, shapes):
                 served = self._check_or_split(served, key, args, kwargs, why)
             elif served is None:
-                served = self._make(args, kwargs, why)
+                served = self._make(args, kwargs, why, checked=False)
                 self._keep(served.export)
         except (ExportFailed, NotInGraph, SelfCheckFailed) as error:
             if not self.settings.fallback:
@@ -346,7 +346,10 @@ class Execution:
         self._fallback = None
         return False
 
-    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Served:
+    def _make(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str, *, checked: bool
+    ) -> Served:
+        """Makes an export; the quickest way where it is to be `checked` before it is used."""
         change, self._guard.change = self._guard.change, ""
         change = change or options.changed(self._exported_with, self.settings)
         self._exported_with = self.settings
@@ -365,8 +368,13 @@ class Execution:
         try:
             export = Export(self._ort_module, self.module, gradient=gradient)
             export.plans = self._plans if gradient else ()
-            with undisturbed(self.module), inputs_kept(tensors([args, kwargs])):
-                if not self._cached() or not export.restore(args, kwargs, self._call(args, kwargs)):
+            with self._as_it_is(args, kwargs):
+                made = self._cached() and export.restore(args, kwargs, self._call(args, kwargs))
+            if not made and checked:
+                with self._as_it_is(args, kwargs):
+                    made = export.build_weightless(args, kwargs)
+            if not made:
+                with self._as_it_is(args, kwargs):
                     export.build(args, kwargs)
             options.check_plans(export.manager, self.settings)
         except UnknownPlan:
@@ -394,6 +402,12 @@ class Execution:
         self._kinds.setdefault(self._kind(args, kwargs)[0], Kind()).served.insert(0, served)
         self._let_some_go()
         return served
+
+    @contextlib.contextmanager
+    def _as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Gives model and arguments back as they were."""
+        with undisturbed(self.module), inputs_kept(tensors([args, kwargs])):
+            yield
 
     def _let_some_go(self) -> None:
         """Drops exports where there are too many, or too little memory: those at rest first."""
@@ -512,7 +526,7 @@ class Execution:
             rows, call = None, (args, kwargs)
             reference = self._reference(*call)
         if served is None:
-            served = self._make(args, kwargs, why)
+            served = self._make(args, kwargs, why, checked=not reference.drew)
             if rows and (served.export.by_size or served.export.decisions):
                 return self._check(served, args, kwargs, why)
         tell("checking ORT against eager torch")
@@ -529,11 +543,14 @@ class Execution:
             except (ExportFailed, SelfCheckFailed):
                 if rows:
                     return self._check(served, args, kwargs, why)
-                if served.checked or not served.export.from_cache:
+                export = served.export
+                if served.checked or not (export.from_cache or export.weightless):
                     raise
-                served.export.forget()
+                export.forget()
                 self._kinds[self._kind(args, kwargs)[0]].served.pop(0)
-                served = self._make(args, kwargs, "the graph from the cache was wrong")
+                how = "from the cache" if export.from_cache else "of a forward without values"
+                why = f"the graph {how} was wrong"
+                served = self._make(args, kwargs, why, checked=False)
                 self._compare(reference, *call, served)
             if not served.checked:
                 self._keep(served.export)

@@ -27,6 +27,7 @@ from ortlab.compat import (
     recompute,
     restoring,
     symbolics,
+    weightless,
 )
 from ortlab.engines import cache, dropouts, options
 from ortlab.engines.fingerprint import Unknowable, fingerprint
@@ -54,6 +55,8 @@ class Export:
         self._optimized: bytes | None = None
         self._build_s = 0.0
         self.from_cache = False
+        self.weightless = False
+        """Whether forward ran for it without computing what depends on weights."""
         self.cache_note = ""
         """What the user is to know of the cache, in a line."""
         self.decisions: tuple[decisions.Decision, ...] = ()
@@ -112,6 +115,22 @@ class Export:
         """The torch.autograd.Functions that the graph calls, by class."""
         exported = self.manager._graph_transition_manager._exported_model_info.exported_model
         return interop.functions(exported.graph)
+
+    def build_weightless(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Does what `build` does with most of forward's sums left out, in a fraction of the time.
+
+        False where that will not do; `build` then tells what there is to tell. The graph is to be
+        compared with forward before it is used: see `weightless.without_weights`.
+        """
+        try:
+            with weightless.without_weights():
+                self.build(args, kwargs)
+        # Forward may need values anywhere, and fail in any way without them.
+        except Exception:  # noqa: BLE001
+            self.torch_module = self._unbuilt()
+            return False
+        self.weightless = True
+        return True
 
     def build(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Exports the module as it is now and makes the session. Raises ORT's own exceptions."""
