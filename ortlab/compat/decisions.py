@@ -270,10 +270,13 @@ def frozen_in_trace(known: frozenset[Place]) -> Iterator[Frozen]:
 def _only_checks(place: Place) -> bool:
     """Whether the statement at `place` is an assertion, or an ``if`` that only raises."""
     file, line = place
+    source = "".join(linecache.getlines(file))
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        tree = ast.parse(source)
     except SyntaxError:
         return False
+    except SystemError:  # CPython 3.11 counts wrongly where another thread parses meanwhile:
+        tree = ast.parse(source)  # github.com/python/cpython/issues/106905
     around = [
         node
         for node in ast.walk(tree)
