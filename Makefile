@@ -66,7 +66,7 @@ $(DONE)/torch.txt: $(DONE)/venv pyproject.toml
 
 $(DONE)/demo $(DONE)/test: $(DONE)/torch.txt pyproject.toml $(FRONT_END)
 	@echo "setup: ortlab and what it needs for $(@F), a few minutes when nothing is cached"
-	@$(if $(filter test,$(@F)),ORTLAB_WEB=1) $(PIP) install -qq --constraint $(DONE)/torch.txt --editable '.[$(@F)]'
+	@$(PIP) install -qq --constraint $(DONE)/torch.txt --editable '.[$(@F)]'
 	@touch $@
 
 $(DONE)/extension: $(DONE)/torch.txt | $(if $(filter test nightly,$(MAKECMDGOALS)),$(DONE)/test,$(DONE)/demo)

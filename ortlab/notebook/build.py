@@ -18,10 +18,9 @@ SOURCES = Path("ortlab/notebook/js")
 BUNDLE = Path("ortlab/notebook/static")
 MADE = (
     *("runview.js", "runview.css", "graphview.js", "graphview.css", "panel.js", "panel.css"),
+    *("inpage.js", "inpage.css", "ort-wasm-simd-threaded.wasm.gz"),
     "THIRD_PARTY_LICENSES.txt",
 )
-MADE_FOR_WEB = ("inpage.js", "inpage.css", "ort-wasm-simd-threaded.wasm.gz")
-"""What is made beside these with ORTLAB_WEB=1, of 4 MB: models that run in the page."""
 OLDEST_NODE = 18  # what esbuild asks for
 
 
@@ -45,27 +44,18 @@ class ChartsHook(BuildHookInterface[Any]):
         # needs its install script.
         install = ["ci", "--include=dev", "--ignore-scripts", "--no-audit", "--no-fund"]
         npm(command, install, root / SOURCES, self.app.abort)
-        if for_web():
-            npm(command, install, root / SOURCES / "web", self.app.abort)
         npm(command, ["run", "build"], root / SOURCES, self.app.abort)
 
 
 def fresh(root: Path) -> bool:
     """Whether the bundle under `root` is newer than all that it is made of."""
-    names: list[str] = [*MADE, *MADE_FOR_WEB] if for_web() else [*MADE]
-    made = [root / BUNDLE / name for name in names]
+    made = [root / BUNDLE / name for name in MADE]
     folder = root / SOURCES
-    sources = [*folder.glob("*.*"), *folder.glob("src/*"), *folder.glob("web/*.*")]
+    sources = [*folder.glob("*.*"), *folder.glob("src/*")]
     if not sources or not all(path.is_file() for path in made):
         return False
     newest = max(path.stat().st_mtime for path in sources)
     return min(path.stat().st_mtime for path in made) >= newest
-
-
-def for_web() -> bool:
-    """Whether the environment asks for onnxruntime's WebAssembly, 4 MB more in a wheel."""
-    chosen: str = os.environ.get("ORTLAB_WEB", "")
-    return chosen == "1"
 
 
 def system_npm() -> list[str] | None:

@@ -1,6 +1,6 @@
 """An exported model in the notebook's page: onnxruntime as WebAssembly, beside the kernel's own.
 
-The browser's side is js/web/inpage.js, which documents the messages. The page gets onnxruntime and
+The browser's side is js/src/inpage.js, which documents the messages. The page gets onnxruntime and
 the model over the notebook's own connection; nothing is fetched and no port is opened.
 """
 
@@ -122,6 +122,6 @@ def _wasm() -> bytes:
 
 
 _MISSING: Final = (
-    "ortlab was installed without onnxruntime's WebAssembly: in its repository, "
-    "ORTLAB_WEB=1 pip install -e ."
+    "the views were built before they had onnxruntime's WebAssembly: in ortlab's repository, "
+    "pip install -e . again"
 )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Page, expect
 
-from ortlab.notebook import charts
-from ortlab.notebook.build import MADE_FOR_WEB
 from tests.browser.lab import Opens
 
 pytestmark = pytest.mark.browser
@@ -32,17 +29,6 @@ class Net(nn.Module):
 model = Net()
 batch = (torch.randint(0, 20, (2, 8)), torch.ones(2, 3))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """The page's part; without it tests are skipped, or fail where a browser is required."""
-    missing = [name for name in MADE_FOR_WEB if not (charts.STATIC / name).is_file()]
-    if missing:
-        reason = f"{missing[0]} was not built: ORTLAB_WEB=1 pip install -e ."
-        if os.environ.get("ORTLAB_REQUIRE_BROWSER") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
 
 
 def test_the_page_computes_what_the_kernel_does(notebook: Opens, page: Page) -> None:

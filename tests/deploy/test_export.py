@@ -477,5 +477,5 @@ def test_a_page_cannot_take_every_model(
         with pytest.raises(ValueError, match=r"KiB, and a page gets up to 1.0 KiB"):
             exported.in_page()
     monkeypatch.setattr(charts, "STATIC", tmp_path)
-    with pytest.raises(RuntimeError, match="ORTLAB_WEB=1 pip install"):
+    with pytest.raises(RuntimeError, match=r"pip install -e \. again"):
         exported.in_page()

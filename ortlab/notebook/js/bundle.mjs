@@ -1,14 +1,13 @@
 // Bundles the views into ../static: what a wheel carries and what the browser gets.
 import { build } from "esbuild";
-import { existsSync } from "node:fs";
 import { mkdir, readFile, writeFile } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
 import { gzipSync } from "node:zlib";
 
 const STATIC = new URL("../static/", import.meta.url);
 
-const WEB = new URL("web/node_modules/onnxruntime-web/", import.meta.url);
-const withWeb = existsSync(WEB); // ORTLAB_WEB=1 has the hook install it
+const WEB = new URL("node_modules/onnxruntime-web/", import.meta.url);
+const WASM = "ort-wasm-simd-threaded.wasm";
 
 await mkdir(STATIC, { recursive: true });
 await build({
@@ -17,7 +16,7 @@ await build({
     runview: "src/runview.js",
     graphview: "src/graphview.js",
     panel: "src/panel.js",
-    ...(withWeb ? { inpage: "web/inpage.js" } : {}),
+    inpage: "src/inpage.js",
   },
   outdir: fileURLToPath(STATIC),
   bundle: true,
@@ -30,13 +29,10 @@ await build({
 });
 const uplot = JSON.parse(await readFile(new URL("node_modules/uplot/package.json", import.meta.url)));
 const license = await readFile(new URL("node_modules/uplot/LICENSE", import.meta.url), "utf8");
-let licenses = `runview.js and runview.css contain uPlot ${uplot.version} (https://github.com/leeoniya/uPlot):\n\n${license}`;
-if (withWeb) {
-  const name = "ort-wasm-simd-threaded.wasm";
-  await writeFile(new URL(`${name}.gz`, STATIC), gzipSync(await readFile(new URL(`dist/${name}`, WEB)), { level: 9 }));
-  await writeFile(new URL("inpage.css", STATIC), await readFile(new URL("web/inpage.css", import.meta.url)));
-  const { version } = JSON.parse(await readFile(new URL("package.json", WEB)));
-  licenses += `\n\ninpage.js and ${name}.gz contain onnxruntime-web ${version}
+const web = JSON.parse(await readFile(new URL("package.json", WEB)));
+await writeFile(new URL(`${WASM}.gz`, STATIC), gzipSync(await readFile(new URL(`dist/${WASM}`, WEB)), { level: 9 }));
+const licenses = `runview.js and runview.css contain uPlot ${uplot.version} (https://github.com/leeoniya/uPlot):\n\n${license}
+
+inpage.js and ${WASM}.gz contain onnxruntime-web ${web.version}
 (https://github.com/microsoft/onnxruntime), Copyright (c) Microsoft Corporation, under the same MIT License.\n`;
-}
 await writeFile(new URL("THIRD_PARTY_LICENSES.txt", STATIC), licenses);

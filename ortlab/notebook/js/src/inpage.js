@@ -2,7 +2,8 @@
 // Kernel to page: {is: "outputs", outputs: [{name, shape}], ms} with a float64 buffer each, or
 // {is: "refused", why}. Page to kernel: {do: "run", inputs: {name: {shape, values}}}.
 import * as ort from "onnxruntime-web/wasm";
-import { button, make, setText } from "../src/elements.js";
+import { button, make, setText } from "./elements.js";
+import "./inpage.css";
 
 const SHOWN = 8;
 const ARRAYS = {
