@@ -158,7 +158,7 @@ class _Writer:
         model = self._making(make_model)
         reading = self._reading(data, make_data)
         settings = self._settings
-        if settings.engine == "ort":
+        if settings.engine in ("ort", "offload"):
             self.notes.append("it trains in eager torch: ONNX Runtime is not in a plain script")
         if self._deepspeed:
             self.notes.append(

@@ -141,9 +141,10 @@ class StepResult:
     were because its gradients overflowed; None for both without a loss scale.
 
     Times are milliseconds of the calling thread; on CUDA they are host times, since nothing here
-    waits for the device. ``tokens`` is the size of ``input_ids`` where a batch has them, else 0.
-    ``communication_ms`` is the time with a collective under way where several processes train
-    together, waiting for the slowest included; other times of the step may run meanwhile.
+    waits for the device; NaN where an engine does not tell them apart. ``tokens`` is the size of
+    ``input_ids`` where a batch has them, else 0. ``communication_ms`` is the time with a collective
+    under way where several processes train together, waiting for the slowest included; other times
+    of the step may run meanwhile.
     ``own_loss`` and ``own_samples`` are of this process's rows alone; ``ranks`` is what each of
     several processes tells, for who stands outside.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -147,6 +148,8 @@ class OffloadStepper(TorchStepper):
             grad_norm=outcome.norm,
             lr=lr,
             forward_ms=(time.perf_counter() - started) * 1e3,
+            backward_ms=math.nan,
+            optimizer_ms=math.nan,
         )
 
     def bytes(self) -> StateBytes:
@@ -167,7 +170,9 @@ def _told(report: Callable[[], Report]) -> Report:
     found = report()
     if found.engine_used != "ort":
         return found
-    return dataclasses.replace(found, engine_used=Offload.name)
+    one = "forward, backward and optimizer are one call: its time stands under forward"
+    remarks = (*found.remarks, one)
+    return dataclasses.replace(found, engine_used=Offload.name, remarks=remarks)
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -173,6 +173,7 @@ def test_a_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(model.classifier.weight, before)
     assert model.classifier.weight._version > version, "autograd has to know"
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert "its time stands under forward" in made.report().remarks[0]
 
 
 def test_state_goes_to_eager_and_back_without_a_trace() -> None:
