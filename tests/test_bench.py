@@ -23,7 +23,7 @@ from ortlab.bench.result import Difference, EngineBench
 from ortlab.bench.settings import BenchSettings
 from ortlab.engines import cache
 from ortlab.engines.base import progress
-from ortlab.settings import REFERENCE
+from ortlab.settings import ENGINES, REFERENCE
 from ortlab.turns import Spread
 from tests.readme import speed
 
@@ -223,9 +223,9 @@ def test_all_engines_by_the_command(tmp_path: Path) -> None:
     assert "**No benchmark**" in answer.stdout
     result = EngineBench.from_dict(json.loads(file.read_text()))
     assert answer.stdout == result.markdown() + "\n"
-    assert [cell.key for cell in result.cells] == [(e, "fp32") for e in ("eager", "compile", "ort")]
+    assert [cell.key for cell in result.cells] == [(e, "fp32") for e in ENGINES]
     for cell in result.cells:
-        if cell.engine != "ort" or NO_ORT is None:
+        if cell.engine in ("eager", "compile") or NO_ORT is None:
             assert cell.reason is None
             assert len(cell.step_ms) == 2
             assert not result.suspect(cell)

@@ -270,7 +270,7 @@ class EngineBench:
             compared = [f"{mean:.4g}" for mean in means]
         else:
             compared = ["" if found is None else str(found) for found in differences]
-        ort = cell.engine == "ort"
+        ort = cell.engine in ("ort", "offload")
         return [
             *names,
             milliseconds(ms.median),
