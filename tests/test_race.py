@@ -105,7 +105,8 @@ def test_every_set_up_has_its_row() -> None:
     for cell in result.cells:
         assert cell.reason is None, cell.reason
         assert len(cell.step_ms) == 2
-        assert cell.first_step_s > min(cell.step_ms) / 1e3
+        if cell.settings["engine"] == "ort":  # eager torch's first step is as any other
+            assert cell.first_step_s > min(cell.step_ms) / 1e3
         assert cell.steps == 1 + 1 + 2 * (2 + 2)
         assert abs(result.loss_difference(cell)) < 0.02 * result.reference.loss
     eager, ort, low = result.cells

@@ -142,6 +142,7 @@ def test_every_socket_is_on_loopback_and_listed(two: Workers) -> None:
         two.run(total, 1.0)
         meeting = listening()
         notes = "\n".join(two.table().notes)
+        meeting &= listening()  # those of a moment are gone before the table is made
     assert len(meeting - idle) >= 2  # gloo's own
     assert all(ipaddress.ip_address(address).is_loopback for address, _ in meeting)
     for _, port in meeting:

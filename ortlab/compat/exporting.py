@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import sys
@@ -157,9 +158,11 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
     def export_and_restore(*, flattened_module: Any, device: Any, **kwargs: Any) -> Any:
         from ortlab.compat import symbolics
 
+        quiet: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if weightless.is_asked():  # and so copies what forward may change, see `decisions`
             kwargs["deepcopy_before_model_export"] = False
-        with _undisturbed(flattened_module), symbolics.gradients_for(flattened_module):
+            quiet = _without_the_advice(kwargs["logger"])
+        with quiet, _undisturbed(flattened_module), symbolics.gradients_for(flattened_module):
             result = export_model(flattened_module=flattened_module, device=device, **kwargs)
             recompute.mark(result[0], _last.checkpoints)
             _last.nodes = _take_stacks(result[0].graph)
@@ -169,6 +172,20 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
         return *rest, _without_frozen(differentiated, flattened_module)
 
     return export_and_restore
+
+
+@contextlib.contextmanager
+def _without_the_advice(logger: logging.Logger) -> Iterator[None]:
+    """ORT says of a model that is not copied that memory must be short, and results may differ."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "does not create a deep copy" not in str(record.msg)
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _without_frozen(names: Sequence[str], module: Any) -> list[str]:
@@ -206,9 +223,11 @@ def _undisturbed(module: Any) -> Iterator[None]:
         warnings.simplefilter("ignore")
         states = _utils.get_random_states()
         before = [(b, b.detach().clone()) for b in module.buffers()]
+        cached = torch.is_autocast_cache_enabled()  # the exporter leaves it off where it fails
         try:
             yield
         finally:
+            torch.set_autocast_cache_enabled(cached)
             with torch.no_grad():
                 for buffer, value in before:
                     buffer.copy_(value)

@@ -370,7 +370,7 @@ class Execution:
             export.plans = self._plans if gradient else ()
             with self._as_it_is(args, kwargs):
                 made = self._cached() and export.restore(args, kwargs, self._call(args, kwargs))
-            if not made and checked:
+            if not made and checked and self.settings.copy_for_export:  # which that way has to do
                 with self._as_it_is(args, kwargs):
                     made = export.build_weightless(args, kwargs)
             if not made:

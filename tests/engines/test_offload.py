@@ -322,6 +322,8 @@ def test_a_model_that_changes_with_every_call_is_refused() -> None:
     class Counts(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             calls.append(len(calls))
+            if x.shape[0] > 1000:  # what decides by sizes is checked once more, with forward
+                return super().forward(-x)
             return super().forward(x)
 
     made = stepper(Counts(4, 3), nn.functional.cross_entropy)
