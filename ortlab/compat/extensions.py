@@ -23,7 +23,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,7 +145,7 @@ KERNELS = Extension(
     name="ortlab_kernels",
     source=str(Path(__file__).parents[1] / "kernels" / "kernels.cc"),
     headers=(),
-    functions=(),
+    functions=("trim_address",),
     libraries=("torch_cpu", "c10"),
     replace={},
     # Loops become vector instructions where errno and signals need not be minded. OpenMP's runtime
@@ -241,14 +241,18 @@ def load_native(on_progress: Progress | None = None) -> dict[str, int]:
     return _addresses(NATIVE, _build(NATIVE, on_progress))
 
 
-def load_kernels(on_progress: Progress | None = None) -> None:
-    """Builds and loads ortlab's kernels, which torch then knows by name.
+def load_kernels(on_progress: Progress | None = None) -> Callable[[bool], int]:
+    """Builds and loads ortlab's kernels, which torch then knows by name; their `trim`.
 
     Raises OrtUnavailable where that cannot be done.
     """
     import torch  # noqa: F401 - as for `load`
 
-    _addresses(KERNELS, _build(KERNELS, on_progress))
+    addresses = _addresses(KERNELS, _build(KERNELS, on_progress))
+    trim: Callable[[bool], int] = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_bool)(
+        addresses["trim_address"]
+    )
+    return trim
 
 
 def python_header() -> Path:

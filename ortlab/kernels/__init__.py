@@ -26,10 +26,15 @@ DOMAIN = "ortlab_kernels"
 def unavailable() -> str | None:
     """Builds and loads them where that was not done yet; why they cannot be used, or None."""
     try:
-        extensions.load_kernels(tell)
+        _trim()
     except OrtUnavailable as error:
         return str(error)
     return None
+
+
+@functools.cache
+def _trim() -> Callable[[bool], int]:
+    return extensions.load_kernels(tell)
 
 
 def called(node: onnx.NodeProto) -> str:
@@ -67,6 +72,6 @@ def _leave(keep: bool) -> None:
 
 
 def _set_memory() -> None:
-    import torch
-
-    torch.ops.ortlab_kernels.trim(_users[True] > 0)
+    # Not as torch's operator: a collection of garbage may come by here in the middle of an export,
+    # whose tracer would take it for a part of the model.
+    _trim()(_users[True] > 0)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
+from ortlab import kernels
+
 LOW = torch.bfloat16
 ULP = 2.0**-8
 """Half a unit in the last place of bfloat16, relative: what one rounding costs at most."""
@@ -1022,3 +1024,21 @@ def test_a_result_outlives_the_thread_that_made_it(pool: Any) -> None:
     worker.join()
     pool.trim(True)
     assert torch.equal(made[0], torch.arange(40_000.0).view(200, 200).T)
+
+
+def test_what_ends_in_the_middle_of_a_trace_is_no_part_of_it(ops: Any) -> None:
+    """A session that garbage collection ends there once made exports fail, now and then."""
+
+    class User:
+        """Somebody who wants memory kept."""
+
+    users = [User()]
+    kernels.keep_memory_for(users[0], True)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        users.clear()
+        return x * 2
+
+    graph = str(torch.jit.trace(forward, torch.ones(2), check_trace=False).graph)
+    assert "aten::mul" in graph
+    assert "ortlab" not in graph
