@@ -146,7 +146,7 @@ def test_orttrainer_is_plain_torch_and_the_model_leaves() -> None:
     assert min(accuracy) > 0.9
     steps = [float(each) for each in re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)]
     assert len(steps) == 5
-    assert steps[-1] < steps[0] / 1.5
+    assert max(steps) < 0.5, "the weights are the trained ones"
 
 
 def written(folder: Path, *sources: str) -> Path:

@@ -71,6 +71,16 @@ def family(pid: int) -> set[int]:
     return {child.pid for child in psutil.Process(pid).children(recursive=True)}
 
 
+def of_workers() -> set[int]:
+    """The processes below this one, but for those of a JupyterLab that other tests began."""
+    labs = [
+        child.pid
+        for child in psutil.Process().children()
+        if any("jupyter" in word for word in child.cmdline())
+    ]
+    return family(os.getpid()) - {*labs, *(pid for lab in labs for pid in family(lab))}
+
+
 def folders() -> set[str]:
     return {path.name for path in Path(tempfile.gettempdir()).glob("ortlab-*")}
 
@@ -128,7 +138,7 @@ def test_each_rank_has_its_place_and_share_of_the_threads(two: Workers) -> None:
 
 def test_every_socket_is_on_loopback_and_listed(two: Workers) -> None:
     def listening() -> set[tuple[str, int]]:
-        ours = [psutil.Process(pid) for pid in family(os.getpid())]
+        ours = [psutil.Process(pid) for pid in of_workers()]
         return {
             tuple(connection.laddr)
             for process in ours
