@@ -327,11 +327,15 @@ def check_optimizer(
             "train and freeze the parameters that were trained and frozen then"
         )
     for number, state in kept["state"].items():
-        name, parameter = parameters[number]
-        for entry, value in state.items():
-            shaped = isinstance(value, torch.Tensor) and value.dim() > 0
-            if shaped and value.shape != parameter.shape:
-                raise ValueError(
-                    f"the checkpoint's optimizer has {entry} of {list(value.shape)} for {name}, "
-                    f"which is {list(parameter.shape)}; it is of another model"
-                )
+        check_kept(state, *parameters[number])
+
+
+def check_kept(state: Mapping[str, Any], name: str, parameter: torch.Tensor) -> None:
+    """ValueError where an optimizer kept `state` of another tensor than `parameter`."""
+    for entry, value in state.items():
+        shaped = isinstance(value, torch.Tensor) and value.dim() > 0
+        if shaped and value.shape != parameter.shape:
+            raise ValueError(
+                f"the checkpoint's optimizer has {entry} of {list(value.shape)} for {name}, "
+                f"which is {list(parameter.shape)}; it is of another model"
+            )

@@ -206,11 +206,14 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> None:
 
 
 @contextlib.contextmanager
-def folder_beside(path: Path) -> Iterator[Path]:
-    """A private folder to fill, which then takes the place of `path`, for good; or is gone."""
+def folder_beside(path: Path, *, mode: int = 0o700) -> Iterator[Path]:
+    """A folder to fill, which then takes the place of `path`, for good; or is gone.
+
+    It is private unless its `mode` lets others in.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     before = beside.with_name(f"{beside.name}.before")
-    beside.mkdir(mode=0o700)
+    beside.mkdir(mode=mode)
     try:
         yield beside
         if path.is_dir():

@@ -215,6 +215,8 @@ def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
 
 
 ENGINES = ("eager", "compile", "ort", "offload")
+IN_ORT = ("ort", "offload")
+"""The engines whose graph runs in ORT."""
 REFERENCE = ("eager", "fp32")
 """The engine and precision that others are compared with."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")

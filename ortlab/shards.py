@@ -24,7 +24,6 @@ import torch
 from ortlab.outline import Packed, unpacked
 
 _SUFFIX = ".safetensors"
-_PIECE = 1 << 22
 
 
 def write(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -102,11 +101,8 @@ class Shards:
 
 def digest(path: Path) -> str:
     """The SHA-256 of a file's bytes."""
-    found = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            found.update(piece)
-    return found.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check(folder: Path, digests: Mapping[str, str], *, beside: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortlab.settings import LOSSES, FinetuneSettings
+from ortlab.settings import IN_ORT, LOSSES, FinetuneSettings
 from ortlab.sources import Sources
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class _Writer:
         model = self._making(make_model)
         reading = self._reading(data, make_data)
         settings = self._settings
-        if settings.engine in ("ort", "offload"):
+        if settings.engine in IN_ORT:
             self.notes.append("it trains in eager torch: ONNX Runtime is not in a plain script")
         if self._deepspeed:
             self.notes.append(

@@ -12,7 +12,7 @@ from typing import Any, Self
 from ortlab.bench.machine import Machine
 from ortlab.bench.settings import BenchSettings
 from ortlab.bench.settings import Cell as Key
-from ortlab.settings import REFERENCE
+from ortlab.settings import IN_ORT, REFERENCE
 from ortlab.turns import Spread
 
 FORM = 1
@@ -270,7 +270,7 @@ class EngineBench:
             compared = [f"{mean:.4g}" for mean in means]
         else:
             compared = ["" if found is None else str(found) for found in differences]
-        ort = cell.engine in ("ort", "offload")
+        ort = cell.engine in IN_ORT
         return [
             *names,
             milliseconds(ms.median),

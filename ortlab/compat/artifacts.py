@@ -40,11 +40,8 @@ def generate(
     ortmodule()  # the patches that ORT's training package needs
     from onnxruntime.training import artifacts, onnxblock
 
-    for node in model.graph.node:
-        groups = next((a.i for a in node.attribute if a.name == "group"), 1)
-        if node.op_type == "MaxPool" or (node.op_type == "Conv" and groups > 1):
-            what = "max pooling" if node.op_type == "MaxPool" else "grouped convolutions"
-            raise NotDifferentiable(f"ORT's gradient of {what} ({node.name}) is wrong")
+    if (reason := exporting.wrong_gradient(model.graph)) is not None:
+        raise NotDifferentiable(reason)
     _give_all_outputs(model.graph)
     _spell_out_norms(model.graph)
     block: Any = onnxblock.optim.SGD()
@@ -185,16 +182,16 @@ class Device:
             device="cpu",
             session_options=options,
         )
-        self._optimizer = api.Optimizer(str(folder / OPTIMIZER), self._module)
+        api.Optimizer(str(folder / OPTIMIZER), self._module)  # whether that file can be loaded
 
     def names(self) -> list[str]:
         """What a batch has, in order."""
         found: list[str] = self._module.input_names()
         return found
 
-    def loss(self, batch: Mapping[str, np.ndarray], *, training: bool) -> float:
-        """The loss of a batch; in `training` its gradients are added to those that are there."""
-        self._module.train(training)
+    def loss(self, batch: Mapping[str, np.ndarray]) -> float:
+        """The loss of a batch, in training; its gradients are added to those that are there."""
+        self._module.train()
         outputs = self._module(*(batch[name] for name in self.names()))
         first = outputs[0] if isinstance(outputs, tuple) else outputs
         return float(np.asarray(first).reshape(()))
@@ -202,9 +199,3 @@ class Device:
     def gradients(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Those of parameters, since they were last reset."""
         return {name: np.array(self._state.parameters[name].grad) for name in names}
-
-    def step(self, lr: float) -> None:
-        """Moves the parameters by their gradients, which begin anew."""
-        self._optimizer.set_learning_rate(lr)
-        self._optimizer.step()
-        self._module.lazy_reset_grad()

@@ -167,7 +167,7 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
             recompute.mark(result[0], _last.checkpoints)
             _last.nodes = _take_stacks(result[0].graph)
         if device.type == "cpu" and flattened_module.training:
-            _refuse_wrong_gradients(result[0].graph)
+            _refuse_wrong_gradient(result[0].graph)
         *rest, differentiated = result
         return *rest, _without_frozen(differentiated, flattened_module)
 
@@ -197,21 +197,27 @@ def _without_frozen(names: Sequence[str], module: Any) -> list[str]:
     return [name for name in names if name not in frozen]
 
 
-def _refuse_wrong_gradients(graph: Any) -> None:
-    """Raises where, after the export rules, a gradient is left to ORT that harms the process.
+def _refuse_wrong_gradient(graph: Any) -> None:
+    from ortlab.compat import failures
+
+    if (reason := wrong_gradient(graph)) is not None:
+        error = RuntimeError(reason)
+        failures.attach_nodes(error, _last.nodes)
+        raise error
+
+
+def wrong_gradient(graph: Any) -> str | None:
+    """Which gradient is left to ORT, after the export rules, that harms the process; None for none.
 
     That of a grouped convolution on the CPU writes out of bounds, and gradients anywhere in the
     model are wrong; that of MaxPool ends in a segmentation fault.
     """
-    from ortlab.compat import failures
-
     for node in graph.node:
         groups = next((a.i for a in node.attribute if a.name == "group"), 1)
         if node.op_type == "MaxPool" or (node.op_type == "Conv" and groups > 1):
             what = "grouped convolutions" if node.op_type == "Conv" else "max pooling"
-            error = RuntimeError(f"ORT's gradient of {what} ('{node.name}') is wrong")
-            failures.attach_nodes(error, _last.nodes)
-            raise error
+            return f"ORT's gradient of {what} ('{node.name}') is wrong"
+    return None
 
 
 @contextlib.contextmanager

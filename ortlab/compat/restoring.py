@@ -176,10 +176,7 @@ def open_session(
     planned = runtime.memory_optimizer_is_enabled()
     # ORT makes a session more, only to see what could be recomputed.
     manager._runtime_inspector.memory_ob._is_enabled = planned
-    changes: list[Callable[[Any], None]] = [
-        functools.partial(_with_arena, runtime.enable_cpu_mem_arena)
-    ]
-    changes += [] if runtime.spinning else [leave_cores_to_torch]
+    changes = _as_wished(runtime)
     changes += [] if configure is None else [configure]
     if manager._device.type != "cpu" or manager._debug_options.save_onnx_models.save:
         with _session_options(manager, changes):
@@ -202,14 +199,8 @@ def plain_session(manager: Any, graph: bytes, *, in_file_order: bool) -> Any:
     """An onnxruntime.InferenceSession of `graph` as it is, with the options of `manager`'s own."""
     import onnxruntime
 
-    runtime = manager._runtime_options
-    changes: list[Callable[[Any], None]] = [
-        _as_it_is,
-        functools.partial(_with_arena, runtime.enable_cpu_mem_arena),
-    ]
-    changes += [] if runtime.spinning else [leave_cores_to_torch]
-    changes += [_in_file_order] if in_file_order else []
-    with _session_options(manager, changes):
+    changes = [_in_file_order] if in_file_order else []
+    with _session_options(manager, [_as_it_is, *_as_wished(manager._runtime_options), *changes]):
         options, providers, provided = manager._get_session_config()
     return onnxruntime.InferenceSession(
         graph, options, providers=providers, provider_options=provided
@@ -276,6 +267,14 @@ def _in_file_order(options: Any) -> None:
     import onnxruntime
 
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+
+
+def _as_wished(runtime: Any) -> list[Callable[[Any], None]]:
+    """The changes of a session's options that `runtime`, ORTModule's options, asks for."""
+    found: list[Callable[[Any], None]] = [
+        functools.partial(_with_arena, runtime.enable_cpu_mem_arena)
+    ]
+    return found if runtime.spinning else [*found, leave_cores_to_torch]
 
 
 def _with_arena(on: bool, options: Any) -> None:

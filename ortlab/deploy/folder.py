@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from ortlab.history import folder_beside
+from ortlab.shards import digest
 
 MANIFEST = "export.json"
 """What an export is: its ports, differences, and every other file with its size and hash."""
@@ -23,40 +23,15 @@ def filled(target: Path) -> Iterator[Path]:
     RuntimeError where it cannot be written.
     """
     check(target)
-    made = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        made.chmod(0o777 & ~_umask())
-        yield made
-        check(target)  # it may have changed meanwhile
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-            target.rename(old / "before")
-            try:
-                made.rename(target)
-            except OSError:
-                (old / "before").rename(target)
-                raise
-            finally:
-                shutil.rmtree(old, ignore_errors=True)
-        else:
-            made.rename(target)
+        with folder_beside(target, mode=0o777) as made:
+            yield made
+            check(target)  # it may have changed meanwhile
     except OSError as error:
         raise RuntimeError(
             f"cannot write the export to {target}: {error.strerror or error}; name another folder"
         ) from error
-    finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
-
-
-def _umask() -> int:
-    """The user's, by a file that is made with it: asking the process would change it."""
-    with tempfile.TemporaryDirectory() as folder:
-        probe = Path(folder) / "probe"
-        probe.mkdir()
-        return 0o777 & ~probe.stat().st_mode
 
 
 def check(target: Path) -> None:
@@ -120,5 +95,4 @@ def fingerprint(file: Path) -> str:
     """The SHA-256 of a file; empty for what is none."""
     if file.is_symlink() or not file.is_file():
         return ""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    return digest(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import math
 import tempfile
@@ -14,17 +15,17 @@ import onnx
 import torch
 from torch import nn
 
-from ortlab.compat import artifacts, decisions, inference
+from ortlab.compat import artifacts, decisions
 from ortlab.compat.artifacts import Device, NotDifferentiable
 from ortlab.deploy import axes, folder, weights
 from ortlab.deploy.call import Call
 from ortlab.deploy.check import CheckFailed
 from ortlab.deploy.exported import size
+from ortlab.deploy.trace import trace
 from ortlab.engines import dropouts
 from ortlab.engines.base import Batch, LossFunction, tell
 from ortlab.engines.batch import forward, signature_names
 from ortlab.engines.selfcheck import NoDropout, NotInGraph, undisturbed
-from ortlab.errors import place
 from ortlab.settings import unknown_name
 from ortlab.tables import Column, Table
 
@@ -44,6 +45,7 @@ class File:
     bytes: int
 
 
+@dataclass(frozen=True, repr=False)
 class TrainingArtifacts:
     """What a device trains with: ``path`` is the folder, ``trained`` the parameters that move.
 
@@ -51,19 +53,11 @@ class TrainingArtifacts:
     from eager torch's is, relative to its norm.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        inputs: Sequence[str],
-        trained: Sequence[str],
-        off_by: float,
-        notes: Sequence[str],
-    ) -> None:
-        self.path = path
-        self.inputs, self.trained = tuple(inputs), tuple(trained)
-        self.off_by = off_by
-        self.notes = tuple(notes)
+    path: Path
+    inputs: tuple[str, ...]
+    trained: tuple[str, ...]
+    off_by: float
+    notes: tuple[str, ...]
 
     @property
     def files(self) -> list[File]:
@@ -153,8 +147,13 @@ def export(
         tell("looking which sizes may vary")
         found = axes.tried(call)
         module.train()
-        notes = [*found.notes, *_fix_statistics(module)]
-        model = _traced(module, call, found)
+        fixed = _fix_statistics(module)
+        with decisions.reads() as known:
+            call(call.tensors)
+        traced, found = trace(module, call, found, opset=artifacts.OPSET, known=frozenset(known))
+        model = artifacts.with_shapes(traced.model)
+        weights.put_in(model.graph, traced.weights)
+        notes = [*found.notes, *fixed]
         off_by = _check(module, call, model, names, frozen, notes)
         tell("writing the training graphs")
         _generate(model, made, names, frozen, optimizer=optimizer, weight_decay=weight_decay)
@@ -162,10 +161,10 @@ def export(
         notes.append(f"the optimizer is {optimizer}, with the rate that set_learning_rate gives")
         if weight_decay:
             notes.append(f"weight decay {weight_decay:g} holds for all that is trained")
-        result = TrainingArtifacts(made, inputs=inputs, trained=names, off_by=off_by, notes=notes)
+        result = TrainingArtifacts(made, tuple(inputs), tuple(names), off_by, tuple(notes))
         (made / "README.md").write_text(_readme(result, type(module).__name__, call))
         folder.describe(made, {"trained": names, "inputs": inputs, "off_by": off_by})
-    return TrainingArtifacts(target, inputs=inputs, trained=names, off_by=off_by, notes=notes)
+    return dataclasses.replace(result, path=target)
 
 
 def chosen(module: nn.Module, trainable: str | Sequence[str]) -> list[str]:
@@ -199,38 +198,6 @@ def _named(module: nn.Module, batch: Batch) -> dict[str, Any]:
     values = list(batch) if isinstance(batch, tuple | list) else [batch]
     names = signature_names(module)[: len(values) - 1]
     return dict(zip([*names, "target"] if len(values) > 1 else ["input"], values, strict=True))
-
-
-def _traced(module: nn.Module, call: Call, found: axes.Axes) -> onnx.ModelProto:
-    """The graph of the loss, with shapes and weights, and its dropouts in training."""
-    tell(f"exporting {type(module).__name__} with its loss at opset {artifacts.OPSET}")
-    with decisions.reads() as known:
-        call(call.tensors)
-    try:
-        traced = inference.export(
-            module,
-            call.results,
-            call.tensors,
-            outputs=call.outputs,
-            axes=found.by_input(),
-            opset=artifacts.OPSET,
-            known=frozenset(known),
-        )
-    except inference.NotExportable as error:
-        raise NotInGraph(f"{type(module).__name__} is not exported: {error}") from error
-    if traced.frozen.values:
-        raise NotInGraph(
-            f"forward reads a tensor's value in Python at {place(*traced.frozen.values[0])}: the "
-            "graph would keep what the example has there; compute with tensors"
-        )
-    sizes = [each for each in traced.frozen.sizes if found.found]
-    if sizes:
-        names = [axis.name for axis in found.found]
-        where = place(*sizes[0])
-        return _traced(module, call, found.without(names, f"forward decides by sizes at {where}"))
-    model = artifacts.with_shapes(traced.model)
-    weights.put_in(model.graph, traced.weights)
-    return model
 
 
 def _generate(
@@ -280,7 +247,7 @@ def _check(
         _generate(without, Path(scratch), trained, frozen, optimizer="sgd", weight_decay=0.0)
         device = Device(Path(scratch))
         inputs = {name: batch[name] for name in device.names()}
-        loss = device.loss(inputs, training=True)
+        loss = device.loss(inputs)
         found = device.gradients(trained)
     expected, gradients = _eager(module, call, trained)
     if not math.isclose(loss, expected, rel_tol=1e-4, abs_tol=1e-6):

@@ -13,7 +13,7 @@ import onnx
 import torch
 from torch import nn
 
-from ortlab.compat import decisions, inference
+from ortlab.compat import decisions
 from ortlab.deploy import (
     accuracy,
     axes,
@@ -32,11 +32,11 @@ from ortlab.deploy.call import Call
 from ortlab.deploy.check import Difference, Expected, SizeFailed
 from ortlab.deploy.exported import MODEL, Exported, Form
 from ortlab.deploy.graph import Port
+from ortlab.deploy.trace import trace
 from ortlab.deploy.training import TrainingArtifacts
 from ortlab.engines.base import LossFunction, is_ortmodule, tell
 from ortlab.engines.batch import loss_function, to_device
 from ortlab.engines.selfcheck import NotInGraph, undisturbed
-from ortlab.errors import place
 from ortlab.settings import ExportSettings
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -285,27 +285,10 @@ class _Writer:
 
     def _write_graph(self, file: Path) -> None:
         opset = self._settings.opset
-        tell(f"exporting {type(self._module).__name__} at opset {opset}")
-        try:
-            traced = inference.export(
-                self._module,
-                self._call.results,
-                self._call.tensors,
-                outputs=self._call.outputs,
-                axes=self._axes.by_input(),
-                opset=opset,
-                known=self._known,
-            )
-        except inference.NotExportable as error:
-            raise NotInGraph(f"{type(self._module).__name__} is not exported: {error}") from error
-        self._refuse_values(traced.frozen)
-        if traced.frozen.sizes and self._axes.found:
-            where = place(*traced.frozen.sizes[0])
-            names = [axis.name for axis in self._axes.found]
-            self._axes = self._axes.without(names, f"forward decides by sizes at {where}")
+        traced, axes = trace(self._module, self._call, self._axes, opset=opset, known=self._known)
+        if axes is not self._axes:
+            self._axes = axes
             self._references = [each for each in self._references if each.trial.axis is None]
-            self._write_graph(file)
-            return
         self._read = {each.name for each in traced.model.graph.input} & set(self._call.tensors)
         graph.finish(traced.model, *self._ports(), type(self._module).__name__, opset)
         tell("writing it")
@@ -321,15 +304,6 @@ class _Writer:
                 f"what became of {type(self._module).__name__} in {file.name} is no valid graph at "
                 f"opset {self._settings.opset} ({said}); try another opset"
             ) from error
-
-    def _refuse_values(self, frozen: decisions.Frozen) -> None:
-        """NotInGraph where the graph would go the example's way for every input."""
-        if frozen.values:
-            raise NotInGraph(
-                f"forward reads a tensor's value in Python at {place(*frozen.values[0])}: the "
-                "graph would keep what the example has there; compute with tensors, as with "
-                "torch.where"
-            )
 
     def _smaller(self, name: str) -> Form:
         tell(f"converting it to {name}")

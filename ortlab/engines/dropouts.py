@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx
 
-from ortlab import kernels
+from ortlab.kernels.nodes import operator
 
 _ZERO = "ortlab_no_dropout"
 _RATIOS = {
@@ -58,7 +58,7 @@ def seed(graph: onnx.GraphProto) -> None:
 
 def _ratio(node: onnx.NodeProto) -> int:
     """The place of a node's ratio among its inputs, -1 where it has none."""
-    place = _RATIOS.get(node.op_type, _RATIOS_OF_OURS.get(kernels.operator(node), -1))
+    place = _RATIOS.get(node.op_type, _RATIOS_OF_OURS.get(operator(node), -1))
     return place if place < len(node.input) else -1
 
 

@@ -117,7 +117,6 @@ class OffloadStepper(TorchStepper):
             processes=processes,
         )
         self._whole = WholeStep(execution, self._optimizer, self._bad)
-        self._wrapped = wrapped
 
     def _step(
         self, batches_: Sequence[Batch], lr: float, kept: Sequence[torch.Tensor]

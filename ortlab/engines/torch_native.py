@@ -145,7 +145,7 @@ class TorchStepper:
         self._module = module
         self._owner = owner
         self._close = close
-        self._modes = _modes(owner)
+        self._modes = modes_of(owner)
         self._changing = [buffer for buffer in owner.buffers() if _may_change(buffer)]
         self._device = device
         self._clip_norm = settings.clip_norm
@@ -260,7 +260,7 @@ class TorchStepper:
 
     def evaluate(self, batch: Batch) -> EvalResult:
         """See `Stepper.evaluate`."""
-        modes, was_training = _modes(self._owner), self._module.training
+        modes, was_training = modes_of(self._owner), self._module.training
         self._module.eval()
         try:
             with (
@@ -277,7 +277,7 @@ class TorchStepper:
                 )
         finally:
             self._module.training = was_training
-            _set_modes(modes)
+            set_modes(modes)
         samples, _ = batches.count(batch)
         return EvalResult(loss, samples, correct, predicted)
 
@@ -338,7 +338,7 @@ class TorchStepper:
     def close(self) -> None:
         """See `Stepper.close`."""
         self._optimizer.zero_grad(set_to_none=True)
-        _set_modes(self._modes)
+        set_modes(self._modes)
         self._module.training = self._owner.training
         self._processes.close()
         self._close()
@@ -356,12 +356,13 @@ def _like(value: Any, parameter: torch.Tensor) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+def modes_of(module: nn.Module) -> list[tuple[nn.Module, bool]]:
     """Train or eval, module by module: a part may be frozen in evaluation mode."""
     return [(child, child.training) for child in module.modules()]
 
 
-def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+def set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Puts back what `modes_of` told."""
     for module, training in modes:
         module.training = training
 

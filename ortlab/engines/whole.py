@@ -8,7 +8,7 @@ moments stay where torch has them: ORT works in that memory, and nothing is copi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,28 +28,18 @@ from ortlab.kernels.whole_step import Update
 
 
 class WithLoss(nn.Module):
-    """`model` and its loss as one module: what a batch gives is the loss.
+    """`model` and its loss as one module: what a batch gives is the loss."""
 
-    With `outputs` the model's own outputs come behind it, without a gradient.
-    """
-
-    def __init__(
-        self, model: nn.Module, loss: LossFunction | None, *, outputs: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
         super().__init__()
         self._original_module = model  # ORTModule's name, which is left out where users see names
         self.loss = loss
-        self.outputs = outputs
         self.training = model.training
 
     def forward(self, *given: Any, **named: Any) -> Any:
         """The loss of a batch, a scalar; see `arguments`."""
         batch = named or (given[0] if len(given) == 1 else list(given))
-        if not self.outputs:
-            return batches.forward(self._original_module, batch, self.loss).loss
-        found = batches.forward(self._original_module, batch, self.loss)
-        scores = () if found.scores is None else (found.scores.detach(),)
-        return found.loss, *scores
+        return batches.forward(self._original_module, batch, self.loss).loss
 
 
 def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -197,8 +187,8 @@ class WholeStep:
         updated = tuple((tensors[each.parameter], each.keys) for each in updates)
         if not updates:
             raise ExportFailed("the loss depends on no parameter that is trained")
-        for parameter, _ in updated:
-            _begin_state(self._optimizer, parameter)
+        for parameter, keys in updated:
+            _begin_state(self._optimizer, parameter, keys)
             if accumulates:
                 self._totals.setdefault(id(parameter), torch.zeros_like(parameter))
         given = known - set(tensors)
@@ -246,21 +236,14 @@ def _kind(
     return "lamb", moments, (*group["betas"], group["eps"], float(group["adam"]))
 
 
-def _begin_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+def _begin_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, keys: Sequence[str]
+) -> None:
     """What torch's optimizer would keep of `parameter` from its first step on, at zero."""
-    _, keys, _ = _kind(optimizer, _group_of(optimizer, parameter))
     state = optimizer.state[parameter]
     for key in keys:
         if key not in state:
             state[key] = torch.zeros(()) if key == "step" else torch.zeros_like(parameter.detach())
-
-
-def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
-    return next(
-        group
-        for group in optimizer.param_groups
-        if any(each is parameter for each in group["params"])
-    )
 
 
 def _refuse(export: Export) -> None:

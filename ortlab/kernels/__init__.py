@@ -10,13 +10,9 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ortlab.compat import OrtUnavailable, extensions
 from ortlab.engines.base import tell
-
-if TYPE_CHECKING:
-    import onnx
 
 DOMAIN = "ortlab_kernels"
 """The namespace of their names in torch."""
@@ -35,19 +31,6 @@ def unavailable() -> str | None:
 @functools.cache
 def _trim() -> Callable[[bool], int]:
     return extensions.load_kernels(tell)
-
-
-def called(node: onnx.NodeProto) -> str:
-    """The name of the kernel of ours that a node of a graph calls, "" where it calls none."""
-    domain, _, name = operator(node).rpartition("::")
-    return name if domain == DOMAIN else ""
-
-
-def operator(node: onnx.NodeProto) -> str:
-    """The operator of torch's that a node of a graph calls: "ortlab::attention"; "" for none."""
-    if node.op_type != "ATen":
-        return ""
-    return next((each.s.decode() for each in node.attribute if each.name == "operator"), "")
 
 
 _users: Counter[bool] = Counter()

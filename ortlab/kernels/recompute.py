@@ -27,14 +27,14 @@ from ortlab.compat.failures import module_path
 from ortlab.compat.restoring import in_order
 from ortlab.errors import Concise
 from ortlab.graph.sizes import bytes_of
-from ortlab.kernels import DOMAIN, called, operator
+from ortlab.kernels import DOMAIN
+from ortlab.kernels.nodes import BACKWARD, called, mark_backward, operator
 from ortlab.settings import unknown_name
 
 LAYERS = "layers"
 """The plan of all layers of all lists of layers."""
 SUFFIX = "_recompute"
 """Ends the names of what is computed again, as in ORT's own plans."""
-_BACKWARD = "__backwardpass"  # by ORT's order of priority such a node waits for the yield
 _YIELD = "YieldOp"
 _ROOT = "/_original_module/"  # once more where the graph has the loss too
 _ITEM = re.compile(r".+\.\d+(_\d+)?|\d+")
@@ -286,7 +286,7 @@ class _Rewriting:
             self._order += self._let_go(node)
         for node in self._nodes[end + 1 :]:
             node.input[:] = [self._again.get(name, name) for name in node.input]
-            _mark_backward(node)
+            mark_backward(node)
         waiting = _waiting_for(self._nodes[end].output, self._nodes[end + 1 :])
         late = {id(node) for node in waiting}
         for node in (*self._twins, *(n for n in self._nodes[end + 1 :] if id(n) not in late)):
@@ -360,7 +360,7 @@ class _Rewriting:
                     told = self._model.graph.value_info.add()
                     told.CopyFrom(self._plans._told[name])
                     told.name = second
-        _mark_backward(twin)
+        mark_backward(twin)
         self._twins.append(twin)
 
     def _draw_by_key(self, at: int, kernel: str) -> None:
@@ -392,7 +392,7 @@ def _sizes_first(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
     early = [n for n in nodes[end:] if n.op_type in ("Shape", "Size") and n.input[0] in there]
     taken = {id(node) for node in early}
     for node in early:
-        unmarked = [each for each in node.attribute if each.name != _BACKWARD]
+        unmarked = [each for each in node.attribute if each.name != BACKWARD]
         del node.attribute[:]
         node.attribute.extend(unmarked)
     return [*nodes[:end], *early, *(node for node in nodes[end:] if id(node) not in taken)]
@@ -467,11 +467,6 @@ def _drop_the_same(twin: onnx.NodeProto, node: onnx.NodeProto) -> None:
     """
     inputs = [node.input[0], node.output[1], *node.input[1:]]
     twin.CopyFrom(helper.make_node("DropoutGrad", inputs, [node.output[0]], domain="com.microsoft"))
-
-
-def _mark_backward(node: onnx.NodeProto) -> None:
-    if not any(each.name == _BACKWARD for each in node.attribute):
-        node.attribute.append(helper.make_attribute(_BACKWARD, 1))
 
 
 def _repeats(node: onnx.NodeProto) -> bool:

@@ -17,10 +17,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from ortlab.compat.autograd import read_by
-from ortlab.kernels import DOMAIN, called
+from ortlab.kernels import DOMAIN, nodes
+from ortlab.kernels.nodes import BACKWARD, called
 
-_ATEN = "org.pytorch.aten"
-_BACKWARD = "__backwardpass"  # ORT's mark of nodes after the yield
 _LOW = "_ortlab_bf16"
 _NAME = re.compile(r"[A-Za-z_]\w*")
 Sizes = tuple[int | str | None, ...]
@@ -132,17 +131,14 @@ class Graph:
         outputs: Sequence[str] | None = None,
     ) -> onnx.NodeProto:
         """A node that calls the kernel `operator`, in the place of the node `like`."""
-        made = helper.make_node(
-            "ATen",
+        made = nodes.call(
+            f"{DOMAIN}::{operator}",
             inputs,
             like.output if outputs is None else outputs,
             name=like.name,
             doc_string=like.doc_string,
-            domain=_ATEN,
-            operator=f"{DOMAIN}::{operator}",
-            overload_name="",
         )
-        made.attribute.extend(each for each in like.attribute if each.name == _BACKWARD)
+        made.attribute.extend(each for each in like.attribute if each.name == BACKWARD)
         for name in made.output:
             if name and name not in self._values:
                 self.tell(name, Value(TensorProto.FLOAT, None))

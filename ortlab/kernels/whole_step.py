@@ -17,10 +17,9 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
+from ortlab.kernels import nodes
+from ortlab.kernels.nodes import mark_backward
 from ortlab.kernels.optimizers import DOMAIN
-
-_ATEN = "org.pytorch.aten"
-_BACKWARD = "__backwardpass"
 
 PREFIX = "ortlab."
 """Of the names of inputs and outputs that the model's own graph has not."""
@@ -124,7 +123,7 @@ class _Made:
         if any(others):
             raise ValueError(f"{', '.join(others)}: only the loss may have a gradient")
         self.take(LOSS_GRADIENT, sizes=[])
-        given = _backward(helper.make_node("Identity", [LOSS_GRADIENT], [gradient]))
+        given = mark_backward(helper.make_node("Identity", [LOSS_GRADIENT], [gradient]))
         self.graph.node[place].CopyFrom(given)
         return outputs
 
@@ -136,16 +135,8 @@ class _Made:
 
     def call(self, operator: str, inputs: Sequence[str], output: str) -> str:
         """A node that calls an operator of `optimizers`; the name of its output."""
-        node = helper.make_node(
-            "ATen",
-            inputs,
-            [output],
-            name=output,
-            domain=_ATEN,
-            operator=f"{DOMAIN}::{operator}",
-            overload_name="",
-        )
-        self.graph.node.append(_backward(node))
+        node = nodes.call(f"{DOMAIN}::{operator}", inputs, [output], name=output)
+        self.graph.node.append(mark_backward(node))
         # ORT infers no types of what torch computes.
         told = helper.make_tensor_value_info(output, TensorProto.FLOAT, None)
         self.graph.value_info.append(told)
@@ -154,7 +145,7 @@ class _Made:
     def concatenated(self, names: Iterable[str], output: str) -> str:
         """Vectors one after the other."""
         node = helper.make_node("Concat", list(names), [output], name=output, axis=0)
-        self.graph.node.append(_backward(node))
+        self.graph.node.append(mark_backward(node))
         return output
 
     def finish(self, outputs: Mapping[str, Any]) -> None:
@@ -166,9 +157,3 @@ class _Made:
             if known is None:
                 known = helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes)
             self.graph.output.append(known)
-
-
-def _backward(node: onnx.NodeProto) -> onnx.NodeProto:
-    """`node` with ORT's mark of what comes after the yield, see `restoring.open_session`."""
-    node.attribute.append(helper.make_attribute(_BACKWARD, 1))
-    return node

@@ -15,10 +15,11 @@ import onnx
 import torch
 from torch import nn
 
-from ortlab.checkpoint import Checkpoint, Position, check_model, check_optimizer
+from ortlab.checkpoint import Checkpoint, Position, check_kept, check_model, check_optimizer
 from ortlab.engines.base import EngineUnavailable, NotFinite, engine, refusal, unfit
 from ortlab.engines.batch import TARGETS, signature_names
 from ortlab.engines.ortmodule import execution_of, reseed
+from ortlab.engines.torch_native import modes_of, set_modes
 from ortlab.engines.whole import WholeStep
 from ortlab.optim.config import DecayMode, OptimizerConfig
 from ortlab.orttrainer.description import Described, Description
@@ -119,9 +120,7 @@ class ORTTrainer:
         ``gradient_accumulation_steps`` calls the last one steps, by the mean of their gradients.
         NotFinite for a loss or a gradient that is not: weights and moments are as they were.
         """
-        inputs = self._bound(args, kwargs)
-        sizes: dict[str, int] = {}
-        self._check(inputs, sizes)
+        inputs, sizes = self._batch(args, kwargs)
         number = self.options.batch.gradient_accumulation_steps
         last = self._taken + 1 == number
         if last:
@@ -155,20 +154,20 @@ class ORTTrainer:
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of one batch in evaluation mode, in ORT; nothing is trained."""
-        inputs = self._bound(args, kwargs)
-        sizes: dict[str, int] = {}
-        self._check(inputs, sizes)
-        modes = [(part, part.training) for part in self._objective.modules()]
+        inputs, sizes = self._batch(args, kwargs)
+        modes = modes_of(self._objective)
         self._objective.eval()
         try:
             with torch.no_grad(), self._deterministic():
                 outputs = self._wrapped(*inputs)
         finally:
-            for part, training in modes:
-                part.training = training
+            set_modes(modes)
         return self._outputs(outputs, sizes)
 
-    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def _batch(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, int]]:
+        """The inputs of a step in order, checked, and what the sizes that vary are in them."""
         names = [each.name for each in self.model_desc.inputs]
         if len(args) > len(names):
             raise ValueError(f"{len(args)} inputs were given, and model_desc has {names}")
@@ -181,14 +180,14 @@ class ORTTrainer:
             given[name] = value
         if missing := [name for name in names if name not in given]:
             raise ValueError(f"{', '.join(missing)} is missing; a batch is {', '.join(names)}")
-        return [
+        inputs = [
             torch.as_tensor(given[name]) if isinstance(given[name], np.ndarray) else given[name]
             for name in names
         ]
-
-    def _check(self, inputs: list[Any], sizes: dict[str, int]) -> None:
+        sizes: dict[str, int] = {}
         self.model_desc.check_inputs(inputs, sizes)
         self._last = inputs
+        return inputs, sizes
 
     def _outputs(self, found: Sequence[torch.Tensor], sizes: dict[str, int]) -> Any:
         loss, *others = found
@@ -245,16 +244,13 @@ class ORTTrainer:
         Without `strict` weights that are on one side only are left as they are.
         """
         self._between_steps("load")
-        weights = state_dict["model"]["full_precision"]
-        own = self.model.state_dict()
-        if not strict:
-            weights = {name: weights.get(name, value) for name, value in own.items()}
-        check_model(weights, own)
+        weights = self._fitting(state_dict["model"]["full_precision"], strict)
         parameters = dict(self.model.named_parameters())
         named = {ours: name for name, ours in _STATE.items()}
-        for name in state_dict["optimizer"]:
+        for name, state in state_dict["optimizer"].items():
             if name not in parameters:
                 raise ValueError(f"the optimizer's state has {name!r}, which the model has not")
+            check_kept(state, name, parameters[name])
         self.model.load_state_dict(weights)
         self._optimizer.state.clear()
         for name, state in state_dict["optimizer"].items():
@@ -305,18 +301,13 @@ class ORTTrainer:
         found = Checkpoint.load(path)
         if "orttrainer" not in found.settings:
             raise ValueError(f"{path} is a run's checkpoint; give it to finetune's resume_from")
-        own = self.model.state_dict()
-        weights = found.model
-        if not strict:
-            weights = {name: weights.get(name, value) for name, value in own.items()}
-        check_model(weights, own)
+        weights = self._fitting(found.model, strict)
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = self._optimizer.param_groups
         trained = [(names[id(p)], p) for group in groups for p in group["params"]]
         check_optimizer(found.optimizer, self._optimizer.state_dict(), trained)
         self.model.load_state_dict(weights)
-        kept = {"state": found.optimizer["state"], "param_groups": found.optimizer["param_groups"]}
-        self._optimizer.load_state_dict(kept)
+        self._optimizer.load_state_dict(dict(found.optimizer))
         self.optim_config.lr = found.settings["lr"]
         self._count({"optimization_step": found.position.step, "step": found.position.read})
         found.position.random.give_back()
@@ -352,6 +343,14 @@ class ORTTrainer:
             axes.append(Axis(name, size, tuple(at), (size + 1, max(size - 1, 1))))
         module = _Inference(self._objective)
         write.one_file(self.model, Call(module, (), given), Axes(axes), path)
+
+    def _fitting(self, weights: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
+        """What the model loads of `weights`: all of its own, or not `strict` what both have."""
+        own = self.model.state_dict()
+        if not strict:
+            weights = {name: weights.get(name, value) for name, value in own.items()}
+        check_model(weights, own)
+        return weights
 
     def _between_steps(self, verb: str) -> None:
         if self._taken:

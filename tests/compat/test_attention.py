@@ -15,7 +15,7 @@ import ortlab
 from ortlab import compat
 from ortlab.compat import rules_attention
 from ortlab.engines.ortmodule import execution_of
-from ortlab.kernels import operator
+from ortlab.kernels.nodes import operator
 
 pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 

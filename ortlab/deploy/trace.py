@@ -1,0 +1,48 @@
+"""A call of a model as a graph, with the sizes that may vary in it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ortlab.compat import inference
+from ortlab.compat.decisions import Place
+from ortlab.deploy.axes import Axes
+from ortlab.deploy.call import Call
+from ortlab.engines.base import tell
+from ortlab.engines.selfcheck import NotInGraph
+from ortlab.errors import place
+
+
+def trace(
+    module: nn.Module, call: Call, axes: Axes, *, opset: int, known: frozenset[Place]
+) -> tuple[inference.Traced, Axes]:
+    """The graph of `call` of `module`, and those of `axes` that do vary in it.
+
+    `known` are the values that forward reads in Python, see `decisions.reads`. NotInGraph where
+    it would go the example's way for every input.
+    """
+    tell(f"exporting {type(module).__name__} at opset {opset}")
+    try:
+        traced = inference.export(
+            module,
+            call.results,
+            call.tensors,
+            outputs=call.outputs,
+            axes=axes.by_input(),
+            opset=opset,
+            known=known,
+        )
+    except inference.NotExportable as error:
+        raise NotInGraph(f"{type(module).__name__} is not exported: {error}") from error
+    if traced.frozen.values:
+        raise NotInGraph(
+            f"forward reads a tensor's value in Python at {place(*traced.frozen.values[0])}: the "
+            "graph would keep what the example has there; compute with tensors, as with "
+            "torch.where"
+        )
+    if traced.frozen.sizes and axes.found:
+        where = place(*traced.frozen.sizes[0])
+        names = [axis.name for axis in axes.found]
+        fixed = axes.without(names, f"forward decides by sizes at {where}")
+        return trace(module, call, fixed, opset=opset, known=known)
+    return traced, axes
