@@ -429,6 +429,16 @@ def test_a_checkpoint_without_the_optimizer(tmp_path: Path) -> None:
     assert other.state_dict()["train_step_info"] == {"optimization_step": 3, "step": 3}
 
 
+def test_beside_a_gpu_it_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU in sight: what is asked for is the CPU, which is all that the engine has."""
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        found = trainer(net())
+    (x, y), *_ = batches(1)
+    expected = nn.functional.cross_entropy(found.model(x), y)
+    torch.testing.assert_close(found.train_step(x, y)[0], expected)
+
+
 def test_state_dict_and_back() -> None:
     found = trainer(net(), optim.AdamConfig(lr=0.1))
     data = list(batches(6))

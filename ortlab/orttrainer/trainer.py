@@ -25,7 +25,7 @@ from ortlab.optim.config import DecayMode, OptimizerConfig
 from ortlab.orttrainer.description import Described, Description
 from ortlab.orttrainer.options import GRAPHS, ORTTrainerOptions
 from ortlab.randomness import RandomStates
-from ortlab.settings import EngineSettings, unknown_name
+from ortlab.settings import FinetuneSettings, unknown_name
 
 Loss = Callable[..., torch.Tensor]
 _STATE = {"exp_avg": "Moment_1", "exp_avg_sq": "Moment_2", "step": "Update_Count"}
@@ -90,8 +90,9 @@ class ORTTrainer:
         mixed = self.options.mixed_precision.enabled
         if mixed:
             self._note("mixed precision is bfloat16 in matrix products, without a loss scale")
-        settings = EngineSettings(
+        settings = FinetuneSettings(
             engine="offload",
+            device="cpu",
             precision="bf16" if mixed else "fp32",
             self_check=self.options.debug.check_model_export,
         )
@@ -101,6 +102,7 @@ class ORTTrainer:
         self.model_desc = objective.description
         """What goes in and comes out, with the label and the loss where they were added."""
         self._freeze()
+        model.to("cpu")
         self._wrapped = engine("ort").wrap(objective, settings)
         self._objective = objective
         self._optimizer = _optimizer(optim_config, dict(model.named_parameters()))

@@ -254,6 +254,24 @@ def test_refused(
     assert not (tmp_path / "o").exists()
 
 
+class BySize(nn.Linear):
+    """Goes one way or another by how much it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.shape[0] > 3 else super().forward(-x)
+
+
+def test_a_branch_by_size_is_told(tmp_path: Path) -> None:
+    batch = torch.ones(2, 4), torch.tensor([0, 1])
+    found = ortlab.export(
+        BySize(4, 3), tmp_path / "out", batch, trainable="*", loss="cross_entropy"
+    )
+    assert isinstance(found, TrainingArtifacts)
+    (note,) = [note for note in found.notes if "decides by sizes" in note]
+    assert "2 in the graph" in note
+    assert "decides by sizes" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_loss_without_trainable_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a graph for inference has none"):
         ortlab.export(nn.Linear(4, 3), tmp_path / "o", torch.ones(1, 4), loss="mse")
