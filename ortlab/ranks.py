@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortlab.memory import memory
-from ortlab.tables import Column, Table
+from ortlab.tables import Column, Table, rounded
 from ortlab.telemetry import INDEX, NAN
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def table(recorder: Recorder, settings: FinetuneSettings | None = None) -> Table
         Column[Rank]("rank", lambda one: str(one.rank), number=True),
         Column[Rank]("step", lambda one: f"{one.step:,}", number=True),
         Column[Rank]("loss", lambda one: _figure(one.loss, "{:.4g}"), number=True),
-        Column[Rank]("samples/s", lambda one: _figure(one.samples_per_s, "{:,.4g}"), number=True),
+        Column[Rank]("samples/s", lambda one: _rate(one.samples_per_s), number=True),
         Column[Rank]("step time", lambda one: milliseconds(one.step_ms), number=True),
         Column[Rank]("communication", _told_communication, number=True),
         *(Column[Rank](label, _bytes_of(name), number=True) for name, label in PARTS.items()),
@@ -399,6 +399,10 @@ def _median(values: Values) -> float:
 
 def _figure(value: float, form: str) -> str:
     return form.format(value) if math.isfinite(value) else "?"
+
+
+def _rate(value: float) -> str:
+    return rounded(value) if math.isfinite(value) else "?"
 
 
 def _bytes_of(part: str) -> Callable[[Rank], str]:

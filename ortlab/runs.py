@@ -29,7 +29,7 @@ from ortlab.loop import Control, Evaluation
 from ortlab.memory import SAMPLER, Meter, memory
 from ortlab.ranks import Rank, table, trained_under
 from ortlab.settings import FinetuneSettings
-from ortlab.tables import Table
+from ortlab.tables import Table, rounded
 from ortlab.telemetry import INDEX, NAN, Event, Recorder, State, Status, Watched
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class RunResult:
         if self.before is not None and self.after is not None:
             parts.append(f"held out before: {self.before}; after: {self.after}")
         if not math.isnan(self.samples_per_s):
-            parts.append(f"{self.samples_per_s:.4g} samples/s")
+            parts.append(f"{rounded(self.samples_per_s)} samples/s")
         if not math.isnan(self.peak_bytes):
             parts.append(f"peak {self.peak_bytes / 1024**2:.0f} MiB")
         if self.skipped_steps:

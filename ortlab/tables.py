@@ -98,14 +98,28 @@ class Table(Sequence[R]):
         return "<tr>{}</tr>".format(
             "".join(
                 # In place, since JupyterLab's own rule for tables goes before a style sheet's.
-                f'<{tag} style="{_style(tag, cell, column)}">{html.escape(cell)}</{tag}>'
+                f'<{tag} style="{_style(tag, cell, column)}">{_text(tag, cell, column)}</{tag}>'
                 for cell, column in zip(cells, self._columns, strict=True)
             )
         )
 
 
+def rounded(value: float) -> str:
+    """Three digits of a number, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _text(tag: str, cell: str, column: Column[R]) -> str:
+    """A number's cell breaks before what stands in brackets alone, where the page is narrow."""
+    number, bracket, more = cell.partition(" (")
+    if tag == "th" or not column.number or not bracket:
+        return html.escape(cell)
+    return f'{html.escape(number)} <span style="white-space: nowrap">({html.escape(more)}</span>'
+
+
 def _style(tag: str, cell: str, column: Column[R]) -> str:
     if column.number:
-        return "text-align: right" + ("; white-space: nowrap" if tag == "td" else "")
+        whole = tag == "td" and " (" not in cell
+        return "text-align: right" + ("; white-space: nowrap" if whole else "")
     longest = max(map(len, cell.split()), default=0)
     return "text-align: left" + ("; overflow-wrap: anywhere" if longest > LONGEST else "")

@@ -364,6 +364,9 @@ def test_a_table_s_cells_are_escaped_and_its_records_kept() -> None:
     path = Table(["bert.encoder." * 8, "a b " * 20], [Column("module", str)])._repr_html_()
     assert path.partition("<table>")[2].count("overflow-wrap: anywhere") == 1
     assert (len(table), list(table), table[-1], table[:1]) == (2, ["<i>", "&"], "&", ("<i>",))
+    spread = Table(["<9> (7 to <8>)"], [Column("n", str, number=True)])._repr_html_()
+    assert '&lt;9&gt; <span style="white-space: nowrap">(7 to &lt;8&gt;)</span></td>' in spread
+    assert spread.count("nowrap") == 1
 
 
 def test_the_python_twins_of_wrap_and_unwrap() -> None:

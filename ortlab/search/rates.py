@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ortlab.graph import bars
+from ortlab.tables import rounded
 from ortlab.turns import Spread
 
 COLOUR = "#4a86cf"
@@ -13,16 +14,11 @@ ROOM = bars.WIDTH - LABEL - NUMBER
 """Of the picture, in its pixels: a row, the labels, the numbers, the bars; letters of a label."""
 
 
-def number(value: float) -> str:
-    """Three digits of it, or all before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def with_quartiles(rate: Spread | None) -> str:
     """The median, and the quartiles in brackets; nothing where it was not measured."""
     if rate is None:
         return ""
-    return f"{number(rate.median)} ({number(rate.low)} to {number(rate.high)})"
+    return f"{rounded(rate.median)} ({rounded(rate.low)} to {rounded(rate.high)})"
 
 
 def picture(rows: Sequence[tuple[str, Spread | None, str]], unit: str) -> str:
@@ -44,7 +40,7 @@ def picture(rows: Sequence[tuple[str, Spread | None, str]], unit: str) -> str:
         parts.append(bars.box(low, middle - 0.75, max(high - low, 1.0), 1.5, (bars.TEXT, 1)))
         for end in (low, high):
             parts.append(bars.box(end - 0.75, middle - 4, 1.5, 8, (bars.TEXT, 1)))
-        parts.append(bars.text(high + 6, middle, f"{number(rate.median)} {unit}/s"))
+        parts.append(bars.text(high + 6, middle, f"{rounded(rate.median)} {unit}/s"))
     height = ROW * len(rows)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {bars.WIDTH} {height}" '

@@ -16,7 +16,7 @@ from ortlab.bench.result import origin
 from ortlab.graph import bars
 from ortlab.memory import memory
 from ortlab.search import rates
-from ortlab.tables import Column, Table
+from ortlab.tables import Column, Table, rounded
 from ortlab.turns import Spread
 
 FORM = 1
@@ -258,7 +258,7 @@ class RaceResult(Result[Cell]):
         rate = None if best is None else self.samples_per_s(best)
         if best is None or rate is None:
             return None
-        return f"{best.label} is fastest with {rates.number(rate.median)} samples/s"
+        return f"{best.label} is fastest with {rounded(rate.median)} samples/s"
 
     def table(self) -> Table[Cell]:
         """A row for each set-up; the notes say what the figures are."""
@@ -284,7 +284,7 @@ class RaceResult(Result[Cell]):
         return rates.picture(shown, "samples")
 
     def _first(self, cell: Cell) -> str:
-        return "" if math.isnan(cell.first_step_s) else f"{rates.number(cell.first_step_s)} s"
+        return "" if math.isnan(cell.first_step_s) else f"{rounded(cell.first_step_s)} s"
 
     def _speed(self, cell: Cell) -> str:
         speed = self.speed(cell)
@@ -427,7 +427,7 @@ class TuneResult(Result[Row]):
         best = self.best()
         if best is None or best.spread is None:
             return None
-        rate = rates.number(best.spread.median)
+        rate = rounded(best.spread.median)
         return f"{best.label} is ahead with {rate} {self.target}/s after {self.took_s:.0f} s"
 
     def table(self) -> Table[Row]:
