@@ -39,7 +39,7 @@ _LAST_WAIT_S = 30.0  # an export cannot be stopped; Python must end nonetheless
 _OVER: tuple[State, ...] = ("stopped", "finished", "failed")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class RunResult:
     """What a run gave. Numbers that are not known are NaN.
 
@@ -77,6 +77,9 @@ class RunResult:
         if self.skipped_steps:
             parts.append(_skipped(self.skipped_steps, self.loss_scale))
         return "; ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"<RunResult: {self}>"
 
     def as_dict(self) -> dict[str, Any]:
         """Name to value, as run.json holds it."""

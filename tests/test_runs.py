@@ -131,6 +131,7 @@ def test_a_run_that_finishes(tmp_path: Path) -> None:
     about = json.loads((run.folder / "run.json").read_text())
     assert about["result"]["after"]["accuracy"] == result.after.accuracy
     assert "accuracy" in str(result)
+    assert repr(result) == f"<RunResult: {result}>"  # what a cell shows of an awaited run
     assert repr(run) == f"<Run {run.name}: finished, step 80/80, eager>"
 
 

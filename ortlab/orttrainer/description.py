@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +89,6 @@ class Description:
         for each, tensor in zip(self.outputs, tensors, strict=False):
             _check(each, tensor, sizes)
 
-    def dynamic_axes(self) -> dict[str, dict[int, str]]:
-        """The named sizes, by tensor and dimension, as torch.onnx.export takes them."""
-        return {each.name: dict(_named(each.sizes)) for each in (*self.inputs, *self.outputs)}
-
 
 def _described(key: str, number: int, entry: Any) -> Described:
     where = f"model_desc[{key!r}][{number}]"
@@ -117,10 +113,6 @@ def _described(key: str, number: int, entry: Any) -> Described:
     if is_loss and list(sizes) not in ([], [1]):
         raise ValueError(f"{where}: the loss {name!r} has sizes {list(sizes)!r}; a loss has none")
     return Described(name, tuple(sizes), is_loss)
-
-
-def _named(sizes: Sizes | None) -> Iterator[tuple[int, str]]:
-    return ((i, size) for i, size in enumerate(sizes or ()) if isinstance(size, str))
 
 
 def _check(each: Described, tensor: Any, sizes: dict[str, int]) -> None:
