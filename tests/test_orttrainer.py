@@ -320,6 +320,33 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_told() -> None:
     assert not torch.equal(model[0].weight, before["model"]["full_precision"]["0.weight"])
 
 
+class Rooted(nn.Module):
+    """Its gradient is not finite where the last column of x is zero, and its loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x) + (x[:, -1:] ** 2 * self.scale).sqrt()
+        return y
+
+
+def test_a_gradient_that_is_not_finite_counts_as_such() -> None:
+    model = Rooted()
+    found = trainer(model)
+    (x, y), *_ = batches(1)
+    found.train_step(x, y)
+    before = copy.deepcopy(model.state_dict())
+    hollow = x.clone()
+    hollow[0, -1] = 0
+    with pytest.raises(NotFinite, match=r"loss is \d.* gradient's norm nan in step 2"):
+        found.train_step(hollow, y)
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
 # ---- schedules -----------------------------------------------------------------------------------
 
 SCHEDULES = {
