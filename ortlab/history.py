@@ -311,7 +311,10 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Everything in a metrics file that was written whole; columns unknown today are left out."""
+    """Everything in a metrics file that was written whole; columns unknown today are left out.
+
+    A line that is no step and no event is torn, whoever wrote it.
+    """
     index = {column.name: place for place, column in enumerate(COLUMNS)}
     blocks: list[Rows] = []
     lines: list[list[float | None]] = []
@@ -320,21 +323,24 @@ def read_metrics(path: Path) -> Metrics:
     torn = 0
 
     def finish_block() -> None:
-        rows = np.full((len(lines), len(COLUMNS)), np.nan)
+        nonlocal torn
+        numbers = _numbers(lines, len(places))
+        torn += len(lines) - len(numbers)
+        rows = np.full((len(numbers), len(COLUMNS)), np.nan)
         for source, place in enumerate(places):
             if place is not None:
-                rows[:, place] = [line[source] for line in lines]  # None becomes NaN
+                rows[:, place] = numbers[:, source]
         blocks.append(rows)
         lines.clear()
 
     for value in _values(path):
         if isinstance(value, list) and len(value) == len(places):
             lines.append(value)
-        elif isinstance(value, dict) and "columns" in value:
+        elif (names := _columns(value)) is not None:
             finish_block()
-            places = [index.get(name) for name in value["columns"]]
-        elif isinstance(value, dict) and "event" in value:
-            events.append(_event(value))
+            places = [index.get(name) for name in names]
+        elif (event := _event(value)) is not None:
+            events.append(event)
         else:
             torn += 1
     finish_block()
@@ -347,12 +353,36 @@ def _values(path: Path) -> Iterator[Any]:
         for line in file:
             try:
                 yield json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 yield None
 
 
-def _event(value: Mapping[str, Any]) -> Event:
-    numbers = {
-        name: math.nan if number is None else number for name, number in value["values"].items()
-    }
-    return Event(value["event"], value["step"], value["time_s"], value["text"], numbers)
+def _numbers(lines: Sequence[Sequence[float | None]], width: int) -> Rows:
+    """Lines of numbers as an array, null as NaN; those with something else in them are left out."""
+    try:
+        return np.array(lines, dtype=float).reshape(len(lines), width)
+    except (TypeError, ValueError, OverflowError):
+        if len(lines) == 1:
+            return np.empty((0, width))
+        return np.concatenate([_numbers([line], width) for line in lines])
+
+
+def _columns(value: Any) -> list[str] | None:
+    """The names of the numbers in the lines below; None where `value` does not say them."""
+    names = value.get("columns") if isinstance(value, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return None
+    return names
+
+
+def _event(value: Any) -> Event | None:
+    """The event that a line tells of, None where it tells of none."""
+    try:
+        numbers = {
+            str(name): math.nan if number is None else float(number)
+            for name, number in value["values"].items()
+        }
+        kind, text = str(value["event"]), str(value["text"])
+        return Event(kind, int(value["step"]), float(value["time_s"]), text, numbers)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        return None

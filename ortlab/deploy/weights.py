@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import onnx
 import torch
-from onnx.external_data_helper import ExternalDataInfo, set_external_data
+from onnx.external_data_helper import set_external_data
 
 PROTOBUF_LIMIT = 2**31
 _ROOM = 2**26  # for the graph itself
@@ -96,7 +96,7 @@ def check_places(file: Path) -> None:
     for tensor in _tensors(model):
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             continue
-        place = ExternalDataInfo(tensor).location
+        place = _place(tensor)
         wanted = folder / place
         if (
             not place
@@ -117,12 +117,19 @@ def files(file: Path) -> list[Path]:
     """`file` and what lies beside it with its data."""
     model = onnx.load_model(str(file), load_external_data=False)
     external = onnx.TensorProto.EXTERNAL
-    beside = {
-        ExternalDataInfo(each).location
-        for each in _tensors(model)
-        if each.data_location == external
-    }
+    beside = {_place(each) for each in _tensors(model) if each.data_location == external}
     return [file, *(file.parent / name for name in sorted(beside))]
+
+
+def _place(tensor: onnx.TensorProto) -> str:
+    """The file that a tensor's data is in, relative to the model's folder.
+
+    ValueError where that is not one name: readers differ in which of several they take.
+    """
+    named = [each.value for each in tensor.external_data if each.key == "location"]
+    if len(named) != 1 or not isinstance(named[0], str):  # bytes are what is no UTF-8
+        raise ValueError(f"the data of {tensor.name!r} is in {named!r}, which is no file's name")
+    return named[0]
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

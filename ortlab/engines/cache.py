@@ -22,6 +22,7 @@ from ortlab.compat import extensions
 
 MOST_BYTES = 512 * 1024**2
 """The largest size of all files; what was not used for longest goes first."""
+_UNPACKED = MOST_BYTES  # of one file, at the most
 _ABANDONED_S = 3600.0
 _FACTS = "facts.json"
 _DAMAGE = (
@@ -79,6 +80,8 @@ def load(name: str) -> Entry | None:
     _refuse_shared(path.parent)
     try:
         with zipfile.ZipFile(path) as archive:
+            if sum(info.file_size for info in archive.infolist()) > _UNPACKED:
+                raise ValueError("it says that it unpacks to more than all files may take")
             parts = {part: archive.read(part) for part in archive.namelist()}
         facts = json.loads(parts.pop(_FACTS))
     except FileNotFoundError:  # another kernel has thrown it out since

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,22 @@ def test_any_damage_is_a_miss_or_changes_nothing() -> None:
                 # A name in the archive's list may differ; a graph under its name may not.
                 assert all(found.graphs[part] == entry.graphs[part] for part in found.graphs)
                 assert found.facts == entry.facts
+
+
+def test_what_would_fill_memory_is_not_unpacked() -> None:
+    """Half a megabyte of zeros, packed, which unpack to more than all graphs may take."""
+    cache.store(NAME, ENTRY)
+    with zipfile.ZipFile(_file(), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("facts.json", "{}")
+        with archive.open("graph", "w") as part:
+            for _ in range(cache._UNPACKED // 2**20 + 1):
+                part.write(bytes(2**20))
+    tracemalloc.start()
+    assert cache.load(NAME) is None
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**24
+    assert not _file().exists()
 
 
 def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:

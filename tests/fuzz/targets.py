@@ -1,0 +1,217 @@
+"""What reads bytes that others may have written, each as one call that has to end well.
+
+A target is given bytes and a folder of its own. What a reader may raise is its documented error;
+all else is a bug: it leaves the target as it is. `seed` makes what the reader takes, to begin from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from google.protobuf.message import DecodeError, Message
+from IPython.core.error import UsageError
+from onnx import TensorProto, helper
+
+from ortlab.checkpoint import Checkpoint, Position
+from ortlab.deploy import weights
+from ortlab.deploy.exported import Exported
+from ortlab.engines import cache
+from ortlab.graph.capture import Stage
+from ortlab.graph.outline import Outline
+from ortlab.history import read_metrics
+from ortlab.notebook.commands import COMMANDS, command_called, split
+from ortlab.randomness import RandomStates
+from ortlab.telemetry import COLUMNS
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader: ``run`` puts bytes through it, in a folder; ``seed`` is what it takes."""
+
+    run: Callable[[bytes, Path], None]
+    seed: Callable[[Path], bytes]
+
+
+def _checkpoint(data: bytes, folder: Path) -> None:
+    path = folder / "given.safetensors"
+    path.write_bytes(data)
+    try:
+        found = Checkpoint.load(path)
+    except ValueError:
+        return
+    assert isinstance(found.position.step, int)  # what was not damaged is what was written
+
+
+def _a_checkpoint(folder: Path) -> bytes:
+    position = Position(
+        step=3,
+        epoch=0,
+        read=12,
+        length=64,
+        unit="samples",
+        evaluated=-1,
+        random=RandomStates.now(),
+        order=None,
+        engine_seed=5,
+    )
+    model = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2)}
+    made = Checkpoint(model=model, optimizer={"state": {}}, position=position, settings={"lr": 0.1})
+    return made.save(folder / "seed.safetensors").read_bytes()
+
+
+def _metrics(data: bytes, folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    path.write_bytes(data)
+    found = read_metrics(path)
+    assert found.rows.shape[1] == len(COLUMNS)
+    assert found.rows.dtype == np.float64
+
+
+def _some_metrics(folder: Path) -> bytes:
+    names = [column.name for column in COLUMNS]
+    lines = [
+        {"form": 1, "columns": names},
+        [float(number) for number in range(len(names))],
+        [None] * len(names),
+        {"event": "pause", "step": 1, "time_s": 0.5, "text": "paused", "values": {"loss": None}},
+        {"form": 1, "columns": names[:3]},
+        [1, 2, 3],
+    ]
+    return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+
+
+def _manifest(data: bytes, folder: Path) -> None:
+    (folder / "model.onnx").write_bytes(b"model")
+    (folder / "export.json").write_bytes(data)
+    try:
+        found = Exported.load(folder)
+    except ValueError:
+        return
+    assert [str(port) for port in (*found.inputs, *found.outputs)]
+    assert repr(found)
+
+
+def _a_manifest(folder: Path) -> bytes:
+    port = {"name": "x", "type": "float32", "shape": ["batch", 4]}
+    form = {
+        "name": "fp32",
+        "file": "model.onnx",
+        "bytes": 5,
+        "difference": 1e-7,
+        "relative": 1e-7,
+        "worst": "y, the example",
+    }
+    digest = "9372c470eeadd5ecd9c3c74c2b3cb633f8e2f2fad799250a0f70d652b6b825e4"
+    facts = {
+        "model": "Net",
+        "opset": 17,
+        "inputs": [port],
+        "outputs": [port],
+        "forms": [form],
+        "tried": ["the example"],
+        "notes": [],
+        "files": {"model.onnx": {"bytes": 5, "sha256": digest}},
+    }
+    return json.dumps(facts).encode()
+
+
+def _cached(data: bytes, folder: Path) -> None:
+    place = cache.folder()
+    assert folder in place.parents, "the user's own cache is left alone"
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (place / "given.zip").write_bytes(data)
+    found = cache.load("given")
+    assert found is not None or not (place / "given.zip").exists()
+
+
+def _a_cached_graph(folder: Path) -> bytes:
+    path = folder / "seed.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("facts.json", json.dumps({"outputs": [1, 2]}))
+        archive.writestr("built.onnx", _a_graph(folder))
+    return path.read_bytes()
+
+
+def _graph(data: bytes, folder: Path) -> None:
+    """The views of a graph, and where its data lies; what protobuf refuses is no graph."""
+    file = folder / "model.onnx"
+    file.write_bytes(data)
+    try:
+        model = onnx.load_model_from_string(data)
+    except DecodeError:
+        return
+    with contextlib.suppress(ValueError):
+        weights.check_places(file)
+    # Views are of graphs that ortlab exported: their names are text.
+    if not _is_text(model):
+        return
+    stage = Stage("forward", model)
+    assert len(stage.nodes) == len(model.graph.node)
+    assert stage.table() is not None
+    assert repr(Outline(stage))
+
+
+def _is_text(message: Message) -> bool:
+    """Whether all names in it are: protobuf gives bytes for what is no UTF-8."""
+    for field, value in message.ListFields():
+        single = isinstance(value, str | bytes) or not isinstance(value, Sequence)
+        for each in [value] if single else value:
+            if isinstance(each, Message):
+                if not _is_text(each):
+                    return False
+            elif field.type == field.TYPE_STRING and isinstance(each, bytes):
+                return False
+    return True
+
+
+def _a_graph(folder: Path) -> bytes:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="/layer/MatMul"),
+        helper.make_node("Relu", ["y"], ["z"], name="/act/Relu"),
+    ]
+    beside = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4, 3])
+    beside.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "model.onnx.data"), ("offset", "0"), ("length", "48")):
+        beside.external_data.add(key=key, value=value)
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])],
+        [helper.make_tensor_value_info("z", TensorProto.FLOAT, ["batch", 3])],
+        [beside],
+    )
+    return bytes(helper.make_model(graph).SerializeToString())
+
+
+def _line(data: bytes, folder: Path) -> None:
+    """A magic's line: read, and not run."""
+    text = data.decode("utf-8", "replace")
+    name, _, rest = text.partition(" ")
+    try:
+        command_called(name).read(split(rest), {"model": 1})
+    except (UsageError, ValueError):
+        return
+
+
+def _a_line(folder: Path) -> bytes:
+    return b'finetune model train --lr 1e-3 --batch-size 16 --precision "bf16" # comment'
+
+
+TARGETS = {
+    "checkpoint": Target(_checkpoint, _a_checkpoint),
+    "metrics": Target(_metrics, _some_metrics),
+    "manifest": Target(_manifest, _a_manifest),
+    "cached": Target(_cached, _a_cached_graph),
+    "graph": Target(_graph, _a_graph),
+    "line": Target(_line, _a_line),
+}
+WORDS = [name.encode() for name in COMMANDS]
+"""What a magic's line begins with."""
