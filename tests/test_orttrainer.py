@@ -245,6 +245,7 @@ def test_gradients_accumulate_as_a_mean() -> None:
             before = parts[0].weight.detach().clone()
             often.train_step(x[2 * i : 2 * i + 2], y[2 * i : 2 * i + 2])
             assert torch.equal(parts[0].weight, before) == (i < 2)
+    assert often.state_dict()["train_step_info"] == {"optimization_step": 4, "step": 12}
     torch.testing.assert_close(parts.state_dict(), whole.state_dict(), rtol=1e-5, atol=1e-6)
 
 
@@ -318,6 +319,31 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_told() -> None:
         assert torch.equal(model.state_dict()[name], value)
     found.train_step(after, target)
     assert not torch.equal(model[0].weight, before["model"]["full_precision"]["0.weight"])
+
+
+def test_after_a_bad_micro_batch_a_step_begins_anew() -> None:
+    found = trainer(net(), batch={"gradient_accumulation_steps": 2})
+    alone = trainer(net(), batch={"gradient_accumulation_steps": 2})
+    first, (x, y), *more = batches(4)
+    for either in (found, alone):
+        either.train_step(*first)
+        either.train_step(*first)
+    with pytest.raises(NotFinite):
+        found.train_step(x * math.nan, y)
+    for each in more:
+        found.train_step(*each)
+        alone.train_step(*each)
+    assert torch.equal(found.model[0].weight, alone.model[0].weight)
+
+
+def test_training_is_in_training_mode() -> None:
+    found = trainer(net(dropout=0.5))
+    (x, y), *_ = batches(1)
+    found.model.eval()
+    losses = {float(found.train_step(x, y)[0]) for _ in range(4)}
+    assert found.model.training
+    assert all(part.training for part in found.model)
+    assert len(losses) == 4
 
 
 class Rooted(nn.Module):

@@ -14,7 +14,7 @@ import ortlab
 from ortlab import compat
 from ortlab.engines.base import engine, engine_for
 from ortlab.engines.offload import OffloadStepper
-from ortlab.engines.served import ExportFailed
+from ortlab.engines.served import ExportFailed, Served
 from ortlab.kernels import optimizers
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
@@ -254,6 +254,67 @@ def test_shared_gradients_and_unused_weights() -> None:
     assert models["offload"].more.any()
 
 
+class Normed(nn.Module):
+    """Keeps statistics of what it is given, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.norm(self.layer(x)))
+        return y
+
+
+def test_statistics_and_counters_are_torchs_and_stay_finite() -> None:
+    models = {}
+    data = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
+    for name in ("eager", "offload"):
+        torch.manual_seed(5)
+        models[name] = model = Normed()
+        chosen = settings(name, optimizer="sgd")  # AdamW makes steps of a gradient's rounding
+        made = engine(name).prepare(model, nn.functional.cross_entropy, chosen)
+        for x in data:
+            made.step([(x, torch.arange(6) % 3)], lr=0.01)
+    for name, value in models["eager"].state_dict().items():
+        torch.testing.assert_close(models["offload"].state_dict()[name], value)
+    assert model.norm.num_batches_tracked == 3
+    before = copy.deepcopy(model.state_dict())
+    result = made.step([(data[0] * math.nan, torch.arange(6) % 3)], lr=0.01)
+    assert math.isnan(result.loss)
+    for name, value in before.items():
+        if value.is_floating_point():
+            assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_micro_batches_may_begin_later_and_are_told() -> None:
+    """Gradients that wait for more take memory, which a step of one batch does not."""
+    data, found = sentences(6), {}
+    for name in ("ort", "offload"):
+        torch.manual_seed(2)
+        made = engine(name).prepare(tiny.bert(), None, settings(name))
+        parts = (data[:1], data[1:3], data[3:4], data[4:])
+        found[name] = [float(made.step(part, lr=1e-2).loss) for part in parts]
+        if name == "offload":
+            held = made.bytes()
+            assert held.gradients == held.parameters
+    assert found["offload"] == pytest.approx(found["ort"], rel=1e-5)
+    torch.manual_seed(2)
+    alone = stepper(tiny.bert())
+    alone.step(data[:1], lr=1e-2)
+    assert alone.bytes().gradients == 0
+
+
+def test_one_session_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph was checked in a session of its own, which is at rest when the whole step runs."""
+    rested: list[Served] = []
+    monkeypatch.setattr(Served, "rest", lambda served: rested.append(served))
+    made = stepper(tiny.bert())
+    for batch in sentences(2):
+        made.step([batch], lr=1e-2)
+    assert len(rested) == 1
+
+
 def test_bf16_and_recompute_hold_in_it() -> None:
     data, losses = sentences(3), {}
     for name, changes in {
@@ -292,6 +353,24 @@ def test_a_run_foresees_its_memory_and_changes_its_engine() -> None:
     assert sum("exporting" in note for note in notes) == 1, "the graph was kept"
 
 
+class Doubled(torch.autograd.Function):
+    """Has a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 3 * gradients[0]
+
+
+class Own(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Doubled.apply(super().forward(x))
+        return found
+
+
 class Decides(nn.Linear):
     """Goes one way or another by what it is given."""
 
@@ -303,6 +382,9 @@ def test_refused() -> None:
     made = stepper(Decides(4, 3), nn.functional.cross_entropy)
     batch = (torch.ones(2, 4), torch.tensor([0, 2]))
     with pytest.raises(ExportFailed, match=r"decides by a tensor's value.*use engine='ort'"):
+        made.step([batch], lr=0.1)
+    made = stepper(Own(4, 3), nn.functional.cross_entropy)
+    with pytest.raises(ExportFailed, match=r"Doubled.* runs in Python.*use engine='ort'"):
         made.step([batch], lr=0.1)
     hooked = nn.Linear(4, 3)
     hooked.weight.register_hook(lambda gradient: gradient * 2)
