@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -456,10 +457,13 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path, optimizer: Any) -> Non
         first.train_step(*batch)
     extra = {"epoch": 3, "seen": torch.arange(4), "note": "half-way"}
     path = first.save_checkpoint(tmp_path / "half.safetensors", extra)
+    drawn = torch.rand(3), random.random()
     expected = [float(first.train_step(*batch)[0]) for batch in data[12:]]
     torch.manual_seed(99)
     second = made()
     found = second.load_checkpoint(path)
+    assert torch.equal(torch.rand(3), drawn[0]), "what the user draws goes on, too"
+    assert random.random() == drawn[1]
     assert (found["epoch"], found["note"]) == (3, "half-way")
     assert torch.equal(found["seen"], torch.arange(4))
     assert [float(second.train_step(*batch)[0]) for batch in data[12:]] == expected
