@@ -11,6 +11,8 @@ A root (`runs_root`) holds one folder a run, named after it; folders have mode 0
                       an array: a step, null where a number is unknown
                       an object {"event", "step", "time_s", "text", "values"}: see `telemetry.Event`
     rank-N.jsonl      of a run on workers: the same of each rank
+    notes.jsonl       append-only, what was said of the run: {"note", "time"}, {"tag"}, {"untag"}
+    run.lock          empty; locked by the process that trains until the run is over
     checkpoints/      NAME.safetensors, or of a run on workers a folder NAME: see
                       `ortlab.checkpoint`; ``final`` is what a run ended with, the last good weights
                       among it
@@ -33,11 +35,12 @@ import platform
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import filelock
 import numpy as np
 
 import ortlab
@@ -103,6 +106,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = _lock(path)
 
     @classmethod
     def create(cls, name: str | None = None, *, root: Path | None = None) -> RunFolder:
@@ -124,6 +128,24 @@ class RunFolder:
     def name(self) -> str:
         """The run's name."""
         return self.path.name
+
+    def hold(self) -> None:
+        """Says that this process works on the run, until `release` or the end of the process."""
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Says that nobody works on the run any more."""
+        self._lock.release()
+
+    def held(self) -> bool:
+        """Whether a living process works on the run, this one or another."""
+        if not Path(self._lock.lock_file).exists():  # asking must not make it
+            return False
+        try:
+            with _lock(self.path):
+                return False
+        except (filelock.Timeout, OSError):  # where it cannot be asked, nobody may take it away
+            return True
 
     def write_json(self, file: str, values: Mapping[str, Any]) -> None:
         """Writes ``file``.json; NaN and infinity become null."""
@@ -153,6 +175,11 @@ class RunFolder:
         from ortlab.checkpoint import Checkpoint
 
         return Checkpoint.load(self.checkpoint_path(name))
+
+
+def _lock(path: Path) -> filelock.BaseFileLock:
+    """The system lets go of it when its process dies, however that comes."""
+    return filelock.FileLock(path / "run.lock", timeout=0, mode=0o600, thread_local=False)
 
 
 def _new_folder(root: Path, name: str | None) -> Path:
@@ -315,6 +342,10 @@ def read_metrics(path: Path) -> Metrics:
 
     A line that is no step and no event is torn, whoever wrote it.
     """
+    return _metrics(_values(path))
+
+
+def _metrics(values: Iterable[Any]) -> Metrics:
     index = {column.name: place for place, column in enumerate(COLUMNS)}
     blocks: list[Rows] = []
     lines: list[list[float | None]] = []
@@ -333,7 +364,7 @@ def read_metrics(path: Path) -> Metrics:
         blocks.append(rows)
         lines.clear()
 
-    for value in _values(path):
+    for value in values:
         if isinstance(value, list) and len(value) == len(places):
             lines.append(value)
         elif (names := _columns(value)) is not None:
@@ -347,14 +378,33 @@ def read_metrics(path: Path) -> Metrics:
     return Metrics(np.concatenate(blocks), tuple(events), torn)
 
 
+def read_last(path: Path) -> Rows:
+    """The last steps of a metrics file, up to some hundred, without reading the others."""
+    with path.open("rb") as file:
+        head = file.readline(_BLOCK)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - _BLOCK, len(head)))
+        lines = file.read().split(b"\n")
+    if size - _BLOCK > len(head):
+        del lines[0]  # it begins before the block
+    return _metrics(_read([head, *lines])).rows
+
+
+_BLOCK = 65536
+
+
 def _values(path: Path) -> Iterator[Any]:
     """The JSON value of every line, None for one that is not whole."""
     with path.open("rb") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError):
-                yield None
+        yield from _read(file)
+
+
+def _read(lines: Iterable[bytes]) -> Iterator[Any]:
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError):
+            yield None
 
 
 def _numbers(lines: Sequence[Sequence[float | None]], width: int) -> Rows:

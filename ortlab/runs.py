@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ from ortlab.history import FORM, RunFolder, environment
 from ortlab.interrupts import until
 from ortlab.loop import Control, Evaluation
 from ortlab.memory import SAMPLER, Meter, memory
+from ortlab.past import index
+from ortlab.past.kept import Kept
 from ortlab.ranks import Rank, table, trained_under
 from ortlab.settings import FinetuneSettings
 from ortlab.tables import Table, rounded
@@ -43,7 +45,8 @@ _OVER: tuple[State, ...] = ("stopped", "finished", "failed")
 class RunResult:
     """What a run gave. Numbers that are not known are NaN.
 
-    ``before`` and ``after`` are the first and the last evaluation, None without evaluation data.
+    ``before`` and ``after`` are the first and the last evaluation, ``best`` is the one with the
+    lowest loss, that before training aside; None without evaluation data.
     Rates count the time of the steps alone; ``wall_s`` is everything, pauses included. The peak is
     that of the resident size, or on CUDA of torch's allocated bytes; of workers that of the one
     that took most. ``skipped_steps`` are those of ``steps`` whose gradients overflowed in fp16,
@@ -56,6 +59,7 @@ class RunResult:
     final_loss: float = NAN
     before: Evaluation | None = None
     after: Evaluation | None = None
+    best: Evaluation | None = None
     samples_per_s: float = NAN
     tokens_per_s: float = NAN
     peak_bytes: float = NAN
@@ -86,7 +90,7 @@ class RunResult:
         return dataclasses.asdict(self)
 
 
-class Run:
+class Run(Kept):
     """A model in training, in the background.
 
     `prepare` makes the stepper for its settings, inside the run's thread, since exporting takes
@@ -153,7 +157,8 @@ class Run:
         self._result: RunResult | None = None
         self.error: BaseException | None = None
         """What the run raised."""
-        self._folder = RunFolder.create(name, root=root)
+        super().__init__(RunFolder.create(name, root=root))
+        self._folder.hold()
         self._created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._folder.write_json("settings", settings.as_dict())
         self._folder.write_json("environment", environment())
@@ -165,19 +170,9 @@ class Run:
         """The numbers of the run."""
 
     @property
-    def name(self) -> str:
-        """The run's name, unique among the runs that are kept: that of its folder."""
-        return self._folder.name
-
-    @property
     def title(self) -> str:
         """What stands above the charts."""
         return f"{self.name}: {self._kind} on {self.engine_used}"
-
-    @property
-    def folder(self) -> Path:
-        """Where the run is kept; `ortlab.history` describes the form."""
-        return self._folder.path
 
     @property
     def ranks(self) -> Table[Rank]:
@@ -461,6 +456,8 @@ class Run:
             # outcome, kept here and raised where the run is awaited.
             except BaseException as error:  # noqa: BLE001
                 self._fail(error)
+        self._folder.release()
+        index.note(self.folder)
         self._control.close()
         if self.error is not None:
             _forget_locals(self.error)
@@ -484,6 +481,7 @@ class Run:
     def _train(self) -> None:
         work = self._work
         assert work is not None
+        index.note(self.folder)
         self._meter = SAMPLER.start()
         progress.set(self._tell)
         self._event("state", "starting")
@@ -616,6 +614,7 @@ class Run:
             final_loss=float(last.loss) if last else NAN,
             before=evaluations[0] if evaluations else None,
             after=evaluations[-1] if evaluations else None,
+            best=_best(evaluations[1:] or evaluations),
             samples_per_s=recorder.total("samples") / step_s,
             tokens_per_s=recorder.total("tokens") / step_s or NAN,
             peak_bytes=self._peak_bytes(),
@@ -645,6 +644,9 @@ class Run:
         }
         if result is not None:
             about["steps"] = result.steps
+            about["engine_asked"] = self.engine_asked
+            about["precision"] = self.current_settings.precision
+            about["workers"] = self.current_settings.workers
             about["engine_used"] = self.engine_used
             about["fallback_reason"] = self.fallback_reason
             about["error"] = None if self.error is None else f"{self.error}"
@@ -655,6 +657,12 @@ class Run:
         """Python is ending: the run's thread must not be cut off in the middle of a write."""
         self.stop()
         self._over.wait(_LAST_WAIT_S)
+
+
+def _best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """The one with the lowest loss; a loss that is NaN is none."""
+    known = [each for each in evaluations if not math.isnan(each.loss)]
+    return min(known, key=lambda each: each.loss, default=None)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -15,7 +15,9 @@ from ortlab.settings import (
     LOSSES,
     EngineSettings,
     FinetuneSettings,
+    HistorySettings,
     ProfileSettings,
+    PruneSettings,
     RaceSettings,
     SearchSettings,
     TuneSettings,
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
+    from ortlab.past.comparison import RunComparison
+    from ortlab.past.listing import History
+    from ortlab.past.opened import PastRun
+    from ortlab.past.prune import Pruning
     from ortlab.runs import Run
     from ortlab.search.comparison import Prefer
     from ortlab.search.race import Race
@@ -481,25 +487,30 @@ class Session:
                 return run
         return None
 
-    def table_of_runs(self) -> Table[Run]:
-        """Every run of this process, the last one last."""
-        return Table(self.runs, _RUN_COLUMNS, empty="no run yet")
+    def history(self, **settings: Any) -> History:
+        """See `list_runs` below."""
+        from ortlab.past import listing
+
+        return listing.history(HistorySettings.of(settings), self.runs)
+
+    def open_run(self, run: str | int | Run | PastRun) -> Run | PastRun:
+        """See `open_run` below."""
+        from ortlab.past.kept import Kept
+        from ortlab.past.opened import PastRun, find
+
+        if isinstance(run, Kept):
+            return run
+        own = {f"{each.name}": each for each in self.runs}
+        name = f"run-{int(run)}" if str(run).strip().isdecimal() else str(run)
+        return own[name] if name in own else PastRun(find(run).folder)
+
+    def compare_runs(self, *runs: str | int | Run | PastRun) -> RunComparison:
+        """See `compare_runs` below."""
+        from ortlab.past.comparison import RunComparison
+
+        return RunComparison([self.open_run(run) for run in runs])
 
 
-def _progress(run: Run) -> str:
-    status = run.status()
-    return f"{status.step}" if status.total_steps is None else f"{status.step}/{status.total_steps}"
-
-
-_RUN_COLUMNS: Final[tuple[Column[Run], ...]] = (
-    Column("run", lambda run: run.name),
-    Column("state", lambda run: run.status().state),
-    Column("step", _progress, number=True),
-    Column("engine asked", lambda run: run.engine_asked),
-    Column("engine used", lambda run: run.engine_used or "-"),
-    Column("fallback", lambda run: run.fallback_reason or "-"),
-    Column("folder", lambda run: str(run.folder)),
-)
 _SIGNS: Final = {True: "ok", False: "MISSING", None: "-"}
 _FINDING_COLUMNS: Final[tuple[Column[Finding], ...]] = (
     Column("check", lambda finding: finding.name),
@@ -633,9 +644,54 @@ def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
     return session.profile(model, batch, **settings)
 
 
-def list_runs() -> Table[Run]:
-    """The runs of this process: state, step, engine asked for and used, folder."""
-    return session.table_of_runs()
+def list_runs(**settings: Any) -> History:
+    """The runs that are kept, of this process and all others: what ``%ort runs`` shows.
+
+    `settings` are those of `HistorySettings`: ``sort="loss"``, ``engine="ort"``,
+    ``state="finished"``, ``model="Bert"``, ``tag="paper"``, ``limit=50``. It is a sequence of
+    `ortlab.past.entry.Entry`, the runs of this process that go on first; metrics are not read.
+    ValueError for an unknown setting.
+    """
+    return session.history(**settings)
+
+
+def open_run(run: str | int) -> Run | PastRun:
+    """A run by its name or number (3 is that of "run-3"): its numbers, charts and notes.
+
+    One of this process is the run itself; any other is read from its folder. Both have
+    ``to_frame()``, ``metrics``, ``notes``, ``tags``, ``checkpoints``, ``environment``,
+    ``to_tensorboard(folder)`` and ``to_mlflow()``. ValueError where there is none.
+    """
+    return session.open_run(run)
+
+
+def compare_runs(*runs: str | int | Run | PastRun) -> RunComparison:
+    """Two to eight runs side by side: curves, and what differs in settings, versions and results.
+
+    By names or numbers, of this process or of the history. ValueError where one is not found.
+    """
+    return session.compare_runs(*runs)
+
+
+def prune_runs(
+    *,
+    older_than: str | None = None,
+    keep: int | None = None,
+    max_size: str | None = None,
+    yes: bool = False,
+    **filters: Any,
+) -> Pruning:
+    """Removes old runs: those that began longer ago than ``"30d"``, beyond the newest `keep`, or
+    beyond the size that the newest take together.
+
+    Without `yes` nothing is removed, and what would go is shown. `filters` (engine, state, model,
+    tag) choose which runs are looked at. Runs in training, in any process, stay. ValueError where
+    nothing says what is to go.
+    """
+    from ortlab.past.prune import prune
+
+    given = {"older_than": older_than, "keep": keep, "max_size": max_size, "yes": yes}
+    return prune(PruneSettings.of(given), HistorySettings.of(filters))
 
 
 def check_setup() -> Table[Finding]:

@@ -332,6 +332,11 @@ class Recorder:
         if self._thread is None:
             self._start()
 
+    def restore(self, rows: Rows, events: Sequence[Event]) -> None:
+        """Takes what was recorded before, of a run that is over; it goes to no sink."""
+        with self._lock:
+            self._keep(rows, events)
+
     def rank(self, number: int) -> Recorder:
         """The recorder of a rank; they come in order."""
         if number == len(self.ranks):
@@ -426,20 +431,24 @@ class Recorder:
             samples = [item for item in items if isinstance(item, Sample)]
             rows = _rows(samples)
             events += self._first_skipped(rows)
-            self._events += events
-            while len(self._events) > self._capacity:
-                del self._events[1::2]
+            self._keep(rows, events)
             if len(rows):
-                self._series.extend(rows)
-                self._recent = np.concatenate([self._recent, rows])[-self.RECENT :]
-                self._count += len(rows)
-                self._totals += np.nan_to_num(rows, posinf=0.0, neginf=0.0).sum(axis=0)
                 self._note_not_finite(samples, rows)
             if self._sinks and self._backlog + len(items) <= self.BACKLOG:
                 self._unwritten.append((rows, events))
                 self._backlog += len(rows) + len(events)
             elif self._sinks:
                 self._dropped += len(items)
+
+    def _keep(self, rows: Rows, events: Sequence[Event]) -> None:
+        self._events += events
+        while len(self._events) > self._capacity:
+            del self._events[1::2]
+        if len(rows):
+            self._series.extend(rows)
+            self._recent = np.concatenate([self._recent, rows])[-self.RECENT :]
+            self._count += len(rows)
+            self._totals += np.nan_to_num(rows, posinf=0.0, neginf=0.0).sum(axis=0)
 
     def _note_not_finite(self, samples: Sequence[Sample], rows: Rows) -> None:
         if self.not_finite_step is not None:

@@ -18,7 +18,8 @@ SOURCES = Path("ortlab/notebook/js")
 BUNDLE = Path("ortlab/notebook/static")
 MADE = (
     *("runview.js", "runview.css", "graphview.js", "graphview.css", "panel.js", "panel.css"),
-    *("inpage.js", "inpage.css", "ort-wasm-simd-threaded.wasm.gz"),
+    *("history.js", "history.css", "inpage.js", "inpage.css"),
+    "ort-wasm-simd-threaded.wasm.gz",
     "THIRD_PARTY_LICENSES.txt",
 )
 OLDEST_NODE = 18  # what esbuild asks for

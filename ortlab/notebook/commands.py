@@ -20,7 +20,9 @@ from ortlab.settings import (
     ExportSettings,
     FinetuneSettings,
     FleetSettings,
+    HistorySettings,
     ProfileSettings,
+    PruneSettings,
     RaceSettings,
     RecomputeSettings,
     Settings,
@@ -348,7 +350,25 @@ COMMANDS = {
             extra=(Option("--to", "the file; without it one in the run's folder"),),
         ),
         Command("undo", "Go back to what held before a run's last change.", positionals=_RUN),
-        Command("runs", "List the runs of this kernel."),
+        Command(
+            "runs",
+            "List the runs that are kept, of this kernel and all others, to sort and search.",
+            "With --prune those go that --older-than, --keep or --max-size say: shown first, and "
+            "removed with --yes. With --tensorboard they are written as event files.",
+            settings=HistorySettings,
+            besides=(
+                Declaration("prune", bool, False, "remove old runs: see --older-than and others"),
+                *PruneSettings.declarations().values(),
+            ),
+            extra=(Option("--tensorboard", "the folder that gets their event files"),),
+        ),
+        Command(
+            "compare",
+            "Lay runs over one another: curves, and what differs in settings, versions, results.",
+            "Two to eight, by name or number, as in %ort compare 3 5; `c = %ort compare 3 5` "
+            "keeps it: c.differences.",
+            (Positional("runs", "kept", "a run's name, or the number of run-N", "+"),),
+        ),
         Command("pause", "Pause a run after the step in flight.", positionals=_RUN),
         Command("resume", "Let a paused run go on.", positionals=_RUN),
         Command(

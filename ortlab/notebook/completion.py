@@ -16,6 +16,7 @@ from IPython.core.completer import (
 from IPython.core.interactiveshell import InteractiveShell
 
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Command, Option
+from ortlab.past import index
 from ortlab.session import session
 from ortlab.wrapping import is_model
 
@@ -47,7 +48,7 @@ class Names:
         return ["off", "layers", *found] if found else ["off"]
 
     def of(self, kind: str) -> list[str]:
-        """The names of every `kind`: model, wrapped, loader, batch, loss, run or target.
+        """The names of every `kind`: model, wrapped, loader, batch, loss, run, kept or target.
 
         Of workers it is the word that may stand for their number.
         """
@@ -56,6 +57,8 @@ class Names:
         if kind == "run":
             runs = [run.name for run in session.runs if not run.over()]
             return runs + [search.name for search in session.searches if not search.over()]
+        if kind == "kept":
+            return [entry.name for entry in reversed(index.entries())]
         if kind == "target":
             return [*self.of("model"), *(run.name for run in session.runs if not run.over())]
         holds: dict[str, Callable[[Any], bool]] = {

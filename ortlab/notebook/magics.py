@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import shlex
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,8 +20,9 @@ from ortlab.engines import cache
 from ortlab.fleet import ZeroPlan, zero_plan
 from ortlab.notebook import cells, completion
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
-from ortlab.session import check_setup, graphs, session, workers
-from ortlab.settings import EngineSettings, RecomputeSettings, unknown_name
+from ortlab.past.kept import Kept
+from ortlab.session import check_setup, graphs, prune_runs, session, workers
+from ortlab.settings import EngineSettings, HistorySettings, RecomputeSettings, unknown_name
 from ortlab.standalone import Script, script
 from ortlab.tables import Table
 from ortlab.wrapping import CellReport, is_model, is_own_name, model_called
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
     from ortlab.notebook.charts import Live
+    from ortlab.past.comparison import RunComparison
+    from ortlab.past.listing import History
+    from ortlab.past.prune import Pruning
     from ortlab.runs import Run
     from ortlab.search.race import Race
     from ortlab.search.result import Result
@@ -284,8 +289,37 @@ class OrtMagics(Magics):
         run.undo()
         print(f"{run.name} goes back to what held before the last change, after the step in flight")
 
-    def _runs(self, given: Given) -> Table[Run]:  # noqa: ARG002
-        return session.table_of_runs()
+    def _runs(self, given: Given) -> History | Pruning | None:
+        chosen = HistorySettings.declarations()
+        filters = {name: value for name, value in given.settings.items() if name in chosen}
+        prunes = {name: value for name, value in given.settings.items() if name not in chosen}
+        folder = given.words["tensorboard"]
+        if prunes.pop("prune", False):
+            for name in ("sort", "reverse", "limit"):
+                if name in filters:
+                    raise UsageError(f"%ort runs: --{name} does not go with --prune")
+            if folder is not None:
+                raise UsageError("%ort runs: --tensorboard does not go with --prune")
+            return prune_runs(**prunes, **filters)
+        if prunes:
+            flags = ", ".join("--" + name.replace("_", "-") for name in prunes)
+            raise UsageError(f"%ort runs: {flags} removes runs, which --prune asks for")
+        found = session.history(**filters)
+        if folder is None:
+            return found
+        for entry in found:
+            print(session.open_run(entry.name).to_tensorboard(folder), flush=True)
+        print(f"{len(found)} runs are there: tensorboard --logdir {shlex.quote(folder)}")
+        return None
+
+    def _compare(self, given: Given) -> RunComparison:
+        names = given.words["runs"]
+        values = (self._ip.user_ns.get(name) for name in names)
+        runs = [
+            value if isinstance(value, Kept) else name
+            for name, value in zip(names, values, strict=True)
+        ]
+        return session.compare_runs(*runs)
 
     def _pause(self, given: Given) -> None:
         run = self._run_alive(given)
@@ -506,6 +540,9 @@ class Extension:
         """What is being shown, and goes with the extension."""
         self._displays: dict[tuple[str, str], Callable[[Any], None]] = {
             ("ortlab.runs", "Run"): self._display,
+            ("ortlab.past.opened", "PastRun"): self._display,
+            _COMPARISON: _display_comparison,
+            ("ortlab.past.listing", "History"): self._display_history,
             ("ortlab.search.comparison", "Comparison"): self._display,
             ("ortlab.search.result", "Result"): self._display_result,
             ("ortlab.graph.capture", "Graphs"): _display_graphs,
@@ -523,6 +560,7 @@ class Extension:
         shell.events.register("pre_run_cell", self._forget)
         session.viewers.append(self._show)
         session.wrapped.namespace = shell.user_ns
+        self._text_formatter().for_type_by_name(*_COMPARISON, _print_comparison)
         if _has_front_end(shell):
             for (module, name), display in self._displays.items():
                 self._formatter().for_type_by_name(module, name, display)
@@ -538,6 +576,7 @@ class Extension:
         while self._live:
             self._live.pop().close()
         session.wrapped.namespace = None
+        self._text_formatter().pop(".".join(_COMPARISON), None)
         if _has_front_end(shell):
             for module, name in self._displays:
                 self._formatter().pop(f"{module}.{name}", None)
@@ -549,6 +588,11 @@ class Extension:
         formatter = self._shell.display_formatter
         assert formatter is not None
         return formatter.ipython_display_formatter
+
+    def _text_formatter(self) -> Any:
+        formatter = self._shell.display_formatter
+        assert formatter is not None
+        return formatter.formatters["text/plain"]
 
     def _show(self, watched: Watched | Race | Tune) -> None:
         """The session's viewer: charts or a table, in the cell that is running."""
@@ -572,6 +616,14 @@ class Extension:
         """A run or a race as a cell's value, unless this cell has started it and shows it."""
         if run not in self._shown:
             self._show(run)
+
+    def _display_history(self, history: History) -> None:
+        """The runs that are kept, as a cell's value."""
+        from ortlab.notebook import historyview
+
+        live = historyview.show(history)
+        if live is not None:
+            self._live.append(live)
 
     def _display_result(self, result: Result[Any]) -> None:
         """What ``await race`` gave, unless this cell shows the race."""
@@ -602,6 +654,23 @@ def _display_stage(stage: Stage) -> None:
     from ortlab.graph.capture import Graphs
 
     _display_graphs(stage.graphs or Graphs("", {stage.name: stage}), stage.name)
+
+
+_COMPARISON = ("ortlab.past.comparison", "RunComparison")
+
+
+def _print_comparison(comparison: RunComparison, printer: Any, cycle: bool) -> None:  # noqa: ARG001
+    from ortlab.notebook import curves
+
+    printer.text(curves.text(comparison))
+
+
+def _display_comparison(comparison: RunComparison) -> None:
+    from IPython.core.display_functions import publish_display_data
+
+    from ortlab.notebook import comparisonview
+
+    publish_display_data(*comparisonview.bundle(comparison))  # type: ignore[no-untyped-call]
 
 
 def _display_plans(plans: RecomputePlans) -> None:

@@ -17,6 +17,7 @@ await build({
     graphview: "src/graphview.js",
     panel: "src/panel.js",
     inpage: "src/inpage.js",
+    history: "src/history.js",
   },
   outdir: fileURLToPath(STATIC),
   bundle: true,

@@ -1,0 +1,112 @@
+// The history of runs as a table: headings to sort by, a box to search in, runs that go on on top.
+// Kernel to page: `rows`, and in `live` those that change meanwhile, each {name, live, cells, keys};
+// a key is what its column is sorted by, null where it is not known.
+import { button, make, setText } from "./elements.js";
+import "./history.css";
+
+const FIRST = 200; // rows of a long table, until more are asked for
+
+function compare(a, b) {
+  return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
+}
+
+class View {
+  constructor(model, el) {
+    this.model = model;
+    this.order = model.get("order");
+    this.all = false;
+    this.still = make("style");
+    this.search = make("input", "ortlab-history-search", {
+      type: "search", placeholder: "Search, as in ort finished", "aria-label": "Search the runs", spellcheck: "false",
+    });
+    this.search.addEventListener("input", () => this.#draw());
+    this.said = make("span", "ortlab-history-said", { role: "status" });
+    this.heads = model.get("heads").map((head, at) => this.#head(head, at));
+    const head = make("tr", "", {}, ...this.heads);
+    this.body = make("tbody");
+    const table = make("table", "", {}, make("thead", "", {}, head), this.body);
+    this.more = button("ortlab-history-more", "", "Show the others too", () => {
+      this.all = true;
+      this.#draw();
+    });
+    // JupyterLab must not take keys away from the field and the headings.
+    this.root = make(
+      "section", "ortlab-history", { "aria-label": "Runs", "data-lm-suppress-shortcuts": "true" },
+      this.still, make("div", "ortlab-history-head", {}, this.search, this.said),
+      make("div", "ortlab-history-table", { tabindex: "0" }, table, this.more),
+    );
+    el.append(this.root);
+    this.draw = () => this.#draw();
+    for (const name of ["rows", "live"]) model.on(`change:${name}`, this.draw);
+    this.#draw();
+    const mark = model.get("still");
+    if (mark) this.still.textContent = `[data-ortlab-still="${mark}"] { display: none; }`;
+  }
+
+  #head({ head, number }, at) {
+    const name = button("ortlab-history-name", head, `Sort by ${head}`, () => this.#sort(at));
+    return make("th", number ? "ortlab-history-number" : "", { scope: "col" }, name);
+  }
+
+  #sort(at) {
+    const high = this.order.at === at ? !this.order.high : this.model.get("heads")[at].high;
+    this.order = { at, high };
+    this.#draw();
+  }
+
+  /** Runs that go on first, then the known by their key, then those that are not known. */
+  #sorted(rows) {
+    const { at, high } = this.order;
+    return rows
+      .map((row, place) => ({ row, place, key: row.keys[at] }))
+      .sort((a, b) => {
+        if (a.row.live !== b.row.live) return a.row.live ? -1 : 1;
+        if ((a.key === null) !== (b.key === null)) return a.key === null ? 1 : -1;
+        return (a.key === null ? 0 : compare(a.key, b.key) * (high ? -1 : 1)) || a.place - b.place;
+      })
+      .map(({ row }) => row);
+  }
+
+  #draw() {
+    const news = new Map(this.model.get("live").map((row) => [row.name, row]));
+    const rows = this.model.get("rows").map((row) => news.get(row.name) ?? row);
+    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = rows.filter((row) => {
+      const text = row.cells.join(" ").toLowerCase();
+      return words.every((word) => text.includes(word));
+    });
+    const shown = this.#sorted(found).slice(0, this.all ? found.length : FIRST);
+    this.body.replaceChildren(...shown.map((row) => this.#row(row)));
+    this.heads.forEach((head, at) => {
+      const direction = this.order.high ? "descending" : "ascending";
+      head.setAttribute("aria-sort", at === this.order.at ? direction : "none");
+    });
+    const count = (number) => number.toLocaleString("en");
+    setText(this.said, words.length ? `${count(found.length)} of ${count(rows.length)} runs` : `${count(rows.length)} runs`);
+    this.more.hidden = shown.length === found.length;
+    setText(this.more, `Show all ${count(found.length)}`);
+  }
+
+  #row(row) {
+    const heads = this.model.get("heads");
+    const cells = row.cells.map((text, at) => {
+      const cell = make("td", heads[at].number ? "ortlab-history-number" : "", {}, text);
+      if (heads[at].head === "state") cell.dataset.state = text;
+      if (heads[at].head === "note") cell.className = "ortlab-history-note";
+      return cell;
+    });
+    return make("tr", row.live ? "ortlab-history-live" : "", {}, ...cells);
+  }
+
+  close() {
+    for (const name of ["rows", "live"]) this.model.off(`change:${name}`, this.draw);
+    this.root.remove();
+  }
+}
+
+export default {
+  render({ model, el }) {
+    const view = new View(model, el);
+    return () => view.close();
+  },
+};
