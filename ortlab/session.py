@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from ortlab import wrapping
 from ortlab.settings import (
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
     from ortlab.past.comparison import RunComparison
+    from ortlab.past.kept import Kept
     from ortlab.past.listing import History
     from ortlab.past.opened import PastRun
     from ortlab.past.prune import Pruning
@@ -493,18 +494,18 @@ class Session:
 
         return listing.history(HistorySettings.of(settings), self.runs)
 
-    def open_run(self, run: str | int | Run | PastRun) -> Run | PastRun:
+    def open_run(self, run: str | int | Kept) -> Run | PastRun:
         """See `open_run` below."""
         from ortlab.past.kept import Kept
         from ortlab.past.opened import PastRun, find
 
         if isinstance(run, Kept):
-            return run
+            return cast("Run | PastRun", run)
         own = {f"{each.name}": each for each in self.runs}
         name = f"run-{int(run)}" if str(run).strip().isdecimal() else str(run)
         return own[name] if name in own else PastRun(find(run).folder)
 
-    def compare_runs(self, *runs: str | int | Run | PastRun) -> RunComparison:
+    def compare_runs(self, *runs: str | int | Kept) -> RunComparison:
         """See `compare_runs` below."""
         from ortlab.past.comparison import RunComparison
 
@@ -665,7 +666,7 @@ def open_run(run: str | int) -> Run | PastRun:
     return session.open_run(run)
 
 
-def compare_runs(*runs: str | int | Run | PastRun) -> RunComparison:
+def compare_runs(*runs: str | int | Kept) -> RunComparison:
     """Two to eight runs side by side: curves, and what differs in settings, versions and results.
 
     By names or numbers, of this process or of the history. ValueError where one is not found.

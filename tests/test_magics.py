@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import ortlab
 from ortlab import compat
 from ortlab.engines import cache
 from ortlab.session import session
+from tests.past_runs import kept
 
 PRELUDE = """
 import torch
@@ -346,8 +348,9 @@ def test_finetune_returns_at_once_and_is_awaited(ip: Typist) -> None:
     assert ip["result"].after.loss < ip["result"].before.loss
     assert not ip["torch"].equal(ip["before"], ip["net"].head.weight)
     assert type(ip["net"]) is ip["Net"]
-    lines = ip("%ort runs").splitlines()
-    assert lines[-1].split()[1:5] == ["finished", "4/4", "eager", "eager"]
+    lines = ip("%ort runs --limit 1").splitlines()
+    (line,) = (line for line in lines if line.startswith(ip["run"].name))
+    assert line.split()[:6] == [ip["run"].name, "finished", "Net", "eager", "fp32", "4"]
     assert f"{ip['run'].name} is over (finished) after 4 steps" in ip.refused("%ort stop")
 
 
@@ -724,3 +727,65 @@ def test_the_magics_import_no_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules and 'onnxruntime' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+@pytest.fixture
+def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs that are kept, of no kernel that goes on."""
+    monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
+    for loss, days in ((0.5, 90), (0.25, 40), (0.75, 0)):
+        kept(tmp_path / "runs", loss=loss, days=days, lr=loss)
+    return tmp_path
+
+
+def test_the_history_is_listed_as_it_is_asked_for(ip: Typist, history: Path) -> None:
+    def first(line: str) -> list[str]:
+        return [row.split()[0] for row in ip(line).splitlines() if row.startswith("run-")]
+
+    assert first("%ort runs") == ["run-3", "run-2", "run-1"]
+    assert first("%ort runs --sort loss") == ["run-2", "run-1", "run-3"]
+    assert first("%ort runs --sort loss --reverse --limit 2 --state finished --engine eager") == [
+        *("run-3", "run-1"),
+    ]
+    assert "no run has engine 'ort'" in ip("%ort runs --engine ort")
+    assert "did you mean 'loss'" in ip.refused("%ort runs --sort los")
+    ip("import ortlab; p = ortlab.open_run(2); p.note('seen')")
+    ip("found = %ort runs")
+    assert ip["found"][1].note == "seen"
+    assert "run-2" in ip("p")
+    assert ip.completions("%ort runs --sort st") == ["started", "state", "steps"]
+    assert ip.completions("%ort runs --state fi") == ["finished"]
+    assert ip.completions("%ort compare run-") == ["run-3", "run-2", "run-1"]
+    assert ip.completions("%ort compare run-3 run-") == ["run-2", "run-1"]
+
+
+def test_runs_are_compared_by_name_number_and_variable(ip: Typist, history: Path) -> None:
+    ip("import ortlab; p = ortlab.open_run(2)")
+    told = ip("%ort compare 1 run-3 p")
+    assert re.search(r"settings +lr +0.5 +0.75 +0.25\n", told)
+    assert re.search(r"Loss +run-3 [▁-█]+ +1.5 → 0.75\n", told)
+    assert "no run is called 'run-4'" in ip.refused("%ort compare 1 4")
+    assert "two to 8" in ip.refused("%ort compare 1")
+
+
+def test_runs_are_pruned_when_it_is_said_twice(ip: Typist, history: Path) -> None:
+    left = lambda: sorted(path.name for path in (history / "runs").glob("run-*"))  # noqa: E731
+    assert "2 of 3 runs" in ip("%ort runs --prune --older-than 30d")
+    assert left() == ["run-1", "run-2", "run-3"]
+    assert "nothing says which" in ip.refused("%ort runs --prune --yes")
+    assert "which --prune asks for" in ip.refused("%ort runs --keep 1 --yes")
+    assert "--limit does not go with --prune" in ip.refused("%ort runs --prune --keep 1 --limit 1")
+    assert "does not go with --prune" in ip.refused("%ort runs --prune --keep 1 --tensorboard x")
+    assert left() == ["run-1", "run-2", "run-3"]
+    assert "removed 1 of 3 runs" in ip("%ort runs --prune --older-than 8w --yes")
+    assert left() == ["run-2", "run-3"]
+
+
+def test_runs_are_written_for_tensorboard(ip: Typist, history: Path) -> None:
+    pytest.importorskip("tensorboard")
+    board = history / "a board"
+    told = ip(f"%ort runs --tensorboard '{board}' --sort loss --limit 1")
+    assert f"tensorboard --logdir '{board}'" in told
+    assert [path.name for path in board.iterdir()] == ["run-2"]
+    assert "is there already" in ip.refused(f"%ort runs --tensorboard '{board}'")
+    assert [path.name for path in board.iterdir()] == ["run-2"], "some were written, some not"

@@ -47,7 +47,7 @@ def png(comparison: RunComparison) -> bytes:
     height = 2 * CHART_IN + legend
     figure = Figure(figsize=(WIDTH_IN, height), dpi=DPI)
     FigureCanvasAgg(figure)
-    handles = []
+    handles: list[Any] = []
     for index, (title, across, name) in enumerate(curves.CHARTS):
         row, column = divmod(index, 2)
         left = column * WIDTH_IN / 2 + 0.7
@@ -109,6 +109,6 @@ def _draw(axes: Axes, title: str, across: str, name: str, comparison: RunCompari
     axes.set_xlabel(across, color=TEXT, fontsize=FONT)
     if name != "loss" and axes.dataLim.y1 > 0:
         axes.set_ylim(0, 1.08 * axes.dataLim.y1)
-    if not any(len(line.get_xdata()) for line in lines):
+    if not any(np.size(line.get_xdata()) for line in lines):
         axes.text(0.5, 0.5, "no values", color=TEXT, ha="center", transform=axes.transAxes)
     return lines

@@ -20,6 +20,7 @@ from ortlab.engines import cache
 from ortlab.fleet import ZeroPlan, zero_plan
 from ortlab.notebook import cells, completion
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
+from ortlab.past.exchange import check_free
 from ortlab.past.kept import Kept
 from ortlab.session import check_setup, graphs, prune_runs, session, workers
 from ortlab.settings import EngineSettings, HistorySettings, RecomputeSettings, unknown_name
@@ -307,6 +308,7 @@ class OrtMagics(Magics):
         found = session.history(**filters)
         if folder is None:
             return found
+        check_free(Path(folder), (entry.name for entry in found))
         for entry in found:
             print(session.open_run(entry.name).to_tensorboard(folder), flush=True)
         print(f"{len(found)} runs are there: tensorboard --logdir {shlex.quote(folder)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,11 +39,11 @@ _TAGS: Final = {
 
 def frame(metrics: Metrics) -> pandas.DataFrame:
     """See `Kept.to_frame`."""
-    pandas = _needed("pandas")
+    module = _needed("pandas")
     names = [column.name for column in _told(metrics.rows)]
-    steps = pandas.Index(metrics.rows[:, INDEX["step"]].astype(int), name="step")
+    steps = module.Index(metrics.rows[:, INDEX["step"]].astype(int), name="step")
     rows = metrics.rows[:, [INDEX[name] for name in names]]
-    found: pandas.DataFrame = pandas.DataFrame(rows, index=steps, columns=names)
+    found: pandas.DataFrame = module.DataFrame(rows, index=steps, columns=names)
     return found
 
 
@@ -55,9 +55,8 @@ def write_tensorboard(run: Kept, folder: Path) -> Path:
     from tensorboard.plugins.text.summary import text_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+    check_free(folder, [run.name])
     path = folder / run.name
-    if path.exists() and any(path.iterdir()):
-        raise ValueError(f"{path} is there already; TensorBoard would draw the run twice")
     metrics, began_s = run.metrics, _began(run).timestamp()
     writer = EventFileWriter(str(path))
     try:
@@ -75,6 +74,13 @@ def write_tensorboard(run: Kept, folder: Path) -> Path:
     finally:
         writer.close()
     return path
+
+
+def check_free(folder: Path, names: Iterable[str]) -> None:
+    """ValueError where one of these runs was written into the folder before."""
+    for name in names:
+        if (folder / name).exists():
+            raise ValueError(f"{folder / name} is there already; TensorBoard would draw it twice")
 
 
 def write_mlflow(run: Kept, experiment: str, tracking_uri: str | None) -> str:
@@ -151,7 +157,7 @@ def _points(metrics: Metrics) -> Iterator[tuple[int, float, dict[str, float]]]:
 
 def _told(rows: Rows) -> list[Any]:
     """The columns, but for the step, that something is known of."""
-    known: np.ndarray = ~np.isnan(rows).all(axis=0)
+    known = np.asarray(~np.isnan(rows).all(axis=0))
     return [c for c in COLUMNS if c.name != "step" and known[INDEX[c.name]]]
 
 
