@@ -6,6 +6,7 @@ its own, which a saved notebook, an HTML page and a printed one have; the living
 
 from __future__ import annotations
 
+import contextvars
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import traitlets
 from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
-from ortlab.notebook.charts import Live, Pump, bundled
+from ortlab.notebook.charts import Live, Pump, bundled, publish
 from ortlab.past.listing import FIELDS, History, live_entry
 from ortlab.settings import RUN_SORTS
 
@@ -81,22 +82,36 @@ def show(history: History) -> Live | None:
     Where there is no JavaScript for it, it is the plain table.
     """
     mark = uuid.uuid4().hex
-    plain = {"text/html": history._repr_html_(), "text/plain": repr(history)}
     try:
         view = HistoryView(history, still=mark)
     except RuntimeError as error:
-        publish_display_data(plain)  # type: ignore[no-untyped-call]
+        publish_display_data(_plain(history))  # type: ignore[no-untyped-call]
         print(error)
         return None
     data, metadata = view._repr_mimebundle_() or ({}, {})
     publish_display_data({**data, "text/plain": f"{len(history)} runs"}, metadata)  # type: ignore[no-untyped-call]
-    inside = f'<div data-ortlab-still="{mark}">{plain["text/html"]}</div>'
-    page = {**plain, "text/html": _NO_DEAD_LINE.format(mark=mark) + inside}
-    publish_display_data(page)  # type: ignore[no-untyped-call]
+    publish(_page(history, mark), {}, mark)
     if not history.own:
         return None
-    pump = Pump(_Runs(history), view.refresh, view.refresh)
+
+    def finish() -> None:
+        view.refresh()
+        # In the name of the cell that is running now, as `charts` does.
+        contextvars.Context().run(publish, _page(history.now(), mark), {}, mark, update=True)
+
+    pump = Pump(_Runs(history), view.refresh, finish)
     return Live(get_ipython(), _Runs(history), pump)
+
+
+def _plain(history: History) -> dict[str, str]:
+    return {"text/html": history._repr_html_(), "text/plain": repr(history)}
+
+
+def _page(history: History, mark: str) -> dict[str, str]:
+    """The table that is hidden while the living one is there."""
+    plain = _plain(history)
+    inside = f'<div data-ortlab-still="{mark}">{plain["text/html"]}</div>'
+    return {**plain, "text/html": _NO_DEAD_LINE.format(mark=mark) + inside}
 
 
 def _row(entry: Entry, *, live: bool) -> dict[str, Any]:

@@ -125,6 +125,7 @@ class History(Table[Entry]):
         self.settings = settings
         self.own = tuple(run for run in own if not run.over())
         """The runs of this process that go on."""
+        self._total = total
         shown = found if settings.limit is not None else found[:SHOWN]
         notes = []
         if len(shown) < total:
@@ -136,6 +137,15 @@ class History(Table[Entry]):
         self.found = tuple(found)
         """All of them, also those that do not fit on a page."""
 
+    def now(self) -> History:
+        """The same runs, with those of this process that went on as they are now."""
+        living = {run.name: live_entry(run) for run in self.own}
+        found = [living.get(entry.name, entry) for entry in self.found]
+        return History(found, self.settings, total=self._total, own=self.own)
+
+    def _repr_html_(self) -> str:
+        return f'{_STYLE}<div class="ortlab-runs">{super()._repr_html_()}</div>'
+
     def __len__(self) -> int:
         return len(self.found)
 
@@ -144,6 +154,15 @@ class History(Table[Entry]):
 
     def __getitem__(self, place: Any) -> Any:
         return self.found[place]
+
+
+_STYLE: Final = """
+<style>
+.ortlab-runs {overflow-x: auto}
+.ortlab-runs :is(th, td) {white-space: nowrap}
+.ortlab-runs td:last-child {min-width: 200px; white-space: normal}
+</style>
+"""
 
 
 def _nothing(settings: HistorySettings) -> str:

@@ -82,6 +82,7 @@ def test_runs_are_sorted_searched_and_compared(
     again = Notebook(page, lab, f"{test_runs_are_sorted_searched_and_compared.__name__}.ipynb")
     still = again.cell(1)
     expect(still.locator("table tbody tr")).to_have_count(4)
+    expect(still.locator("tr", has_text="run-4").locator("td").nth(1)).to_have_text("stopped")
     expect(still.get_by_text("Error displaying widget")).to_be_hidden()
     still.scroll_into_view_if_needed()
     screenshot("history-saved")
