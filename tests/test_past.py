@@ -315,6 +315,12 @@ def test_a_run_that_goes_on_is_first_and_as_it_is_now(root: Path) -> None:
         run.stop()
         assert run.wait_over(60)
     assert ortlab.list_runs()[0].state == "stopped"
+    assert history[0].state == "paused"
+    assert history.now()[0].state == "stopped"
+    ortlab.prune_runs(keep=0, yes=True)
+    assert names(ortlab.list_runs()) == []
+    with pytest.raises(ValueError, match="was removed"):
+        ortlab.compare_runs(run.name, kept(root).name)
 
 
 def test_a_run_opened_again_is_the_run(trained: Any) -> None:
@@ -339,6 +345,21 @@ def test_a_run_opened_again_is_the_run(trained: Any) -> None:
     assert charts.picture(past).startswith(b"\x89PNG")
     best = min(e.values["loss"] for e in live.recorder.events("eval")[1:])
     assert past.entry.held_out_loss == best == live.result().best.loss
+
+
+def test_what_is_shown_of_a_past_run_leaves_its_folder_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kept(root)
+    before = stamp(path)
+    monkeypatch.setattr(charts, "get_ipython", lambda: type("Shell", (), {"kernel": 1})())
+    shown: list[Any] = []
+    monkeypatch.setattr(charts, "publish", lambda *given, **_: shown.append(given))
+    assert charts.follow(PastRun(path)) is None
+    ((data, _, _),) = shown
+    assert data["image/png"].startswith(b"\x89PNG")
+    assert "run-1" in data["text/plain"]
+    assert stamp(path) == before
 
 
 def test_notes_and_tags_stay_with_a_run(root: Path) -> None:

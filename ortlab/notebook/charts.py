@@ -29,6 +29,7 @@ from ortlab.changes import Change, changes
 from ortlab.history import write_private
 from ortlab.notebook import plaintext
 from ortlab.notebook.rankfeed import RankFeed
+from ortlab.past.opened import PastRun
 from ortlab.telemetry import COLUMNS, INDEX, merged
 
 if TYPE_CHECKING:
@@ -500,7 +501,7 @@ def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
     """Displays the picture; in the place of the display `replacing`, where one is given."""
     image = picture(watched)
     folder = getattr(watched, "folder", None)
-    if folder is not None:
+    if folder is not None and not isinstance(watched, PastRun):  # which may be no one's to change
         write_private(Path(folder, "charts.png"), image)
     data = {"image/png": image, "text/plain": text(watched)}
     metadata = {"image/png": {"width": PICTURE_WIDTH}}

@@ -16,7 +16,7 @@ from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
 from ortlab.notebook.charts import Live, Pump, bundled, publish
-from ortlab.past.listing import FIELDS, History, live_entry
+from ortlab.past.listing import FIELDS, History, living_entries
 from ortlab.settings import RUN_SORTS
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class HistoryView(anywidget.AnyWidget):
 
     def refresh(self) -> None:
         """Tells the page how the runs of this process stand now."""
-        self.live = [_row(live_entry(run), live=not run.over()) for run in self._history.own]
+        self.live = [_row(entry, live=entry.at_work) for entry in living_entries(self._history.own)]
 
 
 class _Runs:

@@ -124,7 +124,7 @@ class History(Table[Entry]):
     ) -> None:
         self.settings = settings
         self.own = tuple(run for run in own if not run.over())
-        """The runs of this process that go on."""
+        """The runs of this process that went on when this was made."""
         self._total = total
         shown = found if settings.limit is not None else found[:SHOWN]
         notes = []
@@ -139,7 +139,7 @@ class History(Table[Entry]):
 
     def now(self) -> History:
         """The same runs, with those of this process that went on as they are now."""
-        living = {run.name: live_entry(run) for run in self.own}
+        living = {entry.name: entry for entry in living_entries(self.own)}
         found = [living.get(entry.name, entry) for entry in self.found]
         return History(found, self.settings, total=self._total, own=self.own)
 
@@ -180,7 +180,7 @@ def history(settings: HistorySettings, own: Sequence[Run], root: Path | None = N
 
     `own` are the runs of this process: what they say goes before what the disk does.
     """
-    living = {run.name: live_entry(run) for run in own if run.folder.is_dir()}
+    living = {entry.name: entry for entry in living_entries(own)}
     found = [living.get(entry.name, entry) for entry in index.entries(root)]
     found = list(chosen(found, settings))
     at_work = [entry for entry in found if entry.name in living and entry.at_work]
@@ -215,6 +215,11 @@ def ranked(found: Iterable[Entry], sort: str, *, reverse: bool = False) -> list[
     known = [entry for entry in newest if field.value(entry) is not None]
     unknown = [entry for entry in newest if field.value(entry) is None]
     return sorted(known, key=lambda entry: field.value(entry) or 0, reverse=high) + unknown
+
+
+def living_entries(own: Iterable[Run]) -> list[Entry]:
+    """Runs of this process as they are now; without those whose folders were removed."""
+    return [live_entry(run) for run in own if run.folder.is_dir()]
 
 
 def live_entry(run: Run) -> Entry:
