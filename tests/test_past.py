@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sqlite3
@@ -85,6 +86,28 @@ def test_a_listing_reads_no_metrics_and_the_next_no_folder(
     assert opened == []
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"result": {"steps": "many", "best": 3, "final_loss": [1], "peak_bytes": 1e400}},
+        {"result": "none", "parameters": "all", "workers": {}, "created": 5, "model": None},
+        {"state": ["finished"], "engine_used": 7, "error": {"a": 1}, "fallback_reason": 0},
+    ],
+)
+def test_what_others_wrote_into_a_folder_is_listed_nonetheless(
+    root: Path, changes: dict[str, Any]
+) -> None:
+    folder = RunFolder(kept(root))
+    about = folder.read_json("run") | changes
+    (folder.path / "run.json").write_text(json.dumps(about))
+    (folder.path / "notes.jsonl").write_text('[1]\n{"tag": 3}\n{"note": null}\n')
+    told = repr(ortlab.list_runs(sort="loss"))
+    assert told.splitlines()[2].startswith("run-1 ")
+    assert "#3 None" in told
+    assert index.entries()[0].name == "run-1"
+    assert ortlab.prune_runs(keep=0)[0].name == "run-1"
+
+
 @pytest.mark.parametrize("size", [1, 40, 5000])
 def test_the_last_steps_are_those_of_the_whole_file(tmp_path: Path, size: int) -> None:
     """Of a file of 5000 steps it is a block of the end."""
@@ -158,8 +181,8 @@ def test_what_is_no_run_is_not_listed(root: Path, tmp_path: Path) -> None:
     kept(root)
     (root / "empty").mkdir()
     (root / "file").write_text("x")
-    elsewhere = kept(tmp_path / "other")
-    (root / "link").symlink_to(elsewhere, target_is_directory=True)
+    elsewhere = kept(tmp_path / "other", "linked")
+    (root / "linked").symlink_to(elsewhere, target_is_directory=True)
     renamed = kept(root)
     renamed.rename(root / "copy")  # its name is not the one that it says
     (kept(root) / "run.json").write_text("[1, 2")
@@ -628,16 +651,18 @@ def test_what_must_stay_stays(root: Path, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("mine")
+    (precious / "large").write_bytes(bytes(10**6))
     (old / "checkpoints" / "link").symlink_to(precious, target_is_directory=True)
-    elsewhere = kept(tmp_path / "elsewhere", days=99)
-    (root / "run-9").symlink_to(elsewhere, target_is_directory=True)
+    elsewhere = kept(tmp_path / "elsewhere", "linked", days=99)
+    (root / "linked").symlink_to(elsewhere, target_is_directory=True)
     (root / "mine").mkdir()
     (root / "mine" / "file").write_text("mine")
     removed = pruned(older_than="1d", keep=0, max_size="1B", yes=True)
     assert names(removed) == ["run-2"]
     assert (precious / "file").read_text() == "mine"
+    assert removed[0].size_bytes < 10**5, "what a link points to is counted"
     assert elsewhere.is_dir()
-    assert (root / "run-9").is_symlink()
+    assert (root / "linked").is_symlink()
     assert (root / "mine" / "file").exists()
     assert held.path.is_dir()
     held.release()

@@ -77,10 +77,10 @@ def read_entry(path: Path) -> Entry | None:
         return None
     result = about.get("result")
     result = result if isinstance(result, dict) else _last_steps(path)
+    best = next((b for b in map(result.get, ("best", "after")) if isinstance(b, dict)), {})
     state = str(about.get("state", ""))
     if state not in ("finished", "stopped", "failed"):
         state = "running" if folder.held() else "interrupted"
-    best = result.get("best") or result.get("after") or {}
     said = read_notes(path)
     asked = str(about.get("engine_asked") or settings.get("engine", ""))
     return Entry(
@@ -88,13 +88,13 @@ def read_entry(path: Path) -> Entry | None:
         number=numbered(path.name),
         state=state,
         model=str(about.get("model", "")),
-        parameters=int(about.get("parameters") or 0),
+        parameters=_whole(about, "parameters"),
         engine_asked=asked,
         engine_used=str(about.get("engine_used") or asked),
         fallback=str(about.get("fallback_reason") or ""),
         precision=str(about.get("precision") or settings.get("precision", "")),
-        workers=int(about.get("workers") or settings.get("workers") or 1),
-        steps=int(result.get("steps") or 0),
+        workers=_whole(about, "workers") or _whole(settings, "workers") or 1,
+        steps=_whole(result, "steps"),
         loss=_number(result, "final_loss"),
         held_out_loss=_number(best, "loss"),
         held_out_accuracy=_number(best, "accuracy"),
@@ -145,7 +145,7 @@ def size_of(path: Path) -> int:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         read = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return read if isinstance(read, dict) else None
 
@@ -170,6 +170,12 @@ def _last_steps(path: Path) -> dict[str, Any]:
         "tokens_per_s": float(rows[:, INDEX["tokens"]].sum()) / step_s if step_s else NAN,
         "peak_bytes": max(on_cuda[:-1] or resident[:-1] or [NAN]),
     }
+
+
+def _whole(values: Mapping[str, Any], name: str) -> int:
+    """0 where it is not known, and of what is no number at all."""
+    value = _number(values, name)
+    return 0 if math.isnan(value) else int(value)
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:

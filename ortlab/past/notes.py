@@ -41,7 +41,7 @@ def read_notes(folder: Path) -> Said:
     for line in lines:
         try:
             value: Any = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if not isinstance(value, dict):
             continue
