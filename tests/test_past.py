@@ -657,7 +657,9 @@ def test_what_must_stay_stays(root: Path, tmp_path: Path) -> None:
     (root / "linked").symlink_to(elsewhere, target_is_directory=True)
     (root / "mine").mkdir()
     (root / "mine" / "file").write_text("mine")
+    assert names(pruned(keep=0)) == ["run-2"], "what goes on would not go"
     removed = pruned(older_than="1d", keep=0, max_size="1B", yes=True)
+    assert removed.left == ()
     assert names(removed) == ["run-2"]
     assert (precious / "file").read_text() == "mine"
     assert removed[0].size_bytes < 10**5, "what a link points to is counted"
