@@ -755,8 +755,8 @@ def test_the_history_is_listed_as_it_is_asked_for(ip: Typist, history: Path) -> 
     assert "run-2" in ip("p")
     assert ip.completions("%ort runs --sort st") == ["started", "state", "steps"]
     assert ip.completions("%ort runs --state fi") == ["finished"]
-    assert ip.completions("%ort compare run-") == ["run-3", "run-2", "run-1"]
-    assert ip.completions("%ort compare run-3 run-") == ["run-2", "run-1"]
+    assert ip.completions("%ort compare run-") == ["run-1", "run-2", "run-3"]
+    assert ip.completions("%ort compare run-3 run-") == ["run-1", "run-2"]
 
 
 def test_runs_are_compared_by_name_number_and_variable(ip: Typist, history: Path) -> None:
