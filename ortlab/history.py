@@ -384,10 +384,8 @@ def read_last(path: Path) -> Rows:
         head = file.readline(_BLOCK)
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - _BLOCK, len(head)))
-        lines = file.read().split(b"\n")
-    if size - _BLOCK > len(head):
-        del lines[0]  # it begins before the block
-    return _metrics(_read([head, *lines])).rows
+        # What is left of the line that the block begins in counts as torn.
+        return _metrics(_read([head, *file.read().split(b"\n")])).rows
 
 
 _BLOCK = 65536
