@@ -49,6 +49,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: place.get(item.path, len(LONG)))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The seconds that each tutorial took."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, told in report.user_properties:
+                if name == "tutorial":
+                    terminalreporter.write_line(told)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ortlab_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs are kept in a folder of this test session, not in the user's.

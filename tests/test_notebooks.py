@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,19 +21,32 @@ def executed(stem: str) -> Executed:
 
 def number(notebook: Executed, pattern: str) -> float:
     """The number that the first group of `pattern` finds in the outputs."""
-    found = re.search(pattern, notebook.printed())
+    found = re.search(pattern, notebook.printed(), re.MULTILINE)
     assert found, f"no output matches {pattern!r}"
     return float(found.group(1))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_whole(path: Path) -> None:
+LONG = ("07_gpt2_code_completion",)
+"""Those that train for a minute and more."""
+
+
+def tutorials() -> list[object]:
+    """All of them, the long ones for the night."""
+    return [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] if path.stem in LONG else [])
+        for path in NOTEBOOKS
+    ]
+
+
+@pytest.mark.parametrize("path", tutorials())
+def test_runs_whole(path: Path, record_property: Callable[[str, object], None]) -> None:
     """No cell fails, every run finishes on the engine it asked for, within three minutes."""
     notebook = executed(path.stem)
     assert notebook.error is None
     assert [run["state"] for run in notebook.runs] == ["finished"] * len(notebook.runs)
     assert len(notebook.pictures()) >= len(notebook.runs), "a run left no static picture"
     assert "Traceback" not in notebook.printed()
+    record_property("tutorial", f"{path.stem}: {notebook.seconds:.0f} s")
     assert notebook.seconds < 180
 
 
@@ -147,6 +161,18 @@ def test_orttrainer_is_plain_torch_and_the_model_leaves() -> None:
     steps = [float(each) for each in re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)]
     assert len(steps) == 5
     assert max(steps) < 0.5, "the weights are the trained ones"
+
+
+@pytest.mark.nightly
+def test_gpt2_completes_code_of_files_that_it_has_not_seen() -> None:
+    notebook = executed("07_gpt2_code_completion")
+    assert number(notebook, r"before: next token (\S+)%") < 5
+    assert number(notebook, r"before: .*whole name (\S+)%") == 0
+    assert number(notebook, r"after: next token (\S+)%") > 17
+    assert number(notebook, r"after: .*whole name (\S+)%") >= 3
+    assert number(notebook, r"before, (\S+) after") < 4.2
+    (run,) = notebook.runs
+    assert run["steps"] == 600
 
 
 def written(folder: Path, *sources: str) -> Path:

@@ -154,6 +154,11 @@ def _wrapper_class() -> type[nn.Module]:
             super().__init__(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
             self._ortlab.attach(self, ort.FallbackPolicy.FALLBACK_DISABLE)
             self.__dict__["forward"] = _forward_like(model, self._ortlab)
+            # ORTModule binds the model's methods to itself, and transformers' generate looks others
+            # up in the class. It also needs the decoder's cache, which no graph has: plain torch.
+            generate = getattr(model, "generate", None)
+            if getattr(generate, "__module__", "").startswith("transformers."):
+                self.__dict__["generate"] = generate
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
             execution = execution_of(self)

@@ -584,6 +584,18 @@ def test_a_decoder_trains_with_its_cache_on(ort: Ort) -> None:
     assert ort.report(wrapped).remarks == ("past_key_values is None: ORT's graph has no cache",)
 
 
+def test_a_wrapped_model_generates_as_the_plain_one(ort: Ort) -> None:
+    """transformers' generate looks methods up in the model's class, and needs its cache."""
+    model = tiny.gpt2(use_cache=True, bos_token_id=0, eos_token_id=0)
+    ids = torch.randint(1, 32, (2, 5))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    wrapped = ort.wrap(model, EngineSettings())
+    found = wrapped.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert found.shape[1] > ids.shape[1]
+    assert torch.equal(found, expected)
+
+
 # --- copies and files
 
 
