@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from ortlab import data, optim
+    from ortlab import data, optim, squad
     from ortlab.deploy.write import export
     from ortlab.fleet import zero_plan
     from ortlab.orttrainer import ORTTrainer, ORTTrainerOptions
@@ -64,6 +64,7 @@ __all__ = [
     "race",
     "recompute_plans",
     "script",
+    "squad",
     "track",
     "tune",
     "unload_ipython_extension",
@@ -85,7 +86,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "optim"):
+    if name in ("data", "optim", "squad"):
         return importlib.import_module(f"ortlab.{name}")
     if name == "last_run":
         return importlib.import_module("ortlab.session").session.last_run

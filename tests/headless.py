@@ -117,6 +117,8 @@ def execute(path: Path, *, timeout_s: int = 600) -> Executed:
     """The notebook executed whole, in a kernel of its own."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:  # what it writes is not to lie beside it
+        if (data := path.parent / "data").is_dir():
+            Path(folder, "data").symlink_to(data.resolve())
         return _execute(path, folder, start, timeout_s)
 
 

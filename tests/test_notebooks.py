@@ -26,7 +26,7 @@ def number(notebook: Executed, pattern: str) -> float:
     return float(found.group(1))
 
 
-LONG = ("07_gpt2_code_completion",)
+LONG = ("07_gpt2_code_completion", "08_question_answering")
 """Those that train for a minute and more."""
 
 
@@ -173,6 +173,19 @@ def test_gpt2_completes_code_of_files_that_it_has_not_seen() -> None:
     assert number(notebook, r"before, (\S+) after") < 4.2
     (run,) = notebook.runs
     assert run["steps"] == 600
+
+
+@pytest.mark.nightly
+def test_question_answering_is_as_good_in_mixed_precision() -> None:
+    notebook = executed("08_question_answering")
+    assert number(notebook, r"before: .*F1 (\S+)$") < 25
+    rows = re.findall(r"^(fp32|bf16) +(\S+) +(\S+) +(\S+)$", notebook.printed(), re.MULTILINE)
+    assert [name for name, *_ in rows] == ["fp32", "bf16"]
+    for name, exact, f1, rate in rows:
+        assert float(exact) > 70, name
+        assert float(f1) > 75, name
+        assert float(rate) > 0, name
+    assert [run["steps"] for run in notebook.runs] == [130, 130]
 
 
 def written(folder: Path, *sources: str) -> Path:

@@ -42,6 +42,7 @@ def take(browser: Browser, lab: Lab, tutorial: Path) -> None:
     """The pictures of one notebook."""
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
     shutil.copy(tutorial, lab.root)
+    shutil.copytree(tutorial.parent / "data", lab.root / "data", dirs_exist_ok=True)
     book = Notebook(page, lab, tutorial.name)
     page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area')")
     book.start()
