@@ -479,8 +479,9 @@ def test_a_checkpoint_without_the_optimizer(tmp_path: Path) -> None:
     whole = found.save_checkpoint(tmp_path / "all.safetensors")
     moments = 2 * sum(p.nbytes for p in found.model.parameters())
     assert whole.stat().st_size - small.stat().st_size > moments
-    other = trainer(net(), optim.AdamConfig(lr=0.1))
+    other = trainer(net(), optim.AdamConfig(lr=0.7))
     other.load_checkpoint(small)
+    assert other.optim_config.lr == 0.1
     assert torch.equal(other.model[0].weight, found.model[0].weight)
     assert other.state_dict()["optimizer"] == {}
     assert other.state_dict()["train_step_info"] == {"optimization_step": 3, "step": 3}

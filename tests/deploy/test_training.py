@@ -104,6 +104,60 @@ def test_a_device_trains_as_finetune_does(tmp_path: Path, optimizer: str) -> Non
         )
 
 
+class Words(nn.Module):
+    """A padding's row, which torch leaves alone, a dropout, and a part that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 8, padding_idx=0)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 3)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.drop(self.frozen(self.words(ids)).mean(1)))
+        return found
+
+
+def test_dropout_padding_and_what_is_frozen(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    model = Words()
+    batch = torch.tensor([[1, 2, 0], [3, 0, 0], [4, 5, 6]]), torch.tensor([0, 1, 2])
+    found = ortlab.export(model, tmp_path / "out", batch, trainable="*", loss="cross_entropy")
+    assert isinstance(found, TrainingArtifacts)
+    assert found.off_by < 1e-4
+    assert "words.weight: a device trains the padding's row too" in repr(found)
+    assert not model.frozen.weight.requires_grad, "as it was"
+    assert model.words.weight.requires_grad
+    named = [dict(zip(found.inputs, batch, strict=True))] * 4
+    assert len(set(device_losses(found.path, named, lr=0.0))) == 4, "dropout draws in training"
+    read = {
+        name for node in onnx.load(found.path / artifacts.EVAL).graph.node for name in node.input
+    }
+    for node in onnx.load(found.path / artifacts.EVAL).graph.node:
+        assert node.op_type != "Constant" or node.output[0] in read, "no session warns of it"
+
+
+def test_decay_comes_before_the_update_as_in_torch(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    model, lr, decay = nn.Linear(4, 3), 0.1, 0.5
+    batch = torch.randn(6, 4), torch.arange(6) % 3
+    found = ortlab.export(
+        model, tmp_path / "out", batch, trainable="*", loss="cross_entropy", weight_decay=decay
+    )
+    named = [dict(zip(found.inputs, batch, strict=True))] * 12
+    given = device_losses(found.path, named, lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
+    plain = []
+    for _ in named:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        plain.append(float(loss.detach()))
+    assert given == pytest.approx(plain, rel=1e-5)
+
+
 def test_a_head_alone_is_trained_and_the_rest_is_as_it_was(tmp_path: Path) -> None:
     torch.manual_seed(2)
     net = nn.Sequential(
