@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ortlab.session import (
         check_setup,
         compare_runs,
+        device,
         finetune,
         graphs,
         list_runs,
@@ -49,6 +50,7 @@ __all__ = [
     "check_setup",
     "compare_runs",
     "data",
+    "device",
     "export",
     "finetune",
     "graphs",

@@ -1,4 +1,4 @@
-"""The command line: ``ortlab doctor``, ``ortlab cache``, ``ortlab bench``, ``ortlab --version``."""
+"""The command line: ``ortlab doctor``, ``cache``, ``kernelspec``, ``bench``, ``--version``."""
 
 from __future__ import annotations
 
@@ -41,14 +41,107 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = "say how many exported graphs are cached, and where"
     cache = commands.add_parser("cache", help=about, description=f"{about.capitalize()}.")
     cache.add_argument("action", nargs="?", choices=["clear"], help="remove them all")
+    _add_kernelspec(commands)
     _add_bench(commands)
     given = parser.parse_args(arguments)
     if given.command == "cache":
         return _cache(clear=given.action == "clear")
-    if given.command == "bench":
+    if given.command in ("bench", "kernelspec"):
         run: Callable[[argparse.Namespace], int] = given.run
         return run(given)
     return _doctor(build=given.build)
+
+
+_KERNELSPEC = """\
+Make a Jupyter kernel that runs in this environment, for JupyterLab, Notebook and VS Code.
+
+It has this Python, as many threads as there are cores for it, and %ort without %load_ext. The one
+on the CPU sees no GPU. With --gpu torch's allocator has segments that grow, and what this shell
+says of CUDA's libraries (LD_LIBRARY_PATH, CUDA_HOME, PYTORCH_CUDA_ALLOC_CONF) holds in the kernel.
+"""
+
+
+def _add_kernelspec(commands: Any) -> None:
+    about = "make, list and remove Jupyter kernels with this environment"
+    parser = commands.add_parser("kernelspec", help=about, description=f"M{about[1:]}.")
+    parts = parser.add_subparsers(dest="what", required=True)
+    install = parts.add_parser(
+        "install",
+        help="make a kernel",
+        description=_KERNELSPEC,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    install.add_argument("--name", help="what notebooks store (default: ortlab, or ortlab-gpu)")
+    install.add_argument("--display-name", metavar="TEXT", help="what the launcher shows")
+    install.add_argument("--gpu", action="store_true", help="train on the GPU; not tested")
+    install.add_argument(
+        "--threads", type=int, metavar="N", help="what torch computes with (default: the cores)"
+    )
+    place = install.add_mutually_exclusive_group()
+    place.add_argument("--user", action="store_true", help="for this user; so it is without any")
+    place.add_argument("--prefix", metavar="FOLDER", help="in FOLDER/share/jupyter/kernels")
+    place.add_argument(
+        "--sys-prefix",
+        dest="prefix",
+        action="store_const",
+        const=sys.prefix,
+        help=f"in this environment, {sys.prefix}".replace("%", "%%"),
+    )
+    install.set_defaults(run=functools.partial(_install_kernel, install))
+    about = "list the kernels that ortlab made"
+    listed = parts.add_parser("list", help=about, description=f"{about.capitalize()}.")
+    listed.set_defaults(run=_list_kernels)
+    about = "remove a kernel that ortlab made"
+    remove = parts.add_parser("remove", help=about, description=f"{about.capitalize()}.")
+    remove.add_argument("name", help="as `ortlab kernelspec list` has it")
+    remove.set_defaults(run=functools.partial(_remove_kernel, remove))
+
+
+def _install_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    from ortlab.compat import doctor
+    from ortlab.notebook import kernelspec
+
+    try:
+        kernel = kernelspec.install(
+            given.name,
+            gpu=given.gpu,
+            display_name=given.display_name,
+            threads=given.threads,
+            prefix=given.prefix,
+        )
+    except (ValueError, OSError) as error:
+        return _refused(parser, error)
+    print(f"{kernel.display_name!r}, the kernel {kernel.name}, is in {kernel.folder}")
+    print(" ".join(f"{name}={value}" for name, value in kernel.environment.items()))
+    if kernel.name not in (each.name for each in kernelspec.installed()):
+        print(f"Jupyter looks there where JUPYTER_PATH names {kernel.folder.parents[1]}")
+    provider = doctor.cuda_provider() if given.gpu else None
+    if provider is not None and provider.ok is False:
+        print(f"{provider.name}: {provider.found}\n-> {provider.fix}")
+    return 0
+
+
+def _list_kernels(given: argparse.Namespace) -> int:  # noqa: ARG001 - it has no options
+    from ortlab.notebook import kernelspec
+
+    print(kernelspec.installed())
+    return 0
+
+
+def _remove_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    from ortlab.notebook import kernelspec
+
+    try:
+        print(f"removed {kernelspec.remove(given.name)}")
+    except (ValueError, OSError) as error:
+        return _refused(parser, error)
+    return 0
+
+
+def _refused(parser: argparse.ArgumentParser, error: Exception) -> int:
+    """The reason alone, as the doctor's; the exit status is 1."""
+    print(f"{parser.prog}: {error}", file=sys.stderr)
+    return 1
 
 
 _ENGINES = """\

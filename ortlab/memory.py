@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import math
 import operator
@@ -104,7 +105,6 @@ class DeviceSampler:
         self._meters: list[Meter] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._nvml: Any = None
 
     def start(self) -> Meter:
         """A meter that is kept up to date until it is given to `end`."""
@@ -175,22 +175,29 @@ class DeviceSampler:
             stats.get("allocated_bytes.all.current", 0),
             stats.get("reserved_bytes.all.current", 0),
             stats.get("allocated_bytes.all.peak", 0),
-            self._device_used(),
+            device_used_bytes(),
         )
 
-    def _device_used(self) -> float:
-        import pynvml
-        import torch
 
-        try:
-            if self._nvml is None:
-                pynvml.nvmlInit()
-                # NVML numbers all devices, torch the visible ones: only the UUID means the same.
-                uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
-                self._nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            return float(pynvml.nvmlDeviceGetMemoryInfo(self._nvml).used)
-        except pynvml.NVMLError:
-            return NAN  # a MIG slice, or a container without the driver's library
+def device_used_bytes(index: int | None = None) -> float:
+    """What all processes use of a CUDA device, torch's current one without `index`; or NaN."""
+    import pynvml
+    import torch
+
+    try:
+        # NVML numbers all devices, torch the visible ones: only the UUID means the same.
+        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        return float(pynvml.nvmlDeviceGetMemoryInfo(_nvml_device(uuid)).used)
+    except pynvml.NVMLError:
+        return NAN  # a MIG slice, or a container without the driver's library
+
+
+@functools.cache
+def _nvml_device(uuid: str) -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
 
 SAMPLER = DeviceSampler()

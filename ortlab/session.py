@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
+    from ortlab.hardware import Fact
     from ortlab.past.comparison import RunComparison
     from ortlab.past.kept import Kept
     from ortlab.past.listing import History
@@ -519,6 +520,10 @@ _FINDING_COLUMNS: Final[tuple[Column[Finding], ...]] = (
     Column("found", lambda finding: finding.found),
     Column("what to do", lambda finding: finding.fix),
 )
+_FACT_COLUMNS: Final[tuple[Column[Fact], ...]] = (
+    Column("", lambda fact: fact.what),
+    Column("here", lambda fact: fact.found),
+)
 
 
 def _begin(resume_from: str | Path | Checkpoint | None) -> Checkpoint | None:
@@ -705,6 +710,14 @@ def check_setup() -> Table[Finding]:
         _FINDING_COLUMNS,
         notes=[f"ORTModule {'can' if doctor.can_run(findings) else 'cannot'} run here"],
     )
+
+
+def device() -> Table[Fact]:
+    """Where this kernel computes: processor, threads, memory and its limits, GPUs, engines."""
+    from ortlab import hardware
+
+    facts = hardware.facts()
+    return Table(facts, _FACT_COLUMNS, notes=hardware.advice())
 
 
 def finetune(

@@ -72,6 +72,9 @@ def test_cache() -> None:
         ("cache", "--build"),
         ("bench",),
         ("bench", "engine"),
+        ("kernelspec",),
+        ("kernelspec", "instal"),
+        ("kernelspec", "install", "--user", "--prefix", "x"),
     ],
 )
 def test_what_it_does_not_know(arguments: tuple[str, ...]) -> None:

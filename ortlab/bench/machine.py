@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 from dataclasses import dataclass
 
-from ortlab.compat.extensions import CPUINFO, first_processor
+from ortlab.hardware import processor
 
 _IDLE = 0.5
 """The most that a machine's load is while it does nothing to speak of."""
@@ -47,28 +46,19 @@ class Machine:
 
 def machine(device: str) -> Machine:
     """This machine; `device` is where the models train, ``cpu`` or ``cuda``."""
-    import psutil
     import torch
 
-    name, flags = _processor(CPUINFO.read_text() if CPUINFO.exists() else "")
-    # Not on macOS and Windows.
-    allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+    here = processor()
     return Machine(
-        processor=name or platform.processor() or platform.machine(),
-        cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
-        cpus=len(allowed),
+        processor=here.name,
+        cores=here.cores,
+        cpus=here.cpus,
         threads=torch.get_num_threads(),
-        avx512_bf16="avx512_bf16" in flags if flags else None,
-        amx_bf16="amx_bf16" in flags if flags else None,
+        avx512_bf16="avx512_bf16" in here.flags if here.flags else None,
+        amx_bf16="amx_bf16" in here.flags if here.flags else None,
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         gpu=torch.cuda.get_device_name() if device == "cuda" else "",
     )
-
-
-def _processor(cpuinfo: str) -> tuple[str, frozenset[str]]:
-    """Name and flags of the first processor that Linux's /proc/cpuinfo describes."""
-    found = first_processor(cpuinfo)
-    return found.get("model name", ""), frozenset(found.get("flags", "").split())
 
 
 def _count(number: int, noun: str) -> str:

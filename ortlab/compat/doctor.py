@@ -22,6 +22,7 @@ ORT_VERSION = "1.19.2"
 ORT_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 9), (2, 15))
 IPYPARALLEL = (9, 2)
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 OTHER_ENGINES = "engine='eager' and engine='compile' run here"
 
 
@@ -47,6 +48,19 @@ def checks() -> list[Finding]:
 def obstacle() -> Finding | None:
     """The first finding that keeps ORTModule from running; None when it can run. Cheap."""
     return next((f for f in (check() for check in ESSENTIALS) if f.ok is False), None)
+
+
+def no_gpu() -> str | None:
+    """Why torch has no GPU to compute on, NVIDIA's or AMD's; None when it has one."""
+    torch = _import("torch")
+    if torch is None:
+        return "torch is not installed"
+    if torch.cuda.is_available():
+        return None
+    if torch.version.hip:
+        return f"torch is built for ROCm {torch.version.hip} and sees no device"
+    driver = "" if NVIDIA_DRIVER.exists() else f", and there is no NVIDIA driver ({NVIDIA_DRIVER})"
+    return f"{cuda().found}{driver}"
 
 
 def can_run(findings: Sequence[Finding]) -> bool:
@@ -215,9 +229,10 @@ def _python_headers() -> Finding:
     )
 
 
-def _cuda() -> Finding:
+def cuda() -> Finding:
+    """Whether torch computes on an NVIDIA GPU, by which CUDA and on which device."""
     torch = _import("torch")
-    driver = Path("/proc/driver/nvidia/version").exists()
+    driver = NVIDIA_DRIVER.exists()
     if torch is None:
         return Finding("CUDA in torch", None, "needs torch")
     if torch.version.hip:
@@ -234,7 +249,8 @@ def _cuda() -> Finding:
     return Finding("CUDA in torch", False if driver else None, found, fix)
 
 
-def _cuda_provider() -> Finding:
+def cuda_provider() -> Finding:
+    """Whether the CUDA libraries that ORT needs are here; they are loaded."""
     name, torch = "ORT's CUDA provider", _import("torch")
     if torch is None or not torch.cuda.is_available() or torch.version.hip:
         return Finding(name, None, "not needed: training runs on the CPU")
@@ -323,8 +339,8 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _compiler,
     _python_headers,
     _onnx_ir,
-    _cuda,
-    _cuda_provider,
+    cuda,
+    cuda_provider,
     lambda: _package("jupyterlab", "the notebooks' home", (4, 2)),
     lambda: _package("ipykernel", "buttons that work while a run is awaited", (7, 3)),
     lambda: _package("ipywidgets", "the live charts and buttons", (8, 1)),

@@ -443,6 +443,10 @@ COMMANDS = {
             "Show how many exported graphs are cached, and where.",
             positionals=(Positional("action", "", "removes them all", "?", ("clear",)),),
         ),
+        Command(
+            "device",
+            "Show where this kernel computes: processor, threads, memory, GPUs, engines.",
+        ),
         Command("doctor", "Check what this machine has, what it lacks and how to mend it."),
     )
 }

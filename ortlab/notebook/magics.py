@@ -22,7 +22,7 @@ from ortlab.notebook import cells, completion
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
 from ortlab.past.exchange import check_free
 from ortlab.past.kept import Kept
-from ortlab.session import check_setup, graphs, prune_runs, session, workers
+from ortlab.session import check_setup, device, graphs, prune_runs, session, workers
 from ortlab.settings import EngineSettings, HistorySettings, RecomputeSettings, unknown_name
 from ortlab.standalone import Script, script
 from ortlab.tables import Table
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
+    from ortlab.hardware import Fact
     from ortlab.notebook.charts import Live
     from ortlab.past.comparison import RunComparison
     from ortlab.past.listing import History
@@ -436,6 +437,9 @@ class OrtMagics(Magics):
     def _cache(self, given: Given) -> None:
         clear = given.words["action"] == "clear"
         print(f"removed {cache.clear()}" if clear else cache.usage())
+
+    def _device(self, given: Given) -> Table[Fact]:  # noqa: ARG002
+        return device()
 
     def _doctor(self, given: Given) -> Table[Finding]:  # noqa: ARG002
         return check_setup()

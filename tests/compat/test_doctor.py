@@ -269,7 +269,7 @@ except OSError as error:
 DOCTOR = """
 import torch
 torch.cuda.is_available = lambda: True
-finding = doctor._cuda_provider()
+finding = doctor.cuda_provider()
 print(finding.ok, finding.found, finding.fix)
 """
 
