@@ -16,6 +16,9 @@ from tests.chromium import find
 LAST_WORDS = "Canceled future for create_subshell_request message before replies were done"
 """JupyterLab's own unhandled rejection, where a kernel ends that was just asked for a subshell (it
 asks for one when a page's widgets come back)."""
+NOTEBOOKS_OWN = "/static/notebook/notebook_core."
+"""Notebook 7.6's own script, which reads the schema of settings that it lacks: on every page, an
+empty notebook's too."""
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
@@ -56,11 +59,12 @@ def page(chromium: Browser) -> Iterator[Page]:
     context = chromium.new_context(viewport={"width": 1280, "height": 1000})
     page = context.new_page()
     errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("pageerror", lambda error: errors.append(f"{error}\n{error.stack}"))
     yield page
     context.close()
     errors = [error for error in errors if LAST_WORDS not in error]
-    assert not errors, errors
+    errors = [e for e in errors if not (NOTEBOOKS_OWN in e and "(reading 'schema')" in e)]
+    assert not errors, "\n".join(errors)
 
 
 @pytest.fixture

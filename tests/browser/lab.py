@@ -1,4 +1,4 @@
-"""JupyterLab in a headless Chromium: a server of its own, and notebooks driven as a user would."""
+"""JupyterLab and Notebook 7 in a headless Chromium: a server, and notebooks driven as by a user."""
 
 from __future__ import annotations
 
@@ -60,6 +60,13 @@ OUTPUTS = """() => window.panel.content.widgets
 class Lab:
     """A JupyterLab server on loopback whose settings and data are its own."""
 
+    module = "jupyterlab"
+    options: tuple[str, ...] = (
+        "--LabApp.expose_app_in_browser=True",
+        "--LabApp.news_url=",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    )
+
     def __init__(self, root: Path, *, theme: str | None = None) -> None:
         self.root = root
         self._temporary = tempfile.TemporaryDirectory(prefix="ortlab-lab-")
@@ -81,13 +88,11 @@ class Lab:
         self._log = self._open_log()
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+                *(sys.executable, "-m", self.module, "--no-browser", "--allow-root"),
                 *("--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"),
                 f"--IdentityProvider.token={self._token}",
                 f"--ServerApp.root_dir={self.root}",
-                "--LabApp.expose_app_in_browser=True",
-                "--LabApp.news_url=",
-                "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+                *self.options,
             ],
             env=self._environment(),
             cwd=self.root,
@@ -109,6 +114,11 @@ class Lab:
             self._process.wait(10)
         self._log.close()
         self._temporary.cleanup()
+
+    @property
+    def home(self) -> str:
+        """Where a browser begins that is led to no file."""
+        return f"{self._url}/?token={self._token}"
 
     def address(self, path: str) -> str:
         """Where a browser opens the file `path`, in a workspace that nobody used before."""
@@ -141,12 +151,23 @@ class Lab:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 log = (self._folder / "lab.log").read_text()
-                raise RuntimeError(f"JupyterLab ended while starting:\n{log[-4000:]}")
+                raise RuntimeError(f"{self.module} ended while starting:\n{log[-4000:]}")
             with contextlib.suppress(OSError):
                 return self._request("/api/status")
             time.sleep(0.1)
         self.__exit__()
-        raise TimeoutError("JupyterLab did not start within a minute")
+        raise TimeoutError(f"{self.module} did not start within a minute")
+
+
+class Notebook7(Lab):
+    """The same of Jupyter Notebook 7, which has one notebook on a page."""
+
+    module = "notebook"
+    options = ("--JupyterNotebookApp.expose_app_in_browser=True",)
+
+    def address(self, path: str) -> str:
+        """Where a browser opens the file `path`."""
+        return f"{self._url}/notebooks/{path}?token={self._token}"
 
 
 class Notebook:

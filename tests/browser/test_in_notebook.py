@@ -1,0 +1,51 @@
+"""Charts, panel and graph view in Notebook 7, as in JupyterLab."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.lab import NEEDS_ORT, Notebook, Notebook7, Takes, write_notebook
+from tests.browser.test_graphs_in_lab import MODEL as BERT
+from tests.browser.test_graphs_in_lab import graph, pane
+from tests.browser.test_panel_in_lab import FINETUNE, MODEL, opened
+
+pytestmark = [pytest.mark.browser, NEEDS_ORT]
+
+BLACK = "rgb(0, 0, 0)"
+
+
+@pytest.fixture
+def book(installed: str, page: Page, tmp_path: Path) -> Iterator[Notebook]:
+    """A notebook that trains in one cell and shows graphs in the next, open in Notebook 7."""
+    cells = [MODEL, FINETUNE, "result = await run", BERT, "%ort graph model"]
+    write_notebook(tmp_path / "book.ipynb", cells)
+    with Notebook7(tmp_path) as server:
+        opened = Notebook(page, server, "book.ipynb")
+        yield opened
+        opened.close()
+
+
+def test_charts_panel_and_graphs(book: Notebook, page: Page, screenshot: Takes) -> None:
+    book.start()
+    run = book.view()
+    opened(run)
+    grown = "n => Number(document.querySelector('.ortlab-chart').dataset.points) > n"
+    page.wait_for_function(grown, arg=10)
+    run.get_by_label("lr", exact=True).fill("0.001")
+    run.get_by_role("button", name="Apply").click()
+    expect(run.locator(".ortlab-panel-result")).to_contain_text("applied after step")
+    expect(run.locator(".ortlab-change")).to_contain_text("lr=0.001 (was 5e-05)")
+    screenshot("notebook-7-run-light")
+    run.get_by_role("button", name="Stop").click()
+    expect(page.locator(".jp-OutputArea img")).to_be_visible()
+    expect(page.locator(".ortlab-graph")).to_be_visible(timeout=60_000)
+    edge = pane(graph(book), "forward").locator(".edge-path").first
+    expect(edge).to_have_css("stroke", BLACK)
+    screenshot("notebook-7-graph-light")
+    book.theme("JupyterLab Dark")
+    expect(edge).not_to_have_css("stroke", BLACK)
+    screenshot("notebook-7-graph-dark")
