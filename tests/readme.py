@@ -1,7 +1,8 @@
 """The parts of README.md that are made from, or checked against, the code.
 
 ``python -m tests.readme`` writes the tables of settings into README.md anew, and those of speed
-from the benchmark that `ortlab bench engines --json tests/bench/results/engines.json` stores.
+from the benchmark that `ortlab bench engines --json tests/bench/results/engines.json` stores. The
+index of the tutorials, notebooks/README.md, it makes of how they begin.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ortlab.settings import Declaration, EngineSettings, FinetuneSettings
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+ALREADY_SAID = " Run the cells from top to bottom (Shift+Enter)."
+INDEX = ROOT / "notebooks" / "README.md"
 BENCHMARK = ROOT / "tests" / "bench" / "results" / "engines.json"
 TABLES = re.compile(r"(<!-- (settings|options|speed) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
 
@@ -24,6 +27,25 @@ def tables() -> dict[str, str]:
     """What belongs between each of README.md's pairs of marks, by the mark's name."""
     made = _settings()
     return made | {"speed": speed(BENCHMARK)} if BENCHMARK.exists() else made
+
+
+def index() -> str:
+    """The tutorials in reading order: the title of each, and its first paragraph."""
+    lines = [
+        "# Tutorials",
+        "",
+        "In reading order; each takes three minutes at most on two cores. Shift+Enter runs a cell.",
+        "",
+    ]
+    for path in sorted(INDEX.parent.glob("*.ipynb")):
+        first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        title, _, text = first.partition("\n\n")
+        about = " ".join(text.partition("\n\n")[0].split()).removesuffix(ALREADY_SAID)
+        lines += [
+            f"{int(path.name[:2])}. **[{title.removeprefix('# ')}]({path.name})** {about}",
+            "",
+        ]
+    return "\n".join(lines)
 
 
 def speed(path: Path) -> str:
@@ -94,4 +116,5 @@ if __name__ == "__main__":
         sys.exit(
             f"README.md has no marks for {', '.join(unmarked)}: <!-- x --> and <!-- end of x -->"
         )
+    INDEX.write_text(index())
     README.write_text(TABLES.sub(lambda m: m.group(1) + made[m.group(2)], README.read_text()))

@@ -1,0 +1,33 @@
+"""Where JupyterLab begins on Binder: at the index of the tutorials, which leads to each."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.binder import ROOT
+from tests.browser.lab import Lab, Takes
+
+pytestmark = pytest.mark.browser
+
+
+def test_it_begins_at_the_index(
+    installed: str,
+    page: Page,
+    screenshot: Takes,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(ROOT / "binder" / "jupyter"))
+    with Lab(tmp_path) as lab:
+        page.goto(lab.home)
+        index = page.locator(".jp-MarkdownViewer")
+        expect(index.get_by_role("heading", name="Tutorials")).to_be_visible(timeout=60_000)
+        screenshot("binder-index-light")
+        index.get_by_role("link", name="A first run").click()
+        opened = page.locator(".jp-NotebookPanel")
+        expect(opened.get_by_role("heading", name="A first run")).to_be_visible(timeout=30_000)

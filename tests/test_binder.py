@@ -1,0 +1,83 @@
+"""What mybinder.org makes of binder/, by its own builder's dry run; and the pins."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from tests.binder import PINS, ROOT, pinned, wanted
+
+REPO2DOCKER = Path(sys.executable).with_name("jupyter-repo2docker")
+
+
+def pins() -> dict[str, str]:
+    return dict(re.findall(r"^([^#\s]+)==(\S+)$", PINS.read_text(), re.MULTILINE))
+
+
+@pytest.mark.skipif(not REPO2DOCKER.exists(), reason="jupyter-repo2docker is not installed")
+def test_the_dry_run() -> None:
+    """The Dockerfile of repo2docker: a Python that ORT has a wheel for, a compiler, our scripts."""
+    done = subprocess.run(
+        [REPO2DOCKER, "--no-build", "--debug", "."],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Building conda environment for python=3.11" in done.stderr
+    steps = [
+        "environment-2epy-2d3-2e11-2dlinux-2d64-2elock",
+        "apt-get install --yes --no-install-recommends g++ ",
+        '/bin/pip install --no-cache-dir -r "binder/requirements.txt"',
+        "COPY --chown=0:0 src/ ${REPO_DIR}/",
+        "RUN ./binder/postBuild",
+    ]
+    places = [done.stdout.find(step) for step in steps]
+    assert -1 not in places, done.stdout
+    assert places == sorted(places)
+
+
+def test_its_scripts() -> None:
+    script = ROOT / "binder" / "postBuild"
+    assert os.access(script, os.X_OK), "postBuild is not executable"
+    subprocess.run(["bash", "-n", script], check=True)
+    for named in re.findall(r"\bbinder/[\w./]+", script.read_text()):
+        assert (ROOT / named).exists(), named
+
+
+def test_everything_is_pinned_to_a_version_that_is_allowed() -> None:
+    stored = pins()
+    for requirement in wanted("demo"):
+        version = stored[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement}: run python -m tests.binder"
+
+
+def test_cpu_builds_alone() -> None:
+    stored = pins()
+    (torch,) = re.findall(
+        r"^torch==(\S+)$", (ROOT / "binder" / "requirements.txt").read_text(), re.MULTILINE
+    )
+    assert torch.endswith("+cpu")
+    assert stored["torch"] == torch, "run python -m tests.binder"
+    cuda = {name for name in stored if name.startswith(("nvidia-", "triton"))}
+    assert cuda == {"nvidia-ml-py"}  # reads the driver, has none of its own
+
+
+def test_what_is_needed_by_what_is_needed_is_pinned() -> None:
+    """By the metadata of what is installed here: jupyterlab brings its server, and so on."""
+    found = pinned(r for r in wanted("demo") if r.name in ("jupyterlab", "ipywidgets", "nbclient"))
+    assert {"jupyter-server", "tornado", "traitlets", "widgetsnbextension"} <= set(found)
+    assert set(found) <= set(pins()), "run python -m tests.binder"
+
+
+def test_an_extra_of_our_own_is_resolved() -> None:
+    named = {requirement.name for requirement in wanted("demo")}
+    assert {"jupyterlab", "ipyparallel", "deepspeed"} <= named
+    assert "ortlab" not in named
