@@ -7,17 +7,19 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ortlab
-from ortlab.bench import BenchSettings, StepSettings
+from ortlab.bench import BenchSettings, PaperSettings, StepSettings
 from ortlab.bench.models import MODELS
+from ortlab.bench.papers import PAPERS
 from ortlab.errors import Concise
 from ortlab.settings import Declaration, Settings
 
 if TYPE_CHECKING:
+    from ortlab.bench.paper_report import PaperBench
     from ortlab.bench.report import StepBench
     from ortlab.bench.result import EngineBench
 
@@ -159,6 +161,16 @@ and a machine that does nothing else. Ctrl-C ends it with what was measured so f
 """
 
 
+_PAPERS = """\
+Run the benchmarks that ORT's training was published with, and set both tables side by side.
+
+BERT-Large's pre-training in both phases, GPT-2 Medium at sequence 1024, and the fine-tuning table
+of ORT's training examples. On a GPU in the published shapes and fp16, which is not tested; on a CPU
+scaled down, so that only the gains compare, and those with care. Measured as by `ortlab bench
+engines`. Each published figure is quoted with its address, and "not found" where it was not.
+"""
+
+
 _STEP = """\
 Say where the time of one training step in ONNX Runtime goes on this machine's CPU.
 
@@ -187,7 +199,17 @@ def _add_bench(commands: Any) -> None:
         description=_ENGINES,
         call="bench.engines(rounds=5)",
         settings=BenchSettings,
-        run=_bench_engines,
+        run=functools.partial(_bench, BenchSettings),
+    )
+    _add_benchmark(
+        parts,
+        "papers",
+        about="the published benchmarks of ORT's training, beside the published figures",
+        description=_PAPERS,
+        call="bench.papers(rounds=5)",
+        settings=PaperSettings,
+        run=functools.partial(_bench, PaperSettings),
+        models={name: paper.title for name, paper in PAPERS.items()},
     )
     _add_benchmark(
         parts,
@@ -209,14 +231,17 @@ def _add_benchmark(
     call: str,
     settings: type[Settings],
     run: Callable[[argparse.ArgumentParser, argparse.Namespace], int],
+    models: Mapping[str, str] | None = None,
 ) -> None:
-    """Adds one of the fixed models, with an option for each of `settings`; `call` is its twin."""
-    models = "\n".join(f"  {model:16} {MODELS[model].about}" for model in MODELS)
+    """Adds one of `models`, with an option for each of `settings`; `call` is its twin."""
+    about_models = models or {name: model.about for name, model in MODELS.items()}
+    width = max(map(len, about_models)) + 2
+    listed = "\n".join(f"  {name:{width}}{about_models[name]}" for name in about_models)
     parser: argparse.ArgumentParser = parts.add_parser(
         name,
         help=about,
         description=description,
-        epilog=f"models:\n{models}\n\nIn Python: from ortlab import bench; {call}",
+        epilog=f"models:\n{listed}\n\nIn Python: from ortlab import bench; {call}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_options(parser, settings)
@@ -245,22 +270,27 @@ def _bench_kernels(given: argparse.Namespace) -> int:  # noqa: ARG001 - it has n
 def _help(declaration: Declaration) -> str:
     """What it chooses, from what, and what holds where nothing is chosen."""
     default, choices = declaration.default, ", ".join(declaration.choices)
-    listed = f": {choices}" if choices and declaration.choices != tuple(MODELS) else ""
+    below = declaration.choices in (tuple(MODELS), tuple(PAPERS))
+    listed = f": {choices}" if choices and not below else ""
     if declaration.many and default == ",".join(declaration.choices):
         default = "all"
     return f"{declaration.help}{listed}" + (f" (default: {default})" if default else "")
 
 
-def _bench_engines(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+def _bench(
+    settings: type[BenchSettings], parser: argparse.ArgumentParser, given: argparse.Namespace
+) -> int:
     """130, as of a program that Ctrl-C ended, where it did; what was measured is told all the same.
 
     What cannot be done with the options is said before anything is measured.
     """
     from ortlab import bench
 
-    chosen = _chosen(parser, given, BenchSettings)
+    chosen = _chosen(parser, given, settings)
+    measure: Callable[..., EngineBench | PaperBench]
     try:
-        result = bench.engines(**chosen)
+        measure = bench.papers if settings is PaperSettings else bench.engines
+        result = measure(**chosen)
     except ValueError as error:
         parser.error(str(error))
     _tell(result, given)
@@ -313,7 +343,7 @@ def _file(given: argparse.Namespace) -> Path | None:
     return None if given.json in (None, "-") else Path(given.json)
 
 
-def _tell(result: EngineBench | StepBench, given: argparse.Namespace) -> None:
+def _tell(result: EngineBench | PaperBench | StepBench, given: argparse.Namespace) -> None:
     """Prints the tables or the figures, and writes the figures to the file that was named."""
     figures = json.dumps(result.as_dict(), indent=1)
     print(figures if given.json == "-" else result.markdown(), flush=True)

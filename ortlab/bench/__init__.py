@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ortlab.bench.settings import BenchSettings, StepSettings
+from ortlab.bench.settings import BenchSettings, PaperSettings, StepSettings
 
 if TYPE_CHECKING:
+    from ortlab.bench.paper_report import PaperBench
     from ortlab.bench.report import StepBench
     from ortlab.bench.result import EngineBench
 
-__all__ = ["BenchSettings", "StepSettings", "engines", "step"]
+__all__ = ["BenchSettings", "PaperSettings", "StepSettings", "engines", "papers", "step"]
 
 
 def engines(**options: Any) -> EngineBench:
@@ -25,6 +26,23 @@ def engines(**options: Any) -> EngineBench:
     from ortlab.bench import timing
 
     return timing.engines(settings)
+
+
+def papers(**options: Any) -> PaperBench:
+    """The benchmarks that ORT's training was published with, here, beside the published figures.
+
+    `options` are `PaperSettings` by name: on a GPU, which is not tested, the published shapes in
+    fp16, on a CPU scaled-down ones. As `engines` in everything else.
+    """
+    from ortlab.bench import paper_report, timing
+    from ortlab.bench.papers import PAPERS, models
+    from ortlab.engines.torch_native import training_device
+
+    device = training_device(PaperSettings.of(options).device).type
+    settings = PaperSettings.on(device, options)
+    names = settings.models.split(",")
+    shapes = {name: PAPERS[name].shape(device, quick=settings.quick) for name in names}
+    return paper_report.PaperBench(timing.engines(settings, models(shapes)), device, shapes)
 
 
 def step(**options: Any) -> StepBench:

@@ -7,7 +7,7 @@ scaled_dot_product_attention.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,17 +30,18 @@ class Model:
     build: Callable[[bool], Task]
 
 
-def build(name: str, *, quick: bool = False) -> Task:
+def build(name: str, *, quick: bool = False, known: Mapping[str, Model] | None = None) -> Task:
     """The model called `name` in training mode, and the batch that it trains on.
 
-    The weights and the batch are the same each time; the random states are left as they are.
+    It is one of `MODELS`, or of those that are `known`. The weights and the batch are the same each
+    time; the random states are left as they are.
     """
     import torch
     from torch.random import fork_rng
 
     with fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model, batch = MODELS[name].build(quick)
+        model, batch = (MODELS if known is None else known)[name].build(quick)
     return model.train(), batch
 
 

@@ -173,9 +173,13 @@ class EngineBench:
 
     def markdown(self) -> str:
         """Everything: the two tables of `summary`, then every cell with its loss and gradients."""
-        return "\n".join([*self._warnings(), self.summary(), *self._details(), ""])
+        return "\n".join([*self.warnings(), self.tables(), ""])
 
     _repr_markdown_ = markdown
+
+    def tables(self) -> str:
+        """What `markdown` has below its warnings."""
+        return "\n".join([self.summary(), *self._details()])
 
     def summary(self) -> str:
         """Speed beside eager fp32 and seconds to the first step, one row a model; then the notes.
@@ -203,7 +207,8 @@ class EngineBench:
         """Versions, processor and date in a line."""
         return origin(self.environment, self.machine, self.date)
 
-    def _warnings(self) -> list[str]:
+    def warnings(self) -> list[str]:
+        """Why its figures are none to go by, in lines of Markdown."""
         lines = warnings(self.machine, quick=self.settings.quick)
         if self.interrupted:
             lines += ["**Interrupted**: what was measured until then.", ""]

@@ -1,10 +1,13 @@
-"""What can be chosen of a benchmark; the options of ``ortlab bench engines`` and ``bench step``."""
+"""What can be chosen of a benchmark: the options of ``bench engines``, ``papers`` and ``step``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 from ortlab.bench.models import MODELS
+from ortlab.bench.papers import PAPERS
 from ortlab.settings import ENGINES, KERNELS, PRECISIONS, REFERENCE, Settings, setting
 
 Cell = tuple[str, str]
@@ -50,6 +53,33 @@ class BenchSettings(Settings):
         """What is measured of each model, the reference first."""
         chosen = [(e, p) for p in self.precisions.split(",") for e in self.engines.split(",")]
         return tuple(dict.fromkeys([REFERENCE, *chosen]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperSettings(BenchSettings):
+    """Which published benchmarks are run, and how long."""
+
+    models: str = setting(
+        ",".join(PAPERS),
+        choices=tuple(PAPERS),
+        many=True,
+        help="benchmarks to run, with commas; see below",
+    )
+    engines: str = setting(
+        "eager,ort", choices=ENGINES, many=True, help="engines to compare, with commas"
+    )
+    precisions: str = setting(
+        "fp32,bf16",
+        choices=PRECISIONS,
+        many=True,
+        help="precisions of matrix products, with commas; on a GPU else fp16, the published one",
+    )
+
+    @classmethod
+    def on(cls, device: str, options: Mapping[str, Any]) -> Self:
+        """These options on `device`, cpu or cuda: in fp16 on a GPU where none says otherwise."""
+        published = {} if device == "cpu" else {"precisions": "fp16"}
+        return cls.of(published | dict(options))
 
 
 @dataclass(frozen=True, kw_only=True)

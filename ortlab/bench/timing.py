@@ -17,7 +17,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -37,8 +37,10 @@ from ortlab.turns import SHORTEST_MS, WARMUP, Lane, enough, reasons, rounds, tak
 _INTERRUPTED = "interrupted before it was timed"
 
 
-def engines(settings: BenchSettings) -> EngineBench:
-    """See `ortlab.bench.engines`."""
+def engines(
+    settings: BenchSettings, known: Mapping[str, models.Model] = models.MODELS
+) -> EngineBench:
+    """See `ortlab.bench.engines`; the settings' models are names of those that are `known`."""
     cells: list[Cell] = []
     interrupted = False
     device = training_device(settings.device).type
@@ -49,7 +51,7 @@ def engines(settings: BenchSettings) -> EngineBench:
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),
             environment=history.environment(),
             machine=machine(device),
-            models={name: models.MODELS[name].about for name in chosen},
+            models={name: known[name].about for name in chosen},
             cells=(),
         )
         try:
@@ -62,7 +64,7 @@ def engines(settings: BenchSettings) -> EngineBench:
                 tell(f"{name}, model {done + 1} of {len(chosen)}{left}")
                 with (
                     _nothing_compiled(settings),
-                    _racing(Race(name, settings, device), cells) as race,
+                    _racing(Race(name, settings, device, known), cells) as race,
                 ):
                     race.run()
         except KeyboardInterrupt:
@@ -91,13 +93,19 @@ def _racing(race: Race, cells: list[Cell]) -> Iterator[Race]:
 class Race:
     """The cells of one model, in training side by side."""
 
-    def __init__(self, name: str, settings: BenchSettings, device: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: BenchSettings,
+        device: str,
+        known: Mapping[str, models.Model] = models.MODELS,
+    ) -> None:
         self.name = name
         self.rounds: list[dict[Key, float]] = []
         """Milliseconds of a step in each round that counts, by cell."""
         self._settings = settings
         self._device = device
-        self._model, self._batch = models.build(name, quick=settings.quick)
+        self._model, self._batch = models.build(name, quick=settings.quick, known=known)
         self._cells = {key: Cell(name, *key, reason=_INTERRUPTED) for key in settings.cells}
         self.lanes: dict[Key, Lane] = {}
         """Those that run, by cell."""
