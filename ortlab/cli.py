@@ -26,6 +26,17 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
+    given = parser().parse_args(arguments)
+    if given.command == "cache":
+        return _cache(clear=given.action == "clear")
+    if given.command in ("bench", "kernelspec"):
+        run: Callable[[argparse.Namespace], int] = given.run
+        return run(given)
+    return _doctor(build=given.build)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``ortlab`` with all its commands."""
     parser = argparse.ArgumentParser(
         "ortlab", description="Training in ONNX Runtime, live in JupyterLab."
     )
@@ -45,13 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cache.add_argument("action", nargs="?", choices=["clear"], help="remove them all")
     _add_kernelspec(commands)
     _add_bench(commands)
-    given = parser.parse_args(arguments)
-    if given.command == "cache":
-        return _cache(clear=given.action == "clear")
-    if given.command in ("bench", "kernelspec"):
-        run: Callable[[argparse.Namespace], int] = given.run
-        return run(given)
-    return _doctor(build=given.build)
+    return parser
 
 
 _KERNELSPEC = """\
@@ -87,7 +92,7 @@ def _add_kernelspec(commands: Any) -> None:
         dest="prefix",
         action="store_const",
         const=sys.prefix,
-        help=f"in this environment, {sys.prefix}".replace("%", "%%"),
+        help="in the environment of this Python",
     )
     install.set_defaults(run=functools.partial(_install_kernel, install))
     about = "list the kernels that ortlab made"

@@ -2,22 +2,31 @@
 
 ``python -m tests.readme`` writes the tables of settings into README.md anew, and those of speed
 from the benchmark that `ortlab bench engines --json tests/bench/results/engines.json` stores. The
-index of the tutorials, notebooks/README.md, it makes of how they begin.
+index of the tutorials, notebooks/README.md, it makes of how they begin, and a page for each command
+in docs/ of what its parser says of it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from ortlab import cli
 from ortlab.bench.result import EngineBench
+from ortlab.notebook.commands import COMMANDS
 from ortlab.settings import Declaration, EngineSettings, FinetuneSettings
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 ALREADY_SAID = " Run the cells from top to bottom (Shift+Enter)."
+DOCS = ROOT / "docs"
 INDEX = ROOT / "notebooks" / "README.md"
 BENCHMARK = ROOT / "tests" / "bench" / "results" / "engines.json"
 TABLES = re.compile(r"(<!-- (settings|options|speed) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
@@ -46,6 +55,38 @@ def index() -> str:
             "",
         ]
     return "\n".join(lines)
+
+
+def pages() -> dict[str, str]:
+    """The pages of docs/ by name: each command of ``ortlab`` and of ``%ort``, as --help has it.
+
+    As Python 3.11 writes it, at 80 columns.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        helps = {f"ortlab {name}": text for name, text in _helps(cli.parser())}
+        helps |= {f"%ort {name}": command.help for name, command in COMMANDS.items()}
+    made = {}
+    lines = ["# Commands", "", "Written by `python -m tests.readme`, from what `--help` says.", ""]
+    for command, text in helps.items():
+        page = command.removeprefix("%").replace(" ", "-") + ".md"
+        made[page] = f"# {command}\n\n```text\n{text.rstrip()}\n```\n"
+        lines.append(f"- [`{command}`]({page})")
+    return {"README.md": "\n".join([*lines, ""]), **made}
+
+
+def stored_pages() -> dict[str, str]:
+    """What lies in docs/."""
+    return {path.name: path.read_text() for path in DOCS.iterdir()}
+
+
+def _helps(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """The commands below `parser` that have no others below them, with their help."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                further = [(f"{name} {rest}", text) for rest, text in _helps(below)]
+                yield from further or [(name, below.format_help())]
 
 
 def speed(path: Path) -> str:
@@ -117,4 +158,8 @@ if __name__ == "__main__":
             f"README.md has no marks for {', '.join(unmarked)}: <!-- x --> and <!-- end of x -->"
         )
     INDEX.write_text(index())
+    shutil.rmtree(DOCS, ignore_errors=True)
+    DOCS.mkdir()
+    for name, text in pages().items():
+        (DOCS / name).write_text(text)
     README.write_text(TABLES.sub(lambda m: m.group(1) + made[m.group(2)], README.read_text()))

@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONG
-from tests.readme import INDEX, README, ROOT, code_map, index, stored_tables, tables
+from tests.readme import (
+    INDEX,
+    README,
+    ROOT,
+    code_map,
+    index,
+    pages,
+    stored_pages,
+    stored_tables,
+    tables,
+)
 
 PACKAGE = ROOT / "ortlab"
 BUILD_HOOK = PACKAGE / "notebook" / "build.py"  # runs in hatch's environment, not in the user's
@@ -211,6 +221,11 @@ def test_map_is_complete() -> None:
 def test_generated_tables_are_current() -> None:
     assert stored_tables() == tables(), "run: python -m tests.readme"
     assert INDEX.read_text() == index(), "run: python -m tests.readme"
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse words help as Python 3.11's")
+def test_the_pages_of_commands_are_current() -> None:
+    assert stored_pages() == pages(), "run: python -m tests.readme"
 
 
 def test_readme_commands_exist() -> None:

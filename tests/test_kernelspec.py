@@ -55,7 +55,8 @@ def test_install_start_list_remove(data: Path, capsys: pytest.CaptureFixture[str
         assert (folder / logo).stat().st_size > 300
     with started("mine") as kernel:
         # %ort is there without %load_ext, and to load it again changes nothing.
-        assert "this kernel computes" in kernel("%load_ext ortlab\n%ort --help").text
+        assert "this kernel computes" in kernel("%ort --help").text
+        assert "already loaded" in kernel("%load_ext ortlab").text
         asked = "import os, sys, ortlab, torch; print(sys.executable, ortlab.__file__)"
         assert kernel(asked).text.split() == [sys.executable, ortlab.__file__]
         asked = "print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads(), end=' ')\n"
