@@ -473,7 +473,7 @@ def test_tab_completes_commands_options_choices_and_names(ip: Typist) -> None:
         "def my_loss(output, target): ..."
     )
     assert ip.completions("%ort f") == ["finetune"]
-    assert set(ip.completions("%ort ")) >= {"wrap", "unwrap", "finetune", "doctor"}
+    assert set(ip.completions("%ort ")) >= {"wrap", "unwrap", "finetune", "device", "doctor"}
     assert ip.completions("%ort finetune mod") == ["model", "model_b", "module_loss"]
     assert ip.completions("run = %ort finetune model train") == ["train_data"]
     assert ip.completions("%ort finetune model train_data --eval-data va") == ["valid_data"]
