@@ -1,4 +1,4 @@
-"""Where JupyterLab begins on Binder: at the index of the tutorials, which leads to each."""
+"""Where JupyterLab begins on Binder: at the index of the tutorials, which names each."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def test_it_begins_at_the_index(
         index = page.locator(".jp-MarkdownViewer")
         expect(index.get_by_role("heading", name="Tutorials")).to_be_visible(timeout=60_000)
         screenshot("binder-index-light")
-        index.get_by_role("link", name="A first run").click()
-        opened = page.locator(".jp-NotebookPanel")
-        expect(opened.get_by_role("heading", name="A first run")).to_be_visible(timeout=30_000)
+        for path in (ROOT / "notebooks").glob("*.ipynb"):
+            expect(index.locator(f"a[href*='{path.name}']").first).to_be_visible()
+        page.goto("about:blank")  # else it would tell of the server's end

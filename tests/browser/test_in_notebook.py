@@ -27,6 +27,7 @@ def book(installed: str, page: Page, tmp_path: Path) -> Iterator[Notebook]:
         opened = Notebook(page, server, "book.ipynb")
         yield opened
         opened.close()
+        page.goto("about:blank")  # else it would tell of the server's end
 
 
 def test_charts_panel_and_graphs(book: Notebook, page: Page, screenshot: Takes) -> None:
