@@ -3,7 +3,7 @@
 ``python -m tests.readme`` writes the tables of settings into README.md anew, and those of speed
 from the benchmark that `ortlab bench engines --json tests/bench/results/engines.json` stores. The
 index of the tutorials, notebooks/README.md, it makes of how they begin, and a page for each command
-in docs/ of what its parser says of it.
+in notebooks/reference/ of what its parser says of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ortlab.settings import Declaration, EngineSettings, FinetuneSettings
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 ALREADY_SAID = " Run the cells from top to bottom (Shift+Enter)."
-DOCS = ROOT / "docs"
+PAGES = ROOT / "notebooks" / "reference"
 INDEX = ROOT / "notebooks" / "README.md"
 BENCHMARK = ROOT / "tests" / "bench" / "results" / "engines.json"
 TABLES = re.compile(r"(<!-- (settings|options|speed) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
@@ -58,7 +58,7 @@ def index() -> str:
 
 
 def pages() -> dict[str, str]:
-    """The pages of docs/ by name: each command of ``ortlab`` and of ``%ort``, as --help has it.
+    """The pages of notebooks/reference/ by name: each command of ``ortlab`` and of ``%ort``, as --help has it.
 
     As Python 3.11 writes it, at 80 columns.
     """
@@ -76,8 +76,8 @@ def pages() -> dict[str, str]:
 
 
 def stored_pages() -> dict[str, str]:
-    """What lies in docs/."""
-    return {path.name: path.read_text() for path in DOCS.iterdir()}
+    """What lies in notebooks/reference/."""
+    return {path.name: path.read_text() for path in PAGES.iterdir()}
 
 
 def _helps(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
@@ -158,8 +158,8 @@ if __name__ == "__main__":
             f"README.md has no marks for {', '.join(unmarked)}: <!-- x --> and <!-- end of x -->"
         )
     INDEX.write_text(index())
-    shutil.rmtree(DOCS, ignore_errors=True)
-    DOCS.mkdir()
+    shutil.rmtree(PAGES, ignore_errors=True)
+    PAGES.mkdir()
     for name, text in pages().items():
-        (DOCS / name).write_text(text)
+        (PAGES / name).write_text(text)
     README.write_text(TABLES.sub(lambda m: m.group(1) + made[m.group(2)], README.read_text()))

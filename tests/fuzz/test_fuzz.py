@@ -103,6 +103,7 @@ def test_new_branches_end_so_too(name: str, folder: Path) -> None:
         (corpus / f"near-{number}").write_bytes(data)
     command = [sys.executable, "-m", "tests.fuzz.coverage", name, str(corpus)]
     options = [f"-max_total_time={_SECONDS}", "-max_len=8192", "-rss_limit_mb=4096", "-timeout=20"]
+    options.append(f"-artifact_prefix={folder}/")
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Done" in done.stderr, done.stderr[-3000:]
