@@ -17,6 +17,7 @@ from ortlab import compat, kernels
 from ortlab.compat import interop
 from ortlab.compat.decisions import OtherDecision
 from ortlab.engines import options
+from ortlab.engines.autocasting import asks_for_bfloat16, autocast_now, in_types, types_of
 from ortlab.engines.base import (
     EngineUnavailable,
     Report,
@@ -71,6 +72,8 @@ class Execution:
         self._own_settings = settings
         self._options = options.key(settings)
         self._plans = options.recomputed(settings)
+        self._asked = settings
+        self._types: dict[Hashable, tuple[torch.dtype, ...]] = {}
         self._exported_with = settings
         self._ort_module: Any = None
         self._guard = Guard(module)
@@ -102,7 +105,7 @@ class Execution:
         ValueError names an option that cannot work here.
         """
         options.check(settings)
-        self._own_settings = settings
+        self._own_settings = self._asked = settings
         self._use(settings)
 
     def _use(self, settings: EngineSettings) -> None:
@@ -116,6 +119,7 @@ class Execution:
     def begin_run(self, settings: EngineSettings) -> Callable[[], Report]:
         """Starts a run: `settings` hold until `end_run`. Returns what reports on this run alone."""
         options.check(settings)
+        self._asked = settings
         self._use(settings)
         self._let_some_go()
         self._checks = 0
@@ -136,6 +140,7 @@ class Execution:
     def end_run(self) -> None:
         """The settings that the model was wrapped with hold again, and no memory is kept."""
         self.rest()
+        self._asked = self._own_settings
         self._use(self._own_settings)
 
     def rest(self) -> None:
@@ -186,7 +191,36 @@ class Execution:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward, by the export that fits."""
         with self._lock:
+            if asks_for_bfloat16(self.module):
+                return self._lowered(args, kwargs)
+            if self.settings is not self._asked:
+                self._use(self._asked)
             return self._forward(args, kwargs)
+
+    def _lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward with torch's bfloat16 products in the graph, as ``precision="bf16"`` has it.
+
+        The results have the types that autocast gives them in eager torch. The settings stay so for
+        the next call: another precision has sessions made anew.
+        """
+        lowered = self._asked.replace(precision="bf16")
+        if self.settings != lowered:
+            try:
+                options.check(lowered)
+            except ValueError as error:
+                raise ExportFailed(f"torch.autocast in bfloat16: {error}") from None
+            self._use(lowered)
+        form = Form.of(args, kwargs)
+        key = (self._guard.key(), form.args, form.kwargs)
+        if key not in self._types:
+            if len(self._types) == _EXPORTS:
+                self._types.clear()
+            with self._as_it_is(args, kwargs):
+                self._types[key] = types_of(self.module, args, kwargs)
+        types = self._types[key]
+        with torch.autocast("cpu", enabled=False):
+            outputs = self._forward(args, kwargs)
+        return in_types(outputs, types)
 
     def _forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, dropout: bool = True
@@ -281,7 +315,7 @@ class Execution:
             torch.is_grad_enabled(),  # a check without gradients stands for calls without them
             form.args,
             form.kwargs,
-            _autocast(),
+            autocast_now(),
         )
 
     def _first(
@@ -330,7 +364,7 @@ class Execution:
 
     def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What torch gives, in the precision that ORT's graph would have had."""
-        precision = self.settings.precision if _autocast() is None else "fp32"
+        precision = self.settings.precision if autocast_now() is None else "fp32"
         device = next(self.module.parameters()).device
         with autocast_for(precision, device):
             return self.module(*args, **kwargs)
@@ -431,7 +465,7 @@ class Execution:
             raise ExportFailed(
                 f"precision={self.settings.precision!r} needs ortlab's kernels: {why}"
             )
-        if _autocast() is None:
+        if autocast_now() is None:
             raise ExportFailed(
                 f"precision={self.settings.precision!r} on a GPU is torch's autocast: put it "
                 "around forward and loss, or train with finetune, which does"
@@ -620,7 +654,7 @@ class Execution:
             raise self._cannot_run(error) from None
         low_precision = (
             self.settings.precision != "fp32"
-            or _autocast() is not None
+            or autocast_now() is not None
             or any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
         )
         try:
@@ -723,8 +757,3 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
                 f"{name or type(child).__name__} has a backward hook, which ORT would never call; "
                 "remove it, or use engine='eager'"
             )
-
-
-def _autocast() -> Hashable:
-    enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled) or None

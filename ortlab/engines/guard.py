@@ -56,11 +56,22 @@ _hook_count = operator.attrgetter("next_id")
 
 @dataclass(frozen=True)
 class _Place:
-    """A container that is watched, where it hangs, and what it held."""
+    """A container that is watched, where it hangs, and what it held.
+
+    ``inside`` are the containers in it: an equal one in the place of one would be edited unseen.
+    """
 
     path: str
     values: Any
     held: Any
+    inside: tuple[tuple[Any, Any], ...] = ()
+
+    @classmethod
+    def of(cls, path: str, values: Any, held: Any) -> _Place:
+        """With what is inside of a dictionary or a list."""
+        items = () if isinstance(values, set) else _items(values).items()
+        inside = [(key, one) for key, one in items if isinstance(one, dict | list | set)]
+        return cls(path, values, held, tuple(inside))
 
 
 @dataclass(frozen=True)
@@ -77,9 +88,15 @@ class _Places:
             for place in self.plain:
                 if list(place.values.values()) != place.held:
                     return False
+                for key, one in place.inside:
+                    if place.values[key] is not one:
+                        return False
             for place in self.inner:
                 if place.values != place.held:
                     return False
+                for key, one in place.inside:
+                    if place.values[key] is not one:
+                        return False
         except Exception:  # noqa: BLE001 - the == of a value of the user's; then a look decides
             return False
         for place in self.by_identity:
@@ -197,7 +214,7 @@ class Guard:
                     continue
                 _record(where, container, facts, constants, atom)
                 if not any(map(_is_array, _items(container).values())):
-                    places.inner.append(_Place(where, container, copy.copy(container)))
+                    places.inner.append(_Place.of(where, container, copy.copy(container)))
 
         facts["hooks of all modules"] = tuple(atom(h) for kind in hooks for h in kind.values())
         tensors: dict[int, torch.Tensor] = {}
@@ -228,7 +245,9 @@ class Guard:
             own = {k: v for k, v in module.__dict__.items() if k not in _APART}
             _record(path, own, facts, constants, atom)
             compared = places.by_identity if any(map(_is_array, own.values())) else places.plain
-            compared.append(_Place(path, module.__dict__, list(module.__dict__.values())))
+            held = list(module.__dict__.values())
+            inside = tuple((k, v) for k, v in own.items() if isinstance(v, dict | list | set))
+            compared.append(_Place(path, module.__dict__, held, inside))
             look_inside(path, own)
         for cls in classes:
             if cls not in (nn.Module, object, Generic):
@@ -395,6 +414,9 @@ def _record(
 def _fact(
     value: Any, constants: dict[int, torch.Tensor], atom: Callable[[Any], Hashable]
 ) -> Hashable:
+    if type(value) is list and len(value) <= _LONG and all(isinstance(v, _ATOMS) for v in value):
+        # By what it holds: save_pretrained gives the configuration another list of the same names.
+        return (list, atom(tuple(value)))
     if not isinstance(value, torch.Tensor):
         return atom(value)
     constants[id(value)] = value

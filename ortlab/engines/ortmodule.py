@@ -31,6 +31,8 @@ from ortlab.engines.torch_native import TorchStepper, autocast_for, no_device, t
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 _CONTAINER = ("__len__", "__getitem__", "__iter__", "__contains__")
+_OF_ACCELERATE = ("_original_forward", "_is_accelerate_prepared")
+"""What accelerate sets where it replaces ``forward``: that of the wrapper, so not the model's."""
 
 
 class Ort:
@@ -159,6 +161,18 @@ def _wrapper_class() -> type[nn.Module]:
             generate = getattr(model, "generate", None)
             if getattr(generate, "__module__", "").startswith("transformers."):
                 self.__dict__["generate"] = generate
+            self.__dict__["_is_accelerate_prepared"] = False
+
+        @property  # type: ignore[misc]
+        def __class__(self) -> type:
+            """The model's, so that libraries which ask for their own kind of model find it."""
+            return execution_of(self).module.__class__
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in _OF_ACCELERATE:
+                self.__dict__[name] = value
+            else:
+                super().__setattr__(name, value)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
             execution = execution_of(self)

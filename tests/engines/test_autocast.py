@@ -100,12 +100,52 @@ def test_autocast_inside_autocast_and_switched_off(ort: Ort) -> None:
         assert wrapped(x).dtype == torch.float32
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA has the kernels")
-def test_what_the_cpu_provider_has_no_kernel_for_is_refused(ort: Ort) -> None:
-    wrapped, x = ort.wrap(_mlp(), EngineSettings()), _data(_mlp())
+@pytest.mark.parametrize("make", [_mlp, Logits])
+def test_autocast_in_bfloat16_on_a_cpu(ort: Ort, make: Any) -> None:
+    """Torch's products in the graph; types as in eager torch, values within bfloat16's rounding."""
+    model = make()
+    twin, exact = copy.deepcopy(model), copy.deepcopy(model)
+    wrapped, x = ort.wrap(model, EngineSettings()), _data(model)
+    assert wrapped(x).dtype == torch.float32, "autocast comes after the first call"
+    exact(x).square().mean().backward()
+    wanted = torch.cat([p.grad.flatten() for p in exact.parameters()])
+    for each in (twin, wrapped):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = each(x)
+        assert output.dtype == torch.bfloat16
+        output.float().square().mean().backward()
+        found = torch.cat([p.grad.flatten() for p in each.parameters()])
+        assert 0 < (found - wanted).norm() <= 2e-2 * wanted.norm()
+    torch.testing.assert_close(wrapped(x), exact(x), msg="without autocast it is float32 again")
+
+
+def test_autocast_in_bfloat16_keeps_results_that_are_no_tensors_and_their_structure(
+    ort: Ort,
+) -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"sums": [self.inner(x), x.sum()], "none": None, "pair": (x, self.inner(x) > 0)}
+
+    model = Several()
+    x = torch.randn(8, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = model(x), ort.wrap(model, EngineSettings())(x)
+    assert list(found) == list(expected)
+    assert found["none"] is None
+    for name in ("sums", "pair"):
+        assert type(found[name]) is type(expected[name])
+        assert [each.dtype for each in found[name]] == [each.dtype for each in expected[name]]
+
+
+def test_autocast_in_bfloat16_needs_torchs_kernels(ort: Ort) -> None:
+    wrapped, x = ort.wrap(_mlp(), EngineSettings(kernels="ort")), _data(_mlp())
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ExportFailed, match=r"ORT has no kernel for \w+ in 0"),
+        pytest.raises(ExportFailed, match=r"autocast in bfloat16.*needs torch's kernels.*leave"),
     ):
         wrapped(x)
     assert wrapped(x).dtype == torch.float32, "without autocast it goes on"

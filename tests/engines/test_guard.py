@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ class Config:
     """A configuration object that a module holds."""
 
     heads: int = 2
+    names: list[Any] = field(default_factory=list)
 
 
 class Scale:
@@ -326,3 +327,17 @@ def test_what_forward_does_not_read_is_no_change(edit: str) -> None:
     before = guard.key()
     exec(edit, namespace)
     assert guard.key() is before
+
+
+def test_another_list_of_the_same_plain_values_is_no_change() -> None:
+    """As save_pretrained gives a configuration."""
+    net = Net()
+    net.config.names = ["Net"]
+    guard = Guard(net)
+    before = guard.key()
+    net.config.names = ["Net"]
+    assert guard.key() is before
+    net.config.names.append("Other")
+    assert guard.key() != before
+    net.config.names = [True]
+    assert guard.key() != before

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from ortlab.engines.base import EngineUnavailable, Report, engine, progress
-from ortlab.engines.ortmodule import Ort
+from ortlab.engines.ortmodule import Ort, execution_of
 from ortlab.engines.selfcheck import SelfCheckFailed
 from ortlab.engines.served import ExportFailed
 from ortlab.settings import EngineSettings, FinetuneSettings
+from tests import tiny
 
 
 @pytest.fixture
@@ -568,3 +570,20 @@ def test_a_seed_repeats_the_dropout_of_a_run(ort: Ort) -> None:
         losses.append([float(stepper.step([(x, y)], lr=1e-2).loss) for _ in range(4)])
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]
+
+
+def test_a_wrapper_is_what_its_model_is_to_those_who_ask(ort: Ort) -> None:
+    """Libraries ask a model for its class; who replaces its forward leaves the model as it is."""
+    model = tiny.gpt2().eval()
+    before = set(vars(model))
+    wrapped = ort.wrap(model, EngineSettings())
+    assert isinstance(wrapped, PreTrainedModel)
+    assert wrapped.__class__ is type(model) is not type(wrapped)
+    wrapped._original_forward = wrapped.forward
+    wrapped._is_accelerate_prepared = True
+    assert wrapped._is_accelerate_prepared
+    assert set(vars(model)) == before
+    ids = torch.ones(1, 3, dtype=torch.long)
+    said = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert wrapped.generate(ids, **said).tolist() == model.generate(ids, **said).tolist()
+    assert execution_of(wrapped).last_call is None, "torch generates"
