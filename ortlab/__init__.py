@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from ortlab import data, optim, squad
+    from ortlab import data, hf, optim, squad
     from ortlab.deploy.write import export
     from ortlab.fleet import zero_plan
     from ortlab.orttrainer import ORTTrainer, ORTTrainerOptions
@@ -54,6 +54,7 @@ __all__ = [
     "export",
     "finetune",
     "graphs",
+    "hf",
     "last_run",
     "list_runs",
     "load_ipython_extension",
@@ -88,7 +89,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "optim", "squad"):
+    if name in ("data", "hf", "optim", "squad"):
         return importlib.import_module(f"ortlab.{name}")
     if name == "last_run":
         return importlib.import_module("ortlab.session").session.last_run

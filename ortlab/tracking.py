@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch.optim.optimizer import (
@@ -76,7 +76,7 @@ class Tracker(Generic[B]):
         self._passing = False
         self._stopping = False
         self._meter: Meter | None = None
-        self._turn = _Turn()
+        self.turn = Turn()
         self._over = threading.Event()
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class Tracker(Generic[B]):
         for name, value in values.items():
             if name not in _LOGGED:
                 raise ValueError(f"cannot log {name!r}: {unknown_name(name, _LOGGED)}")
-            self._turn.logged[name] = _number(value)
+            self.turn.logged[name] = _number(value)
 
     def status(self) -> Status:
         """See `telemetry.Watched.status`."""
@@ -166,7 +166,7 @@ class Tracker(Generic[B]):
         error = None
         try:
             self._begin()
-            _INTERCEPTION.enter(self)
+            INTERCEPTION.enter(self)
             yield from self._turns(iter(self._loader))
             ended = "stopped" if self._stopping else "finished"
         # The loader's or the viewer's: what the loop's body raises never comes here.
@@ -174,10 +174,10 @@ class Tracker(Generic[B]):
             ended, error = "failed", f"{type(raised).__name__}: {raised}"
             raise
         finally:
-            _INTERCEPTION.leave(self)
+            INTERCEPTION.leave(self)
             self._passing = False
             # After break or an exception the last turn counts if it trained.
-            if self._turn.going and self._turn.trained:
+            if self.turn.going and self.turn.trained:
                 self._record()
             if not self._in_context:
                 self._end(ended, error)
@@ -199,13 +199,13 @@ class Tracker(Generic[B]):
                 batch = next(batches)
             except StopIteration:
                 return
-            self._turn = _Turn(began, batch)
+            self.turn = Turn(began, batch)
             yield batch
             self._record()
 
     def _record(self) -> None:
         assert self._meter is not None
-        turn, now = self._turn, time.perf_counter()
+        turn, now = self.turn, time.perf_counter()
         turn.going = False
         self._step += 1
         step_s = now - turn.began
@@ -243,8 +243,17 @@ class Tracker(Generic[B]):
         self._over.set()
 
 
-class _Turn:
-    """One turn of the loop: when it began, what it took, what was seen of it."""
+class Watching(Protocol):
+    """Who sees torch's backward and optimizer steps."""
+
+    @property
+    def turn(self) -> Turn:
+        """The turn that is going on."""
+        ...
+
+
+class Turn:
+    """One turn of a loop: when it began, what it took, what was seen of it."""
 
     def __init__(self, began: float = 0.0, batch: Any = None) -> None:
         self.began = began
@@ -260,11 +269,13 @@ class _Turn:
         self.trained = False
 
     def before_backward(self) -> None:
+        """Forward is over."""
         now = time.perf_counter()
         self.forward_s += now - self.mark
         self.mark = now
 
     def after_backward(self, loss: torch.Tensor) -> None:
+        """Of this loss."""
         now = time.perf_counter()
         self.backward_s += now - self.mark
         self.mark = now
@@ -273,12 +284,14 @@ class _Turn:
             self.loss = _number(loss)
 
     def before_optimizer(self) -> None:
+        """Its step begins."""
         # A subclass whose step calls its base's is heard twice, one inside the other.
         self.depth += 1
         if self.depth == 1:
             self.mark = time.perf_counter()
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
+        """Its step is over."""
         self.depth -= 1
         if self.depth:
             return
@@ -288,23 +301,24 @@ class _Turn:
         self.lr = _number(optimizer.param_groups[0]["lr"])
 
 
-class _Interception:
-    """torch's backward and optimizer steps, for the innermost tracker of the calling thread."""
+class Interception:
+    """torch's backward and optimizer steps, for who entered last of the calling thread."""
 
     def __init__(self) -> None:
         # Taken again by the thread that has it, where gc finalizes a dropped loop inside. The list
         # is changed in single operations for the same reason, and because `_turn` takes no lock.
         self._lock = threading.RLock()
-        self._entered: list[tuple[int, Tracker[Any]]] = []
+        self._entered: list[tuple[int, Watching]] = []
         self._give_back: Callable[[], None] | None = None
 
-    def enter(self, tracker: Tracker[Any]) -> None:
+    def enter(self, tracker: Watching) -> None:
+        """From now on, until `leave`."""
         with self._lock:
             self._entered.append((threading.get_ident(), tracker))
             if self._give_back is None:
                 self._give_back = self._take()
 
-    def leave(self, tracker: Tracker[Any]) -> None:
+    def leave(self, tracker: Watching) -> None:
         """Also from another thread: a loop dropped half way ends with its last reference.
 
         Nothing for a tracker that has not entered.
@@ -316,12 +330,11 @@ class _Interception:
                 give_back, self._give_back = self._give_back, None
                 give_back()
 
-    def _turn(self) -> _Turn | None:
+    def _turn(self) -> Turn | None:
         here = threading.get_ident()
         for thread, tracker in reversed(self._entered):
             if thread == here:
-                turn: _Turn = tracker._turn
-                return turn
+                return tracker.turn
         return None
 
     def _take(self) -> Callable[[], None]:
@@ -359,7 +372,8 @@ class _Interception:
         return give_back
 
 
-_INTERCEPTION = _Interception()
+INTERCEPTION = Interception()
+"""That of this process."""
 
 
 def _number(value: float | torch.Tensor) -> float | torch.Tensor:

@@ -20,7 +20,7 @@ from transformers import BatchEncoding
 
 from ortlab.memory import SAMPLER
 from ortlab.telemetry import INDEX, Watched
-from ortlab.tracking import _INTERCEPTION, Tracker
+from ortlab.tracking import INTERCEPTION, Tracker
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +209,7 @@ def test_a_loop_that_gc_ends_inside_the_lock() -> None:
     def dropped() -> None:
         batches = iter(Tracker(loader()))
         next(batches)
-        with _INTERCEPTION._lock:
+        with INTERCEPTION._lock:
             del batches
             gc.collect()
 

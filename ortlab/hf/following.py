@@ -1,0 +1,374 @@
+"""A Trainer's run as it is seen from outside: its numbers, its state, its folder."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ortlab.engines.base import Report
+from ortlab.engines.batch import count
+from ortlab.engines.ortmodule import execution_of, is_wrapped
+from ortlab.history import FORM, RunFolder, environment
+from ortlab.loop import Evaluation
+from ortlab.memory import SAMPLER, Meter
+from ortlab.runs import RunResult
+from ortlab.telemetry import INDEX, NAN, Event, Recorder, Sample, State, Status
+from ortlab.tracking import INTERCEPTION, Turn
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_WAIT_S = 0.1
+
+
+class Step(Turn):
+    """An optimizer step of one or more batches.
+
+    The loss is the sum of what ``backward`` was called on: the Trainer divides before that. Where
+    a loss scale multiplied it, it is left out (`scaled`).
+    """
+
+    def __init__(self, began: float, *, scaled: bool = False) -> None:
+        super().__init__(began)
+        self.samples = self.tokens = 0
+        self._scaled = scaled
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """See `Turn.after_backward`; what follows is the next batch's forward."""
+        before = self.loss
+        super().after_backward(loss)
+        if self._scaled:
+            self.loss = NAN
+        elif not (isinstance(before, float) and math.isnan(before)):
+            self.loss = before + self.loss
+
+    def count(self, batch: Any) -> None:
+        """Of a batch that goes into the model."""
+        samples, tokens = count(batch)
+        self.samples += samples
+        self.tokens += tokens
+
+
+class TrainerRun:
+    """What `OrtLabCallback` knows of one call of ``train``; a `telemetry.Watched`.
+
+    It is kept as a run is (see `ortlab.history`), with ``trainer.json`` for the Trainer's own
+    arguments and without checkpoints, which lie where the Trainer puts them. Pause and stop work
+    where ``train`` was called in a thread of its own: a kernel busy with it hears no button.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        total_steps: int,
+        step: int,
+        settings: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+        name: str | None = None,
+        root: Path | None = None,
+    ) -> None:
+        self.interactive = threading.current_thread() is not threading.main_thread()
+        """Whether pause and stop do something."""
+        self.error: BaseException | None = None
+        """What ``train`` raised, as far as it was told."""
+        self._kind = model.__class__.__name__
+        self._engine = execution_of(model) if is_wrapped(model) else None
+        self._engine_asked = str(settings["engine"])
+        self._before = self._report = self._now()
+        self._parameters = sum(p.numel() for p in model.parameters())
+        self._total, self._step = total_steps, step
+        self._state: State = "running"
+        self._ended = 0.0
+        self._stopping = False
+        self._failed: str | None = None
+        self._going = threading.Event()
+        self._going.set()
+        self._over = threading.Event()
+        self._due: dict[str, Any] | None = None
+        self._folder = RunFolder.create(name, root=root)
+        self._created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._folder.write_json("settings", settings)
+        self._folder.write_json("trainer", arguments)
+        self._folder.write_json("environment", environment())
+        self._write_about(None)
+        self.recorder = Recorder(sinks=[self._folder.metrics()])
+        """The numbers of the run."""
+        self._meter: Meter = SAMPLER.start()
+        self._began = self._free = time.perf_counter()
+        self.turn = Step(self._began)
+        self._hook = model.register_forward_pre_hook(self._meet, with_kwargs=True)
+        self.tell("state", "running")
+        if step:
+            self.tell("note", f"goes on from a checkpoint at step {step}")
+
+    @property
+    def name(self) -> str:
+        """The run's name, unique among the runs that are kept: that of its folder."""
+        return self._folder.name
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is kept; `ortlab.history` describes the form."""
+        return self._folder.path
+
+    @property
+    def title(self) -> str:
+        """What stands above the charts."""
+        return f"{self.name}: {self._kind} in a Trainer on {self.engine_used}"
+
+    @property
+    def engine_used(self) -> str:
+        """The engine that executes the model; another than was asked for after a fallback."""
+        return self._report.engine_used
+
+    def __repr__(self) -> str:
+        state = self.status().state
+        return f"<TrainerRun {self.name}: {state}, step {self._step}/{self._total}>"
+
+    # ---- what the callback tells -----------------------------------------------------------------
+
+    def begin_step(self, *, scaled: bool) -> None:
+        """An optimizer step begins."""
+        self.flush()
+        self.turn = Step(self._free, scaled=scaled)
+        INTERCEPTION.leave(self)  # where the step before raised, and train was called again
+        INTERCEPTION.enter(self)
+
+    def end_step(self, step: int, epoch: float) -> None:
+        """It is over; waits while the run is paused."""
+        INTERCEPTION.leave(self)
+        turn, now = self.turn, time.perf_counter()
+        step_s = now - turn.began
+        self._step, self._free = step, now
+        self._due = {
+            "step": step,
+            "time_s": now - self._began,
+            "epoch": epoch,
+            "loss": turn.loss,
+            "lr": turn.lr,
+            "grad_norm": NAN,
+            "samples": turn.samples or NAN,
+            "tokens": turn.tokens or NAN,
+            "samples_per_s": turn.samples / step_s or NAN,
+            "tokens_per_s": turn.tokens / step_s or NAN,
+            "step_ms": step_s * 1e3,
+            "data_ms": turn.data_s * 1e3,
+            "forward_ms": turn.forward_s * 1e3,
+            "backward_ms": turn.backward_s * 1e3,
+            "optimizer_ms": turn.optimizer_s * 1e3,
+            **self._meter.take().as_dict(),
+        }
+        self._hear()
+        while not self._going.wait(_WAIT_S):
+            self._free = time.perf_counter()
+
+    def log(self, logs: Mapping[str, Any]) -> None:
+        """What the Trainer logs of the step that ended last."""
+        if self._due is None:
+            return
+        if isinstance(norm := logs.get("grad_norm"), int | float):
+            self._due["grad_norm"] = float(norm)
+        loss = self._due["loss"]
+        if isinstance(loss, float) and math.isnan(loss) and "loss" in logs:
+            self._due["loss"] = float(logs["loss"])
+
+    def flush(self) -> None:
+        """Records the step that ended last: its log has been heard by now, if there is one."""
+        if self._due is not None:
+            self.recorder.add(Sample(**self._due))
+            self._due = None
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        """An evaluation, with the Trainer's names: ``eval_loss``, ``eval_accuracy``, ..."""
+        if self.over():
+            return
+        self.flush()
+        values = {
+            name.removeprefix("eval_"): float(value)
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and name.startswith("eval_")
+        }
+        self.tell("eval", "", {"loss": NAN, "accuracy": NAN, **values})
+        self.free()
+
+    def free(self) -> None:
+        """What the Trainer did since the last step was no part of the next one."""
+        self._free = time.perf_counter()
+
+    def tell(self, kind: str, text: str, values: Mapping[str, float] | None = None) -> None:
+        """Makes an event, see `telemetry.Event`."""
+        self.recorder.event(Event(kind, self._step, self._elapsed_s(), text, dict(values or {})))
+
+    def end(self, error: BaseException | None = None, why: str | None = None) -> None:
+        """``train`` is over: with an `error`, or for a reason that is known no better than `why`.
+
+        Twice is fine.
+        """
+        if self.over():
+            return
+        INTERCEPTION.leave(self)
+        self._hook.remove()
+        self.flush()
+        self._hear()
+        self._ended = time.perf_counter()
+        self.error = error
+        if isinstance(error, KeyboardInterrupt):
+            self._stopping = True
+        elif error is not None:
+            self._failed = f"{type(error).__name__}: {error}"
+        else:
+            self._failed = why
+        self._state = "failed" if self._failed else "stopped" if self._stopping else "finished"
+        if self._failed:
+            self.tell("error", self._failed)
+        self.tell("state", self._state)
+        SAMPLER.end(self._meter)
+        self._write_about(self._result())
+        self.recorder.close()
+        self._engine = None  # which holds the model
+        self._over.set()
+
+    # ---- what a view asks ------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """See `telemetry.Watched.status`."""
+        state = self._state
+        if not self.over():
+            if self._stopping:
+                state = "stopping"
+            elif not self._going.is_set():
+                state = "paused"
+        report = self._report
+        badges: tuple[str, ...] = ()
+        if report.fallback_reason:
+            badges = (f"fallback to {report.engine_used}: {report.fallback_reason}",)
+        return Status(
+            state=state,
+            step=self._step,
+            total_steps=self._total,
+            elapsed_s=self._elapsed_s(),
+            left_s=self._left_s(),
+            badges=badges,
+            lines=self._lines(),
+            error=self._failed,
+        )
+
+    def pause(self) -> None:
+        """Pauses after the step in flight, where `interactive`; not waited for."""
+        if self.interactive:
+            self._going.clear()
+
+    def resume(self) -> None:
+        """Goes on after a pause."""
+        self._going.set()
+
+    def stop(self) -> None:
+        """Has ``train`` return after the step in flight, from a pause too; not waited for."""
+        self._stopping = True
+        self._going.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was asked for."""
+        return self._stopping
+
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return self._over.is_set()
+
+    def wait_over(self, timeout: float | None = None) -> bool:
+        """Blocks until `over`, at most `timeout` seconds; returns `over`."""
+        return self._over.wait(timeout)
+
+    # ---- what is made of it ----------------------------------------------------------------------
+
+    def _meet(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before forward: counts what is trained on, in the thread that trains."""
+        if model.training and torch.is_grad_enabled() and not self.over():
+            self.turn.count(kwargs or args)
+
+    def _now(self) -> Report:
+        return Report(self._engine_asked) if self._engine is None else self._engine.report()
+
+    def _hear(self) -> None:
+        """Makes events of what the engine says for the first time."""
+        known, self._report = self._report, self._now()
+        for note in self._report.notes[len(known.notes) :]:
+            self.tell("note", note)
+        reason = self._report.fallback_reason
+        if reason and reason != known.fallback_reason:
+            self.tell("warning", f"fallback to {self._report.engine_used}: {reason}")
+
+    def _elapsed_s(self) -> float:
+        return (self._ended or time.perf_counter()) - self._began
+
+    def _left_s(self) -> float | None:
+        if self.over() or not self.recorder.count:
+            return None
+        recent, _ = self.recorder.since(max(self.recorder.count - 64, 0))
+        return (self._total - self._step) * float(recent[:, INDEX["step_ms"]].mean()) / 1e3
+
+    def _evaluations(self) -> list[Evaluation]:
+        return [
+            Evaluation(event.step, event.values["loss"], event.values["accuracy"])
+            for event in self.recorder.events("eval")
+        ]
+
+    def _spent(self) -> tuple[float, float]:
+        """Seconds of this run on exports, and on their checks."""
+        before, now = self._before, self._report
+        return now.export_s - before.export_s, now.check_s - before.check_s
+
+    def _lines(self) -> tuple[str, ...]:
+        lines = []
+        if evaluations := self._evaluations():
+            lines.append(f"held out at step {evaluations[-1].step}: {evaluations[-1]}")
+        export_s, check_s = self._spent()
+        if export_s:
+            lines.append(f"export to ORT {export_s:.2g} s")
+        if check_s:
+            lines.append(f"self-check against eager {check_s:.2g} s")
+        return (*lines, *self._report.remarks)
+
+    def _result(self) -> RunResult:
+        recorder, evaluations = self.recorder, self._evaluations()
+        last, step_s = recorder.last, recorder.total("step_ms") / 1e3 or NAN
+        export_s, check_s = self._spent()
+        return RunResult(
+            state=self._state,
+            steps=self._step,
+            wall_s=self._elapsed_s(),
+            final_loss=float(last.loss) if last else NAN,
+            before=evaluations[0] if evaluations else None,
+            after=evaluations[-1] if evaluations else None,
+            samples_per_s=recorder.total("samples") / step_s,
+            tokens_per_s=recorder.total("tokens") / step_s or NAN,
+            peak_bytes=self._meter.highest_peak_bytes(),
+            export_s=export_s,
+            check_s=check_s,
+        )
+
+    def _write_about(self, result: RunResult | None) -> None:
+        about: dict[str, Any] = {
+            "form": FORM,
+            "name": self.name,
+            "model": self._kind,
+            "parameters": self._parameters,
+            "created": self._created,
+            "state": "running" if result is None else result.state,
+        }
+        if result is not None:
+            about["steps"] = result.steps
+            about["engine_used"] = self.engine_used
+            about["fallback_reason"] = self._report.fallback_reason
+            about["error"] = self._failed
+            about["result"] = result.as_dict()
+        self._folder.write_json("run", about)

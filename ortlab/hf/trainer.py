@@ -1,0 +1,134 @@
+"""transformers' Trainer with the engines of ortlab as arguments."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from ortlab.hf.callback import OrtLabCallback
+from ortlab.interrupts import until
+from ortlab.session import session
+from ortlab.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers.trainer_utils import TrainOutput
+
+    from ortlab.hf.following import TrainerRun
+
+
+class Trainer(transformers.Trainer):
+    """A `transformers.Trainer` that wraps its model and shows its runs.
+
+    All arguments of the Trainer, and those of `ortlab.settings.EngineSettings`: ``engine``
+    (ORTModule unless another is named), ``recompute``, ``precision``, ``fallback`` and so on. A
+    model that is wrapped already stays as it is. In a notebook with the extension loaded the charts
+    take the progress bar's place.
+
+    ValueError for what cannot go together: settings for a model that is wrapped already, a
+    ``precision`` with an engine of torch's (there ``bf16=True`` of TrainingArguments is the way),
+    ``torch_compile=True`` with engine ``ort``, ``zero_stage`` (the Trainer's is DeepSpeed's).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: transformers.TrainingArguments | None = None,
+        *more: Any,
+        **keywords: Any,
+    ) -> None:
+        declared = EngineSettings.declarations()
+        given = {name: keywords.pop(name) for name in list(keywords) if name in declared}
+        if stage := keywords.pop("zero_stage", None):
+            raise ValueError(
+                f"zero_stage={stage!r}: a Trainer's ZeRO is DeepSpeed's, with processes of its "
+                "launcher: TrainingArguments(deepspeed=...); or ortlab.finetune with workers"
+            )
+        self._settings = EngineSettings.of({"engine": "ort", **given})
+        if self._settings.engine == "ort" and args is not None and args.torch_compile:
+            raise ValueError(
+                "torch_compile=True and engine='ort' both replace forward; leave one of them out"
+            )
+        if self._settings.engine != "ort" and self._settings.precision != "fp32":
+            raise ValueError(
+                f"precision={self._settings.precision!r} with engine={self._settings.engine!r}: "
+                "give TrainingArguments bf16=True or fp16=True"
+            )
+        if model is not None:
+            model = self._wrapped(model, given)
+        super().__init__(model, args, *more, **keywords)
+        self._watch = (
+            next(
+                (one for one in self.callback_handler.callbacks if isinstance(one, OrtLabCallback)),
+                None,
+            )
+            or OrtLabCallback()
+        )
+        if self._watch not in self.callback_handler.callbacks:
+            self.add_callback(self._watch)
+        if session.viewers:
+            for kind in (*ProgressCallback.__subclasses__(), ProgressCallback, PrinterCallback):
+                self.remove_callback(kind)
+
+    @property
+    def run(self) -> TrainerRun | None:
+        """The run of the last ``train``: its state, its numbers, its folder; None before."""
+        return self._watch.run
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """See `transformers.Trainer.call_model_init`; the model is wrapped."""
+        return self._wrapped(super().call_model_init(trial), {})
+
+    def train(self, *args: Any, **keywords: Any) -> TrainOutput:
+        """See `transformers.Trainer.train`; the run's state says how it ended."""
+        try:
+            return super().train(*args, **keywords)
+        except BaseException as error:
+            self._watch.ended(error)
+            raise
+
+    async def train_async(self, *args: Any, **keywords: Any) -> TrainOutput:
+        """`train` in a thread of its own, so that the charts' buttons work: ``await`` it.
+
+        Raises what ``train`` raised. An interrupt of the wait ends the run after the step in
+        flight.
+        """
+        over = threading.Event()
+        found: list[TrainOutput] = []
+        raised: list[BaseException] = []
+
+        def drive() -> None:
+            try:
+                found.append(self.train(*args, **keywords))
+            # Raised where it is awaited.
+            except BaseException as error:  # noqa: BLE001
+                raised.append(error)
+            over.set()
+
+        def stop() -> None:
+            if self.run is not None:
+                self.run.stop()
+
+        context = contextvars.copy_context()  # what the thread prints stays with its own cell
+        thread = threading.Thread(target=context.run, args=(drive,), name="ortlab-trainer")
+        thread.start()
+        await until(over, stop)
+        thread.join()
+        if raised:
+            raise raised[0]
+        return found[0]
+
+    def _wrapped(self, model: nn.Module, given: dict[str, Any]) -> nn.Module:
+        entry = session.wrapped.entry(model)
+        if entry is None:
+            return session.wrapped.wrap(model, self._settings)
+        if given:
+            raise ValueError(
+                f"the model is wrapped already (engine {entry.settings.engine!r}); give "
+                f"{', '.join(given)} to ortlab.wrap"
+            )
+        return model
