@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainerState, TrainingArguments
 
+FP16_ON_CPU = "accelerate trains in float32 on a CPU, without a word"
+"""What becomes of ``fp16=True`` there."""
+
 _OPTIMIZERS = {"adamw": "adamw", "sgd": "sgd"}
 _SCHEDULES = ("linear", "constant", "cosine")
 
@@ -58,6 +61,8 @@ class OrtLabCallback(TrainerCallback):
             name=self._name,
         )
         atexit.register(self._with_python)
+        if _is_idle_fp16(args):
+            self.run.tell("warning", f"fp16=True has no effect: {FP16_ON_CPU}")
         session.show(self.run)
 
     def on_step_begin(self, *_: Any, **held: Any) -> None:
@@ -107,6 +112,10 @@ class OrtLabCallback(TrainerCallback):
         self.ended(None, why="Python ended before train did")
 
 
+def _is_idle_fp16(args: TrainingArguments) -> bool:
+    return bool(args.fp16) and args.device.type == "cpu"
+
+
 def _restart_dropout(model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
     if is_wrapped(model):
         reseed(args.seed + state.global_step)
@@ -117,7 +126,9 @@ def _settings(model: nn.Module, args: TrainingArguments, state: TrainerState) ->
     known: dict[str, Any] = {"engine": "eager"}
     if is_wrapped(model):
         known = execution_of(model).settings.as_dict()
-    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else known.get("precision", "fp32")
+    precision = known.get("precision", "fp32")
+    if args.bf16 or (args.fp16 and not _is_idle_fp16(args)):
+        precision = "bf16" if args.bf16 else "fp16"
     optimizer = str(getattr(args.optim, "value", args.optim)).partition("_")[0]
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     chosen = {

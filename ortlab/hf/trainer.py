@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from ortlab.hf.callback import OrtLabCallback
+from ortlab.hf.callback import FP16_ON_CPU, OrtLabCallback
 from ortlab.interrupts import until
 from ortlab.session import session
 from ortlab.settings import EngineSettings
@@ -31,7 +31,8 @@ class Trainer(transformers.Trainer):
 
     ValueError for what cannot go together: settings for a model that is wrapped already, a
     ``precision`` with an engine of torch's (there ``bf16=True`` of TrainingArguments is the way),
-    ``torch_compile=True`` with engine ``ort``, ``zero_stage`` (the Trainer's is DeepSpeed's).
+    ``torch_compile=True`` with engine ``ort``, ``fp16=True`` on a CPU,
+    ``zero_stage`` (the Trainer's is DeepSpeed's).
     """
 
     def __init__(
@@ -52,6 +53,10 @@ class Trainer(transformers.Trainer):
         if self._settings.engine == "ort" and args is not None and args.torch_compile:
             raise ValueError(
                 "torch_compile=True and engine='ort' both replace forward; leave one of them out"
+            )
+        if args is not None and args.fp16 and args.device.type == "cpu":
+            raise ValueError(
+                f"fp16=True: {FP16_ON_CPU}; choose bf16=True, or leave it out for float32"
             )
         if self._settings.engine != "ort" and self._settings.precision != "fp32":
             raise ValueError(
