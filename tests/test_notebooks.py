@@ -233,3 +233,17 @@ def test_a_failed_run_fails_the_notebook(tmp_path: Path) -> None:
     assert notebook.error is None
     assert notebook.failed
     assert "NaN" in str(notebook.runs[0]["error"])
+
+
+def test_hugging_faces_trainer_learns_what_eager_torch_does() -> None:
+    notebook = executed("10_hugging_face_trainer")
+    assert number(notebook, r"largest relative difference: (\S+)") < 1e-4
+    assert number(notebook, r"majority: (\S+)%") + 15 < number(notebook, r"after 40: (\S+)%")
+    assert number(notebook, r"plain transformers beside the wrapped model's: (\S+)") < 1e-4
+    first, last = re.findall(r"of the model: loss (\S+) -> (\S+)", notebook.printed())[0]
+    assert float(last) < float(first)
+    whole, adapters = notebook.runs
+    assert (whole["steps"], adapters["steps"]) == (40, 12)
+    assert {"charts.png", "metrics.jsonl", "run.json", "settings.json", "trainer.json"} <= set(
+        notebook.printed().split()
+    )
