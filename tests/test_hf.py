@@ -325,6 +325,19 @@ def test_the_trainer_takes_ortlabs_settings(tmp_path: Path, data: Dataset) -> No
     ] == [own]
 
 
+def test_charts_take_the_progress_bars_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for viewers in ([], [lambda watched: None]):
+        monkeypatch.setattr(session, "viewers", viewers)
+        for quiet in (True, False):
+            args = arguments(tmp_path, disable_tqdm=quiet)
+            trainer = hf.Trainer(bert(), args, engine="eager")
+            kinds = [type(each).__name__ for each in trainer.callback_handler.callbacks]
+            shown = {"PrinterCallback", "ProgressCallback"}.intersection(kinds)
+            assert bool(shown) is not bool(viewers)
+
+
 def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match=r"zero_stage=2: a Trainer's ZeRO is DeepSpeed's"):

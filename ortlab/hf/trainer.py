@@ -7,7 +7,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import PrinterCallback
 
 from ortlab.hf.callback import FP16_ON_CPU, OrtLabCallback
 from ortlab.interrupts import until
@@ -76,7 +77,8 @@ class Trainer(transformers.Trainer):
         if self._watch not in self.callback_handler.callbacks:
             self.add_callback(self._watch)
         if session.viewers:
-            for kind in (*ProgressCallback.__subclasses__(), ProgressCallback, PrinterCallback):
+            # In a notebook the first is a table, elsewhere a bar.
+            for kind in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
                 self.remove_callback(kind)
 
     @property
