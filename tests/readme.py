@@ -58,7 +58,7 @@ def index() -> str:
 
 
 def pages() -> dict[str, str]:
-    """The pages of notebooks/reference/ by name: each command of ``ortlab`` and of ``%ort``, as --help has it.
+    """What lies in notebooks/reference: a page for each command, ``ortlab``'s and ``%ort``'s, as its help.
 
     As Python 3.11 writes it, at 80 columns.
     """
