@@ -58,7 +58,7 @@ def index() -> str:
 
 
 def pages() -> dict[str, str]:
-    """What lies in notebooks/reference: a page for each command, ``ortlab``'s and ``%ort``'s, as its help.
+    """A page for each command of ``ortlab`` and of ``%ort``, by name: its help.
 
     As Python 3.11 writes it, at 80 columns.
     """
