@@ -44,7 +44,7 @@ import filelock
 import numpy as np
 
 import ortlab
-from ortlab.telemetry import COLUMNS, Event, Rows
+from ortlab.telemetry import COLUMNS, Event, Rows, State
 
 if TYPE_CHECKING:
     from ortlab.checkpoint import Checkpoint
@@ -151,6 +151,26 @@ class RunFolder:
         """Writes ``file``.json; NaN and infinity become null."""
         text = json.dumps(_plain(values), indent=2, allow_nan=False) + "\n"
         write_private(self.path / f"{file}.json", text.encode())
+
+    def write_about(
+        self,
+        *,
+        model: str,
+        parameters: int,
+        created: str,
+        state: State,
+        ended: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Writes run.json: with what is known when the run has `ended`, or while it goes on."""
+        about = {
+            "form": FORM,
+            "name": self.name,
+            "model": model,
+            "parameters": parameters,
+            "created": created,
+            "state": state,
+        }
+        self.write_json("run", {**about, **(ended or {})})
 
     def read_json(self, file: str) -> dict[str, Any]:
         """What ``file``.json holds."""

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -283,6 +283,12 @@ class Evaluation:
     def __str__(self) -> str:
         hits = "" if math.isnan(self.accuracy) else f", accuracy {self.accuracy:.3f}"
         return f"loss {self.loss:.4g}{hits}"
+
+
+def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """The one with the lowest loss; a loss that is NaN is none."""
+    known = [each for each in evaluations if not math.isnan(each.loss)]
+    return min(known, key=lambda each: each.loss, default=None)
 
 
 def evaluate(

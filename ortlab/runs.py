@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,9 @@ from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper, StepperLost, engine_for, progress
 from ortlab.errors import shorten
-from ortlab.history import FORM, RunFolder, environment
+from ortlab.history import RunFolder, environment
 from ortlab.interrupts import until
-from ortlab.loop import Control, Evaluation
+from ortlab.loop import Control, Evaluation, best
 from ortlab.memory import SAMPLER, Meter, memory
 from ortlab.past import index
 from ortlab.past.kept import Kept
@@ -614,7 +614,7 @@ class Run(Kept):
             final_loss=float(last.loss) if last else NAN,
             before=evaluations[0] if evaluations else None,
             after=evaluations[-1] if evaluations else None,
-            best=_best(evaluations[1:] or evaluations),
+            best=best(evaluations[1:] or evaluations),
             samples_per_s=recorder.total("samples") / step_s,
             tokens_per_s=recorder.total("tokens") / step_s or NAN,
             peak_bytes=self._peak_bytes(),
@@ -634,35 +634,30 @@ class Run(Kept):
         return self._meter.highest_peak_bytes() if self._meter else NAN
 
     def _write_about(self, result: RunResult | None) -> None:
-        about: dict[str, Any] = {
-            "form": FORM,
-            "name": self.name,
-            "model": self._kind,
-            "parameters": self._parameters,
-            "created": self._created,
-            "state": "running" if result is None else result.state,
-        }
+        ended = None
         if result is not None:
-            about["steps"] = result.steps
-            about["engine_asked"] = self.engine_asked
-            about["precision"] = self.current_settings.precision
-            about["workers"] = self.current_settings.workers
-            about["engine_used"] = self.engine_used
-            about["fallback_reason"] = self.fallback_reason
-            about["error"] = None if self.error is None else f"{self.error}"
-            about["result"] = result.as_dict()
-        self._folder.write_json("run", about)
+            ended = {
+                "steps": result.steps,
+                "engine_asked": self.engine_asked,
+                "engine_used": self.engine_used,
+                "precision": self.current_settings.precision,
+                "workers": self.current_settings.workers,
+                "fallback_reason": self.fallback_reason,
+                "error": None if self.error is None else f"{self.error}",
+                "result": result.as_dict(),
+            }
+        self._folder.write_about(
+            model=self._kind,
+            parameters=self._parameters,
+            created=self._created,
+            state="running" if result is None else result.state,
+            ended=ended,
+        )
 
     def _end_with_python(self) -> None:
         """Python is ending: the run's thread must not be cut off in the middle of a write."""
         self.stop()
         self._over.wait(_LAST_WAIT_S)
-
-
-def _best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """The one with the lowest loss; a loss that is NaN is none."""
-    known = [each for each in evaluations if not math.isnan(each.loss)]
-    return min(known, key=lambda each: each.loss, default=None)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -247,6 +247,10 @@ def test_the_callback_shows_and_keeps_a_run(
     assert str(tmp_path) not in (run.folder / "trainer.json").read_text()
     assert folder.read_json("trainer")["logging_steps"] == 4
     assert not trainer.model._forward_pre_hooks
+    (listed,) = [each for each in ortlab.list_runs() if each.name == "mine"]
+    assert (listed.state, listed.engine_asked, listed.precision) == ("finished", "eager", "fp32")
+    assert listed.held_out_loss == min(evaluations)
+    assert run.to_frame()["loss"].tolist() == pytest.approx(losses.tolist(), rel=1e-6)
 
 
 def test_an_evaluation_after_the_run_changes_nothing(tmp_path: Path, data: Dataset) -> None:
@@ -371,6 +375,8 @@ def test_a_run_in_a_thread_is_paused_and_stopped(tmp_path: Path, data: Dataset) 
         run = trainer.run
         assert run is not None
         assert run.interactive
+        (listed,) = [each for each in ortlab.list_runs() if each.name == run.name]
+        assert listed.state == "running", "a living process works on it"
         run.pause()
         assert run.status().state == "paused"
         await asyncio.sleep(0.3)

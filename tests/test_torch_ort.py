@@ -313,6 +313,20 @@ def test_dropout_follows_torchs_seed() -> None:
     assert not torch.equal(model(X), first)
     set_seed(7)
     assert torch.equal(model(X), first)
+    set_seed(0)  # whose numbers ORT's generator makes twice
+    assert not torch.equal(model(X), model(X))
+
+
+def test_the_seed_that_torch_has_when_ort_comes_repeats_no_mask() -> None:
+    """Of 0, as of any other: ORT's import takes torch's."""
+    script = (
+        "import torch; torch.manual_seed(0)\n"
+        "from torch import nn; import ortlab\n"
+        "model = ortlab.wrap(nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5)), self_check=False)\n"
+        "x = torch.ones(4, 6); print(torch.equal(model(x), model(x)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
 
 
 def test_more_settings(net: Net) -> None:

@@ -132,15 +132,21 @@ def _load(on_progress: Progress | None) -> Ort:
         extensions.preload_cuda()
 
     import onnxruntime
+    import torch
     from onnxruntime.training import ortmodule as package
     from onnxruntime.training.ortmodule import _fallback, options
 
+    def set_seed(seed: int) -> None:
+        # Of 0 and 1 the generator makes the same numbers, and each dropout takes the next seed.
+        onnxruntime.set_seed(seed + 1)
+
+    set_seed(torch.initial_seed() % sys.maxsize)  # its import took torch's as it is
     return Ort(
         ORTModule=package.ORTModule,
         DebugOptions=package.DebugOptions,
         LogLevel=package.LogLevel,
         FallbackPolicy=_fallback._FallbackPolicy,
         SkipCheck=options._SkipCheck,
-        set_seed=onnxruntime.set_seed,
+        set_seed=set_seed,
         version=onnxruntime.__version__,
     )

@@ -124,11 +124,8 @@ class Ort:
 
 
 def reseed(seed: int) -> None:
-    """Restarts the generator of ORT's dropout, which torch's seeds do not reach.
-
-    Its seeds 0 and 1 give the same numbers.
-    """
-    compat.ortmodule().set_seed(seed + 1)
+    """Restarts the generator of ORT's dropout, which torch's seeds do not reach."""
+    compat.ortmodule().set_seed(seed)
 
 
 def is_wrapped(module: object) -> bool:

@@ -15,9 +15,11 @@ import torch
 from ortlab.engines.base import Report
 from ortlab.engines.batch import count
 from ortlab.engines.ortmodule import execution_of, is_wrapped
-from ortlab.history import FORM, RunFolder, environment
-from ortlab.loop import Evaluation
+from ortlab.history import RunFolder, environment
+from ortlab.loop import Evaluation, best
 from ortlab.memory import SAMPLER, Meter
+from ortlab.past import index
+from ortlab.past.kept import Kept
 from ortlab.runs import RunResult
 from ortlab.telemetry import INDEX, NAN, Event, Recorder, Sample, State, Status
 from ortlab.tracking import INTERCEPTION, Turn
@@ -56,7 +58,7 @@ class Step(Turn):
         self.tokens += tokens
 
 
-class TrainerRun:
+class TrainerRun(Kept):
     """What `OrtLabCallback` knows of one call of ``train``; a `telemetry.Watched`.
 
     It is kept as a run is (see `ortlab.history`), with ``trainer.json`` for the Trainer's own
@@ -93,12 +95,15 @@ class TrainerRun:
         self._going.set()
         self._over = threading.Event()
         self._due: dict[str, Any] | None = None
-        self._folder = RunFolder.create(name, root=root)
+        super().__init__(RunFolder.create(name, root=root))
+        self._folder.hold()
+        self._precision = str(settings["precision"])
         self._created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._folder.write_json("settings", settings)
         self._folder.write_json("trainer", arguments)
         self._folder.write_json("environment", environment())
         self._write_about(None)
+        index.note(self.folder)
         self.recorder = Recorder(sinks=[self._folder.metrics()])
         """The numbers of the run."""
         self._meter: Meter = SAMPLER.start()
@@ -108,16 +113,6 @@ class TrainerRun:
         self.tell("state", "running")
         if step:
             self.tell("note", f"goes on from a checkpoint at step {step}")
-
-    @property
-    def name(self) -> str:
-        """The run's name, unique among the runs that are kept: that of its folder."""
-        return self._folder.name
-
-    @property
-    def folder(self) -> Path:
-        """Where the run is kept; `ortlab.history` describes the form."""
-        return self._folder.path
 
     @property
     def title(self) -> str:
@@ -233,6 +228,8 @@ class TrainerRun:
         SAMPLER.end(self._meter)
         self._write_about(self._result())
         self.recorder.close()
+        self._folder.release()
+        index.note(self.folder)
         self._engine = None  # which holds the model
         self._over.set()
 
@@ -349,6 +346,7 @@ class TrainerRun:
             final_loss=float(last.loss) if last else NAN,
             before=evaluations[0] if evaluations else None,
             after=evaluations[-1] if evaluations else None,
+            best=best(evaluations),
             samples_per_s=recorder.total("samples") / step_s,
             tokens_per_s=recorder.total("tokens") / step_s or NAN,
             peak_bytes=self._meter.highest_peak_bytes(),
@@ -357,18 +355,21 @@ class TrainerRun:
         )
 
     def _write_about(self, result: RunResult | None) -> None:
-        about: dict[str, Any] = {
-            "form": FORM,
-            "name": self.name,
-            "model": self._kind,
-            "parameters": self._parameters,
-            "created": self._created,
-            "state": "running" if result is None else result.state,
-        }
+        ended = None
         if result is not None:
-            about["steps"] = result.steps
-            about["engine_used"] = self.engine_used
-            about["fallback_reason"] = self._report.fallback_reason
-            about["error"] = self._failed
-            about["result"] = result.as_dict()
-        self._folder.write_json("run", about)
+            ended = {
+                "steps": result.steps,
+                "engine_asked": self._engine_asked,
+                "engine_used": self.engine_used,
+                "precision": self._precision,
+                "fallback_reason": self._report.fallback_reason,
+                "error": self._failed,
+                "result": result.as_dict(),
+            }
+        self._folder.write_about(
+            model=self._kind,
+            parameters=self._parameters,
+            created=self._created,
+            state="running" if result is None else result.state,
+            ended=ended,
+        )
