@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ortlab.engines.batch import tensors
 
@@ -30,10 +31,34 @@ def asks_for_bfloat16(module: nn.Module) -> bool:
 
 def types_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.dtype, ...]:
-    """The types of the tensors that `module` gives in eager torch, as things stand, in order."""
-    with torch.no_grad():
-        return tuple(each.dtype for each in tensors(module(*args, **kwargs)))
+) -> tuple[torch.dtype, ...] | None:
+    """The types of the tensors that `module` gives in eager torch, as things stand, in order.
+
+    None where forward has an autocast of its own, as to leave a part in float32.
+    """
+    with torch.no_grad(), _Watched() as watched:
+        types = tuple(each.dtype for each in tensors(module(*args, **kwargs)))
+    return None if watched.changed else types
+
+
+class _Watched(TorchFunctionMode):
+    """Tells whether a function of torch's is called under another autocast than that around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = False
+        self._around = autocast_now()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Looks, and passes everything on."""
+        self.changed |= autocast_now() != self._around
+        return func(*args, **(kwargs or {}))
 
 
 def in_types(outputs: Any, types: Sequence[torch.dtype]) -> Any:

@@ -73,7 +73,7 @@ class Execution:
         self._options = options.key(settings)
         self._plans = options.recomputed(settings)
         self._asked = settings
-        self._types: dict[Hashable, tuple[torch.dtype, ...]] = {}
+        self._types: dict[Hashable, tuple[torch.dtype, ...] | None] = {}
         self._exported_with = settings
         self._ort_module: Any = None
         self._guard = Guard(module)
@@ -192,16 +192,20 @@ class Execution:
         """The module's forward, by the export that fits."""
         with self._lock:
             if asks_for_bfloat16(self.module):
-                return self._lowered(args, kwargs)
+                types = self._types_of(args, kwargs)
+                if types is not None:
+                    return self._lowered(args, kwargs, types)
             if self.settings is not self._asked:
                 self._use(self._asked)
             return self._forward(args, kwargs)
 
-    def _lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _lowered(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], types: tuple[torch.dtype, ...]
+    ) -> Any:
         """Forward with torch's bfloat16 products in the graph, as ``precision="bf16"`` has it.
 
-        The results have the types that autocast gives them in eager torch. The settings stay so for
-        the next call: another precision has sessions made anew.
+        The results have the `types` that autocast gives them in eager torch. The settings stay so
+        for the next call: another precision has sessions made anew.
         """
         lowered = self._asked.replace(precision="bf16")
         if self.settings != lowered:
@@ -210,6 +214,14 @@ class Execution:
             except ValueError as error:
                 raise ExportFailed(f"torch.autocast in bfloat16: {error}") from None
             self._use(lowered)
+        with torch.autocast("cpu", enabled=False):
+            outputs = self._forward(args, kwargs)
+        return in_types(outputs, types)
+
+    def _types_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.dtype, ...] | None:
+        """See `types_of`; asked once for each form of a call."""
         form = Form.of(args, kwargs)
         key = (self._guard.key(), form.args, form.kwargs)
         if key not in self._types:
@@ -217,10 +229,7 @@ class Execution:
                 self._types.clear()
             with self._as_it_is(args, kwargs):
                 self._types[key] = types_of(self.module, args, kwargs)
-        types = self._types[key]
-        with torch.autocast("cpu", enabled=False):
-            outputs = self._forward(args, kwargs)
-        return in_types(outputs, types)
+        return self._types[key]
 
     def _forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, dropout: bool = True
@@ -707,6 +716,10 @@ class Execution:
         way_out = "use engine='eager'"
         if any(p.dtype == torch.float64 for p in self.module.parameters()):
             way_out += ", or model.float(): ORT has few kernels for double precision"
+        elif asks_for_bfloat16(self.module):
+            way_out += (
+                ", or leave out forward's own autocast, within which nothing is lowered for ORT"
+            )
         return ExportFailed(f"ORT cannot run this model: {compat.explain(error)}; {way_out}")
 
     def _remark(self, text: str) -> None:

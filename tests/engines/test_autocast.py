@@ -100,6 +100,29 @@ def test_autocast_inside_autocast_and_switched_off(ort: Ort) -> None:
         assert wrapped(x).dtype == torch.float32
 
 
+class Partly(nn.Module):
+    """Leaves its second layer in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            scores: torch.Tensor = self.second(found.float())
+        return scores
+
+
+def test_a_part_that_forward_keeps_in_float32_is_never_lowered(ort: Ort) -> None:
+    wrapped, x = ort.wrap(Partly(), EngineSettings()), torch.randn(4, 6)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ExportFailed, match=r"use engine='eager', or leave out forward's own autoc"),
+    ):
+        wrapped(x)
+
+
 @pytest.mark.parametrize("make", [_mlp, Logits])
 def test_autocast_in_bfloat16_on_a_cpu(ort: Ort, make: Any) -> None:
     """Torch's products in the graph; types as in eager torch, values within bfloat16's rounding."""
