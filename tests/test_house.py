@@ -259,3 +259,17 @@ def test_notebooks_are_stored_without_outputs(path: Path) -> None:
 
 def test_the_files_of_tests_that_begin_are_there() -> None:
     assert [name for name in LONG if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_the_readme_quotes_what_errors_say() -> None:
+    """Each message of its table is part of a string in the package."""
+    table = README.read_text().partition("## When it says no")[2].partition("\n## ")[0]
+    quoted = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+    assert len(quoted) > 9
+    said = "\n".join(
+        node.value
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    assert [each for each in quoted if each not in said] == []
