@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ortlab.engines.base import EngineUnavailable, Stepper, engine
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
 from tests.resuming import Tokens, bert, examples, loud, network
-from tests.waiting import until
+from tests.waiting import Turns, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -534,10 +533,10 @@ def test_frozen_parts_stay_frozen_and_modes_come_back() -> None:
 def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
     """The return to ORT exports nothing."""
     needs("ort")
-    model, steps = network(0.0), threading.Semaphore(0)
+    model, turns = network(0.0), Turns()
 
     def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        assert steps.acquire(timeout=60)
+        turns.take()
         return functional.cross_entropy(scores, target)
 
     run = ortlab.finetune(
@@ -545,14 +544,20 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
     )
 
     def advance(to: int) -> None:
-        steps.release(to - run.step)
-        until(lambda: run.step == to)
+        """Into the step after that one."""
+        turns.give(to - run.step)
+        turns.until_asked(to + 1)
+        assert run.step == to
+
+    def pause() -> None:
+        """After the step in flight."""
+        run.pause()
+        turns.give(1)
+        until(lambda: run.state == "paused")
 
     advance(3)
     assert (run.engine_used, run.engine_asked) == ("ort", "ort")
-    run.pause()
-    advance(4)
-    until(lambda: run.state == "paused")
+    pause()
     run.apply(engine="eager")
     run.apply(lr=0.02)
     run.resume()
@@ -560,12 +565,10 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
     assert (run.engine_used, run.engine_asked) == ("eager", "eager")
     exported_s = run.report.export_s if run.report else 0
     assert exported_s > 0
-    run.pause()
-    advance(7)
-    until(lambda: run.state == "paused")
+    pause()
     run.apply(engine="ort")
     run.resume()
-    steps.release(1000)
+    turns.give()
     result = run.result()
     assert run.engine_used == "ort"
     assert result.export_s == exported_s
@@ -586,13 +589,13 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
 
 def test_a_run_changes_its_batch_size_and_comes_back(threads_end: None) -> None:
     """In a pause; evaluations have the size that holds."""
-    turns, trained, evaluated = threading.Semaphore(0), list[int](), list[int]()
+    turns, trained, evaluated = Turns(), list[int](), list[int]()
 
     class Gated(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.training:
                 trained.append(len(x))
-                assert turns.acquire(timeout=60)
+                turns.take()
             else:
                 evaluated.append(len(x))
             return super().forward(x)
@@ -603,10 +606,10 @@ def test_a_run_changes_its_batch_size_and_comes_back(threads_end: None) -> None:
     )  # fmt: skip
 
     def paused_at(step: int) -> None:
-        turns.release(step - 1 - run.step)
-        until(lambda: len(trained) == step)
+        turns.give(step - 1 - run.step)
+        turns.until_asked(step)
         run.pause()
-        turns.release()
+        turns.give(1)
         until(lambda: run.state == "paused")
         assert run.step == step
 
@@ -619,7 +622,7 @@ def test_a_run_changes_its_batch_size_and_comes_back(threads_end: None) -> None:
     assert run.status().total_steps == 2 + 2 + 3
     run.undo()
     run.resume()
-    turns.release(1000)
+    turns.give()
     assert run.result().steps == 2 + 2 + 6
     assert trained == [4] * 2 + [8] * 2 + [4] * 6
     assert evaluated == [4, 4, 2, 8, 2, 4, 4, 2], "before, after an epoch, after the other"

@@ -36,7 +36,7 @@ from ortlab.runs import Run
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
 from tests.resuming import CASES, Course, examples, network
-from tests.waiting import until
+from tests.waiting import Turns, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -518,16 +518,13 @@ class Gated(nn.Module):
     def __init__(self, turns: int) -> None:
         super().__init__()
         self.inner = network()
-        self.turns = threading.Semaphore(turns)
+        self.turns = Turns(turns)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training:
-            assert self.turns.acquire(timeout=60)
+            self.turns.take()
         scores: torch.Tensor = self.inner(inputs)
         return scores
-
-    def more(self, turns: int = 1000) -> None:
-        self.turns.release(turns)
 
 
 def column(run: Run, name: str = "loss") -> list[float]:
@@ -538,21 +535,21 @@ def column(run: Run, name: str = "loss") -> list[float]:
 def test_a_checkpoint_in_a_pause_and_a_run_from_it(home: Path) -> None:
     model = Gated(turns=4)
     run = ortlab.finetune(model, examples(22), epochs=3, eval_data=examples(6), **CHOSEN)
-    until(lambda: run.step == 4)
+    model.turns.until_asked(5)
     run.pause()
-    model.more(1)
+    model.turns.give(1)
     until(lambda: run.state == "paused")
     path = run.checkpoint(home / "a.ckpt")
     assert run.state == "paused"
     assert path == home / "a.ckpt"
     run.resume()
-    model.more()
+    model.turns.give()
     run.result()
     other = Gated(turns=0)
     resumed = ortlab.finetune(other, examples(22), resume_from=path, eval_data=examples(6))
     until(lambda: resumed.step == 5)
     assert resumed.status().left_s is None  # it has made no step yet to go by
-    other.more()
+    other.turns.give()
     result = resumed.result()
     assert (resumed.settings, result.steps) == (run.settings, 18)
     assert column(resumed, "step") == list(range(6, 19))
@@ -566,18 +563,19 @@ def test_a_checkpoint_in_a_pause_and_a_run_from_it(home: Path) -> None:
 def test_a_checkpoint_waits_for_the_step_in_flight(home: Path) -> None:
     model = Gated(turns=2)
     run = ortlab.finetune(model, examples(22), **CHOSEN)
-    until(lambda: run.step == 2)
+    model.turns.until_asked(3)
     paths: list[Path] = []
     asking = [threading.Thread(target=lambda: paths.append(run.checkpoint())) for _ in range(2)]
     for thread in asking:
         thread.start()
+    until(lambda: len(run._control._asked) == 2)
     assert not paths
-    model.more(1)
+    model.turns.give(1)
     for thread in asking:
         thread.join(60)
     assert paths == [run.folder / "checkpoints" / "step-3.safetensors"] * 2
     assert Checkpoint.load(paths[0]).position.step == 3
-    model.more()
+    model.turns.give()
     run.result()
 
 
@@ -598,10 +596,10 @@ def test_a_run_that_is_over_has_its_checkpoint(home: Path) -> None:
 def test_a_run_that_was_stopped_goes_on(home: Path) -> None:
     model = Gated(turns=3)
     run = ortlab.finetune(model, examples(22), **CHOSEN)
-    until(lambda: run.step == 3)
+    model.turns.until_asked(4)
     run.stop()
-    model.more()
-    assert run.result().steps in (3, 4)  # it may have been between two steps
+    model.turns.give()
+    assert run.result().steps == 4
     rest = ortlab.finetune(Gated(turns=1000), examples(22), resume_from=run.checkpoint())
     assert rest.result().steps == 6
     whole = ortlab.finetune(Gated(turns=1000), examples(22), **CHOSEN)

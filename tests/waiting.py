@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -12,3 +13,29 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+class Turns:
+    """A gate in a run's steps: each step takes a turn, and waits until the test gives it one."""
+
+    def __init__(self, given: int = 0) -> None:
+        self.asked = 0
+        """How many turns were asked for, those still waited for included."""
+        self._given = threading.Semaphore(given)
+
+    def take(self) -> None:
+        """Returns when there is a turn; AssertionError when there is none within a minute."""
+        self.asked += 1
+        assert self._given.acquire(timeout=60)
+
+    def give(self, turns: int = 1000) -> None:
+        """Lets that many pass."""
+        self._given.release(turns)
+
+    def until_asked(self, turns: int) -> None:
+        """Returns when that many were asked for: the step before is over, and this one begun.
+
+        A pause, a stop or a checkpoint that is asked for now comes after this step. Asked for when
+        the step before is counted, it may come before this step as well.
+        """
+        until(lambda: self.asked >= turns)
