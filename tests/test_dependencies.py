@@ -1,0 +1,117 @@
+"""What ortlab brings along: the licences of all packages here, and what is known against them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+PERMITTED = {
+    "0BSD",
+    "3-Clause BSD License",
+    "Academic Free License (AFL)",
+    "Apache 2.0",
+    "Apache 2.0 License",
+    "Apache License, Version 2.0",
+    "Apache Software License",
+    "Apache Software License 2.0",
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD License",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "BSL-1.0",
+    "CC0-1.0",
+    "CNRI-Python",
+    "ISC",
+    "ISC License (ISCL)",
+    "MIT",
+    "MIT License",
+    "MIT-0",
+    "MIT-CMU",
+    "PSF-2.0",
+    "Python Software Foundation License",
+    "Zlib",
+    # Copyleft of single files, none of which ortlab contains or changes.
+    "MPL-2.0",
+    "Mozilla Public License 2.0 (MPL 2.0)",
+}
+"""Licences that let anyone use, change and sell what is made with the package."""
+
+UNSAID = {
+    "atheris": "Apache-2.0 by the LICENSE file in its sources; tests alone use it",
+}
+"""Packages whose metadata name no licence, and which it is, seen where."""
+
+ACCEPTED: dict[str, str] = {}
+"""Advisories, by name (PYSEC-.., GHSA-.., CVE-..), that ortlab lives with, and why it can."""
+
+
+def tool(*arguments: str) -> tuple[Any, str]:
+    """The JSON that a command-line tool of this environment prints, and its messages."""
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=900
+    )
+    try:
+        return json.loads(done.stdout), done.stderr
+    except ValueError:
+        pytest.fail(f"{arguments[0]} printed no JSON: {done.stderr[-2000:]}")
+
+
+def licences(said: str) -> set[str]:
+    """The licences of an expression, or of a list in a package's classifiers."""
+    return set(re.split(r" AND | OR |; ", said))
+
+
+def test_all_packages_may_be_used_freely() -> None:
+    packages, _ = tool("piplicenses", "--format=json", "--with-system")
+    assert len(packages) > 100
+    # Words of NVIDIA's own come with CUDA builds of torch alone, which a user chooses.
+    packages = [each for each in packages if not each["Name"].startswith("nvidia-")]
+    refused = {
+        each["Name"]: each["License"]
+        for each in packages
+        if not licences(each["License"]) <= PERMITTED and each["Name"] not in UNSAID
+    }
+    assert not refused, "read these licences; then permit them, or do without the package"
+    unsaid = {each["Name"] for each in packages if each["License"] == "UNKNOWN"}
+    assert unsaid <= set(UNSAID)
+
+
+@pytest.mark.nightly
+def test_nothing_is_known_against_the_packages(tmp_path: Path) -> None:
+    """Fails, too, where the advisory service cannot be asked: then nothing was audited."""
+    # By the public part of their versions: a build of torch's, 2.13.0+cpu, is on no list.
+    here = {each.name: Version(each.version).public for each in metadata.distributions()}
+    pins = tmp_path / "pins.txt"
+    pins.write_text(
+        "".join(f"{name}=={it}\n" for name, it in sorted(here.items()) if name != "ortlab")
+    )
+    quiet = ("--format=json", "--progress-spinner=off")
+    report, messages = tool(
+        "pip_audit", *quiet, "--disable-pip", "--no-deps", "--requirement", str(pins)
+    )
+    packages = report["dependencies"]
+    unasked = {each["name"]: each["skip_reason"] for each in packages if "skip_reason" in each}
+    found = {
+        f"{advisory['id']} ({each['name']} {each['version']})": advisory["description"][:200]
+        for each in packages
+        for advisory in each.get("vulns", ())
+        if not {advisory["id"], *advisory["aliases"]} & set(ACCEPTED)
+    }
+    assert not found, messages
+    assert not unasked, f"NOT AUDITED: {len(unasked)} of {len(packages)} packages"
+    known = {
+        name
+        for each in packages
+        for advisory in each.get("vulns", ())
+        for name in (advisory["id"], *advisory["aliases"])
+    }
+    assert set(ACCEPTED) <= known, "an exception that nothing needs any more"
