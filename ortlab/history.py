@@ -44,6 +44,7 @@ import filelock
 import numpy as np
 
 import ortlab
+from ortlab import folders
 from ortlab.telemetry import COLUMNS, Event, Rows, State
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class RunFolder:
         if name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", name):
             raise ValueError(f"name={name!r}: letters, digits, '.', '-' and '_' make a run's name")
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folders.private(root)
             path = _new_folder(root, name)
             (path / "checkpoints").mkdir(mode=0o700)
         except OSError as error:

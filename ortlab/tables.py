@@ -53,6 +53,10 @@ class Table(Sequence[R]):
         self.notes = tuple(notes)
         self._empty = empty
 
+    def noted(self, *notes: str) -> Table[R]:
+        """The same table with more lines below it."""
+        return Table(self._records, self._columns, notes=self.notes + notes, empty=self._empty)
+
     def __len__(self) -> int:
         return len(self._records)
 

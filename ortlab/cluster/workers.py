@@ -23,6 +23,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import psutil
 
+from ortlab import folders
 from ortlab.cluster import facts
 from ortlab.cluster import rank as on_rank
 from ortlab.cluster.call import Call, RankDied
@@ -375,8 +376,7 @@ class Workers:
             return Path(tempfile.mkdtemp(prefix="ortlab-group-"))
         from ortlab.history import runs_root
 
-        home = runs_root().parent
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        home = folders.private(runs_root().parent)
         folder = Path(tempfile.mkdtemp(prefix="group-", dir=home))
         for rank, seen in enumerate(self.run(on_rank.sees, str(folder))):
             if not seen:

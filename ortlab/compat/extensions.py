@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ortlab import folders
 from ortlab.compat import OrtUnavailable, Progress
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -304,7 +305,7 @@ def _build(extension: Extension, on_progress: Progress | None) -> Path:
 def _prepare(folder: Path) -> None:
     """Makes the cache folder, its owner's alone."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folders.private(folder)
     except OSError as error:
         raise OrtUnavailable(
             f"no folder for ORT's torch extension: {error}", "Set XDG_CACHE_HOME to one of yours"

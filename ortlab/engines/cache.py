@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ortlab import folders
 from ortlab.compat import extensions
 
 MOST_BYTES = 512 * 1024**2
@@ -100,7 +101,7 @@ def store(name: str, entry: Entry) -> None:
     Unusable where others can write to the folder; OSError where it cannot be written.
     """
     path = _path(name)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folders.private(path.parent)
     _refuse_shared(path.parent)
     with replacing(path) as file, _archive(file) as archive:
         archive.writestr(_FACTS, json.dumps(entry.facts))

@@ -21,6 +21,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from ortlab import folders
 from ortlab.compat import extensions, restoring
 from ortlab.engines import cache, dropouts
 from ortlab.graph.sizes import follows, size_of
@@ -278,7 +279,7 @@ def _read() -> dict[str, Timing]:
 
 def _write(timings: Mapping[str, Timing]) -> None:
     file = path()
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folders.private(file.parent)
     plain = {name: (each.ort_us, each.torch_us) for name, each in sorted(timings.items())}
     with cache.replacing(file) as written:
         written.write(json.dumps(plain, indent=0).encode())

@@ -18,7 +18,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from ortlab.engines import cache
 from ortlab.fleet import ZeroPlan, zero_plan
-from ortlab.notebook import cells, completion
+from ortlab.notebook import cells, completion, privacy
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
 from ortlab.past.exchange import check_free
 from ortlab.past.kept import Kept
@@ -439,7 +439,8 @@ class OrtMagics(Magics):
         print(f"removed {cache.clear()}" if clear else cache.usage())
 
     def _device(self, given: Given) -> Table[Fact]:  # noqa: ARG002
-        return device()
+        exposed = privacy.exposure()
+        return device() if exposed is None else device().noted(exposed)
 
     def _doctor(self, given: Given) -> Table[Finding]:  # noqa: ARG002
         return check_setup()

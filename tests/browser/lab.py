@@ -22,6 +22,7 @@ import pytest
 from playwright.sync_api import Locator, Page
 
 from ortlab import compat
+from ortlab.notebook.privacy import HOW as PRIVATE
 
 NEEDS_ORT = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 CHROMIUM_ARGUMENTS = [
@@ -92,6 +93,7 @@ class Lab:
                 *("--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"),
                 f"--IdentityProvider.token={self._token}",
                 f"--ServerApp.root_dir={self.root}",
+                PRIVATE,  # as `make demo` has it
                 *self.options,
             ],
             env=self._environment(),
