@@ -11,11 +11,16 @@ import linecache
 import re
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
+_OURS = Path(__file__).resolve().parent
 _NOT_THE_USERS = (
     *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
-    Path(__file__).resolve().parent,
+    _OURS,
 )
 _CELL = re.compile(r"^(<ipython-input-|.*/ipykernel_\d+/)")
 
@@ -31,6 +36,25 @@ class Concise:
 def shorten(error: BaseException) -> None:
     """Makes notebooks show `error` as `concise` does, whatever its class is."""
     error._render_traceback_ = functools.partial(concise, error)  # type: ignore[attr-defined]
+
+
+def brief(function: Callable[P, T]) -> Callable[P, T]:
+    """Has notebooks show what `function` refuses as `concise` does: a ValueError of ortlab's own.
+
+    What the user's code raises on the way, as a model's forward, keeps its whole traceback.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        try:
+            return function(*arguments, **options)
+        except ValueError as error:
+            raised_at = traceback.extract_tb(error.__traceback__)[-1].filename
+            if _OURS in Path(raised_at).parents:
+                shorten(error)
+            raise
+
+    return call
 
 
 def concise(error: BaseException) -> list[str]:

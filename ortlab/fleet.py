@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.errors import brief
 from ortlab.graph import bars
 from ortlab.memory import memory, parse_bytes
 from ortlab.settings import FleetSettings
@@ -245,6 +246,7 @@ def _told(size: int) -> str:
     return memory(size) if size else "none"
 
 
+@brief
 def zero_plan(model: str | int | nn.Module, **settings: Any) -> ZeroPlan:
     """What training `model` takes of each of ``gpus`` devices, at ZeRO's stages 0 to 3.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from ortlab import wrapping
+from ortlab.errors import brief
 from ortlab.settings import (
     LOSSES,
     EngineSettings,
@@ -309,11 +310,13 @@ class Session:
 
     def start_workers(self, count: int, *, profile: str | None = None) -> Workers:
         """See `workers` below."""
-        from ortlab.cluster.workers import Workers
+        from ortlab.cluster.workers import Workers, refuse_too_many
         from ortlab.engines.base import tell
 
         if count < 1:
             raise ValueError(f"workers={count}: at least one")
+        if profile is None:
+            refuse_too_many(count)
         before = self.workers
         if before is not None:
             if before.usable() and (len(before), before.profile) == (count, profile):
@@ -566,8 +569,7 @@ def _loss(
         return loss_function(loss), loss
     if not callable(loss):
         raise ValueError(
-            f"loss is a {type(loss).__name__}; give loss(output, target) or one of "
-            f"{', '.join(LOSSES)}"
+            f"loss={loss!r} is no function; give loss(output, target) or one of {', '.join(LOSSES)}"
         )
     return loss, getattr(loss, "__name__", type(loss).__name__)
 
@@ -576,6 +578,7 @@ session: Final = Session()
 """The session of this process."""
 
 
+@brief
 def wrap(model: nn.Module, **settings: Any) -> nn.Module:
     """`model` as an engine executes it, ORTModule unless ``engine=`` says otherwise.
 
@@ -586,6 +589,7 @@ def wrap(model: nn.Module, **settings: Any) -> nn.Module:
     return session.wrapped.wrap(model, EngineSettings.of(settings))
 
 
+@brief
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside the wrapped `model`.
 
@@ -602,6 +606,7 @@ def models() -> Table[wrapping.ModelRow]:
     return session.wrapped.table()
 
 
+@brief
 def graphs(model: nn.Module, batch: Any = None) -> Graphs:
     """The graphs that ORT made of the wrapped `model`, stage by stage; nothing is trained for it.
 
@@ -613,6 +618,7 @@ def graphs(model: nn.Module, batch: Any = None) -> Graphs:
     return session.graphs(model, batch)
 
 
+@brief
 def memory_plan(model: nn.Module, batch: Any = None, *, optimizer: str = "adamw") -> MemoryPlan:
     """What a training step of the wrapped `model` takes of memory, for any batch; nothing is run.
 
@@ -623,6 +629,7 @@ def memory_plan(model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
     return session.memory_plan(model, batch, optimizer=optimizer)
 
 
+@brief
 def recompute_plans(
     model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
 ) -> RecomputePlans:
@@ -636,6 +643,7 @@ def recompute_plans(
     return session.recompute_plans(model, batch, optimizer=optimizer)
 
 
+@brief
 def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
     """What a step of the wrapped `model` takes: by phase, module, operator and node, beside torch.
 
@@ -650,6 +658,7 @@ def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
     return session.profile(model, batch, **settings)
 
 
+@brief
 def list_runs(**settings: Any) -> History:
     """The runs that are kept, of this process and all others: what ``%ort runs`` shows.
 
@@ -661,6 +670,7 @@ def list_runs(**settings: Any) -> History:
     return session.history(**settings)
 
 
+@brief
 def open_run(run: str | int) -> Run | PastRun:
     """A run by its name or number (3 is that of "run-3"): its numbers, charts and notes.
 
@@ -671,6 +681,7 @@ def open_run(run: str | int) -> Run | PastRun:
     return session.open_run(run)
 
 
+@brief
 def compare_runs(*runs: str | int | Kept) -> RunComparison:
     """Two to eight runs side by side: curves, and what differs in settings, versions and results.
 
@@ -679,6 +690,7 @@ def compare_runs(*runs: str | int | Kept) -> RunComparison:
     return session.compare_runs(*runs)
 
 
+@brief
 def prune_runs(
     *,
     older_than: str | None = None,
@@ -720,6 +732,7 @@ def device() -> Table[Fact]:
     return Table(facts, _FACT_COLUMNS, notes=hardware.advice())
 
 
+@brief
 def finetune(
     model: nn.Module,
     train: Iterable[Any],
@@ -749,6 +762,7 @@ def finetune(
     )
 
 
+@brief
 def race(
     model: nn.Module,
     data: Iterable[Any],
@@ -773,6 +787,7 @@ def race(
     return session.race(model, data, loss=loss, **settings)
 
 
+@brief
 def tune(
     model: nn.Module,
     data: Iterable[Any],
@@ -795,6 +810,7 @@ def tune(
     return session.tune(model, data, loss=loss, **settings)
 
 
+@brief
 def workers(count: int | None = None, *, profile: str | None = None) -> Workers:
     """`count` processes that train together, on this machine or where an ipyparallel profile says.
 
@@ -811,6 +827,7 @@ def workers(count: int | None = None, *, profile: str | None = None) -> Workers:
     return session.workers
 
 
+@brief
 def track(loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
     """Iterates over `loader` and shows the user's own training loop, live.
 

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ortlab.data import Examples
+from ortlab.errors import brief
 
 if TYPE_CHECKING:
     from torch import nn
@@ -233,6 +234,7 @@ def predict(model: nn.Module, samples: Spans, *, batch_size: int = 32) -> dict[s
     return samples.answers(torch.cat(starts), torch.cat(ends))
 
 
+@brief
 def score(questions: Questions, predictions: Mapping[str, str]) -> Score:
     """How good `predictions`, texts by the questions' ids, are.
 
@@ -246,7 +248,7 @@ def score(questions: Questions, predictions: Mapping[str, str]) -> Score:
         warnings.warn(
             f"{len(missing)} of {len(questions)} questions have no prediction and score 0, such as "
             f"{missing[0]!r}",
-            stacklevel=2,
+            stacklevel=3,
         )
     exact = overlap = 0.0
     for each in questions.questions:

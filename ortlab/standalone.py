@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ortlab.errors import brief
 from ortlab.settings import IN_ORT, LOSSES, FinetuneSettings
 from ortlab.sources import Sources
 
@@ -42,6 +43,7 @@ class Script:
         return "\n".join([*lines, *self.notes])
 
 
+@brief
 def script(
     model: nn.Module,
     data: Iterable[Any] | None = None,

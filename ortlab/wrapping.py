@@ -419,7 +419,9 @@ def check_model(name: str, value: object) -> nn.Module:
     if isinstance(value, type):
         raise ValueError(f"{name} is the class {value.__name__}; make an instance of it")
     advice = "; bind one of its models to a name" if _models_inside(value) else ""
-    raise ValueError(f"{name} is a {type(value).__name__}, not a torch.nn.Module{advice}")
+    kind = type(value).__name__
+    article = "an" if kind[0] in "aeiouAEIOU" else "a"
+    raise ValueError(f"{name} is {article} {kind}, not a torch.nn.Module{advice}")
 
 
 def _models_inside(value: object) -> str:

@@ -23,7 +23,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import psutil
 
-from ortlab import folders
+from ortlab import folders, hardware
 from ortlab.cluster import facts
 from ortlab.cluster import rank as on_rank
 from ortlab.cluster.call import Call, RankDied
@@ -34,6 +34,8 @@ from ortlab.tables import Column, Table
 
 P = ParamSpec("P")
 R = TypeVar("R")
+WORKER_BYTES = 200 << 20
+"""What a process of its own takes that has imported torch and ortlab (207 MiB, torch 2.13)."""
 
 _GRACE_S: Final = 1.0
 """That ranks have to end by themselves after one failed; as long again after an interrupt."""
@@ -449,7 +451,17 @@ def _warn_of_sharing(host: str, count: int, there_are: int, what: str) -> None:
         warnings.warn(
             f"{_workers(count)} share {there_are} {what}{'' if there_are == 1 else 's'} of {host}: "
             "they take turns",
-            stacklevel=4,
+            stacklevel=5,
+        )
+
+
+def refuse_too_many(count: int) -> None:
+    """ValueError where so many processes would take the machine's memory from everybody."""
+    free = hardware.host_memory().available_bytes
+    if count * WORKER_BYTES > free:
+        raise ValueError(
+            f"{count} workers have no room: each takes {memory(WORKER_BYTES)} before its model, "
+            f"{memory(free)} are free; at most {max(1, free // WORKER_BYTES)} here"
         )
 
 

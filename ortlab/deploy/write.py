@@ -37,6 +37,7 @@ from ortlab.deploy.training import TrainingArtifacts
 from ortlab.engines.base import LossFunction, is_ortmodule, tell
 from ortlab.engines.batch import loss_function, to_device
 from ortlab.engines.selfcheck import NotInGraph, undisturbed
+from ortlab.errors import brief
 from ortlab.settings import ExportSettings
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -68,6 +69,7 @@ def export(
 ) -> TrainingArtifacts: ...
 
 
+@brief
 def export(
     model: nn.Module,
     path: str | Path,

@@ -258,6 +258,8 @@ class OrtMagics(Magics):
         name, data = given.words["target"], given.words["data"]
         value = None if name is None else self._ip.user_ns.get(name)
         if not is_model(value):
+            if name is not None and session.last_run is None:
+                model_called(name, self._ip.user_ns)
             show(Panel(self._run(name)))
             return
         busy = session.training(value)

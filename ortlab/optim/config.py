@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum, unique
 from typing import Any, ClassVar
 
+from ortlab.errors import brief
 from ortlab.settings import unknown_name
 
 Group = Mapping[str, Any]
@@ -21,10 +22,10 @@ class OptimizerConfig:
     name: str
     """ORT's name of the optimizer."""
 
+    @brief
     def __init__(self, params: Sequence[Group], defaults: Mapping[str, Any]) -> None:
         for key, value in defaults.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                _check(key, float(value))
+            _check(key, value)
         self.defaults = dict(defaults)
         self.params = [self._group(group) for group in params]
 
@@ -50,8 +51,7 @@ class OptimizerConfig:
         for key, value in changes.items():
             if key not in self.defaults:
                 raise ValueError(f"params has {key!r}: {unknown_name(key, self.defaults)}")
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                _check(key, float(value))
+            _check(key, value)
         return {**self.defaults, **changes, "params": list(group["params"])}
 
     def __repr__(self) -> str:
@@ -60,8 +60,10 @@ class OptimizerConfig:
         return f"{type(self).__name__}({values}{groups})"
 
 
-def _check(key: str, value: float) -> None:
-    if key in ("ratio_min", "ratio_max"):
+def _check(key: str, value: object) -> None:
+    if not isinstance(value, (int, float)):
+        raise ValueError(f"{key}={value!r} is {type(value).__name__}, not a number")
+    if isinstance(value, bool) or key in ("ratio_min", "ratio_max"):
         return
     if math.isnan(value) or value < 0:
         raise ValueError(f"{key}={value!r} must be at least 0")

@@ -21,6 +21,7 @@ from ortlab.engines.batch import TARGETS, signature_names
 from ortlab.engines.ortmodule import execution_of, reseed
 from ortlab.engines.torch_native import modes_of, set_modes
 from ortlab.engines.whole import WholeStep
+from ortlab.errors import brief
 from ortlab.optim.config import DecayMode, OptimizerConfig
 from ortlab.orttrainer.description import Described, Description
 from ortlab.orttrainer.options import GRAPHS, ORTTrainerOptions
@@ -62,6 +63,7 @@ class ORTTrainer:
     interface is that of onnxruntime.training.ORTTrainer of ORT 1.5 to 1.13.
     """
 
+    @brief
     def __init__(
         self,
         model: nn.Module,
@@ -387,7 +389,7 @@ class ORTTrainer:
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
-        warnings.warn(text, stacklevel=4)
+        warnings.warn(text, stacklevel=5)
 
     def __repr__(self) -> str:
         step = self._info.optimization_step
