@@ -18,6 +18,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from ortlab import compat
+from ortlab.cluster.workers import Workers
 from tests.test_kernel import Kernel
 
 NEEDS_ROOT = pytest.mark.skipif(
@@ -97,40 +98,40 @@ def kernel(encryption: str) -> Iterator[tuple[Kernel, list[int], Path]]:
         client.wait_for_ready(timeout=60)
         started = Kernel(client)
         pid = int(started("import os; print(os.getpid())").text)
-        listening = {
-            each.laddr.port
-            for each in psutil.Process(pid).net_connections("inet")
-            if each.status == psutil.CONN_LISTEN
-        }
-        assert {each.laddr.ip for each in psutil.Process(pid).net_connections("tcp")} == {
-            "127.0.0.1"
-        }
-        yield started, sorted(listening), Path(manager.connection_file)
+        yield started, listening(pid), Path(manager.connection_file)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
 
 
-def stranger_sees(kernel: Kernel, ports: list[int], files: list[Path], home: Path) -> Any:
-    """What another user gets from the files, and hears at the ports while a graph is shown."""
-    over = home / "over"
-    asked = {
-        "ports": ports, "files": [str(path) for path in files], "seconds": 120, "over": str(over)
-    }  # fmt: skip
+@contextlib.contextmanager
+def stranger(ports: list[int], files: list[Path], home: Path) -> Iterator[dict[str, Any]]:
+    """Another user, who tries the files and listens at the ports meanwhile.
+
+    What is yielded has at the end what they have ``opened``, and ``heard``.
+    """
+    over, seen = home / "over", dict[str, Any]()
+    asked = {"ports": ports, "files": list(map(str, files)), "seconds": 120, "over": str(over)}
     with subprocess.Popen(
         [sys.executable, "-c", STRANGER, json.dumps(asked)], stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "ready\n"
-        # A subscriber joins in the background: it hears the last of several, if any.
-        for number in range(5):
-            kernel(f"print('classified output {number}')")
-        cell = kernel(SHOWN)
-        assert "classified" in str(cell.outputs)
+        yield seen
         over.touch()
-        seen = json.loads(other.stdout.read())
+        seen.update(json.loads(other.stdout.read()))
     assert seen["uid"] == 65534
-    return seen
+
+
+def listening(pid: int) -> list[int]:
+    """The ports of a process, all of them on loopback."""
+    sockets = [
+        each.laddr
+        for each in psutil.Process(pid).net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    assert {each.ip for each in sockets} <= {"127.0.0.1"}
+    return sorted({each.port for each in sockets})
 
 
 @NEEDS_ROOT
@@ -150,7 +151,11 @@ def test_another_user_cannot_fetch_a_graph(home: Path, encryption: str) -> None:
         folder = Path(run.text.splitlines()[-1])
         kept = [path for path in [*folder.rglob("*"), connection] if path.is_file()]
         assert len(kept) > 4
-        seen = stranger_sees(started, ports, kept, home)
+        with stranger(ports, kept, home) as seen:
+            # A subscriber joins in the background: it hears the last of several, if any.
+            for number in range(5):
+                started(f"print('classified output {number}')")
+            assert "classified" in str(started(SHOWN).outputs)
         told = started("%ort device").shown[-1]["text/plain"]
     assert seen["opened"] == []
     if encryption == "auto":
@@ -159,6 +164,22 @@ def test_another_user_cannot_fetch_a_graph(home: Path, encryption: str) -> None:
     else:
         assert "classified" in seen["heard"]
         assert "transport_encryption=auto" in told
+
+
+@NEEDS_ROOT
+def test_another_user_cannot_listen_to_workers(home: Path) -> None:
+    """What ranks print goes through the same kind of sockets, which ipyparallel encrypts."""
+    ranks = Workers(2)
+    try:
+        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        ports = sorted({port for each in processes for port in listening(each.pid)})
+        assert len(ports) > 10
+        with stranger(ports, [], home) as seen:
+            for _ in range(5):
+                assert ranks.run(print, "classified") == [None, None]
+    finally:
+        ranks.stop()
+    assert seen["heard"] == ""
 
 
 def test_what_is_kept_is_the_users_alone(home: Path) -> None:

@@ -1,8 +1,8 @@
 """Starts the processes of an ipyparallel cluster, tells which of them died, and ends them.
 
 Without a profile all is local: ipyparallel's controller and engines as children of this process,
-on loopback TCP with signed messages, their files in a temporary folder of mode 0700. With a profile
-the launchers are those that it names (SSH, MPI, Slurm, ...), with its addresses and files.
+on loopback TCP with encrypted messages, their files in a temporary folder of mode 0700. With a
+profile the launchers are those that it names (SSH, MPI, Slurm, ...), with its addresses and files.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _ENGINE: Final = ("--timeout=60",)  # a machine that is busy registers later tha
 _CONTROLLER: Final = (
     f"--ip={LOOPBACK}",
     f"--location={LOOPBACK}",  # else the host's name, which it may not be able to look up
+    "--IPController.enable_curve=True",  # else other users could listen to what ranks print
     "--nodb",  # would keep all that was sent, models among it
     "--usethreads",  # of its eight processes two are left
     "--ping=250",  # ms; an engine has come once two pings were answered
