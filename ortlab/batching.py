@@ -9,7 +9,8 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,8 @@ class Batches:
     data that makes its own batches those are the items, ``size`` is None, and ``own`` says why.
     ``length`` is the number of items in an epoch, None where only reading tells. ``generators`` are
     those that the user's loader draws its order from, where it has any of its own;
-    ``workers_stay`` says whether its workers outlive an epoch.
+    ``workers_stay`` says whether its workers outlive an epoch, and ``once`` whether what was read
+    cannot be read again.
     """
 
     open: Callable[[int, int], Read]
@@ -88,6 +90,22 @@ class Batches:
     own: str = ""
     generators: tuple[torch.Generator, ...] = ()
     workers_stay: bool = False
+    once: bool = False
+
+    def within(self, around: Callable[[], AbstractContextManager[None]]) -> Batches:
+        """The same data, each read of it within what `around` gives."""
+
+        def begin(number: int, skip: int) -> Read:
+            with around():
+                read = self.open(number, skip)
+
+            def reading(count: int) -> list[Any]:
+                with around():
+                    return read(count)
+
+            return reading
+
+        return replace(self, open=begin)
 
     @property
     def unit(self) -> Unit:
@@ -159,7 +177,15 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
     )
     _warn_of_batch_size(data, settings, own)
     stay = getattr(data, "persistent_workers", False) and getattr(data, "num_workers", 0) > 0
-    return Batches(_reader(data, "micro-batches"), length, None, own, _generators(data), stay)
+    return Batches(
+        _reader(data, "micro-batches"),
+        length,
+        None,
+        own,
+        _generators(data),
+        workers_stay=stay,
+        once=isinstance(data, Iterator),
+    )
 
 
 def _reader(data: Any, unit: Unit) -> Callable[[int, int], Read]:
@@ -243,11 +269,27 @@ def _shuffled(length: int, seed: int, epoch: int) -> list[int]:
 
 
 def _fetched(data: Any, indices: list[int]) -> list[Any]:
-    """The samples at `indices`, at once where the Dataset can, as torch's DataLoader has them."""
+    """The samples at `indices`, at once where the Dataset can, as torch's DataLoader has them.
+
+    A note of what a Dataset raises says at which of them.
+    """
     at_once = getattr(data, "__getitems__", None)
     if at_once is None or not indices:
-        return [data[index] for index in indices]
-    return list(at_once(indices))
+        return [_item(data, index) for index in indices]
+    try:
+        return list(at_once(indices))
+    except Exception:
+        for index in indices:
+            _item(data, index)  # one by one the bad one is found
+        raise
+
+
+def _item(data: Any, index: int) -> Any:
+    try:
+        return data[index]
+    except Exception as error:
+        error.add_note(f"the {type(data).__name__} raised it at index {index}")
+        raise
 
 
 def _warn_of_batch_size(data: Any, settings: FinetuneSettings, own: str) -> None:

@@ -7,6 +7,7 @@ thread.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import threading
@@ -21,14 +22,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from ortlab import fitting
 from ortlab.batching import Batches, Epoch
 from ortlab.checkpoint import Checkpoint, Order, Position, Unit
 from ortlab.engines import base
-from ortlab.engines.base import Cost, NotFinite, RankStep, Stepper, StepperLost, StepResult
+from ortlab.engines.base import Batch, Cost, NotFinite, RankStep, Stepper, StepperLost, StepResult
+from ortlab.engines.torch_native import training_device
+from ortlab.faults import Faults, Hold, out_of_memory, typed
 from ortlab.memory import Memory, Meter, trim
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
 from ortlab.telemetry import NAN, Event, Recorder, Sample
+
+
+class Abandoned(BaseException):
+    """A read of the data went on for too long after a stop, and nobody waits for it any more."""
 
 
 class Control:
@@ -45,8 +53,13 @@ class Control:
         self._changed = threading.Condition()
         self.settled = threading.Event()
         """Set while nothing goes on by itself: the loop is over, or was held."""
-        self.held: Exception | None = None
+        self.held: Hold | None = None
         """What keeps a loop waiting that nobody has paused."""
+        self.reading_since: float | None = None
+        """Since when the loop waits for data, on `time.perf_counter`'s clock; None when not."""
+        self.abandoned = False
+        """Whether the loop was left where it waits for data: it ends there, whenever that comes."""
+        self._skipping = False
         self._pausing = False
         self._stopping = False
         self._closed = False
@@ -62,17 +75,43 @@ class Control:
         with self._changed:
             self._pausing = not self._stopping
 
-    def resume(self) -> None:
-        """Lets a paused loop go on."""
+    def resume(self, *, skip: bool = False) -> None:
+        """Lets a paused loop go on; with `skip` past the data of the step that it was held in."""
         with self._changed:
+            self._skipping = skip
             self._go_on()
 
-    def hold(self, error: Exception) -> None:
-        """Has the loop wait, as after `pause`, since it cannot go on by itself for `error`."""
+    def hold(self, hold: Hold) -> None:
+        """Has the loop wait, as after `pause`, since it cannot go on by itself."""
         with self._changed:
             if not self._stopping:
-                self._pausing, self.held = True, error
+                self._pausing, self.held, self._skipping = True, hold, False
                 self.settled.set()
+
+    @property
+    def skipping(self) -> bool:
+        """Whether who let it go on last wanted it past the data of the step."""
+        return self._skipping
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """What reads data, which may take any time. `Abandoned` when nobody waited for its end."""
+        self.reading_since = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.reading_since = None
+                if self.abandoned:
+                    raise Abandoned
+
+    def abandon(self, after_s: float) -> bool:
+        """Leaves a loop that is to stop where it has waited for data since `after_s` seconds."""
+        with self._changed:
+            since = self.reading_since
+            if self._stopping and since is not None:
+                self.abandoned |= time.perf_counter() - since > after_s
+            return self.abandoned
 
     def _go_on(self) -> None:
         self._pausing, self.held = False, None
@@ -379,6 +418,10 @@ class Course:
     changed too while it trains (`Control.apply`): all of the state but those goes on. Where the new
     ones fail, in their making or their first step, the old ones go on.
 
+    Where `faults` say that somebody waits for it, data that raises, memory that does not suffice
+    and, after a first step, numbers that are not finite have the control hold the loop, which goes
+    on when it is let; else they end it.
+
     `keep` is given a checkpoint every ``checkpoint_every`` steps. A stepper that is lost has the
     control hold the loop; when it goes on, another stepper does from the last checkpoint.
     """
@@ -396,6 +439,7 @@ class Course:
         begin: Checkpoint | None = None,
         prepare: Callable[[FinetuneSettings], Stepper] | None = None,
         keep: Callable[[Checkpoint], object] = lambda _: None,
+        faults: Faults = Faults(),  # noqa: B008 - frozen
     ) -> None:
         if begin is not None:
             begin = dataclasses.replace(begin, position=place(begin, train, settings))
@@ -406,11 +450,14 @@ class Course:
         self._prepare = prepare
         self._wanted: dict[str, Any] = {}
         self._trial: _Trial | None = None
-        self._train = train
+        self._train = train.within(control.reading)
         self._fixed = fixed(train)
         self._control = control
         self._recorder = recorder
-        self._evaluation = evaluation
+        self._evaluation = evaluation.within(control.reading) if evaluation else None
+        self._faults = faults
+        self._ended_at: tuple[int, int] | None = None
+        """Epoch and place where the data was found to end before the length that it tells."""
         self._meter = meter
         self._begin = begin
         self._keep = keep
@@ -419,6 +466,7 @@ class Course:
         self._told = 0
         """Steps that the recorder knows: those that are done again are not told again."""
         at = begin.position if begin else None
+        self._began_at = at.step if at else 0
         self.total = total_steps(train, settings, at)
         """Optimizer steps of the whole run, None where that is unknown."""
         self.step = at.step if at else 0
@@ -511,7 +559,8 @@ class Course:
         self._evaluated, self._order, self._drawn = at.evaluated, at.order, at.random
         self._lost, self._trial = True, None
         self.stepper.close()
-        self._control.hold(error)
+        hint = "run.resume() or its button goes on from there with fresh workers"
+        self._control.hold(Hold(error, "at step {step}, that of its last checkpoint", hint))
         self._tell("warning", f"held: {error}")
         if not self._proceed():
             return False
@@ -554,14 +603,21 @@ class Course:
         """The steps of an epoch, or of what is left of it in `data`."""
         if data is None:
             self._order = self._train.order()
-            data = self._train.epoch(self._epoch)
-        while not self._done() and self._proceed():
+            data = self._opened(lambda: self._train.epoch(self._epoch))
+        while data is not None and not self._done() and self._proceed():
             began = time.perf_counter()
             wanted = self._asked_for()
             changes = bool(self._wanted)
-            group = data.take(wanted.accumulation, wanted.batch_size, keep=changes)
+            try:
+                group = data.take(wanted.accumulation, wanted.batch_size, keep=changes)
+            except Exception as error:  # noqa: BLE001 - a Dataset raises what it likes
+                data = self._mended(error, data.done)
+                continue
             data_s = time.perf_counter() - began
             if not group:
+                if self._ends_early(data.done):
+                    data = self._after_an_early_end(data.done)
+                    continue
                 break
             try:
                 if changes:
@@ -572,7 +628,11 @@ class Course:
             # one, is raised again when the old settings take the step.
             except Exception as error:
                 if self._trial is None:
-                    raise
+                    if not out_of_memory(error):
+                        raise
+                    del group
+                    data = self._with_room(error)
+                    continue
                 self._go_back(error)
                 data.put_back()
                 continue
@@ -582,7 +642,13 @@ class Course:
             self._read = data.done
             length = self._train.length
             within = self._read / length if length else 0.0
-            self._record(result, self._epoch + within, step_s, data_s)
+            made = self.step
+            try:
+                self._record(result, self._epoch + within, step_s, data_s)
+            except NotFinite as error:
+                if not self._leaves_out(error, group, made=made):
+                    return
+                continue
             every = self._keeps_every()
             if every and self.step % every == 0 and not self._done():
                 taken = self.checkpoint()
@@ -593,6 +659,139 @@ class Course:
                 self._evaluate()
         if self.step == 0 and not self._control.stopping:
             raise ValueError("the training data is empty: it gave no batch")
+
+    # ---- faults: what the loop waits for until somebody lets it go on --------------------------
+
+    def _held(self, hold: Hold) -> bool:
+        """Waits as `hold` says; whether the loop goes on. Raises its error where nobody would."""
+        error = hold.error
+        if not self._faults.waits or self._train.once:
+            raise error
+        traceback.clear_frames(error.__traceback__)  # what it was computing takes memory
+        self._control.hold(hold)
+        said = " ".join(f"{error}".split())
+        self._tell("warning", f"held at step {self.step}: {type(error).__name__}: {said}")
+        return self._proceed()
+
+    def _opened(self, begin: Callable[[], Epoch]) -> Epoch | None:
+        """What `begin` opens, or what can be read when the loop goes on; None when it does not."""
+        try:
+            return begin()
+        except Exception as error:  # noqa: BLE001 - a Dataset raises what it likes
+            return self._mended(error, self._read)
+
+    def _again(self) -> Epoch | None:
+        """The epoch from the end of the last step on: read anew, in the order that it has."""
+
+        def begin() -> Epoch:
+            position = self._position()
+            found = self._train.again(position)
+            position.random.give_back()
+            return found
+
+        return self._opened(begin)
+
+    def _mended(self, error: Exception, read: int) -> Epoch | None:
+        """The data after it failed, `read` items into the epoch; None when the loop is to end."""
+        error.add_note(
+            f"the data failed in step {self.step + 1}, after {_count(read, self._train.unit)} of "
+            f"epoch {self._epoch + 1}"
+        )
+        if self.step == self._began_at:
+            raise error  # nothing is lost by beginning again
+        skips = self._train.size is not None and self._train.length is not None
+        hint = "mend the data, and run.resume() or its button reads on there"
+        if skips:
+            hint += "; run.resume(skip=True) leaves the samples of that step out"
+        if not self._held(Hold(error, "at step {step}", hint, "the data failed", skips=skips)):
+            return None
+        if skips and self._control.skipping:
+            asked = self.settings.batch_size * self.settings.accumulation
+            first, self._read = self._read, min(self._read + asked, self._train.length or 0)
+            self.total = total_steps(self._train, self.settings, self._position())
+            self._tell("note", f"{self._read - first} samples are left out, from {first + 1} on")
+        return self._again()
+
+    def _ends_early(self, read: int) -> bool:
+        """Whether the data has ended at `read` items, and has told of more."""
+        length = self._train.length
+        return length is not None and read < length and not self._control.stopping
+
+    def _after_an_early_end(self, read: int) -> Epoch | None:
+        """What comes after the data has ended early: where it ends there again, nothing."""
+        told = (
+            f"epoch {self._epoch + 1} of the data ended after {read} of {self._train.length} "
+            f"{self._train.unit}, in step {self.step + 1}"
+        )
+        if self._ended_at is not None or not self._faults.waits or self._train.once:
+            if self._ended_at != (self._epoch, read):
+                self._tell("warning", told)
+            return None
+        self._ended_at = self._epoch, read
+        hint = "run.resume() reads on if there is more by then, and else ends the epoch there"
+        hold = Hold(RuntimeError(told), "at step {step}", hint, "the data ended early")
+        return self._again() if self._held(hold) else None
+
+    def _with_room(self, error: Exception) -> Epoch | None:
+        """The data of the step that memory did not suffice for; None when the loop is to end."""
+        if self.settings.workers > 1:
+            raise error
+        traceback.clear_frames(error.__traceback__)
+        trim()
+        device = training_device(self.settings.device).type
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        state = self.stepper.state_dict()
+        held = sum(_bytes(each) for each in (state["model"], state["optimizer"]))
+        del state
+        changes = fitting.advice(
+            self.settings,
+            own_batches=self._train.size is None,
+            room_bytes=fitting.available_bytes(device) + held,
+            peak_bytes=self._faults.peak_bytes,
+        )
+        why = fitting.hint(changes, self.settings)
+        error.add_note(f"memory did not suffice for step {self.step + 1}; {why}")
+        hint = "run.resume() tries the step again"
+        if changes:
+            hint = f"run.resume({typed(changes)}) or its button goes on with that"
+        hold = Hold(error, "at step {step}", hint, "out of memory", changes)
+        return self._again() if self._held(hold) else None
+
+    def _leaves_out(self, error: NotFinite, group: Sequence[Batch], *, made: int) -> bool:
+        """Whether the loop goes on past steps, up to `made`, that were not finite.
+
+        They count, as those that a loss scale has skipped; no weight has changed in them.
+        """
+        if self.settings.workers == 1:
+            try:
+                found = self._faults.examine(group, self.settings)
+            except Exception as again:  # noqa: BLE001 - it may fail as the step did, in any way
+                found = f"where it began could not be found: {again}"
+            if found:
+                error.add_note(f"in eager torch {found}")
+        first = self.step + 1
+        if self._prepare is None or self.step == self._began_at:
+            raise error
+        settings = self.settings
+        change: dict[str, Any] = {"lr": float(f"{settings.lr / 10:.3g}")}
+        if settings.precision == "fp16":
+            change = {"precision": "bf16"}
+        hint = (
+            f"run.resume({typed(change)}) or its button goes on with that, run.resume() with "
+            "what it has; the data of the step is left out"
+        )
+        where = "with the weights of step {step}"
+        if not self._held(Hold(error, where, hint, "not finite", change)):
+            return False
+        taken = self.checkpoint()
+        self._recorder.count  # noqa: B018 - what was not finite is known by now
+        self._recorder.not_finite_step = None
+        self._rebuild(settings, taken)
+        self.step = made
+        span = f"step {first}" if first == made else f"steps {first} to {made}"
+        self._tell("note", f"{span} changed no weight; the run goes on after that")
+        return True
 
     def _keeps_every(self) -> int | None:
         """Every how many steps a checkpoint is to be kept."""
@@ -767,15 +966,16 @@ class Course:
         self._recorder.count  # noqa: B018 - fetches the losses that are still on the device
         step = self._recorder.not_finite_step or self.step
         self.step = step - 1
+        ends = "has" if self._faults.waits and self.step > self._began_at else "ends with"
         if self.settings.precision == "fp16":
             raise NotFinite(
                 f"the loss or its gradient overflows float16 at step {step} although the loss "
-                f"scale has fallen to {LOWEST_LOSS_SCALE:g}; the run ends with the last good "
+                f"scale has fallen to {LOWEST_LOSS_SCALE:g}; the run {ends} the last good "
                 f"weights. Choose precision='bf16', lower lr={self.settings.lr:g}, or look for "
                 "NaN in the data"
             )
         raise NotFinite(
-            f"the loss or its gradient is not finite at step {step}; the run ends with the weights "
+            f"the loss or its gradient is not finite at step {step}; the run {ends} the weights "
             f"of step {step - 1}. Lower lr={self.settings.lr:g}, or look for NaN in the data"
         )
 
@@ -814,6 +1014,14 @@ class Course:
                     "evaluation data, or in what the model makes of it in evaluation mode",
                 )
             )
+
+
+def _bytes(state: Any) -> int:
+    """Of all tensors in a state."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    parts = state.values() if isinstance(state, Mapping) else state
+    return sum(map(_bytes, parts)) if isinstance(state, Mapping | list | tuple) else 0
 
 
 def _engine_seed(seed: int, step: int) -> int:

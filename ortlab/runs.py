@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortlab import batching, loop
+from ortlab import batching, fitting, loop
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper, StepperLost, engine_for, progress
-from ortlab.errors import shorten
+from ortlab.engines.torch_native import training_device
+from ortlab.errors import concise, shorten
+from ortlab.faults import Faults, Hold, typed
 from ortlab.history import RunFolder, environment
 from ortlab.interrupts import until
 from ortlab.loop import Control, Evaluation, best
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _LAST_WAIT_S = 30.0  # an export cannot be stopped; Python must end nonetheless
+_READ_WAIT_S = 1.0  # that a read of data is waited for once a run is to stop
+_SLOW_READ_S = 2.0  # from then on it is told that data is waited for
 _OVER: tuple[State, ...] = ("stopped", "finished", "failed")
 
 
@@ -99,7 +103,8 @@ class Run(Kept):
     the last good weights and the folder is complete. The run itself then holds neither model nor
     data.
 
-    `kept` says what waits for a return to earlier settings, in bytes.
+    `kept` says what waits for a return to earlier settings, in bytes. `faults` says what becomes of
+    errors that need not end it: with ``waits`` it is held, as in a pause, until `resume` or `stop`.
 
     With `begin` it goes on where that was taken, by another run of any engine, in this process or
     an earlier one; ``settings`` may differ in what `loop.place` does not check.
@@ -122,6 +127,7 @@ class Run(Kept):
         root: Path | None = None,
         begin: Checkpoint | None = None,
         kept: Callable[[], Mapping[str, int]] = dict,
+        faults: Faults = Faults(),  # noqa: B008 - frozen
     ) -> None:
         batches = batching.batches(train, settings)
         held_out = None
@@ -143,6 +149,9 @@ class Run(Kept):
         self._kind = type(model).__name__
         self._show = show
         self._kept = kept
+        self._faults = faults
+        self._foretold: str | None = None
+        self._stopping: threading.Thread | None = None
         self._control = Control()
         self._state: State = "starting"
         self._report: Report | None = None
@@ -153,6 +162,7 @@ class Run(Kept):
         self._last: Path | None = None
         self._meter: Meter | None = None
         self._thread: threading.Thread | None = None
+        self._trained = threading.Event()
         self._over = threading.Event()
         self._result: RunResult | None = None
         self.error: BaseException | None = None
@@ -251,13 +261,51 @@ class Run(Kept):
         """Pauses before the next step; not waited for."""
         self._control.pause()
 
-    def resume(self) -> None:
-        """Goes on after a pause."""
-        self._control.resume()
+    def resume(self, *, skip: bool = False, **changes: Any) -> None:
+        """Goes on after a pause, or where it was held, with `changes` as in `apply`.
+
+        After data has failed it is read on from the end of the last step, in the same order; with
+        `skip` after the samples of the step that failed. ValueError where it was not held by data
+        that can be left out, and as in `apply`; the run waits on then.
+        """
+        held = self._control.held
+        if skip and not (held is not None and held.skips):
+            raise ValueError(
+                "skip=True leaves out samples of a Dataset that failed to be read, and nothing of "
+                f"the kind holds {self.name}; run.resume() goes on"
+            )
+        if changes:
+            self.apply(**changes)
+        self._control.resume(skip=skip)
+
+    @property
+    def advice(self) -> Mapping[str, Any]:
+        """The settings that a run which is held should go on with: ``run.resume(**run.advice)``.
+
+        Empty where it is not held, or no settings would help.
+        """
+        held = self._control.held
+        return {} if held is None else dict(held.advice)
 
     def stop(self) -> None:
-        """Ends the run after the step in flight, from a pause too; not waited for."""
+        """Ends the run after the step in flight, from a pause too; not waited for.
+
+        Data that hangs is left alone after a second; the run then ends without it.
+        """
         self._control.stop()
+        if self._stopping is None and self._thread is not None and not self._trained.is_set():
+            self._stopping = threading.Thread(
+                target=self._see_to_the_end, name=f"ortlab-stop-{self.name}", daemon=True
+            )
+            self._stopping.start()
+
+    def _see_to_the_end(self) -> None:
+        """Waits until a run that is to stop has trained; ends it where its thread hangs in data."""
+        while not self._trained.wait(_READ_WAIT_S / 4):
+            if self._control.abandon(_READ_WAIT_S):
+                self._event("warning", "the data hangs: the run ends without what it was to give")
+                self._end()
+                return
 
     def checkpoint(self, path: str | Path | None = None) -> Path:
         """Keeps the run's exact state in a file, and returns the file's path.
@@ -381,15 +429,14 @@ class Run(Kept):
         assert self._result is not None
         return self._result
 
-    def _hold_error(self, held: Exception) -> Exception:
-        """`held`, with what can be done about it."""
-        told = (
-            f"{self.name} waits at step {self.step}, that of its last checkpoint: run.resume() or "
-            "its button goes on from there with fresh workers, run.stop() ends it"
-        )
-        if told not in getattr(held, "__notes__", ()):
-            held.add_note(told)
-        return held
+    def _hold_error(self, held: Hold) -> Exception:
+        """What holds the run, with what can be done about it."""
+        where = held.where.format(step=self.step)
+        told = f"{self.name} waits {where}: {held.hint}, run.stop() ends it"
+        shorten(held.error)
+        if told not in getattr(held.error, "__notes__", ()):
+            held.error.add_note(told)
+        return held.error
 
     def status(self) -> Status:
         """See `telemetry.Watched.status`."""
@@ -401,8 +448,15 @@ class Run(Kept):
             left_s=self._left_s(),
             badges=self._badges(),
             lines=self._lines(),
-            error=None if self.error is None else str(self.error) or type(self.error).__name__,
+            error=self._told_error(),
+            advice=typed(self.advice),
         )
+
+    def _told_error(self) -> str | None:
+        held = self._control.held
+        if held is not None and held.what:
+            return "\n".join(concise(self._hold_error(held)))
+        return None if self.error is None else str(self.error) or type(self.error).__name__
 
     def _left_s(self) -> float | None:
         if self._total is None or self.over() or self.recorder.count == 0:
@@ -416,13 +470,21 @@ class Run(Kept):
         if self.fallback_reason is not None:
             badges.append(f"fallback to {self.engine_used}: {self.fallback_reason}")
         if (held := self._control.held) is not None:
-            badges.append(f"held: {held}; resume goes on from step {self.step}")
+            told = held.what or f"{held.error}; resume goes on from step {self.step}"
+            badges.append(f"held: {told}")
+        if self._foretold is not None and self.step == 0 and not self.over():
+            badges.append(self._foretold)
         return tuple(badges)
 
     def _lines(self) -> tuple[str, ...]:
         lines = []
         if self.step == 0 and not self.over():
             lines.append(self._doing)
+        since = self._control.reading_since
+        waited_s = 0.0 if since is None else time.perf_counter() - since
+        if waited_s > _SLOW_READ_S and not self.over():
+            where = f"step {self.step + 1}"
+            lines.append(f"waiting for the data of {where} since {waited_s:.0f} s; Stop ends it")
         evaluations = self._evaluations()
         if evaluations:
             before, after = evaluations[0], evaluations[-1]
@@ -448,8 +510,19 @@ class Run(Kept):
         ]
 
     def _drive(self) -> None:
-        """The training thread. However one part ends, the next ones come."""
-        for part in (self._train, self._keep_state, self._conclude):
+        """The training thread."""
+        try:
+            self._train()
+        except BaseException as error:  # noqa: BLE001 - see `_end`
+            if self._control.abandoned:
+                return  # who has abandoned it ends it
+            self._fail(error)
+        self._end()
+
+    def _end(self) -> None:
+        """What comes after training. However one part ends, the next ones come."""
+        self._trained.set()
+        for part in (self._keep_state, self._conclude):
             try:
                 part()
             # SystemExit in the user's code, a disk that is full: whatever is raised is the run's
@@ -463,6 +536,8 @@ class Run(Kept):
             _forget_locals(self.error)
         self._step, self._work = self.step, None
         self._state = self._ended()
+        if self._stopping is not None and self._stopping is not threading.current_thread():
+            self._stopping.join()
         atexit.unregister(self._end_with_python)
         self._over.set()
 
@@ -485,6 +560,7 @@ class Run(Kept):
         self._meter = SAMPLER.start()
         progress.set(self._tell)
         self._event("state", "starting")
+        self._foretell(work.model)
         stepper = self._prepare(self.settings)
         work.course = loop.Course(
             stepper,
@@ -497,6 +573,7 @@ class Run(Kept):
             begin=work.begin,
             prepare=self._prepare,
             keep=self._keep,
+            faults=self._faults,
         )
         work.begin = None
         self._state = "running"
@@ -513,6 +590,15 @@ class Run(Kept):
             self._use(course.settings)
             self._hear(course.stepper)
         self._hear(course.stepper)
+
+    def _foretell(self, model: nn.Module) -> None:
+        """Says before the first step where it will not fit into memory."""
+        if self.settings.workers > 1:
+            return
+        device = training_device(self.settings.device).type
+        self._foretold = fitting.foretold(model, self.settings, device, self._faults.peak_bytes)
+        if self._foretold is not None:
+            self._event("warning", self._foretold)
 
     def _prepare(self, settings: FinetuneSettings) -> Stepper:
         assert self._work is not None

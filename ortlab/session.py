@@ -69,6 +69,8 @@ class Session:
 
     def __init__(self) -> None:
         self.viewers: list[Callable[[Watched | Race | Tune], None]] = []
+        self.waits = False
+        """Whether somebody is there to let a run go on that is held: in a notebook."""
         self.wrapped = wrapping.Wrapped()
         self.runs: list[Run] = []
         self.workers: Workers | None = None
@@ -119,13 +121,15 @@ class Session:
         eval_data: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
         resume_from: str | Path | Checkpoint | None = None,
+        hold: bool | None = None,
         **settings: Any,
     ) -> Run:
         """See `finetune` below."""
-        from ortlab.batching import unevenly
+        from ortlab.batching import of_samples, unevenly
         from ortlab.checkpoint import check_model
         from ortlab.engines.base import engine as engine_called
         from ortlab.engines.base import engine_for, tell
+        from ortlab.faults import Faults
         from ortlab.runs import Run
 
         module = wrapping.check_model("the first argument", model)
@@ -181,11 +185,28 @@ class Session:
                 for settings, size in engine_called(name).kept(module).items()
             }
 
+        def examine(micro_batches: Sequence[Any], settings: FinetuneSettings) -> str:
+            from ortlab.diagnosis import first_bad
+
+            return first_bad(original, function, micro_batches, settings)
+
+        def peak_bytes(settings: FinetuneSettings) -> int | None:
+            from ortlab import whatif
+
+            try:
+                plan, of = self.plan_for(run if shared else module, settings)
+                size = settings.batch_size if of_samples(train) else None
+                return whatif.foreseen(plan, of, settings, batch=size)[0]
+            except (ValueError, MemoryError):  # no graph yet, or none that tells
+                return None
+
+        waits = self.waits if hold is None else hold
         run = Run(
             original,
             prepare,
             train,
             kept=kept,
+            faults=Faults(waits, examine, peak_bytes),
             evaluation=eval_data,
             settings=chosen,
             show=self.show,
@@ -740,6 +761,7 @@ def finetune(
     eval_data: Iterable[Any] | None = None,
     loss: str | LossFunction | None = None,
     resume_from: str | Path | Checkpoint | None = None,
+    hold: bool | None = None,
     **settings: Any,
 ) -> Run:
     """Trains `model` in the background, in place, and returns the `Run` at once.
@@ -750,6 +772,12 @@ def finetune(
     own engine unless ``engine=`` is given. In a notebook ``await run``, in a script
     ``run.result()``; both raise what the run raised.
 
+    With `hold`, as in a notebook, a run is not ended by data that raises, by numbers that are not
+    finite, or by memory that does not suffice: it waits as in a pause, the wait for it raises the
+    error with what to do, and ``run.resume()`` goes on. Without, as in a script, it ends there with
+    the last good weights. Before a first step is done there is nothing to keep, and what is wrong
+    with data or numbers ends it anyhow; so it does where data can be read only once.
+
     `resume_from` is the file of a checkpoint (``run.checkpoint()`` writes one, and each run ends
     with ``checkpoints/final.safetensors`` in its folder): the run goes on there, with the same
     settings where no others are given, on the same data (see `ortlab.batching.batches` for how its
@@ -758,7 +786,13 @@ def finetune(
     damaged or foreign, and for another model, optimizer, order or amount of data.
     """
     return session.finetune(
-        model, train, eval_data=eval_data, loss=loss, resume_from=resume_from, **settings
+        model,
+        train,
+        eval_data=eval_data,
+        loss=loss,
+        resume_from=resume_from,
+        hold=hold,
+        **settings,
     )
 
 

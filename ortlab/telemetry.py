@@ -150,6 +150,7 @@ State = Literal["starting", "running", "paused", "stopping", "stopped", "finishe
 class Status:
     """Where a run is. ``badges`` are what the user must see (a fallback), ``lines`` are details.
 
+    ``advice`` is what lets a run that is held go on, as it is typed; "" where there is none.
     Neither changes with every step: views send them only when they change.
     """
 
@@ -161,6 +162,7 @@ class Status:
     badges: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     error: str | None = None
+    advice: str = ""
 
 
 class Watched(Protocol):

@@ -167,6 +167,7 @@ class TorchStepper:
         except Exception:
             for buffer, before in zip(self._changing, kept, strict=True):
                 buffer.copy_(before)
+            self._forget_gradients()  # what memory did not suffice for may fit without them
             raise
 
     def _step(
@@ -249,9 +250,29 @@ class TorchStepper:
         self._bad = torch.maximum(self._bad, bad.to(self._bad))
         # The attributes by which torch.amp.GradScaler tells a fused optimizer to skip a step.
         self._optimizer.grad_scale = None  # type: ignore[attr-defined]
+        if len(self._optimizer.state) < len(gradients):
+            self._make_room()
         self._optimizer.found_inf = self._bad  # type: ignore[attr-defined]
         self._optimizer.step()
         return grad_norm, None, None
+
+    def _make_room(self) -> None:
+        """Has AdamW allocate what it keeps of each parameter, and change none.
+
+        It does so group by group in its first step (torch 2.13, `_init_group`): where memory does
+        not suffice for the second group, the first one's weights would have changed already, and a
+        parameter in between would have half of its state.
+        """
+        if type(self._optimizer) is not torch.optim.AdamW:
+            return
+        known = set(self._optimizer.state)
+        self._optimizer.found_inf = torch.ones_like(self._bad)  # type: ignore[attr-defined]
+        try:
+            self._optimizer.step()
+        except Exception:
+            for parameter in set(self._optimizer.state) - known:
+                del self._optimizer.state[parameter]
+            raise
 
     def _keep_finite(self, kept: Sequence[torch.Tensor], bad: torch.Tensor) -> None:
         """Gives running statistics back what they were before a `bad` step: one not finite."""

@@ -177,6 +177,7 @@ def _info(title: str, status: Status) -> dict[str, Any]:
         "badges": list(status.badges),
         "lines": list(status.lines),
         "error": status.error,
+        "advice": status.advice,
     }
 
 
@@ -322,6 +323,7 @@ class RunView(anywidget.AnyWidget):
             "pause": self._watched.pause,
             "resume": self._watched.resume,
             "stop": self._watched.stop,
+            "advice": self._follow_advice,
             "hello": self._greeted,
         }
         if content["do"] in actions:
@@ -331,6 +333,12 @@ class RunView(anywidget.AnyWidget):
         self.pump.wake()
         if self._ended.is_set():  # the pump sends no more
             self._send_fresh()
+
+    def _follow_advice(self) -> None:
+        from ortlab.runs import Run
+
+        if isinstance(self._watched, Run):
+            self._watched.resume(**self._watched.advice)
 
     def _greeted(self) -> None:
         self._heard = True

@@ -568,6 +568,7 @@ class Extension:
         shell.Completer.custom_matchers.append(self._matcher)
         shell.events.register("pre_run_cell", self._forget)
         session.viewers.append(self._show)
+        session.waits = True
         session.wrapped.namespace = shell.user_ns
         self._text_formatter().for_type_by_name(*_COMPARISON, _print_comparison)
         if _has_front_end(shell):
@@ -582,6 +583,7 @@ class Extension:
         shell.Completer.custom_matchers.remove(self._matcher)
         shell.events.unregister("pre_run_cell", self._forget)
         session.viewers.remove(self._show)
+        session.waits = False
         while self._live:
             self._live.pop().close()
         session.wrapped.namespace = None

@@ -6,7 +6,7 @@
 //   e  [[step, loss], ...] new evaluation results
 //   c  [[number, step, text, cost in s, samples/s before, after, bytes before, after], ...] changes of
 //      settings, new or with figures that were not known yet (null); a number's last one holds
-//   i  those of {title, badges, lines, error} that changed
+//   i  those of {title, badges, lines, error, advice} that changed; advice: settings to go on with
 //   a  1: the rows, evaluations and changes are the whole series, not an addition
 // and its buffer: float32, row by row. "hello" asks for the whole. The panel's part is in form.js, that
 // of the ranks in ranks.js.
@@ -33,7 +33,7 @@ class Store extends EventTarget {
     super();
     this.model = model;
     this.series = new Series(model.get("columns"));
-    this.info = { title: "", badges: [], lines: [], error: null };
+    this.info = { title: "", badges: [], lines: [], error: null, advice: "" };
     this.progress = null;
     this.asked = null; // what a click asked for, until the kernel's state says so
     this.whole = false;
@@ -136,7 +136,10 @@ class View {
       this.store.ask(paused ? "resume" : "pause", paused ? "resuming…" : "pausing…");
     });
     onClick(this.stop, () => this.store.ask("stop", "stopping…"));
-    if (this.interactive) this.buttons.append(this.pause, this.stop);
+    this.advice = make("button", "ortlab-button ortlab-advice", { type: "button" });
+    this.advice.title = "Go on with these settings";
+    onClick(this.advice, () => this.store.ask("advice", "resuming…"));
+    if (this.interactive) this.buttons.append(this.advice, this.pause, this.stop);
     else {
       this.buttons.className += " ortlab-hint";
       this.buttons.textContent = "stop: the notebook’s ■ button";
@@ -235,7 +238,7 @@ class View {
     this.root.setAttribute("aria-label", `Run ${info.title}`);
     this.badges.replaceChildren(...info.badges.map((text) => {
       const badge = make("span", "ortlab-badge");
-      if (text.startsWith("fallback")) badge.classList.add("ortlab-warn");
+      if (/^(fallback|held)/.test(text)) badge.classList.add("ortlab-warn");
       badge.textContent = text;
       return badge;
     }));
@@ -244,6 +247,8 @@ class View {
       line.textContent = text;
       return line;
     }));
+    this.advice.hidden = !info.advice;
+    this.advice.textContent = `Go on with ${info.advice}`;
     this.error.textContent = info.error ?? "";
     this.error.hidden = !info.error;
   }

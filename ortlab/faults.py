@@ -1,0 +1,70 @@
+"""What need not end a run: which errors, who can let it go on, and what it is told with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from ortlab.engines.base import Batch
+    from ortlab.settings import FinetuneSettings
+
+_SHORT_OF_MEMORY: Final = (
+    "can't allocate memory",  # torch's allocator on a CPU: c10/core/impl/alloc_cpu.cpp
+    "bad_alloc",  # C++, in ORT's messages and torch's
+    "bad allocation",
+    "failed to allocate memory",  # ORT's arena: onnxruntime/core/framework/bfc_arena.cc
+    "out of memory",  # CUDA's own
+    "cannot allocate memory",  # the system's ENOMEM, as in a worker that cannot be forked
+)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What a run does about errors that need not end it.
+
+    With ``waits`` somebody is there who can let it go on, as in a notebook: it then waits where a
+    script's run ends with the error. ``examine`` is given the micro-batches of a step that was not
+    finite, and says where that began; "" where it cannot tell. ``peak_bytes`` predicts what a step
+    takes under settings; None where nothing does.
+    """
+
+    waits: bool = False
+    examine: Callable[[Sequence[Batch], FinetuneSettings], str] = lambda *_: ""
+    peak_bytes: Callable[[FinetuneSettings], int | None] = lambda _: None
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Why a run waits that nobody has paused, and what lets it go on.
+
+    ``where`` and ``hint`` complete "it waits ...: ..."; ``advice`` are the settings to go on with,
+    and ``skips`` says whether it can go on past the data of the step.
+    """
+
+    error: Exception
+    where: str
+    hint: str
+    what: str = ""
+    advice: Mapping[str, Any] = field(default_factory=dict)
+    skips: bool = False
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory of the host or of a device did not suffice, whoever says so."""
+    import torch
+
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        said = str(error).lower()
+        if isinstance(error, RuntimeError | OSError) and any(s in said for s in _SHORT_OF_MEMORY):
+            return True
+        error = error.__cause__
+    return False
+
+
+def typed(advice: Mapping[str, Any]) -> str:
+    """Settings as they are typed: ``lr=1e-05, clip_norm=1.0``."""
+    return ", ".join(f"{name}={value!r}" for name, value in advice.items())

@@ -1,0 +1,111 @@
+"""What of a step fits into memory: said before the first one, and what would fit after all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.memory import free_bytes, memory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ortlab.settings import FinetuneSettings
+
+_MARGIN: Final = 0.01
+"""Of the memory that there is, what a step leaves free."""
+_STATE_WORDS: Final = {"adamw": 2, "lamb": 2, "sgd": 1}
+"""What an optimizer keeps of each number that it trains."""
+
+Peak = Callable[["FinetuneSettings"], "int | None"]
+"""Predicts the bytes of a step under settings, weights and optimizer included; None if unknown."""
+
+
+def available_bytes(device: str) -> int:
+    """What this process may still take of the memory of `device`, "cpu" or "cuda".
+
+    On the host within the limits of its control group and its own address space (RLIMIT_AS).
+    """
+    free = free_bytes(device)
+    if device == "cuda":
+        return free
+    import psutil
+
+    from ortlab.hardware import host_memory
+
+    own = psutil.Process().memory_info()
+    limit = host_memory().limit_bytes
+    rooms = [free] if limit is None else [free, limit - own.rss]
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        most, _ = resource.getrlimit(resource.RLIMIT_AS)
+        rooms += [] if most == resource.RLIM_INFINITY else [most - own.vms]
+    return max(0, min(rooms))
+
+
+def advice(
+    settings: FinetuneSettings, *, own_batches: bool, room_bytes: int, peak_bytes: Peak
+) -> dict[str, Any]:
+    """The settings by name under which a step may fit; nothing where there are none.
+
+    First smaller micro-batches, with as many more of them for a step, so that it has the samples
+    that it had: the largest of which the prediction fits into `room_bytes`, or half as many where
+    nothing predicts. Where batches are the loader's own or of one sample, engine 'ort' can compute
+    activations again.
+    """
+    if not own_batches:
+        smaller = list(_smaller(settings))
+        for change in smaller:
+            found = peak_bytes(settings.replace(**change))
+            if found is None or found <= room_bytes * (1 - _MARGIN):
+                return change
+        if smaller:
+            return smaller[-1]
+    if settings.engine == "ort" and settings.recompute == "off":
+        return {"recompute": "layers"}
+    return {}
+
+
+def _smaller(settings: FinetuneSettings) -> Iterator[dict[str, Any]]:
+    """Micro-batches of which a whole number makes one of now, from half the size down."""
+    now = settings.batch_size
+    for size in range(now // 2, 0, -1):
+        if now % size == 0:
+            yield {"batch_size": size, "accumulation": settings.accumulation * (now // size)}
+
+
+def foretold(
+    model: nn.Module, settings: FinetuneSettings, device: str, peak_bytes: Peak
+) -> str | None:
+    """Why a step of `model` will not fit, before one was made; None where it may.
+
+    By the graph's memory plan where there is one, and else by what is there whatever the batch:
+    weights, gradients and the optimizer's state.
+    """
+    there = sum(p.nbytes for p in model.parameters() if p.device.type == device)
+    whole, what = peak_bytes(settings), "a step, by the memory plan,"
+    if whole is None:
+        weights = sum(p.nbytes for p in model.parameters())
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        whole = weights + trained * (1 + _STATE_WORDS[settings.optimizer])
+        what = f"weights, gradients and {settings.optimizer}'s state alone"
+    room = available_bytes(device) + there
+    if whole <= room:
+        return None
+    return f"{what} take {memory(whole)}, and there are {memory(room)}: it will not fit"
+
+
+def hint(changes: Mapping[str, Any], settings: FinetuneSettings) -> str:
+    """What `changes` that were advised would do, in words."""
+    if "batch_size" in changes:
+        size, times = changes["batch_size"], changes["accumulation"]
+        each = size * times
+        return f"{times} micro-batches of {size} make the same {each} samples of a step"
+    if changes:
+        return "the layers' activations are computed again rather than kept"
+    return (
+        f"nothing smaller is known than this ({settings.batch_size} at a time): free memory, or "
+        "give a Dataset, whose batches can be made smaller"
+    )

@@ -1,0 +1,473 @@
+"""Data, numbers and memory that fail: what is named, what is held, and how a run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+import ortlab
+from ortlab import fitting
+from ortlab.checkpoint import Checkpoint
+from ortlab.diagnosis import first_bad
+from ortlab.engines.base import NotFinite
+from ortlab.faults import out_of_memory
+from ortlab.history import RunFolder
+from ortlab.memory import SAMPLER
+from ortlab.runs import Run
+from ortlab.session import session
+from ortlab.settings import FinetuneSettings
+from ortlab.telemetry import INDEX
+from tests.waiting import until
+
+CHOSEN: dict[str, Any] = {
+    "engine": "eager", "device": "cpu", "loss": "cross_entropy", "batch_size": 4, "epochs": 2,
+    "lr": 0.01,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _tidy(
+    threads_end: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> Iterator[None]:
+    monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
+    yield
+    for run in session.runs:
+        run.stop()
+        run.wait_over(60)
+    assert not SAMPLER.running
+
+
+class Table(Dataset[Any]):
+    """Samples that can be spoiled, mended, and made to hang."""
+
+    def __init__(self, count: int = 48) -> None:
+        self.inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
+        self.bad: set[int] = set()
+        self.hangs: threading.Event | None = None
+        self.read = 0
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        if index in self.bad:
+            raise KeyError("the column is gone")
+        if self.hangs is not None and self.read > 20:
+            assert self.hangs.wait(60)
+        return self.inputs[index], self.inputs[index, :3].argmax()
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+def losses(run: Run) -> list[float]:
+    found: list[float] = run.recorder.rows()[:, INDEX["loss"]].tolist()
+    return found
+
+
+def steps(run: Run) -> list[float]:
+    found: list[float] = run.recorder.rows()[:, INDEX["step"]].tolist()
+    return found
+
+
+def undisturbed(data: Any, **chosen: Any) -> list[float]:
+    run = ortlab.finetune(network(), data, **{**CHOSEN, **chosen})
+    run.result(60)
+    return losses(run)
+
+
+# --- data
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_data_that_raises_holds_the_run_and_mended_goes_on_bit_by_bit(loader: bool) -> None:
+    """Dropout and order and all: as if nothing had been."""
+
+    def given(table: Table) -> Any:
+        return DataLoader(table, batch_size=4, shuffle=True) if loader else table
+
+    expected = undisturbed(given(Table()))
+    table = Table()
+    table.bad = {7}
+    run = ortlab.finetune(network(), given(table), hold=True, **CHOSEN)
+    with pytest.raises(KeyError, match="column is gone") as raised:
+        run.result(60)
+    notes = "\n".join(raised.value.__notes__)
+    assert run.step > 0
+    assert run.state == "paused"
+    assert f"the data failed in step {run.step + 1}, after" in notes
+    assert "of epoch 1" in notes
+    assert f"{run.name} waits at step {run.step}: mend the data" in notes
+    assert ("the Table raised it at index 7" in notes) != loader
+    assert run.status().badges == ("held: the data failed",)
+    assert "mend the data" in (run.status().error or "")
+    table.bad = set()
+    run.resume()
+    assert run.result(60).state == "finished"
+    assert losses(run) == expected
+    assert (run.status().badges, run.status().error) == ((), None)
+
+
+def test_data_that_was_not_mended_holds_again_and_can_be_left_out() -> None:
+    table = Table()
+    table.bad = {7}
+    run = ortlab.finetune(network(), table, hold=True, **CHOSEN)
+    for epoch in (1, 2):
+        for _ in range(2):
+            with pytest.raises(KeyError):
+                run.result(60)
+            at = run.step
+            if _ == 0:
+                run.resume()
+        run.resume(skip=True)
+        assert at >= 12 * (epoch - 1)
+    assert run.result(60).steps == 2 * 12 - 2
+    left_out = [event.text for event in run.recorder.events("note")]
+    assert [text.partition(",")[0] for text in left_out] == ["4 samples are left out"] * 2
+    with pytest.raises(ValueError, match=r"skip=True leaves out samples .* run.resume\(\) goes on"):
+        run.resume(skip=True)
+
+
+def test_a_script_gets_what_the_data_raised_and_where() -> None:
+    table = Table()
+    table.bad = {7}
+    run = ortlab.finetune(network(), table, **CHOSEN)
+    with pytest.raises(KeyError, match="column is gone") as raised:
+        run.result(60)
+    assert run.state == "failed"
+    assert raised.value.__notes__[0] == "the Table raised it at index 7"
+    assert f"in step {run.step + 1}, after {4 * run.step} samples" in raised.value.__notes__[1]
+    assert RunFolder(run.folder).read_checkpoint().position.step == run.step > 0
+
+
+def test_nothing_is_held_before_the_first_step() -> None:
+    table = Table()
+    table.bad = set(range(48))
+    run = ortlab.finetune(network(), table, hold=True, **CHOSEN)
+    with pytest.raises(KeyError):
+        run.result(60)
+    until(run.over)
+    assert run.state == "failed"
+
+
+def test_samples_that_come_at_once_are_named_one_by_one() -> None:
+    class AtOnce(Table):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[index] for index in indices]
+
+    table = AtOnce()
+    table.bad = {9}
+    run = ortlab.finetune(network(), table, **CHOSEN)
+    with pytest.raises(KeyError) as raised:
+        run.result(60)
+    assert "the AtOnce raised it at index 9" in raised.value.__notes__
+
+
+def test_data_that_hangs_is_told_and_stop_ends_the_run() -> None:
+    table = Table()
+    table.hangs = threading.Event()
+    model = network()
+    run = ortlab.finetune(model, table, **CHOSEN)
+    until(lambda: any("waiting for the data of step 6" in each for each in run.status().lines))
+    began = time.monotonic()
+    run.stop()
+    assert run.result(60).state == "stopped"
+    assert time.monotonic() - began < 60  # it does not wait for the data, which hangs on
+    assert run.step == 5
+    kept = RunFolder(run.folder).read_checkpoint()
+    assert all(torch.equal(kept.model[name], value) for name, value in model.state_dict().items())
+    assert any("the data hangs" in event.text for event in run.recorder.events("warning"))
+    table.hangs.set()
+    assert run._thread is not None
+    run._thread.join(60)
+    assert not run._thread.is_alive()
+    assert run.state == "stopped"
+    assert run.error is None
+
+
+class Short:
+    """Tells of ten batches, and gives so many."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = torch.Generator().manual_seed(0)
+        for _ in range(self.count):
+            yield torch.randn(4, 4, generator=drawn), torch.arange(4) % 3
+
+
+def test_data_that_ends_early_holds_the_run_and_goes_on_where_there_is_more() -> None:
+    data = Short(6)
+    run = ortlab.finetune(network(), data, hold=True, **{**CHOSEN, "batch_size": 16})
+    with pytest.raises(RuntimeError, match="epoch 1 of the data ended after 6 of 10 micro-batches"):
+        run.result(60)
+    assert run.step == 6
+    data.count = 10
+    run.resume()
+    assert run.result(60).steps == 20
+    assert losses(run) == undisturbed(Short(10), batch_size=16)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_data_that_just_ends_early_is_the_end_of_the_epoch(hold: bool) -> None:
+    run = ortlab.finetune(network(), Short(6), hold=hold, **{**CHOSEN, "batch_size": 16})
+    if hold:
+        with pytest.raises(RuntimeError, match="ended after 6 of 10"):
+            run.result(60)
+        run.resume()
+    assert run.result(60).steps == 12
+    told = [event.text for event in run.recorder.events("warning")]
+    assert sum("ended after 6 of 10 micro-batches" in text for text in told) == 2
+
+
+@pytest.mark.nightly
+def test_a_loaders_worker_that_is_killed_holds_the_run() -> None:
+    expected = undisturbed(DataLoader(Table(400), batch_size=4, shuffle=True, num_workers=1))
+    loader = DataLoader(Table(400), batch_size=4, shuffle=True, num_workers=1)
+    run = ortlab.finetune(network(), loader, hold=True, **CHOSEN)
+    until(lambda: run.step > 2)
+    run.pause()
+    until(lambda: run.state == "paused")
+    (worker,) = [each for each in psutil.Process().children() if "python" in each.name()]
+    os.kill(worker.pid, signal.SIGKILL)
+    run.resume()
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        run.result(60)
+    run.resume()
+    assert run.result(60).state == "finished"
+    assert losses(run) == expected
+
+
+# --- numbers
+
+
+class Spoiled(nn.Module):
+    """Its second layer gives what is not finite for samples beyond 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 16), Reciprocal(), nn.Linear(16, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        spoiled = self.training & (inputs > 5).any()
+        scores: torch.Tensor = self.last(self.second(self.first(inputs), spoiled))
+        return scores
+
+
+class Reciprocal(nn.Module):
+    def forward(self, inputs: torch.Tensor, spoiled: torch.Tensor) -> torch.Tensor:
+        return inputs / torch.where(spoiled, 0.0, 1.0)
+
+
+def test_numbers_that_fail_are_held_with_the_layer_and_the_last_good_weights() -> None:
+    table, model = Table(), Spoiled()
+    table.inputs.clamp_(-3, 3)
+    table.inputs[7] = 9
+    run = ortlab.finetune(model, table, hold=True, **{**CHOSEN, "epochs": 1})
+    with pytest.raises(NotFinite, match="not finite at step") as raised:
+        run.result(60)
+    notes = "\n".join(raised.value.__notes__)
+    assert "in eager torch the output of second (Reciprocal) is the first that is" in notes
+    good = run.step
+    assert f"{run.name} waits with the weights of step {good}: run.resume(lr=0.001)" in notes
+    assert run.status().advice == "lr=0.001"
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    assert all(torch.isfinite(value).all() for value in weights.values())
+    kept = RunFolder(run.folder)
+    assert torch.equal(Checkpoint.load(run.checkpoint()).model["last.bias"],
+                       weights["last.bias"])  # fmt: skip
+    run.resume(**run.advice)
+    assert run.result(60).steps == 12
+    assert run.current_settings.lr == 0.001
+    found = losses(run)
+    assert [step for step, loss in zip(steps(run), found, strict=True) if math.isnan(loss)
+            or math.isinf(loss)] == [good + 1]  # fmt: skip
+    assert steps(run) == list(range(1, 13))
+    assert not torch.equal(model.state_dict()["last.bias"], weights["last.bias"])
+    assert kept.read_json("run")["state"] == "finished"
+
+
+def test_overflows_of_fp16_that_do_not_end_are_held_and_bf16_goes_on() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = network(), 0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            scores: torch.Tensor = self.inner(inputs * (1.0 if self.calls < 4 else 1e6))
+            return scores
+
+    run = ortlab.finetune(Large(), Table(96), hold=True, precision="fp16", **CHOSEN)
+    with pytest.raises(NotFinite, match="overflows float16") as raised:
+        run.result(60)
+    assert any("eager torch" in note for note in raised.value.__notes__)
+    assert run.advice == {"precision": "bf16"}
+    run.resume(**run.advice)
+    assert run.result(60).state == "finished"
+    assert np.isfinite(losses(run)[-8:]).all()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.two(torch.sqrt(0.0 * self.norm(self.one(inputs))))
+        return scores
+
+
+def test_where_a_step_is_first_not_finite() -> None:
+    settings = FinetuneSettings(engine="eager", device="cpu")
+    inputs, target = torch.randn(6, 4), torch.arange(6) % 3
+
+    def said(model: nn.Module, batch: Any) -> str:
+        return first_bad(model, functional.cross_entropy, [batch], settings)
+
+    model = Layers()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    # The square root of 0 has an infinite slope, and 0 times that is NaN.
+    assert said(model, (inputs, target)) == (
+        "the gradient at the output of norm (BatchNorm1d) is the first that is NaN"
+    )
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    spoiled = inputs.clone()
+    spoiled[4, 1] = math.nan
+    assert said(model, (spoiled, target)) == "the data has NaN in item 1 of the batch, sample 4"
+    assert said(network(), (inputs, target)) == ""
+    with torch.no_grad():
+        model.two.weight[0, 0] = math.inf
+    assert said(model, (inputs, target)) == "the weights are infinite, first in two.weight"
+
+
+# --- memory
+
+
+def test_what_says_that_memory_does_not_suffice() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60)
+    assert out_of_memory(raised.value)
+    with pytest.raises(MemoryError) as raised_by_numpy:
+        np.empty(2**50)
+    assert out_of_memory(raised_by_numpy.value)
+    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not out_of_memory(KeyError("out of memory"))
+
+
+def test_what_would_fit() -> None:
+    settings = FinetuneSettings(engine="ort", batch_size=12, accumulation=2)
+
+    def advised(room: int, *, own: bool = False, **changes: Any) -> dict[str, Any]:
+        return fitting.advice(
+            settings.replace(**changes),
+            own_batches=own,
+            room_bytes=room,
+            peak_bytes=lambda chosen: 100 * chosen.batch_size,
+        )
+
+    assert advised(1000) == {"batch_size": 6, "accumulation": 4}
+    assert advised(405) == {"batch_size": 4, "accumulation": 6}
+    assert advised(10) == {"batch_size": 1, "accumulation": 24}
+    assert advised(1000, own=True) == {"recompute": "layers"}
+    assert advised(1000, batch_size=1) == {"recompute": "layers"}
+    assert advised(1000, own=True, engine="eager") == {}
+
+
+SCARCE = """
+import json, resource, sys, psutil, torch, ortlab
+from torch import nn
+from torch.utils.data import TensorDataset
+torch.set_num_threads(1)
+engine, more = sys.argv[1], int(sys.argv[2])
+layers = [each for _ in range(8) for each in (nn.Linear(256, 256), nn.ReLU())]
+model = nn.Sequential(*layers, nn.Linear(256, 3))
+inputs = torch.randn(16384, 256, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(inputs, inputs[:, :3].argmax(1))
+chosen = dict(engine=engine, device="cpu", loss="cross_entropy")
+few = TensorDataset(*(each[:16] for each in data.tensors))
+ortlab.finetune(model, few, batch_size=4, **chosen).result()
+most = psutil.Process().memory_info().vms + more * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+run = ortlab.finetune(model, data, batch_size=8192, hold=True, **chosen)
+held = []
+while not run.over():
+    try:
+        run.result()
+    except Exception as error:
+        held.append([str(error), error.__notes__, dict(run.advice), run.state])
+        run.resume(**run.advice)
+now = run.current_settings
+print(json.dumps([run.state, run.step, held, now.batch_size * now.accumulation]))
+"""
+
+
+def scarce(engine: str, more_mib: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCARCE, engine, str(more_mib)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    state, step, held, samples = json.loads(done.stdout.splitlines()[-1])
+    assert (state, step, samples) == ("finished", 2, 8192)
+    assert held, "the limit was no limit"
+    for _, notes, advice, waited in held:
+        assert waited == "paused"
+        assert advice["batch_size"] * advice["accumulation"] == 8192
+        assert any("memory did not suffice for step 1" in note for note in notes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
+def test_a_step_that_does_not_fit_is_survived_with_smaller_micro_batches() -> None:
+    scarce("eager", 60)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
+@pytest.mark.parametrize("more_mib", range(50, 70, 2))
+def test_ten_of_ten_are_survived(more_mib: int) -> None:
+    scarce("eager", more_mib)
+
+
+def test_a_model_that_cannot_fit_is_told_before_the_first_step() -> None:
+    settings = FinetuneSettings(engine="eager", device="cpu")
+    with torch.device("meta"):
+        model = nn.Linear(10**6, 10**6)
+    said = fitting.foretold(model, settings, "cpu", lambda _: None)
+    assert said is not None
+    assert "weights, gradients and adamw's state alone take" in said
+    assert fitting.foretold(network(), settings, "cpu", lambda _: None) is None
+    room = fitting.available_bytes("cpu")
+    assert "by the memory plan, take" in (
+        fitting.foretold(network(), settings, "cpu", lambda _: 2 * room) or ""
+    )
