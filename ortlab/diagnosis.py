@@ -11,6 +11,7 @@ from torch import nn
 
 from ortlab.engines import batch as batches
 from ortlab.engines.torch_native import autocast_for
+from ortlab.faults import IN_DATA
 from ortlab.randomness import undisturbed_random
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _in_batch(batch: Batch) -> str:
         what = f"{name!r}" if isinstance(name, str) else f"item {name}"
         bad = ~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1) if tensor.dim() else None
         rows = [] if bad is None else bad.nonzero().flatten().tolist()
-        return f"the data has {_kind(tensor)} in {what} of the batch{_samples(rows)}"
+        return f"{IN_DATA}{_kind(tensor)} in {what} of the batch{_samples(rows)}"
     return ""
 
 

@@ -19,6 +19,9 @@ _SHORT_OF_MEMORY: Final = (
     "cannot allocate memory",  # the system's ENOMEM, as in a worker that cannot be forked
 )
 
+IN_DATA: Final = "the data has "
+"""With this an examination says that a batch itself is not finite."""
+
 
 @dataclass(frozen=True)
 class Faults:

@@ -28,7 +28,7 @@ from ortlab.checkpoint import Checkpoint, Order, Position, Unit
 from ortlab.engines import base
 from ortlab.engines.base import Batch, Cost, NotFinite, RankStep, Stepper, StepperLost, StepResult
 from ortlab.engines.torch_native import training_device
-from ortlab.faults import Faults, Hold, out_of_memory, typed
+from ortlab.faults import IN_DATA, Faults, Hold, out_of_memory, typed
 from ortlab.memory import Memory, Meter, trim
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
@@ -763,6 +763,7 @@ class Course:
 
         They count, as those that a loss scale has skipped; no weight has changed in them.
         """
+        found = ""
         if self.settings.workers == 1:
             try:
                 found = self._faults.examine(group, self.settings)
@@ -781,14 +782,16 @@ class Course:
             f"run.resume({typed(change)}) or its button goes on with that, run.resume() with "
             "what it has; the data of the step is left out"
         )
+        if IN_DATA in found:  # no settings would help
+            change, hint = {}, "run.resume() or its button leaves the data of the step out"
         where = "with the weights of step {step}"
         if not self._held(Hold(error, where, hint, "not finite", change)):
             return False
         taken = self.checkpoint()
         self._recorder.count  # noqa: B018 - what was not finite is known by now
         self._recorder.not_finite_step = None
-        self._rebuild(settings, taken)
         self.step = made
+        self._rebuild(settings, taken)
         span = f"step {first}" if first == made else f"steps {first} to {made}"
         self._tell("note", f"{span} changed no weight; the run goes on after that")
         return True

@@ -249,11 +249,12 @@ def test_data_that_just_ends_early_is_the_end_of_the_epoch(hold: bool) -> None:
 def test_a_loaders_worker_that_is_killed_holds_the_run() -> None:
     expected = undisturbed(DataLoader(Table(400), batch_size=4, shuffle=True, num_workers=1))
     loader = DataLoader(Table(400), batch_size=4, shuffle=True, num_workers=1)
+    before = {*psutil.Process().children()}
     run = ortlab.finetune(network(), loader, hold=True, **CHOSEN)
     until(lambda: run.step > 2)
     run.pause()
     until(lambda: run.state == "paused")
-    (worker,) = [each for each in psutil.Process().children() if "python" in each.name()]
+    (worker,) = {*psutil.Process().children()} - before
     os.kill(worker.pid, signal.SIGKILL)
     run.resume()
     with pytest.raises(RuntimeError, match="DataLoader worker"):
@@ -310,6 +311,18 @@ def test_numbers_that_fail_are_held_with_the_layer_and_the_last_good_weights() -
     assert steps(run) == list(range(1, 13))
     assert not torch.equal(model.state_dict()["last.bias"], weights["last.bias"])
     assert kept.read_json("run")["state"] == "finished"
+
+
+def test_a_batch_that_is_nan_is_named_and_left_out() -> None:
+    table = Table()
+    table.inputs[7, 2] = math.nan
+    run = ortlab.finetune(network(), table, hold=True, **{**CHOSEN, "epochs": 1})
+    with pytest.raises(NotFinite) as raised:
+        run.result(60)
+    assert "the data has NaN in item 1 of the batch, sample" in raised.value.__notes__[0]
+    assert run.advice == {}
+    run.resume()
+    assert run.result(60).steps == 12
 
 
 def test_overflows_of_fp16_that_do_not_end_are_held_and_bf16_goes_on() -> None:

@@ -275,3 +275,37 @@ def test_nothing_is_cut_off_on_a_narrow_page(
         == []
     )
     screenshot("narrow")
+
+
+FAILS = [
+    "%load_ext ortlab\nimport torch, ortlab",
+    "class Ratio(torch.nn.Module):\n"
+    "    def forward(self, inputs):\n"
+    "        return inputs / (inputs.abs().max() < 20)",
+    "inputs = torch.randn(4096, 4)\n"
+    "inputs[7] = 50\n"
+    "data = torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))\n"
+    "model = torch.nn.Sequential(Ratio(), torch.nn.Linear(4, 16), torch.nn.Linear(16, 3))",
+    "run = %ort finetune model data --loss cross_entropy --engine eager --batch-size 4",
+    "print('has', run.state)",
+]
+
+
+def test_a_run_that_is_held_says_why_and_a_click_goes_on(
+    notebook: Opens, page: Page, screenshot: Takes
+) -> None:
+    book = notebook(FAILS)
+    book.start()
+    run = book.view()
+    expect(run.locator(".ortlab-badge")).to_have_text("held: not finite", timeout=60_000)
+    expect(run.locator(".ortlab-state")).to_have_text("paused")
+    error = run.locator(".ortlab-error")
+    expect(error).to_contain_text("the output of 0 (Ratio) is the first that is infinite")
+    expect(error).to_contain_text("run.resume(lr=5e-06)")
+    screenshot("held")
+    book.theme("JupyterLab Dark")
+    page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+    screenshot("held-dark")
+    run.get_by_role("button", name="Go on with lr=5e-06").click()
+    expect(page.locator(".jp-OutputArea img")).to_be_visible(timeout=60_000)
+    screenshot("held-finished")
