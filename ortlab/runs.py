@@ -144,12 +144,11 @@ class Run(Kept):
         """What held before each change, the last one last; an undo takes it away again."""
         self.fixed: Mapping[str, str] = loop.fixed(batches)
         """The settings that `apply` cannot change, whatever the value, each with the reason."""
-        self._work: _Work | None = _Work(model, prepare, batches, held_out, begin)
+        self._work: _Work | None = _Work(model, prepare, batches, held_out, faults, begin)
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
         self._show = show
         self._kept = kept
-        self._faults = faults
         self._foretold: str | None = None
         self._stopping: threading.Thread | None = None
         self._control = Control()
@@ -560,7 +559,7 @@ class Run(Kept):
         self._meter = SAMPLER.start()
         progress.set(self._tell)
         self._event("state", "starting")
-        self._foretell(work.model)
+        self._foretell(work)
         stepper = self._prepare(self.settings)
         work.course = loop.Course(
             stepper,
@@ -573,7 +572,7 @@ class Run(Kept):
             begin=work.begin,
             prepare=self._prepare,
             keep=self._keep,
-            faults=self._faults,
+            faults=work.faults,
         )
         work.begin = None
         self._state = "running"
@@ -591,12 +590,13 @@ class Run(Kept):
             self._hear(course.stepper)
         self._hear(course.stepper)
 
-    def _foretell(self, model: nn.Module) -> None:
+    def _foretell(self, work: _Work) -> None:
         """Says before the first step where it will not fit into memory."""
         if self.settings.workers > 1:
             return
         device = training_device(self.settings.device).type
-        self._foretold = fitting.foretold(model, self.settings, device, self._faults.peak_bytes)
+        peak_bytes = work.faults.peak_bytes
+        self._foretold = fitting.foretold(work.model, self.settings, device, peak_bytes)
         if self._foretold is not None:
             self._event("warning", self._foretold)
 
@@ -769,6 +769,7 @@ class _Work:
     prepare: Callable[[FinetuneSettings], Stepper]
     train: batching.Batches
     evaluation: batching.Batches | None
+    faults: Faults
     begin: Checkpoint | None = None
     course: loop.Course | None = None
     heard: Stepper | None = None
