@@ -282,6 +282,7 @@ def test_interrupting_await(
 ) -> None:
     """asyncio.run makes of an interrupt what ipykernel does: it cancels the outermost task."""
     run = made(tmp_path, epochs=10_000).start()
+    until(lambda: run.step > 0)
 
     async def cell() -> None:
         await interrupted(run if limit_s is None else asyncio.wait_for(run, limit_s))
