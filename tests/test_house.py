@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import ortlab
+from tests import reference
 from tests.conftest import LONG
 from tests.readme import (
     INDEX,
@@ -227,6 +229,17 @@ def test_generated_tables_are_current() -> None:
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse words help as Python 3.11's")
 def test_the_pages_of_commands_are_current() -> None:
     assert stored_pages() == pages(), "run: python -m tests.readme"
+
+
+def test_what_is_public_says_what_it_is() -> None:
+    """All that has a place on the pages of the API."""
+    assert reference.without_docstring() == []
+    text = "".join(reference.pages().values())
+    assert "### Run.apply" in text, "methods of results"
+    assert "RunResult:\n    state: State\n    steps: int" in text, "fields of dataclasses"
+    assert set(reference.MODULES) < reference.NOT_DOCUMENTED
+    named = [name for name in ortlab.__all__ if name not in reference.NOT_DOCUMENTED]
+    assert [name for name in named if f"## ortlab.{name}\n" not in text] == []
 
 
 def test_readme_commands_exist() -> None:
