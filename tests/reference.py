@@ -143,8 +143,7 @@ def _described(found: Documented, made: str = "") -> list[str]:
 def _signature(found: Documented) -> str:
     if isinstance(found, griffe.Attribute):
         kind = "" if found.annotation is None else f": {found.annotation}"
-        value = "" if found.value is None or len(str(found.value)) > 60 else f" = {found.value}"
-        return f"{found.name}{kind}{'' if 'property' in found.labels else value}"
+        return f"{found.name}{kind}"
     if isinstance(found, griffe.Class):
         fields = found.parameters if "dataclass" in found.labels else ()
         told = [f"{each.name}: {each.annotation}" for each in fields if each.name != "self"]
