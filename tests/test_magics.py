@@ -18,6 +18,7 @@ from traitlets.config import Config
 import ortlab
 from ortlab import compat
 from ortlab.engines import cache
+from ortlab.notebook import completion
 from ortlab.session import session
 from tests.past_runs import kept
 from tests.waiting import until
@@ -815,7 +816,7 @@ def test_a_trainer_s_run_is_paused_and_stopped_by_name(ip: Typist, tmp_path: Pat
     ip("thread.start()")
     until(lambda: bool(session.trainers) and session.trainers[-1].recorder.count > 2)
     run = session.trainers[-1]
-    assert run.name in ip.completions("%ort stop ")
+    assert run.name in completion.Names(ip.shell).of("run")
     assert ip("%ort pause").startswith(f"{run.name} pauses after the step in flight")
     assert run.status().state == "paused"
     assert ip(f"%ort resume {run.name}") == f"{run.name} goes on\n"
