@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
     from ortlab.hardware import Fact
+    from ortlab.hf.following import TrainerRun
     from ortlab.past.comparison import RunComparison
     from ortlab.past.kept import Kept
     from ortlab.past.listing import History
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 """A batch, whatever a loader gives."""
 S = TypeVar("S", "Race", "Tune")
+R = TypeVar("R", "Run", "TrainerRun")
 
 _AT_WORK: Final = ("starting", "running", "stopping")
 
@@ -73,6 +75,8 @@ class Session:
         """Whether somebody is there to let a run go on that is held: in a notebook."""
         self.wrapped = wrapping.Wrapped()
         self.runs: list[Run] = []
+        self.trainers: list[TrainerRun] = []
+        """The runs of Hugging Face's Trainers in this process, the last one last."""
         self.workers: Workers | None = None
         # What each run trains, by engine; the run itself keeps it alive as long as it trains.
         self._executed: weakref.WeakKeyDictionary[
@@ -309,7 +313,8 @@ class Session:
 
     def _at_work(self) -> list[str]:
         """The runs that train just now."""
-        return [run.name for run in self.runs if run.state in _AT_WORK]
+        going = [run.name for run in self.runs if run.state in _AT_WORK]
+        return going + [run.name for run in self.trainers if run.status().state in _AT_WORK]
 
     def _preferring(self, model: nn.Module) -> Prefer:
         """What has settings hold for `model`, which it does not keep alive."""
@@ -402,6 +407,19 @@ class Session:
         if name not in named:
             raise ValueError(f"no run is called {name!r}: {unknown_name(name, named)}")
         return named[name]
+
+    def under_way(self, name: str | None = None) -> Run | TrainerRun:
+        """The run called `name`, a Trainer's too; without one the last that goes on, or that was.
+
+        Where both kinds go on it is `last_run`. ValueError when there is none.
+        """
+        if name is not None:
+            named = {run.name: run for run in self.trainers}
+            return named[name] if name in named else self.run(name)
+        going = [run for run in self.trainers if not run.over()]
+        if self.last_run is None and self.trainers:
+            return self.trainers[-1]
+        return going[-1] if going and self.run().over() else self.run()
 
     def profile(self, model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
         """See `profile` below."""
@@ -497,7 +515,7 @@ class Session:
 
     def _check_free(self, model: nn.Module) -> None:
         """Two runs must not move the same weights."""
-        run = self.training(model)
+        run = self.training(model) or _moves(self.trainers, model)
         if run is not None:
             raise ValueError(
                 f"{run.name} is training this model; await it, or stop it "
@@ -506,12 +524,7 @@ class Session:
 
     def training(self, model: nn.Module) -> Run | None:
         """The run that moves weights of `model`, or will when it goes on."""
-        weights = {id(p) for p in model.parameters() if p.requires_grad}
-        for run in self.runs:
-            busy = None if run.over() else run.model
-            if busy is not None and any(id(p) in weights for p in busy.parameters()):
-                return run
-        return None
+        return _moves(self.runs, model)
 
     def history(self, **settings: Any) -> History:
         """See `list_runs` below."""
@@ -548,6 +561,16 @@ _FACT_COLUMNS: Final[tuple[Column[Fact], ...]] = (
     Column("", lambda fact: fact.what),
     Column("here", lambda fact: fact.found),
 )
+
+
+def _moves(runs: Iterable[R], model: nn.Module) -> R | None:
+    """The one of `runs` that goes on and trains weights of `model`."""
+    weights = {id(p) for p in model.parameters() if p.requires_grad}
+    for run in runs:
+        busy = None if run.over() else run.model
+        if busy is not None and any(id(p) in weights for p in busy.parameters()):
+            return run
+    return None
 
 
 def _begin(resume_from: str | Path | Checkpoint | None) -> Checkpoint | None:

@@ -2,8 +2,9 @@
 
 ``python -m tests.readme`` writes the tables of settings into README.md anew, and those of speed
 from the benchmark that `ortlab bench engines --json tests/bench/results/engines.json` stores. The
-index of the tutorials, notebooks/README.md, it makes of how they begin, and a page for each command
-in notebooks/reference/ of what its parser says of it.
+index of the tutorials, notebooks/README.md, it makes of how they begin, a page for each command in
+notebooks/reference/ of what its parser says of it, and those of the Python API, in api/ there, of
+the docstrings.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ortlab import cli
 from ortlab.bench.result import EngineBench
 from ortlab.notebook.commands import COMMANDS
 from ortlab.settings import Declaration, EngineSettings, FinetuneSettings
+from tests import reference
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -58,7 +60,7 @@ def index() -> str:
 
 
 def pages() -> dict[str, str]:
-    """A page for each command of ``ortlab`` and of ``%ort``, by name: its help.
+    """A page for each command of ``ortlab`` and of ``%ort``, by name: its help; and the API's.
 
     As Python 3.11 writes it, at 80 columns.
     """
@@ -72,12 +74,15 @@ def pages() -> dict[str, str]:
         page = command.removeprefix("%").replace(" ", "-") + ".md"
         made[page] = f"# {command}\n\n```text\n{text.rstrip()}\n```\n"
         lines.append(f"- [`{command}`]({page})")
-    return {"README.md": "\n".join([*lines, ""]), **made}
+    lines += ["", "[The Python API](api/README.md) has pages of its own."]
+    api = {f"api/{name}": text for name, text in reference.pages().items()}
+    return {"README.md": "\n".join([*lines, ""]), **made, **api}
 
 
 def stored_pages() -> dict[str, str]:
     """What lies in notebooks/reference/."""
-    return {path.name: path.read_text() for path in PAGES.iterdir()}
+    files = (path for path in PAGES.rglob("*") if path.is_file())
+    return {str(path.relative_to(PAGES)): path.read_text() for path in files}
 
 
 def _helps(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
@@ -158,8 +163,9 @@ if __name__ == "__main__":
             f"README.md has no marks for {', '.join(unmarked)}: <!-- x --> and <!-- end of x -->"
         )
     INDEX.write_text(index())
+    written = pages()
     shutil.rmtree(PAGES, ignore_errors=True)
-    PAGES.mkdir()
-    for name, text in pages().items():
+    (PAGES / "api").mkdir(parents=True)
+    for name, text in written.items():
         (PAGES / name).write_text(text)
     README.write_text(TABLES.sub(lambda m: m.group(1) + made[m.group(2)], README.read_text()))

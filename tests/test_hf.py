@@ -344,8 +344,6 @@ def test_charts_take_the_progress_bars_place(
 
 def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path)
-    with pytest.raises(ValueError, match=r"zero_stage=2: a Trainer's ZeRO is DeepSpeed's"):
-        hf.Trainer(bert(), args, zero_stage=2)
     with pytest.raises(ValueError, match=r"precision='bf16' with engine='eager'.*bf16=True"):
         hf.Trainer(bert(), args, engine="eager", precision="bf16")
     with pytest.raises(ValueError, match=r"wrapped already \(engine 'ort'\); give recompute to"):

@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+import ortlab
+from tests import reference
+from tests.browser import pictures
 from tests.conftest import LONG
 from tests.readme import (
     INDEX,
@@ -229,6 +233,17 @@ def test_the_pages_of_commands_are_current() -> None:
     assert stored_pages() == pages(), "run: python -m tests.readme"
 
 
+def test_what_is_public_says_what_it_is() -> None:
+    """All that has a place on the pages of the API."""
+    assert reference.without_docstring() == []
+    text = "".join(reference.pages().values())
+    assert "### Run.apply" in text, "methods of results"
+    assert "RunResult:\n    state: State\n    steps: int" in text, "fields of dataclasses"
+    assert set(reference.MODULES) < reference.NOT_DOCUMENTED
+    named = [name for name in ortlab.__all__ if name not in reference.NOT_DOCUMENTED]
+    assert [name for name in named if f"## ortlab.{name}\n" not in text] == []
+
+
 def test_readme_commands_exist() -> None:
     readme = README.read_text()
     makefile = (ROOT / "Makefile").read_text()
@@ -241,11 +256,19 @@ def test_readme_commands_exist() -> None:
         assert helped.returncode == 0, f"ortlab {command}: {helped.stderr}"
 
 
-def test_readme_pictures_are_stored() -> None:
-    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README.read_text())
-    assert pictures, "README.md shows no screenshot"
-    for picture in pictures:
-        assert picture in tracked(), picture
+def test_readme_pictures_are_those_that_are_taken() -> None:
+    """Each is stored, small, of a page's width at most, and one of `pictures.PICTURES`."""
+    shown = re.findall(r"!\[[^\]]{30,}\]\(([^)]+)\)", README.read_text())
+    assert README.read_text().count("![") == len(shown), "each says what is to be seen"
+    taken = [f"notebooks/images/{name}.png" for name in pictures.PICTURES]
+    assert sorted(shown) == sorted(taken), "run: python -m tests.browser.pictures"
+    assert tracked("notebooks/images") == sorted(taken)
+    for name in taken:
+        file = ROOT / name
+        assert file.stat().st_size < pictures.MOST_BYTES, name
+        with Image.open(file) as picture:
+            assert picture.format == "PNG"
+            assert pictures.WIDTH // 2 < picture.width <= pictures.WIDTH, name
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

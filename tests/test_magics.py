@@ -18,8 +18,10 @@ from traitlets.config import Config
 import ortlab
 from ortlab import compat
 from ortlab.engines import cache
+from ortlab.notebook import completion
 from ortlab.session import session
 from tests.past_runs import kept
+from tests.waiting import until
 
 PRELUDE = """
 import torch
@@ -99,6 +101,10 @@ def ip(capsys: pytest.CaptureFixture[str]) -> Iterator[Typist]:
         run.stop()
         assert run.wait_over(60)
     session.runs.clear()
+    for trainers in session.trainers:
+        trainers.stop()
+        assert trainers.wait_over(60)
+    session.trainers.clear()
     for entry in session.wrapped.entries:
         assert entry.wrapper is not None
         ortlab.unwrap(entry.wrapper)
@@ -789,3 +795,59 @@ def test_runs_are_written_for_tensorboard(ip: Typist, history: Path) -> None:
     assert [path.name for path in board.iterdir()] == ["run-2"]
     assert "is there already" in ip.refused(f"%ort runs --tensorboard '{board}'")
     assert [path.name for path in board.iterdir()] == ["run-2"], "some were written, some not"
+
+
+TRAINER = """
+import threading, torch
+from transformers import TrainingArguments
+from ortlab import hf
+from tests import tiny
+rows = [{"input_ids": torch.full((6,), n), "labels": n % 2} for n in range(32)]
+args = TrainingArguments(
+    FOLDER, max_steps=100_000, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
+trainer = hf.Trainer(tiny.bert(), args, train_dataset=rows, engine="eager")
+thread = threading.Thread(target=trainer.train)
+"""
+
+
+def test_a_trainer_s_run_is_paused_and_stopped_by_name(ip: Typist, tmp_path: Path) -> None:
+    """It goes on in a thread, as `train_async` has it; what a Trainer cannot do is refused."""
+    ip(TRAINER.replace("FOLDER", repr(str(tmp_path))))
+    ip("thread.start()")
+    until(lambda: bool(session.trainers) and session.trainers[-1].recorder.count > 2)
+    run = session.trainers[-1]
+    assert run.name in completion.Names(ip.shell).of("run")
+    assert ip("%ort pause").startswith(f"{run.name} pauses after the step in flight")
+    assert run.status().state == "paused"
+    assert ip(f"%ort resume {run.name}") == f"{run.name} goes on\n"
+    assert run.status().state == "running"
+    own = f"{run.name} is a Trainer's run: "
+    assert ip.refused("%ort apply --lr 1e-4") == own + "stop it, and train with other arguments"
+    assert ip.refused("%ort undo") == own + "its arguments hold to its end"
+    assert ip.refused("%ort checkpoint").startswith(own)
+    ip("net = trainer.model")
+    refused = ip.refused("%ort finetune net rows --engine eager")
+    assert f"{run.name} is training this model" in refused, "both would move its weights"
+    ip("other = trainer.run")
+    ip("%ort stop other")
+    ip("thread.join()")
+    assert run.status().state == "stopped"
+    assert ip.refused("%ort stop").startswith(f"{run.name} is over (stopped) after ")
+
+
+def test_a_trainer_in_the_main_thread_has_no_pause(ip: Typist, tmp_path: Path) -> None:
+    """Nothing could let it go on; it is asked from a callback, while it trains."""
+    ip(TRAINER.replace("FOLDER", repr(str(tmp_path))).replace("100_000", "2"))
+    ip(
+        "from transformers import TrainerCallback\n"
+        "said = []\n"
+        "class Asks(TrainerCallback):\n"
+        "    def on_step_end(self, *told, **held):\n"
+        "        try:\n"
+        "            get_ipython().run_line_magic('ort', 'pause')\n"
+        "        except Exception as error:\n"
+        "            said.append(str(error))\n"
+        "trainer.add_callback(Asks)\n"
+        "trainer.train()"
+    )
+    assert [each.split("; ")[1] for each in ip["said"]] == ["await trainer.train_async()"] * 2

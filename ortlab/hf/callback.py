@@ -60,6 +60,7 @@ class OrtLabCallback(TrainerCallback):
             arguments=_arguments(args),
             name=self._name,
         )
+        session.trainers.append(self.run)
         atexit.register(self._with_python)
         if _is_idle_fp16(args):
             self.run.tell("warning", f"fp16=True has no effect: {FP16_ON_CPU}")
@@ -142,7 +143,10 @@ def _settings(model: nn.Module, args: TrainingArguments, state: TrainerState) ->
         "warmup_steps": args.get_warmup_steps(state.max_steps),
         "clip_norm": float(args.max_grad_norm) or None,
         "seed": args.seed,
+        "workers": args.world_size,
     }
+    if (zero := getattr(args, "hf_deepspeed_config", None)) is not None:
+        chosen["zero_stage"] = zero.get_value("zero_optimization.stage", 0)
     if optimizer in _OPTIMIZERS:
         chosen["optimizer"] = _OPTIMIZERS[optimizer]
     if schedule in _SCHEDULES:

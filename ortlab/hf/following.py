@@ -6,6 +6,7 @@ import datetime
 import math
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,7 @@ class TrainerRun(Kept):
         self.error: BaseException | None = None
         """What ``train`` raised, as far as it was told."""
         self._kind = model.__class__.__name__
+        self._model = weakref.ref(model)
         self._engine = execution_of(model) if is_wrapped(model) else None
         self._engine_asked = str(settings["engine"])
         self._before = self._report = self._now()
@@ -118,6 +120,11 @@ class TrainerRun(Kept):
     def title(self) -> str:
         """What stands above the charts."""
         return f"{self.name}: {self._kind} in a Trainer on {self.engine_used}"
+
+    @property
+    def model(self) -> nn.Module | None:
+        """What it trains, as long as somebody holds it."""
+        return self._model()
 
     @property
     def engine_used(self) -> str:

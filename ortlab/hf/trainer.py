@@ -6,10 +6,12 @@ import contextvars
 import threading
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
+from ortlab.hf import zero
 from ortlab.hf.callback import FP16_ON_CPU, OrtLabCallback
 from ortlab.interrupts import until
 from ortlab.session import session
@@ -30,10 +32,16 @@ class Trainer(transformers.Trainer):
     model that is wrapped already stays as it is. In a notebook with the extension loaded the charts
     take the progress bar's place.
 
+    ``zero_stage``, 1 to 3, shares out the optimizer's state, the gradients, the weights between the
+    processes of ``torchrun``, by DeepSpeed (see `ortlab.hf.zero`): 1 and 2 in engines ``ort`` and
+    ``eager``, 3 in ``eager``. On several processes the loss of a model that takes no notice of
+    ``num_items_in_batch`` stays the mean, which transformers would multiply by their number.
+
     ValueError for what cannot go together: settings for a model that is wrapped already, a
     ``precision`` with an engine of torch's (there ``bf16=True`` of TrainingArguments is the way),
-    ``torch_compile=True`` with engine ``ort``, ``fp16=True`` on a CPU,
-    ``zero_stage`` (the Trainer's is DeepSpeed's).
+    ``torch_compile=True`` with engine ``ort``, ``fp16=True`` on a CPU, ``zero_stage`` in a single
+    process, with an optimizer that does not step element by element, or with a checkpoint to go
+    on from.
     """
 
     def __init__(
@@ -45,11 +53,8 @@ class Trainer(transformers.Trainer):
     ) -> None:
         declared = EngineSettings.declarations()
         given = {name: keywords.pop(name) for name in list(keywords) if name in declared}
-        if stage := keywords.pop("zero_stage", None):
-            raise ValueError(
-                f"zero_stage={stage!r}: a Trainer's ZeRO is DeepSpeed's, with processes of its "
-                "launcher: TrainingArguments(deepspeed=...); or ortlab.finetune with workers"
-            )
+        self._stage = zero.check_stage(keywords.pop("zero_stage", 0))
+        self._is_count_checked = False
         self._settings = EngineSettings.of({"engine": "ort", **given})
         if self._settings.engine == "ort" and args is not None and args.torch_compile:
             raise ValueError(
@@ -64,6 +69,10 @@ class Trainer(transformers.Trainer):
                 f"precision={self._settings.precision!r} with engine={self._settings.engine!r}: "
                 "give TrainingArguments bf16=True or fp16=True"
             )
+        if self._stage:
+            entry = None if model is None else session.wrapped.entry(model)
+            own = self._settings if entry is None else entry.settings
+            args = zero.arguments(self._stage, args, own)
         if model is not None:
             model = self._wrapped(model, given)
         super().__init__(model, args, *more, **keywords)
@@ -90,8 +99,37 @@ class Trainer(transformers.Trainer):
         """See `transformers.Trainer.call_model_init`; the model is wrapped."""
         return self._wrapped(super().call_model_init(trial), {})
 
+    def create_optimizer(self, *args: Any, **keywords: Any) -> torch.optim.Optimizer:
+        """See `transformers.Trainer.create_optimizer`; checked where ZeRO cuts tensors up."""
+        found = super().create_optimizer(*args, **keywords)
+        if self._stage:
+            zero.check_optimizer(self._stage, found)
+        return found
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """See `transformers.Trainer.compute_loss`; the mean also where several processes train."""
+        if (
+            not self._is_count_checked
+            and num_items_in_batch is not None
+            and self.accelerator.num_processes > 1
+        ):
+            self._is_count_checked = True
+            if self._ignores_count(model, inputs, num_items_in_batch):
+                # The Trainer then divides by the micro-batches itself, and multiplies by nothing.
+                self.model_accepts_loss_kwargs = False
+                num_items_in_batch = None
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
     def train(self, *args: Any, **keywords: Any) -> TrainOutput:
         """See `transformers.Trainer.train`; the run's state says how it ended."""
+        if self._stage and (args[:1] or keywords.get("resume_from_checkpoint")):
+            zero.refuse_checkpoint(self._stage, "resume_from_checkpoint")
         try:
             return super().train(*args, **keywords)
         except BaseException as error:
@@ -128,6 +166,26 @@ class Trainer(transformers.Trainer):
         if raised:
             raise raised[0]
         return found[0]
+
+    def _ignores_count(self, model: nn.Module, inputs: dict[str, Any], count: Any) -> bool:
+        """Whether the loss of `model` is one to `zero.ignores_count`: two evaluations tell."""
+        if not self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
+            return False
+        module = self.accelerator.unwrap_model(model)
+        entry = session.wrapped.entry(module)
+        module = module if entry is None else entry.engine.unwrap(module)
+        modes = [(each, each.training) for each in module.modules()]
+        module.eval()  # no dropout, no statistics
+        try:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                once, twice = (
+                    module(**inputs, num_items_in_batch=items) for items in (count, 2 * count)
+                )
+        finally:
+            for each, mode in modes:
+                each.training = mode
+        losses = (each["loss"] if isinstance(each, dict) else each[0] for each in (once, twice))
+        return zero.ignores_count(*(float(loss) for loss in losses))
 
     def _wrapped(self, model: nn.Module, given: dict[str, Any]) -> nn.Module:
         entry = session.wrapped.entry(model)

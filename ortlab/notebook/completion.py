@@ -56,6 +56,7 @@ class Names:
             return ["stop"]
         if kind == "run":
             runs = [run.name for run in session.runs if not run.over()]
+            runs += [run.name for run in session.trainers if not run.over()]
             return runs + [search.name for search in session.searches if not search.over()]
         if kind == "kept":
             return [entry.name for entry in reversed(index.entries())]

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
     from ortlab.hardware import Fact
+    from ortlab.hf.following import TrainerRun
     from ortlab.notebook.charts import Live
     from ortlab.past.comparison import RunComparison
     from ortlab.past.listing import History
@@ -52,6 +53,15 @@ if TYPE_CHECKING:
     from ortlab.telemetry import Watched
 
 S = TypeVar("S")
+
+
+def _no_trainer(run: Run | TrainerRun, otherwise: str) -> Run:
+    """The `run`, which is no Trainer's; ValueError says what there is `otherwise`."""
+    from ortlab.runs import Run
+
+    if not isinstance(run, Run):
+        raise ValueError(f"{run.name} is a Trainer's run: {otherwise}")
+    return run
 
 
 @dataclass(frozen=True)
@@ -258,9 +268,9 @@ class OrtMagics(Magics):
         name, data = given.words["target"], given.words["data"]
         value = None if name is None else self._ip.user_ns.get(name)
         if not is_model(value):
-            if name is not None and session.last_run is None:
+            if name is not None and session.last_run is None and not session.trainers:
                 model_called(name, self._ip.user_ns)
-            show(Panel(self._run(name)))
+            show(Panel(_no_trainer(self._run(name), "a panel is for ortlab.finetune's")))
             return
         busy = session.training(value)
         if busy is not None:
@@ -280,16 +290,17 @@ class OrtMagics(Magics):
     def _apply(self, given: Given) -> None:
         if not given.settings:
             raise UsageError("%ort apply: name a setting, as in %ort apply --lr 1e-4")
-        run = self._run_alive(given)
+        run = _no_trainer(self._run_alive(given), "stop it, and train with other arguments")
         run.apply(**given.settings)
         names = ", ".join(given.settings)
         print(f"{run.name} takes {names} after the step in flight; %ort undo goes back")
 
     def _checkpoint(self, given: Given) -> Path:
-        return self._run(given.words["run"]).checkpoint(given.words["to"])
+        run = _no_trainer(self._run(given.words["run"]), "TrainingArguments(save_steps=...) saves")
+        return run.checkpoint(given.words["to"])
 
     def _undo(self, given: Given) -> None:
-        run = self._run_alive(given)
+        run = _no_trainer(self._run_alive(given), "its arguments hold to its end")
         run.undo()
         print(f"{run.name} goes back to what held before the last change, after the step in flight")
 
@@ -328,6 +339,10 @@ class OrtMagics(Magics):
 
     def _pause(self, given: Given) -> None:
         run = self._run_alive(given)
+        if not run.interactive:
+            raise ValueError(
+                f"{run.name} holds the main thread and cannot pause; await trainer.train_async()"
+            )
         run.pause()
         print(f"{run.name} pauses after the step in flight; %ort resume lets it go on")
 
@@ -454,17 +469,19 @@ class OrtMagics(Magics):
         going = (search for search in session.searches if not search.over())
         return next((s for s in going if name is None or s is value or s.name == name), None)
 
-    def _run_alive(self, given: Given) -> Run:
+    def _run_alive(self, given: Given) -> Run | TrainerRun:
         """The run that was named, by its own name or the user's; ValueError when it is over."""
         run = self._run(given.words["run"])
         if run.over():
-            raise ValueError(f"{run.name} is over ({run.state}) after {run.step} steps")
+            status = run.status()
+            raise ValueError(f"{run.name} is over ({status.state}) after {status.step} steps")
         return run
 
-    def _run(self, name: str | None) -> Run:
+    def _run(self, name: str | None) -> Run | TrainerRun:
         """The run of that name, its own or the user's; without one the last."""
         value = None if name is None else self._ip.user_ns.get(name)
-        return next((run for run in session.runs if run is value), None) or session.run(name)
+        known = (*session.runs, *session.trainers)
+        return next((run for run in known if run is value), None) or session.under_way(name)
 
     def _value(self, kind: str, name: str) -> Any:
         if name not in self._ip.user_ns:

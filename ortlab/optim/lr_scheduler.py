@@ -76,14 +76,22 @@ class _WarmupScheduler(abc.ABC):
 
 
 class ConstantWarmupLRScheduler(_WarmupScheduler):
-    """The same learning rate after a warm-up."""
+    """The same learning rate after a warm-up, in which it rises in equal parts from 0.
+
+    `warmup` is a share of `total_steps`, which are optimizer steps; ValueError for one below 0 or
+    not below 1.
+    """
 
     def _after(self, step: int, lr: float) -> float:  # noqa: ARG002
         return 1.0
 
 
 class CosineWarmupLRScheduler(_WarmupScheduler):
-    """Down a cosine; its default of half a wave (`cycles`) ends at 0."""
+    """Down a cosine of `cycles` waves after the warm-up; the default of half a wave ends at 0.
+
+    `total_steps` and `warmup` are those of `ConstantWarmupLRScheduler`; ValueError for `cycles` of
+    0 and less.
+    """
 
     def __init__(self, total_steps: int, cycles: float = 0.5, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
@@ -96,14 +104,21 @@ class CosineWarmupLRScheduler(_WarmupScheduler):
 
 
 class LinearWarmupLRScheduler(_WarmupScheduler):
-    """Down in equal parts to 0."""
+    """Down in equal parts to 0 after the warm-up.
+
+    `total_steps` and `warmup` are those of `ConstantWarmupLRScheduler`.
+    """
 
     def _after(self, step: int, lr: float) -> float:  # noqa: ARG002
         return max(0.0, 1.0 - self._done(step))
 
 
 class PolyWarmupLRScheduler(_WarmupScheduler):
-    """Down a polynomial of degree `power` to `lr_end`."""
+    """Down a polynomial of degree `power` to the learning rate `lr_end`, after the warm-up.
+
+    `total_steps` and `warmup` are those of `ConstantWarmupLRScheduler`. ValueError where `lr_end`
+    or `power` is negative, and at a step where `lr_end` is not below the optimizer's rate.
+    """
 
     def __init__(
         self, total_steps: int, lr_end: float = 1e-7, power: float = 1.0, warmup: float = 0.002
