@@ -369,6 +369,8 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
         assert steps(each) == list(range(1, 13))
         assert losses(each) == pytest.approx(losses(whole), rel=1e-8)
     assert losses(run)[6:] == losses(whole)[6:]
+    evaluated = [event.step for event in run.recorder.events("eval")]
+    assert evaluated == [0, 2, 4, 6, 8, 10, 12], "each once"
     assert run.result().best == whole.result().best
     assert step_of(run.folder, "best") == step_of(whole.folder, "best")
     told = [event.text for event in run.recorder.events("note")]
