@@ -89,7 +89,7 @@ class Deadly(Dataset[Any]):
 
 
 def _begin(home: Path) -> None:
-    faulthandler.dump_traceback_later(60, exit=True)  # where a process hangs is seen in the test
+    faulthandler.dump_traceback_later(240, exit=True)  # where a process hangs is seen in the test
     os.environ["ORTLAB_HOME"] = str(home)
     torch.set_num_threads(1)
 
@@ -128,7 +128,7 @@ def _process(target: Any, *arguments: Any) -> int | None:
     _PROCESSES.set_forkserver_preload(["tests.killing", "ortlab.runs", "ortlab.engines.ortmodule"])
     process = _PROCESSES.Process(target=target, args=arguments)
     process.start()
-    process.join(120)
+    process.join(300)
     if process.exitcode is None:
         process.kill()
     return process.exitcode
