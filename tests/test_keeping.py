@@ -235,9 +235,10 @@ def on_a_full_disk(disk: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         filler.write_bytes(bytes(2**21))
     run.recorder.event(Event("note", 5, 0.0, "x" * 8192))  # the last block of a file has room yet
-    model.turns.give(4)  # the checkpoints of steps 6 and 8
+    for step in (6, 8):  # one after the other, so that none takes the place of the one before
+        model.turns.give(2)
+        until(lambda step=step: f"step {step}" in (run._keeping.trouble or ""))  # type: ignore[misc]
     model.turns.until_asked(10)
-    until(lambda: "step 8" in (run._keeping.trouble or ""))
     until(lambda: run.recorder.trouble is not None)
     assert names(run.folder) == before, "neither half a file, nor one less"
     assert all(step_of(run.folder, name) for name in before)
