@@ -2,8 +2,10 @@
 
 A root (`runs_root`) holds one folder a run, named after it; folders have mode 0700, files 0600.
 
-    run.json          form, name, model, parameters, created; state "running" from the start, at the
-                      end the final state with steps, error and result
+    run.json          form, name, model, parameters, created; names: what the user calls model,
+                      train, eval_data and loss, as far as that is known; continues: the run that
+                      this one goes on with, whose steps its metrics begin with, or null; state
+                      "running" from the start, at the end the final state with steps, error, result
     settings.json     the settings by name: ``FinetuneSettings.of`` takes them back
     environment.json  versions of Python and packages, platform, processors; no host, user or path
     metrics.jsonl     append-only, one JSON value a line:
@@ -15,7 +17,7 @@ A root (`runs_root`) holds one folder a run, named after it; folders have mode 0
     run.lock          empty; locked by the process that trains until the run is over
     checkpoints/      NAME.safetensors, or of a run on workers a folder NAME: see
                       `ortlab.checkpoint`; ``final`` is what a run ended with, the last good weights
-                      among it
+                      among it; ``last-N`` and ``best``: see `ortlab.keeping`
     charts.png        the charts, where a view showed them
 
 A crash can tear the last line of metrics.jsonl and nothing else: readers skip lines that are not
@@ -160,6 +162,8 @@ class RunFolder:
         parameters: int,
         created: str,
         state: State,
+        names: Mapping[str, str] | None = None,
+        continues: str | None = None,
         ended: Mapping[str, Any] | None = None,
     ) -> None:
         """Writes run.json: with what is known when the run has `ended`, or while it goes on."""
@@ -170,6 +174,8 @@ class RunFolder:
             "parameters": parameters,
             "created": created,
             "state": state,
+            "names": dict(names or {}),
+            "continues": continues,
         }
         self.write_json("run", {**about, **(ended or {})})
 
@@ -314,17 +320,21 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        self._file = open(descriptor, "ab")  # noqa: SIM115 - open as long as the run is
+        # Open as long as the run is; without a buffer, which would keep what a full disk refused.
+        self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
+        head = json.dumps(_HEAD).encode() + b"\n"
         # What was torn by a crash must not spoil the first line of now.
         if os.fstat(descriptor).st_size:
             os.lseek(descriptor, -1, os.SEEK_END)
             if os.read(descriptor, 1) != b"\n":
-                self._file.write(b"\n")
-        self._file.write(json.dumps(_HEAD).encode() + b"\n")
-        self._file.flush()
+                head = b"\n" + head
+        self._append(head)
 
     def write(self, rows: Rows, events: Sequence[Event]) -> None:
-        """See `telemetry.Sink.write`: handed to the system, so a crash of Python loses nothing."""
+        """See `telemetry.Sink.write`: handed to the system, so a crash of Python loses nothing.
+
+        OSError where the disk takes only a part of it, which is taken away again.
+        """
         lines = [
             json.dumps(
                 {
@@ -337,8 +347,17 @@ class MetricsFile:
             )
             for event in events
         ]
-        self._file.write((_lines(rows) + "".join(f"{line}\n" for line in lines)).encode())
-        self._file.flush()
+        self._append((_lines(rows) + "".join(f"{line}\n" for line in lines)).encode())
+
+    def _append(self, data: bytes) -> None:
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(before)
+            raise
 
     def close(self) -> None:
         """See `telemetry.Sink.close`: what was written is on the disk."""

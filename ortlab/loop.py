@@ -330,6 +330,14 @@ def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     return min(known, key=lambda each: each.loss, default=None)
 
 
+def better(found: Evaluation, before: Evaluation | None, metric: str) -> bool:
+    """Whether `found` is the better one by eval_loss or eval_accuracy; one that is NaN is not."""
+    sign, name = (-1, "loss") if metric == "eval_loss" else (1, "accuracy")
+    here = sign * getattr(found, name)
+    there = NAN if before is None else sign * getattr(before, name)
+    return not math.isnan(here) and not here <= there
+
+
 def evaluate(
     stepper: Stepper,
     data: Batches,
@@ -422,8 +430,10 @@ class Course:
     and, after a first step, numbers that are not finite have the control hold the loop, which goes
     on when it is let; else they end it.
 
-    `keep` is given a checkpoint every ``checkpoint_every`` steps. A stepper that is lost has the
-    control hold the loop; when it goes on, another stepper does from the last checkpoint.
+    `keep` is given a checkpoint every ``checkpoint_every`` steps, after ``checkpoint_minutes`` and
+    in a pause, `keep_best` that of an evaluation which is better by ``keep_best`` than all before
+    it, `best` among those. A stepper that is lost has the control hold the loop; when it goes on,
+    another stepper does from the last checkpoint.
     """
 
     def __init__(
@@ -440,6 +450,8 @@ class Course:
         prepare: Callable[[FinetuneSettings], Stepper] | None = None,
         keep: Callable[[Checkpoint], object] = lambda _: None,
         faults: Faults = Faults(),  # noqa: B008 - frozen
+        keep_best: Callable[[Checkpoint], object] = lambda _: None,
+        best: Evaluation | None = None,
     ) -> None:
         if begin is not None:
             begin = dataclasses.replace(begin, position=place(begin, train, settings))
@@ -461,6 +473,8 @@ class Course:
         self._meter = meter
         self._begin = begin
         self._keep = keep
+        self._keep_best = keep_best
+        self._best = best
         self._kept: Checkpoint | None = None
         self._lost = False
         self._told = 0
@@ -471,6 +485,8 @@ class Course:
         """Optimizer steps of the whole run, None where that is unknown."""
         self.step = at.step if at else 0
         """Optimizer steps done."""
+        self._kept_step = self.step
+        self._kept_s = control.elapsed_s()
         self._epoch = at.epoch if at else 0
         self._read = at.read if at else 0
         self._evaluated = at.evaluated if at else -1
@@ -507,10 +523,18 @@ class Course:
         records: the run draws other numbers than without it, and the same as one that begins with
         it.
         """
-        taken = self.state().copy()
+        taken = self._copied()
         if not self._lost:
             self.stepper.reseed(taken.position.engine_seed)
         return taken
+
+    def _copied(self) -> Checkpoint:
+        """`checkpoint` that leaves the run the numbers it draws.
+
+        Neither the clock nor a pause changes them; where an engine's own generators cannot be read,
+        a run that goes on from it draws others there.
+        """
+        return self.state().copy()
 
     def state(self) -> Checkpoint:
         """`checkpoint` without a copy, for when no step follows; the last one of what is lost."""
@@ -649,11 +673,8 @@ class Course:
                 if not self._leaves_out(error, group, made=made):
                     return
                 continue
-            every = self._keeps_every()
-            if every and self.step % every == 0 and not self._done():
-                taken = self.checkpoint()
-                self._hold_on_to(taken)
-                self._keep(taken)
+            if not self._done():
+                self._keep_in_time()
             yield result
             if not self._done() and self._due():
                 self._evaluate()
@@ -801,6 +822,19 @@ class Course:
         of_workers = _WORKERS_CHECKPOINT if self.settings.workers > 1 else None
         return self.settings.checkpoint_every or of_workers
 
+    def _keep_in_time(self) -> None:
+        """Keeps a checkpoint where steps or minutes say so."""
+        every, minutes = self._keeps_every(), self.settings.checkpoint_minutes
+        if every and self.step % every == 0:
+            self._keep_last(self.checkpoint())
+        elif minutes and self._control.elapsed_s() - self._kept_s >= 60 * minutes:
+            self._keep_last(self._copied())
+
+    def _keep_last(self, taken: Checkpoint) -> None:
+        self._kept_step, self._kept_s = self.step, self._control.elapsed_s()
+        self._hold_on_to(taken)
+        self._keep(taken)
+
     def _hold_on_to(self, taken: Checkpoint) -> None:
         """Has a run on workers go on from `taken` if it loses them."""
         self._kept = taken if self.settings.workers > 1 else None
@@ -899,6 +933,9 @@ class Course:
         return every is not None and self.step % every == 0
 
     def _proceed(self) -> bool:
+        # A pause may be the last that this process does: a laptop that closes, a kernel that ends.
+        if self._control.pausing and self._kept_step != self.step and not self._lost:
+            self._keep_last(self._copied())
         return self._control.proceed(self.checkpoint)
 
     def _record(self, result: StepResult, epoch: float, step_s: float, data_s: float) -> None:
@@ -1007,6 +1044,10 @@ class Course:
                 {"loss": found.loss, "accuracy": found.accuracy},
             )
         )
+        metric = self.settings.keep_best
+        if metric and self.step and better(found, self._best, metric):
+            self._best = found
+            self._keep_best(self._copied())
         if not math.isfinite(found.loss):
             self._recorder.event(
                 Event(

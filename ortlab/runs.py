@@ -8,7 +8,6 @@ import contextvars
 import dataclasses
 import datetime
 import math
-import shutil
 import threading
 import time
 import traceback
@@ -27,10 +26,12 @@ from ortlab.errors import concise, shorten
 from ortlab.faults import Faults, Hold, typed
 from ortlab.history import RunFolder, environment
 from ortlab.interrupts import until
+from ortlab.keeping import Keeping
 from ortlab.loop import Control, Evaluation, best
 from ortlab.memory import SAMPLER, Meter, memory
 from ortlab.past import index
 from ortlab.past.kept import Kept
+from ortlab.past.resuming import Earlier
 from ortlab.ranks import Rank, table, trained_under
 from ortlab.settings import FinetuneSettings
 from ortlab.tables import Table, rounded
@@ -107,9 +108,13 @@ class Run(Kept):
     errors that need not end it: with ``waits`` it is held, as in a pause, until `resume` or `stop`.
 
     With `begin` it goes on where that was taken, by another run of any engine, in this process or
-    an earlier one; ``settings`` may differ in what `loop.place` does not check.
+    an earlier one; ``settings`` may differ in what `loop.place` does not check. `damaged` says what
+    is no use of newer ones, for the user to see. `earlier` is that
+    run, where this one has its numbers too. `names` are what model and data are called, by
+    ``model``, ``train``, ``eval_data`` and ``loss``: `ortlab.resume` finds them again by these.
 
-    ValueError, before anything is written, for data that cannot be used (see `batching.batches`).
+    ValueError, before anything is written, for data that cannot be used (see `batching.batches`),
+    and for ``keep_best`` without `evaluation`.
     """
 
     interactive = True
@@ -126,6 +131,9 @@ class Run(Kept):
         show: Callable[[Watched], None] | None = None,
         root: Path | None = None,
         begin: Checkpoint | None = None,
+        damaged: str = "",
+        earlier: Earlier | None = None,
+        names: Mapping[str, str] | None = None,
         kept: Callable[[], Mapping[str, int]] = dict,
         faults: Faults = Faults(),  # noqa: B008 - frozen
     ) -> None:
@@ -134,6 +142,8 @@ class Run(Kept):
         if evaluation is not None:
             held_out = batching.batches(evaluation, settings, evaluation=True)
         place = None if begin is None else loop.place(begin, batches, settings)
+        self._evaluates = held_out is not None
+        self._check_best(settings)
         self._total = loop.total_steps(batches, settings, place)
         loop.check_schedule(self._total, settings)
         self.settings = settings
@@ -158,7 +168,6 @@ class Run(Kept):
         self._doing = "preparing"
         self._step = place.step if place else 0
         self._interrupts = 0
-        self._last: Path | None = None
         self._meter: Meter | None = None
         self._thread: threading.Thread | None = None
         self._trained = threading.Event()
@@ -172,11 +181,16 @@ class Run(Kept):
         self._folder.write_json("settings", settings.as_dict())
         self._folder.write_json("environment", environment())
         self._parameters = sum(p.numel() for p in model.parameters())
+        self._names, self._earlier, self._damaged = dict(names or {}), earlier, damaged
         self._write_about(None)
-        self.recorder = Recorder(
-            sinks=[self._folder.metrics()], of_rank=lambda rank: [self._folder.metrics(rank)]
-        )
-        """The numbers of the run."""
+        metrics = self._folder.metrics()
+        if earlier is not None:
+            metrics.write(earlier.rows, earlier.events)
+        self.recorder = Recorder(sinks=[metrics], of_rank=lambda rank: [self._folder.metrics(rank)])
+        """The numbers of the run, and those of what it goes on with."""
+        if earlier is not None:
+            self.recorder.restore(earlier.rows, earlier.events)
+        self._keeping = Keeping(self._folder, first=self.recorder.flush, tell=self._event)
 
     @property
     def title(self) -> str:
@@ -240,7 +254,7 @@ class Run(Kept):
         if self._thread is not None:
             raise RuntimeError(f"{self.name} was started already; finetune again makes a new run")
         context = contextvars.copy_context()  # what the thread prints stays with its own cell
-        self._control.began = time.perf_counter()
+        self._control.began = time.perf_counter() - (self._earlier.time_s if self._earlier else 0)
         self._thread = threading.Thread(
             target=context.run, args=(self._drive,), name=f"ortlab-{self.name}", daemon=True
         )
@@ -330,7 +344,7 @@ class Run(Kept):
                 ) from None
             return final if path is None else Checkpoint.load(final).save(path)
         if path is None:
-            path = self._place(f"step-{taken.position.step}", taken)
+            path = self._keeping.place(f"step-{taken.position.step}", taken)
         return taken.save(path)
 
     def apply(self, **changes: Any) -> None:
@@ -352,8 +366,16 @@ class Run(Kept):
             raise ValueError(f"{self.name} is over ({self.state}): nothing can be applied to it")
         wanted = self.current_settings.replace(**changes)
         loop.check_change(self.current_settings, wanted, self.fixed)
+        self._check_best(wanted)
         engine_for(wanted)
         self._control.apply(changes)
+
+    def _check_best(self, settings: FinetuneSettings) -> None:
+        if settings.keep_best and not self._evaluates:
+            raise ValueError(
+                f"keep_best={settings.keep_best!r} is of an evaluation, and the run has none; give "
+                "eval_data, or leave keep_best out"
+            )
 
     def undo(self) -> None:
         """Applies what held before the last change; once more, what held before that.
@@ -473,6 +495,7 @@ class Run(Kept):
             badges.append(f"held: {told}")
         if self._foretold is not None and self.step == 0 and not self.over():
             badges.append(self._foretold)
+        badges += filter(None, (self._damaged, self._keeping.trouble, self.recorder.trouble))
         return tuple(badges)
 
     def _lines(self) -> tuple[str, ...]:
@@ -571,14 +594,21 @@ class Run(Kept):
             meter=self._meter,
             begin=work.begin,
             prepare=self._prepare,
-            keep=self._keep,
+            keep=lambda taken: self._keeping.keep(taken, self.current_settings.keep_checkpoints),
+            keep_best=self._keeping.keep_best,
+            best=self._earlier.carry_best(self._folder) if self._earlier else None,
             faults=work.faults,
         )
         work.begin = None
         self._state = "running"
         self._doing = "evaluating before the first step" if work.evaluation else "first step"
         self._event("state", "running")
-        if self.step:
+        if self._damaged:
+            self._event("warning", self._damaged)
+        if self._earlier is not None:
+            for kind, text in self._earlier.told:
+                self._event(kind, text)
+        elif self.step:
             self._event("note", f"goes on from a checkpoint at step {self.step}")
         course = work.course
         for number, _ in enumerate(course.steps()):
@@ -607,22 +637,6 @@ class Run(Kept):
         atexit.unregister(self._end_with_python)
         atexit.register(self._end_with_python)
         return stepper
-
-    def _keep(self, taken: Checkpoint) -> None:
-        """Keeps what a run can go on from if this process ends, in the place of the last one."""
-        before = self._last
-        try:
-            self._last = taken.save(self._place(f"last-{taken.position.step}", taken))
-        except RuntimeError as error:  # a full disk; the one before is whole
-            self._event("warning", str(error))
-            return
-        if before is not None and before != self._last:
-            _remove(before)
-
-    def _place(self, name: str, taken: Checkpoint) -> Path:
-        """A file in the run's folder, or a folder there for the shards of several ranks."""
-        file = self._folder.checkpoint_path(name)
-        return file if taken.shards is None else file.with_suffix("")
 
     def _use(self, settings: FinetuneSettings) -> None:
         if settings == self.current_settings:
@@ -668,17 +682,19 @@ class Run(Kept):
         try:
             state = work.course.state()
         except StepperLost as error:
-            if self._last is not None:
-                error.add_note(f"resume_from={str(self._last)!r} goes on from its last checkpoint")
+            self._keeping.close()
+            if (last := self._keeping.newest) is not None:
+                error.add_note(f"resume_from={str(last)!r} goes on from its last checkpoint")
             raise
         self._hear(work.course.stepper)
         work.course.stepper.close()
+        self._keeping.close()
         state.save(self._folder.checkpoint_path("final"))
-        if self._last is not None:
-            _remove(self._last)
+        self._keeping.trim(self.current_settings.keep_checkpoints - 1)
 
     def _conclude(self) -> None:
         """Completes the folder."""
+        self._keeping.close()
         if self._meter is not None:
             SAMPLER.end(self._meter)
         if self.error is not None:
@@ -737,6 +753,8 @@ class Run(Kept):
             parameters=self._parameters,
             created=self._created,
             state="running" if result is None else result.state,
+            names=self._names,
+            continues=self._earlier.name if self._earlier else None,
             ended=ended,
         )
 
@@ -744,10 +762,6 @@ class Run(Kept):
         """Python is ending: the run's thread must not be cut off in the middle of a write."""
         self.stop()
         self._over.wait(_LAST_WAIT_S)
-
-
-def _remove(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint) if checkpoint.is_dir() else checkpoint.unlink()
 
 
 def _loss_scale(recorder: Recorder) -> float:

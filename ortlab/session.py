@@ -6,6 +6,7 @@ Nothing in it trains, draws or knows IPython.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from ortlab.past.listing import History
     from ortlab.past.opened import PastRun
     from ortlab.past.prune import Pruning
+    from ortlab.past.resuming import Beginning, Earlier
     from ortlab.runs import Run
     from ortlab.search.comparison import Prefer
     from ortlab.search.race import Race
@@ -124,21 +126,107 @@ class Session:
         *,
         eval_data: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
-        resume_from: str | Path | Checkpoint | None = None,
+        resume_from: str | int | Path | Checkpoint | Kept | None = None,
         hold: bool | None = None,
         **settings: Any,
     ) -> Run:
         """See `finetune` below."""
+        from ortlab.checkpoint import Checkpoint
+        from ortlab.past.resuming import beginning
+
+        begin: Beginning | Checkpoint | None
+        if resume_from is None or isinstance(resume_from, Checkpoint):
+            begin = resume_from
+        else:
+            begin = beginning(resume_from)
+        return self._finetune(model, train, eval_data, loss, begin, None, hold, settings)
+
+    def resume(
+        self,
+        run: str | int | Kept,
+        model: nn.Module | None = None,
+        train: Iterable[Any] | None = None,
+        *,
+        eval_data: Iterable[Any] | None = None,
+        loss: str | LossFunction | None = None,
+        **settings: Any,
+    ) -> Run:
+        """See `resume` below."""
+        from ortlab.past import resuming
+        from ortlab.past.kept import Kept
+        from ortlab.past.listing import GOES_ON
+
+        given = {"model": model, "train": train, "eval_data": eval_data, "loss": loss}
+        name = run.name if isinstance(run, Kept) else _run_name(run)
+        alive = next((each for each in self.runs if each.name == name and not each.over()), None)
+        if alive is not None:
+            if settings or any(value is not None for value in given.values()):
+                raise ValueError(
+                    f"{name} is a run of this kernel, {alive.state}: it has its model and data, "
+                    f"and run.apply changes settings; resume({name!r}) lets it go on"
+                )
+            alive.resume()
+            return alive
+        past = resuming.resumable(name)
+        found = resuming.found_by_name(past, given, self._names())
+        begin = resuming.newest(past.folder)
+        before = resuming.earlier(past, begin)
+        if found["eval_data"] is None and before.evaluated:
+            before = before.saying("it is evaluated no more: eval_data=... was not given")
+        goes_on = self._finetune(
+            wrapping.check_model(resuming.names_of(past).get("model", "model"), found["model"]),
+            found["train"],
+            found["eval_data"],
+            found["loss"],
+            begin,
+            before,
+            None,
+            settings,
+        )
+        for path in resuming.left_behind(past):
+            path.unlink(missing_ok=True)
+        past.note(f"{GOES_ON}{goes_on.name}")
+        return goes_on
+
+    def _names(self) -> Mapping[str, Any]:
+        """What the user calls things: in the notebook, or the script that runs."""
+        if self.wrapped.namespace is not None:
+            return self.wrapped.namespace
+        return vars(sys.modules["__main__"])
+
+    def _called(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """What the user calls `values`; a loss that has no name there by its own."""
+        names = {id(v): n for n, v in reversed(list(self._names().items())) if n[:1] != "_"}
+        found = {each: names.get(id(value)) for each, value in values.items() if value is not None}
+        loss = values["loss"]
+        if callable(loss) and found["loss"] is None:
+            found["loss"] = getattr(loss, "__name__", None)
+        elif not callable(loss):
+            found.pop("loss", None)  # the settings have it
+        return {each: name for each, name in found.items() if name is not None}
+
+    def _finetune(
+        self,
+        model: nn.Module,
+        train: Iterable[Any],
+        eval_data: Iterable[Any] | None,
+        loss: str | LossFunction | None,
+        given: Beginning | Checkpoint | None,
+        earlier: Earlier | None,
+        hold: bool | None,
+        settings: dict[str, Any],
+    ) -> Run:
         from ortlab.batching import of_samples, unevenly
         from ortlab.checkpoint import check_model
         from ortlab.engines.base import engine as engine_called
         from ortlab.engines.base import engine_for, tell
         from ortlab.faults import Faults
+        from ortlab.past.resuming import Beginning
         from ortlab.runs import Run
 
         module = wrapping.check_model("the first argument", model)
         entry = self.wrapped.entry(module)
-        begin = _begin(resume_from)
+        begin = given.checkpoint if isinstance(given, Beginning) else given
         own = {} if entry is None else entry.settings.as_dict()
         if begin is not None:
             # Of another version's settings those that there still are.
@@ -215,6 +303,11 @@ class Session:
             settings=chosen,
             show=self.show,
             begin=begin,
+            damaged=given.damaged if isinstance(given, Beginning) else "",
+            earlier=earlier,
+            names=self._called(
+                {"model": model, "train": train, "eval_data": eval_data, "loss": loss}
+            ),
         )
         self.runs.append(run)
         self._data[original] = _reference(train)
@@ -540,7 +633,7 @@ class Session:
         if isinstance(run, Kept):
             return cast("Run | PastRun", run)
         own = {f"{each.name}": each for each in self.runs}
-        name = f"run-{int(run)}" if str(run).strip().isdecimal() else str(run)
+        name = _run_name(run)
         return own[name] if name in own else PastRun(find(run).folder)
 
     def compare_runs(self, *runs: str | int | Kept) -> RunComparison:
@@ -573,12 +666,9 @@ def _moves(runs: Iterable[R], model: nn.Module) -> R | None:
     return None
 
 
-def _begin(resume_from: str | Path | Checkpoint | None) -> Checkpoint | None:
-    from ortlab.checkpoint import Checkpoint
-
-    if resume_from is None or isinstance(resume_from, Checkpoint):
-        return resume_from
-    return Checkpoint.load(resume_from)
+def _run_name(run: str | int) -> str:
+    """A run's name as it was typed, "run-3" of 3."""
+    return f"run-{int(run)}" if str(run).strip().isdecimal() else str(run)
 
 
 def _reference(data: Iterable[Any]) -> Callable[[], Any]:
@@ -783,7 +873,7 @@ def finetune(
     *,
     eval_data: Iterable[Any] | None = None,
     loss: str | LossFunction | None = None,
-    resume_from: str | Path | Checkpoint | None = None,
+    resume_from: str | int | Path | Checkpoint | Kept | None = None,
     hold: bool | None = None,
     **settings: Any,
 ) -> Run:
@@ -802,7 +892,8 @@ def finetune(
     with data or numbers ends it anyhow; so it does where data can be read only once.
 
     `resume_from` is the file of a checkpoint (``run.checkpoint()`` writes one, and each run ends
-    with ``checkpoints/final.safetensors`` in its folder): the run goes on there, with the same
+    with ``checkpoints/final.safetensors`` in its folder), or a run, by its name, number or folder:
+    of that the newest checkpoint that is whole. The run goes on there, with the same
     settings where no others are given, on the same data (see `ortlab.batching.batches` for how its
     place is found again). Weights and losses are, to the last bit, those of the run that took it
     and went on, where the engine computes with the same kernels. ValueError for a file that is
@@ -817,6 +908,27 @@ def finetune(
         hold=hold,
         **settings,
     )
+
+
+@brief
+def resume(
+    run: str | int | Kept,
+    model: nn.Module | None = None,
+    train: Iterable[Any] | None = None,
+    *,
+    eval_data: Iterable[Any] | None = None,
+    loss: str | LossFunction | None = None,
+    **settings: Any,
+) -> Run:
+    """Lets a run go on: one that is paused, or one of the history that did not finish.
+
+    The latter, whose kernel died or that was stopped or failed, goes on as a new run, from the
+    newest checkpoint that is whole; it has the numbers up to there and is linked with it. Model,
+    data and loss are what the user calls as they were called then, where they are not given; they
+    may be on another engine (``engine=``). ValueError says which name is missing, and where model,
+    data or loss do not fit, as `finetune` does.
+    """
+    return session.resume(run, model, train, eval_data=eval_data, loss=loss, **settings)
 
 
 @brief

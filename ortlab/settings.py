@@ -568,8 +568,21 @@ class FinetuneSettings(EngineSettings):
         None,
         minimum=1,
         unit="steps",
-        help="keep a checkpoint every so many steps, the newest alone; else a run on workers every "
-        "100",
+        help="keep a checkpoint every so many steps; else a run on workers every 100",
+    )
+    checkpoint_minutes: float | None = setting(
+        10.0,
+        above=0,
+        unit="minutes",
+        help="keep a checkpoint after so many minutes, and in a pause",
+    )
+    keep_checkpoints: int = setting(
+        2, minimum=1, help="so many of the last checkpoints stay, that of the end among them"
+    )
+    keep_best: str | None = setting(
+        None,
+        choices=("eval_loss", "eval_accuracy"),
+        help="keep best.safetensors too: the checkpoint of the best evaluation after step 0",
     )
     seed: int = setting(0, minimum=0, help="seeds the order of the data and every random number")
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="where the model trains")
@@ -591,6 +604,7 @@ class SearchSettings(Settings):
         *("param_dtype", "offload_optimizer"),  # for some of those alone
         # It is no run: its data has no end, its learning rate is one.
         *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every", "checkpoint_every"),
+        *("checkpoint_minutes", "keep_checkpoints", "keep_best"),
     )
     """The settings of `FinetuneSettings` that it does not take."""
 

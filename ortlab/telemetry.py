@@ -12,7 +12,7 @@ import math
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -209,10 +209,13 @@ class Watched(Protocol):
 
 
 class Sink(Protocol):
-    """Where the whole series goes. Called by the recorder's writer thread only."""
+    """Where the whole series goes. Called by one thread at a time."""
 
     def write(self, rows: Rows, events: Sequence[Event]) -> None:
-        """Appends; what was given is safe from a crash of the process when this returns."""
+        """Appends; what was given is safe from a crash of the process when this returns.
+
+        OSError where it cannot be written: then nothing of it is, and it is given again later.
+        """
         ...
 
     def close(self) -> None:
@@ -272,13 +275,59 @@ class _Series:
         return np.concatenate(parts)
 
 
+class _Outlet:
+    """A sink, and what it is still to get."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.size = 0
+        """Rows and events that wait."""
+        self.trouble: str | None = None
+        self._waiting: deque[tuple[Rows, list[Event]]] = deque()
+        self._dropped = 0
+
+    def put(self, rows: Rows, events: list[Event], most: int) -> None:
+        """Has them wait, `most` rows and events at most; others are dropped."""
+        many = len(rows) + len(events)
+        if self.size + many > most:
+            self._dropped += many
+        else:
+            self._waiting.append((rows, events))
+            self.size += many
+
+    def write(self, lock: threading.Lock) -> Iterator[str]:
+        """Hands what waits to the sink, until it fails; what is to be warned of.
+
+        `lock` is held where `put` may come between.
+        """
+        while self._waiting:
+            rows, events = self._waiting[0]
+            try:
+                self.sink.write(rows, events)
+            except OSError as error:
+                before, self.trouble = self.trouble, f"metrics cannot be written: {error}"
+                if before is None:
+                    yield f"{self.trouble}; the run goes on, and it is tried again"
+                return
+            with lock:
+                self._waiting.popleft()
+                self.size -= len(rows) + len(events)
+                dropped, self._dropped = self._dropped, 0
+            if dropped:
+                yield f"{dropped} steps were not written: the disk did not keep up"
+        if self.trouble is not None:
+            self.trouble = None
+            yield "metrics are written again"
+
+
 class Recorder:
     """Keeps what a run tells: a thinned series for views, everything for the sinks.
 
     `add` and `event` cost the training thread an append to a queue; they wait for no disk, no view
     and no device. Safe to read from any thread. A reader may wait for the device when losses are
-    still on it. A sink that fails is dropped with a warning event; what a sink cannot take for
-    long (a disk that hangs) is dropped, counted and told in a warning.
+    still on it. What a sink fails to take (a disk that is full) is kept and tried again every
+    second, with a warning event; what it cannot take for long (a disk that hangs) is dropped,
+    counted and told in a warning.
     """
 
     PERIOD_S = 0.5
@@ -304,13 +353,11 @@ class Recorder:
         self._count = 0
         self._totals = np.zeros(len(COLUMNS))
         self._events: list[Event] = []
-        self._sinks = list(sinks)
+        self._outlets = [_Outlet(sink) for sink in sinks]
         self._of_rank = of_rank
         self.ranks: list[Recorder] = []
         """What each rank tells, where several train; with the sinks that `of_rank` gives."""
-        self._unwritten: deque[tuple[Rows, list[Event]]] = deque()
-        self._backlog = 0
-        self._dropped = 0
+        self._writing = threading.Lock()
         self.not_finite_step: int | None = None
         """The first step whose loss, or gradient norm on a device, was NaN or infinite.
 
@@ -344,6 +391,11 @@ class Recorder:
         if number == len(self.ranks):
             self.ranks.append(Recorder(self._capacity, self._of_rank(number)))
         return self.ranks[number]
+
+    @property
+    def trouble(self) -> str | None:
+        """Why numbers that are due are not written, in a line; None where they are."""
+        return next((outlet.trouble for outlet in self._outlets if outlet.trouble), None)
 
     @property
     def count(self) -> int:
@@ -393,6 +445,13 @@ class Recorder:
         with self._lock:
             return tuple(event for event in self._events if not kinds or event.kind in kinds)
 
+    def flush(self) -> None:
+        """Hands to the sinks what was taken so far, and waits for them; of the ranks too."""
+        self._absorb()
+        self._write()
+        for recorder in list(self.ranks):
+            recorder.flush()
+
     def close(self) -> None:
         """Writes what is left, closes the sinks and ends the writer thread. Twice is fine."""
         self._closing.set()
@@ -415,13 +474,16 @@ class Recorder:
         while not self._closing.wait(self.PERIOD_S):
             self._absorb()
             periods += 1
-            if periods % self.WRITE_EVERY == 0 or self._backlog > self.PENDING:
+            much = any(outlet.size > self.PENDING for outlet in self._outlets)
+            if periods % self.WRITE_EVERY == 0 or much:
                 self._write()
         self._absorb()
         self._write()
-        for sink in self._sinks:
+        for outlet in self._outlets:
+            if outlet.size:
+                self._warn(f"the last {outlet.size} steps and events were not written")
             with contextlib.suppress(OSError):  # its rows are flushed, and the run is over
-                sink.close()
+                outlet.sink.close()
 
     def _absorb(self) -> None:
         """Moves the queue into the series and the backlog. Any thread."""
@@ -436,11 +498,8 @@ class Recorder:
             self._keep(rows, events)
             if len(rows):
                 self._note_not_finite(samples, rows)
-            if self._sinks and self._backlog + len(items) <= self.BACKLOG:
-                self._unwritten.append((rows, events))
-                self._backlog += len(rows) + len(events)
-            elif self._sinks:
-                self._dropped += len(items)
+            for outlet in self._outlets:
+                outlet.put(rows, events, self.BACKLOG)
 
     def _keep(self, rows: Rows, events: Sequence[Event]) -> None:
         self._events += events
@@ -476,20 +535,11 @@ class Recorder:
         return [Event("note", int(first.step), first.time_s, text)]
 
     def _write(self) -> None:
-        """Hands the backlog to the sinks. The writer thread only."""
-        while self._unwritten:
-            rows, events = self._unwritten.popleft()
-            for sink in list(self._sinks):
-                try:
-                    sink.write(rows, events)
-                except OSError as error:
-                    self._sinks.remove(sink)
-                    self._warn(f"metrics are no longer written: {error}; the run goes on")
-            with self._lock:
-                self._backlog -= len(rows) + len(events)
-                dropped, self._dropped = self._dropped, 0
-            if dropped:
-                self._warn(f"{dropped} steps were not written: the disk did not keep up")
+        """Hands the backlog to the sinks, as far as they take it."""
+        with self._writing:
+            for outlet in self._outlets:
+                for text in outlet.write(self._lock):
+                    self._warn(text)
 
     def _warn(self, text: str) -> None:
         with self._lock:

@@ -458,6 +458,26 @@ def test_a_model_is_trained_by_one_run_at_a_time_and_runs_are_stopped(ip: Typist
     ip("run = %ort finetune net slow --loss cross_entropy --engine eager --max-steps 2\nawait run")
 
 
+def test_a_run_that_was_stopped_goes_on_by_its_names(ip: Typist) -> None:
+    ip(SLOW)
+    ip("run = %ort finetune net slow --loss cross_entropy --engine eager\ngate.set()\n%ort stop")
+    run = ip["run"]
+    assert run.wait_over(60)
+    ip("other = Net(); other_data = slow; del slow")
+    missing = ip.refused(f"%ort resume {run.name}")
+    assert f"{run.name} cannot go on without slow (its data)" in missing
+    assert ip.completions(f"%ort resume {run.name} oth") == ["other"]
+    assert run.name in ip.completions("%ort resume ")
+    assert "nothing is called 'none'" in ip.refused(f"%ort resume {run.name} other none")
+    ip(f"named = %ort resume {run.name} other other_data\n%ort stop")
+    assert ip["named"].wait_over(60)
+    assert ip["named"].model is ip["other"]
+    ip("slow = other_data\nagain = %ort resume run\n%ort stop")
+    assert ip["again"].wait_over(60)
+    assert ip["again"].model is ip["net"]
+    assert f"goes on with {run.name}" in ip("import ortlab\nprint(ortlab.list_runs())")
+
+
 def test_the_user_s_own_errors_keep_their_traceback(ip: Typist) -> None:
     ip(
         "class Broken:\n    def __len__(self): raise ValueError('mine')\n"

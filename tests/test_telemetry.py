@@ -183,18 +183,42 @@ def test_an_add_waits_for_no_sink() -> None:
     assert len(sink.rows) + lost == 5001
 
 
-def test_a_sink_that_fails_is_dropped_and_said_so() -> None:
-    class Full(Kept):
-        def write(self, rows: Rows, events: Sequence[Event]) -> None:
-            raise OSError(28, "No space left on device")
+class Failing(Kept):
+    """A sink that cannot write until there is `room`."""
 
-    kept = Kept()
-    recorder = Recorder(sinks=[Full(), kept])
-    fill(recorder, range(1, 11))
-    recorder.close()
-    assert len(kept.rows) == 10
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = False
+
+    def write(self, rows: Rows, events: Sequence[Event]) -> None:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        super().write(rows, events)
+
+
+def test_a_sink_that_fails_gets_it_later_and_others_at_once() -> None:
+    full, kept = Failing(), Kept()
+    recorder = Recorder(sinks=[full, kept])
+    for first in (1, 11):
+        fill(recorder, range(first, first + 10))
+        recorder.flush()
+    assert len(kept.rows) == 20
     (warning,) = recorder.events("warning")
     assert "No space left on device" in warning.text
+    assert recorder.trouble is not None
+    full.room = True
+    recorder.flush()
+    assert recorder.trouble is None
+    recorder.close()
+    assert [row[0] for row in full.rows] == list(range(1, 21))
+    assert [event.text for event in recorder.events("warning")[1:]] == ["metrics are written again"]
+
+
+def test_what_a_sink_never_took_is_told() -> None:
+    recorder = Recorder(sinks=[Failing()])
+    fill(recorder, range(1, 11))
+    recorder.close()
+    assert recorder.events("warning")[-1].text.endswith("steps and events were not written")
 
 
 def test_the_writer_thread_exists_only_while_it_is_needed() -> None:
@@ -283,7 +307,7 @@ def test_the_first_skipped_step_is_an_event_for_views_and_sinks() -> None:
     assert (event.step, event.time_s) == (3, 1.5)
     assert event.text == "step 3 was skipped: its gradients overflowed; the loss scale is 131,072"
     assert kept.events == [event]
-    assert recorder._backlog == 0
+    assert recorder._outlets[0].size == 0
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -242,7 +242,7 @@ COMMANDS = {
             settings=FinetuneSettings,
             extra=(
                 Option("--eval-data", "the data that it is evaluated on", kind="loader"),
-                Option("--resume-from", "the file of a checkpoint to go on from"),
+                Option("--resume-from", "a checkpoint's file, or a run, to go on from"),
             ),
         ),
         Command(
@@ -370,7 +370,25 @@ COMMANDS = {
             (Positional("runs", "kept", "a run's name, or the number of run-N", "+"),),
         ),
         Command("pause", "Pause a run after the step in flight.", positionals=_RUN),
-        Command("resume", "Let a paused run go on.", positionals=_RUN),
+        Command(
+            "resume",
+            "Let a run go on: one that is paused, or one whose kernel died, that was stopped or "
+            "failed.",
+            "The latter goes on as a new run, linked with it and with its charts, from the newest "
+            "checkpoint that is whole, on what model, data and loss were called, or on those that "
+            "are named here.",
+            (
+                Positional(
+                    "run", "resumable", "a run's name or number; without it the last run", "?"
+                ),
+                Positional("model", "model", "the model, where it is called otherwise", "?"),
+                Positional("train", "loader", "its data, where that is called otherwise", "?"),
+            ),
+            extra=(
+                Option("--eval-data", "the data that it is evaluated on", kind="loader"),
+                Option("--loss", "its loss, a function of the notebook", kind="loss"),
+            ),
+        ),
         Command(
             "stop", "Stop a run, a race or a search after the step in flight.", positionals=_RUN
         ),

@@ -48,7 +48,8 @@ class Names:
         return ["off", "layers", *found] if found else ["off"]
 
     def of(self, kind: str) -> list[str]:
-        """The names of every `kind`: model, wrapped, loader, batch, loss, run, kept or target.
+        """The names of every `kind`: model, wrapped, loader, batch, loss, run, kept, target, or
+        resumable, what `%ort resume` takes.
 
         Of workers it is the word that may stand for their number.
         """
@@ -58,6 +59,12 @@ class Names:
             runs = [run.name for run in session.runs if not run.over()]
             runs += [run.name for run in session.trainers if not run.over()]
             return runs + [search.name for search in session.searches if not search.over()]
+        if kind == "resumable":
+            return self.of("run") + [
+                entry.name
+                for entry in reversed(index.entries())
+                if entry.state in ("interrupted", "stopped", "failed") and entry.checkpoints
+            ]
         if kind == "kept":
             return [entry.name for entry in reversed(index.entries())]
         if kind == "target":

@@ -346,10 +346,23 @@ class OrtMagics(Magics):
         run.pause()
         print(f"{run.name} pauses after the step in flight; %ort resume lets it go on")
 
-    def _resume(self, given: Given) -> None:
-        run = self._run_alive(given)
-        run.resume()
-        print(f"{run.name} goes on")
+    def _resume(self, given: Given) -> Run | None:
+        words = given.words
+        others = [words[each] for each in ("model", "train", "eval_data", "loss")]
+        if words["run"] is None or (self._is_alive(words["run"]) and not any(others)):
+            run = self._run_alive(given)
+            run.resume()
+            print(f"{run.name} goes on")
+            return None
+        value = self._ip.user_ns.get(words["run"])
+        model, train, evaluation, loss = others
+        return session.resume(
+            value if isinstance(value, Kept) else words["run"],
+            None if model is None else model_called(model, self._ip.user_ns),
+            None if train is None else self._value("loader", train),
+            eval_data=None if evaluation is None else self._value("loader", evaluation),
+            loss=self._loss(loss),
+        )
 
     def _stop(self, given: Given) -> None:
         if (search := self._search_alive(given)) is not None:
@@ -476,6 +489,12 @@ class OrtMagics(Magics):
             status = run.status()
             raise ValueError(f"{run.name} is over ({status.state}) after {status.step} steps")
         return run
+
+    def _is_alive(self, name: str) -> bool:
+        """Whether this kernel has a run of that name, its own or the user's, that is not over."""
+        value = self._ip.user_ns.get(name)
+        known = (*session.runs, *session.trainers)
+        return any(not r.over() and (r is value or r.name == name) for r in known)
 
     def _run(self, name: str | None) -> Run | TrainerRun:
         """The run of that name, its own or the user's; without one the last."""

@@ -30,6 +30,7 @@ class Entry:
     ``engine_asked`` and ``precision`` are those that held last. ``loss`` is that of the last step,
     ``held_out_loss`` the lowest that training came to, ``held_out_accuracy`` the one beside it.
     ``created`` is in UTC, as ISO 8601 has it; ``size_bytes`` is that of all files in the folder.
+    ``continues`` names the run that it went on with, ``checkpoints`` is how many it has kept.
 
     Of a run that has no result, ``steps``, ``loss``, ``samples_per_s`` and ``peak_bytes`` are those
     of its last steps.
@@ -58,6 +59,8 @@ class Entry:
     note: str
     tags: str
     error: str
+    continues: str
+    checkpoints: int
     folder: Path
 
     @property
@@ -107,6 +110,8 @@ def read_entry(path: Path) -> Entry | None:
         note=said.notes[-1].text if said.notes else "",
         tags=" ".join(said.tags),
         error=str(about.get("error") or ""),
+        continues=str(about.get("continues") or ""),
+        checkpoints=_kept(path / "checkpoints"),
         folder=path,
     )
 
@@ -140,6 +145,12 @@ def size_of(path: Path) -> int:
             else:
                 total += each.stat(follow_symlinks=False).st_size
     return total
+
+
+def _kept(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        return sum(not name.startswith(".") for name in os.listdir(folder))
+    return 0
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -53,6 +53,11 @@ class Kept:
         return self._folder.read_json("environment")
 
     @property
+    def about(self) -> dict[str, Any]:
+        """What run.json says of the run; see `ortlab.history`."""
+        return self._folder.read_json("run")
+
+    @property
     def metrics(self) -> Metrics:
         """All steps, none merged, and all events; those of the last second may not be there yet."""
         return self._folder.read_metrics()

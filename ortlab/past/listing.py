@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SHOWN: Final = 50
 """Runs of a table as text or on paper, where no limit is given."""
+GOES_ON: Final = "goes on as "
+"""How the note begins that a run has when another one goes on with it."""
 _NOTE: Final = 80
 """Letters of a note in a table."""
 _HIGH_FIRST: Final = {"created", "samples_per_s", "peak_bytes", "size_bytes", "steps", "wall_s"}
@@ -84,8 +86,12 @@ def _took(entry: Entry) -> str:
 
 
 def _said(entry: Entry) -> str:
-    """Error, tags and the last note, in so many letters."""
+    """Error, tags, the last note and where it goes on, in so many letters."""
     parts = [f"#{tag}" for tag in entry.tags.split()]
+    if entry.continues:
+        parts.append(f"goes on with {entry.continues}")
+    if entry.state == "interrupted" and entry.checkpoints and not entry.note.startswith(GOES_ON):
+        parts.append(f"%ort resume {entry.number or entry.name} goes on")
     parts += [line.strip() for line in (entry.note or entry.error).splitlines()[:1]]
     said = " ".join(parts)
     return said if len(said) <= _NOTE else f"{said[: _NOTE - 1]}…"

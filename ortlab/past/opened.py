@@ -104,6 +104,8 @@ class PastRun(Kept):
         badges = [f"fallback to {entry.engine_used}: {entry.fallback}"] if entry.fallback else []
         if entry.state in ("interrupted", "running"):
             told = "its process ended before the run was over"
+            if entry.checkpoints:
+                told += f"; %ort resume {entry.number or entry.name} goes on from its checkpoint"
             badges.append(f"interrupted: {told}" if entry.state == "interrupted" else _ELSEWHERE)
         notes = [f"note: {note.text}" for note in self.notes]
         return Status(
