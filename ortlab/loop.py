@@ -935,7 +935,12 @@ class Course:
     def _proceed(self) -> bool:
         # A pause may be the last that this process does: a laptop that closes, a kernel that ends.
         if self._control.pausing and self._kept_step != self.step and not self._lost:
-            self._keep_last(self._copied())
+            try:
+                self._keep_last(self._copied())
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                self._tell("warning", "no checkpoint in this pause: memory has no room for a copy")
         return self._control.proceed(self.checkpoint)
 
     def _record(self, result: StepResult, epoch: float, step_s: float, data_s: float) -> None:

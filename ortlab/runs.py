@@ -214,7 +214,8 @@ class Run(Kept):
             return self._state
         if self._control.stopping:
             return "stopping"
-        return "paused" if self._control.waiting else self._state
+        still = self._control.waiting or self._control.held is not None
+        return "paused" if still else self._state
 
     @property
     def step(self) -> int:

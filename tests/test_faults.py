@@ -257,8 +257,10 @@ def test_a_loaders_worker_that_is_killed_holds_the_run() -> None:
     (worker,) = {*psutil.Process().children()} - before
     os.kill(worker.pid, signal.SIGKILL)
     run.resume()
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
+    # Or what it was in the middle of sending is cut off.
+    with pytest.raises((RuntimeError, ConnectionError, EOFError)) as raised:
         run.result(60)
+    assert "the data failed in step" in "\n".join(raised.value.__notes__)
     run.resume()
     assert run.result(60).state == "finished"
     assert losses(run) == expected

@@ -493,7 +493,7 @@ class OrtMagics(Magics):
     def _is_alive(self, name: str) -> bool:
         """Whether this kernel has a run of that name, its own or the user's, that is not over."""
         value = self._ip.user_ns.get(name)
-        known = (*session.runs, *session.trainers)
+        known: tuple[Run | TrainerRun, ...] = (*session.runs, *session.trainers)
         return any(not r.over() and (r is value or r.name == name) for r in known)
 
     def _run(self, name: str | None) -> Run | TrainerRun:
