@@ -77,8 +77,8 @@ class Session:
         """Whether somebody is there to let a run go on that is held: in a notebook."""
         self.wrapped = wrapping.Wrapped()
         self.runs: list[Run] = []
-        self.trainers: list[TrainerRun] = []
-        """The runs of Hugging Face's Trainers in this process, the last one last."""
+        # Weak, for the error of one that failed keeps its Trainer and model alive.
+        self._trainers: list[weakref.ref[TrainerRun]] = []
         self.workers: Workers | None = None
         # What each run trains, by engine; the run itself keeps it alive as long as it trains.
         self._executed: weakref.WeakKeyDictionary[
@@ -500,6 +500,15 @@ class Session:
         if name not in named:
             raise ValueError(f"no run is called {name!r}: {unknown_name(name, named)}")
         return named[name]
+
+    @property
+    def trainers(self) -> list[TrainerRun]:
+        """The runs of Hugging Face's Trainers that somebody still has, the last one last."""
+        return [run for each in self._trainers if (run := each()) is not None]
+
+    def follow(self, run: TrainerRun) -> None:
+        """Has the commands for runs know that of a Trainer, as long as the Trainer lives."""
+        self._trainers = [weakref.ref(each) for each in (*self.trainers, run)]
 
     def under_way(self, name: str | None = None) -> Run | TrainerRun:
         """The run called `name`, a Trainer's too; without one the last that goes on, or that was.

@@ -101,10 +101,9 @@ def ip(capsys: pytest.CaptureFixture[str]) -> Iterator[Typist]:
         run.stop()
         assert run.wait_over(60)
     session.runs.clear()
-    for trainers in session.trainers:
-        trainers.stop()
-        assert trainers.wait_over(60)
-    session.trainers.clear()
+    for trainer in session.trainers:
+        trainer.stop()
+        assert trainer.wait_over(60)
     for entry in session.wrapped.entries:
         assert entry.wrapper is not None
         ortlab.unwrap(entry.wrapper)
