@@ -398,7 +398,7 @@ class _Trial:
 def _rebuilds(before: FinetuneSettings, after: FinetuneSettings) -> bool:
     """Whether the change is one of the engine or its options, which takes another stepper."""
     among = (
-        *("workers", "zero_stage", "reduction", "tensor_parallel", "pipeline_stages"),
+        *("workers", "isolated", "zero_stage", "reduction", "tensor_parallel", "pipeline_stages"),
         *("param_dtype", "offload_optimizer"),
     )
     names = (*EngineSettings.declarations(), *among)
@@ -477,6 +477,8 @@ class Course:
         self._best = best
         self._kept: Checkpoint | None = None
         self._lost = False
+        self._lost_at = -1
+        """The step after which workers were lost last."""
         self._told = 0
         """Steps that the recorder knows: those that are done again are not told again."""
         at = begin.position if begin else None
@@ -578,16 +580,24 @@ class Course:
         if self._kept is None or self._prepare is None:
             raise error
         at = self._kept.position
+        # Where it gets no further than the last time, another try would end there too.
+        by_itself = self.settings.isolated and self.step > self._lost_at
+        self._lost_at = self.step
         self._told = max(self._told, self.step)
         self.step, self._epoch, self._read = at.step, at.epoch, at.read
         self._evaluated, self._order, self._drawn = at.evaluated, at.order, at.random
         self._lost, self._trial = True, None
         self.stepper.close()
-        hint = "run.resume() or its button goes on from there with fresh workers"
-        self._control.hold(Hold(error, "at step {step}, that of its last checkpoint", hint))
-        self._tell("warning", f"held: {error}")
-        if not self._proceed():
-            return False
+        if by_itself:
+            self._tell("warning", f"begins again in another process: {error}")
+            if self._control.stopping:
+                return False
+        else:
+            hint = "run.resume() or its button goes on from there with fresh workers"
+            self._control.hold(Hold(error, "at step {step}, that of its last checkpoint", hint))
+            self._tell("warning", f"held: {error}")
+            if not self._proceed():
+                return False
         try:
             self.stepper = self._prepare(self.settings)
         except StepperLost as again:
@@ -606,7 +616,7 @@ class Course:
                 data = self._train.again(begin.position)
                 begin.position.random.give_back()
             self._drawn = None
-        if self.settings.workers > 1 and self._kept is None:
+        if self.settings.elsewhere and self._kept is None:
             self._hold_on_to(self.checkpoint())
         if self._evaluated < 0 or self._due():
             self._evaluate()
@@ -755,7 +765,7 @@ class Course:
 
     def _with_room(self, error: Exception) -> Epoch | None:
         """The data of the step that memory did not suffice for; None when the loop is to end."""
-        if self.settings.workers > 1:
+        if self.settings.elsewhere:
             raise error
         traceback.clear_frames(error.__traceback__)
         trim()
@@ -785,7 +795,7 @@ class Course:
         They count, as those that a loss scale has skipped; no weight has changed in them.
         """
         found = ""
-        if self.settings.workers == 1:
+        if not self.settings.elsewhere:
             try:
                 found = self._faults.examine(group, self.settings)
             except Exception as again:  # noqa: BLE001 - it may fail as the step did, in any way
@@ -819,7 +829,7 @@ class Course:
 
     def _keeps_every(self) -> int | None:
         """Every how many steps a checkpoint is to be kept."""
-        of_workers = _WORKERS_CHECKPOINT if self.settings.workers > 1 else None
+        of_workers = _WORKERS_CHECKPOINT if self.settings.elsewhere else None
         return self.settings.checkpoint_every or of_workers
 
     def _keep_in_time(self) -> None:
@@ -837,7 +847,7 @@ class Course:
 
     def _hold_on_to(self, taken: Checkpoint) -> None:
         """Has a run on workers go on from `taken` if it loses them."""
-        self._kept = taken if self.settings.workers > 1 else None
+        self._kept = taken if self.settings.elsewhere else None
 
     def _asked_for(self) -> FinetuneSettings:
         """The settings that the next step is to have."""

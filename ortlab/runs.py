@@ -613,7 +613,7 @@ class Run(Kept):
             self._event("note", f"goes on from a checkpoint at step {self.step}")
         course = work.course
         for number, _ in enumerate(course.steps()):
-            if number == 0 and self.settings.workers > 1:
+            if number == 0 and self.settings.elsewhere:
                 took_s = self._control.elapsed_s()
                 self._event("note", f"{took_s:.1f} s from the start to the end of the first step")
             self._total = course.total
@@ -623,7 +623,7 @@ class Run(Kept):
 
     def _foretell(self, work: _Work) -> None:
         """Says before the first step where it will not fit into memory."""
-        if self.settings.workers > 1:
+        if self.settings.elsewhere:
             return
         device = training_device(self.settings.device).type
         peak_bytes = work.faults.peak_bytes

@@ -251,12 +251,12 @@ class Session:
         if begin is not None:
             check_model(begin.model, original.state_dict())
         engine_for(chosen)
-        if chosen.workers > 1:
+        if chosen.elsewhere:
             self._check_workers(original, function)
 
         def prepare(settings: FinetuneSettings) -> Stepper:
             engine = engine_for(settings)
-            if settings.workers > 1:
+            if settings.elsewhere:
                 from ortlab.cluster.remote import RemoteStepper
 
                 workers = self.workers_for(settings.workers)

@@ -508,6 +508,12 @@ class FinetuneSettings(EngineSettings):
         panel=True,
         help="processes that train together, each on its rows of every batch",
     )
+    isolated: bool = setting(
+        False,
+        panel=True,
+        help="train in a process of its own, as workers do: where it dies, of native code or for "
+        "want of memory, the run goes on from its last checkpoint and the notebook is untouched",
+    )
     zero_stage: int = setting(
         0,
         minimum=0,
@@ -587,6 +593,11 @@ class FinetuneSettings(EngineSettings):
     seed: int = setting(0, minimum=0, help="seeds the order of the data and every random number")
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="where the model trains")
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the model trains in other processes than this one."""
+        return self.workers > 1 or self.isolated
+
 
 class Parallel(TypedDict):
     """How many train together, and what of ZeRO's they share out."""
@@ -601,6 +612,7 @@ class SearchSettings(Settings):
 
     without: ClassVar[tuple[str, ...]] = (
         *("engine", "precision", "workers", "zero_stage"),  # it has several
+        "isolated",
         *("param_dtype", "offload_optimizer"),  # for some of those alone
         # It is no run: its data has no end, its learning rate is one.
         *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every", "checkpoint_every"),

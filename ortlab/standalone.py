@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 2**30
 """Of data that is written beside a script."""
 _DROPPED = (
-    *("engine", "workers", "device", "checkpoint_every", "eval_every"),
+    *("engine", "workers", "isolated", "device", "checkpoint_every", "eval_every"),
     *("checkpoint_minutes", "keep_checkpoints", "keep_best"),
 )
 """Settings that say nothing of the steps of the script."""

@@ -76,7 +76,7 @@ class RemoteStepper:
         self._finite = True
         with contextlib.ExitStack() as stack:
             self._group = stack.enter_context(workers.rendezvous(name))
-            tell(f"preparing on {len(workers)} workers")
+            tell(f"preparing on {len(workers)} worker{'s' * (len(workers) > 1)}")
             file = self._group.folder / "model.safetensors"
             packed = packing.pack((model, loss), file)
             self._hear(self._ask(training.prepare, self._number, packed, str(file), settings))

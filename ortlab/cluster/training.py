@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -95,6 +96,7 @@ _trainees: dict[int, _Trainee] = {}
 
 def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -> Told:
     """Makes a stepper of what `packing.pack` gave: (model, loss)."""
+    _dies_first()
     chosen = engine_for(settings)
     sharded.load(settings)  # a library that comes along is not the model's memory
     trim()
@@ -108,6 +110,12 @@ def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -
         raise
     _trainees[number] = _Trainee(stepper, meter, base_bytes)
     return _trainees[number].told()
+
+
+def _dies_first() -> None:
+    """Where memory runs out Linux ends this process, and not the kernel with all that it has."""
+    with contextlib.suppress(OSError):  # another system, or a container that forbids it
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
 
 def step(number: int, batches: list[Batch], lr: float) -> tuple[StepResult, Told]:

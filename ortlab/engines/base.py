@@ -89,6 +89,11 @@ class Capabilities:
                 f"workers={workers}: engine {engine!r} trains in one process; choose workers=1, or "
                 "engine='eager'"
             )
+        if getattr(settings, "isolated", False) and not self.workers:
+            return (
+                f"isolated=True: engine {engine!r} trains in the process that has it; choose "
+                "isolated=False, or engine='eager'"
+            )
         for name, (without, what) in _AMONG_WORKERS.items():
             value = getattr(settings, name, without)
             if value != without and workers == 1:

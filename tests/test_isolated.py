@@ -1,0 +1,201 @@
+"""Runs in a process of their own: what one in the kernel gives, and what a crash costs them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ortlab
+from ortlab.engines.base import StepperLost
+from ortlab.runs import Run
+from ortlab.session import session
+from tests.test_on_workers import (
+    TOLERANCE,
+    WAIT_S,
+    Network,
+    begin,
+    data,
+    difference,
+    losses,
+    needs,
+    own_workers,  # noqa: F401 - a fixture
+    train,
+)
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="signals, and gloo over loopback"),
+    pytest.mark.usefixtures("one_thread"),
+]
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+class Crashing(Network):
+    """Crashes as native code does: in the training step of that number, once where `mark` is."""
+
+    def __init__(self, mark: Path | None, at: int = 7) -> None:
+        super().__init__(0.3)
+        self.mark, self.at, self.calls = mark, at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+            if self.calls == self.at and (self.mark is None or not self.mark.exists()):
+                if self.mark is not None:
+                    self.mark.touch()
+                self.fail()
+        return super().forward(x)
+
+    def fail(self) -> None:
+        ctypes.string_at(0)
+
+
+class Greedy(Crashing):
+    """Takes more than there is."""
+
+    def fail(self) -> None:
+        torch.ones(1 << 30)  # 4 GiB
+
+
+def rank() -> int:
+    """The process in which the run trains."""
+    assert session.workers is not None
+    (pid,) = session.workers.pids
+    return pid
+
+
+def told(run: Run, kind: str = "warning") -> list[str]:
+    return [event.text for event in run.recorder.events(kind)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """The same training in this process."""
+    model = Network()
+    run = train(model)
+    return {"losses": losses(run), "weights": model.state_dict()}
+
+
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    """The losses of an isolated run with dropout in which nothing happens."""
+    return losses(train(Network(0.3), isolated=True, checkpoint_every=5))
+
+
+@pytest.mark.parametrize("engine", ["eager", "ort"])
+def test_it_trains_as_in_the_kernel(alone: dict[str, Any], engine: str) -> None:
+    needs(engine)
+    model = Network()
+    run = train(model, isolated=True, engine=engine)
+    assert run.engine_used == engine
+    assert difference(alone["losses"], losses(run)) < TOLERANCE
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, alone["weights"][name], atol=1e-5), name
+    assert rank() != os.getpid()
+    assert not told(run)
+
+
+def test_a_run_moves_out_and_back(alone: dict[str, Any]) -> None:
+    run = begin(Network())
+    for step, isolated in ((5, True), (20, False)):
+        until(lambda step=step: run.step >= step)
+        run.pause()
+        run.apply(isolated=isolated)
+        run.resume()
+    run.result(WAIT_S)
+    assert difference(alone["losses"], losses(run)) < TOLERANCE
+    assert told(run, "change") == ["isolated=True (was False)", "isolated=False (was True)"]
+
+
+def test_a_crash_of_native_code_costs_steps_alone(whole: Any, tmp_path: Path) -> None:
+    """SIGSEGV in forward: the run goes on from its checkpoint, by itself, to the same losses."""
+    run = begin(Crashing(tmp_path / "crashed", 17), isolated=True, checkpoint_every=5)
+    assert run.result(WAIT_S).steps == 50
+    (warning,) = told(run)
+    assert warning.startswith("begins again in another process: ")
+    assert "SIGSEGV" in warning
+    assert "goes on from the checkpoint of step 5" in told(run, "note")
+    assert (losses(run) == whole).all()
+
+
+def test_what_crashes_again_holds_the_run() -> None:
+    """Else it would begin again for ever; the kernel lives, and the run can be stopped."""
+    run = begin(Crashing(None), isolated=True)
+    with pytest.raises(StepperLost, match="SIGSEGV"):
+        run.result(WAIT_S)
+    assert run.state == "paused"
+    first, second = told(run)
+    assert first.startswith("begins again in another process: ")
+    assert second.startswith("held: ")
+    run.stop()
+    assert run.result(WAIT_S).state == "stopped"
+
+
+def test_a_killed_process_is_begun_again(whole: Any) -> None:
+    run = begin(Network(0.3), isolated=True, checkpoint_every=5)
+    until(lambda: run.step >= 8)
+    run.pause()
+    until(lambda: run.state == "paused")
+    os.kill(rank(), signal.SIGKILL)
+    run.resume()
+    assert run.result(WAIT_S).steps == 50
+    assert (losses(run) == whole).all()
+
+
+def test_what_cannot_be_isolated_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"isolated=True: engine 'offload' trains in the process"):
+        begin(Network(), isolated=True, engine="offload")
+    unsendable = nn.Linear(6, 4)
+    unsendable.register_forward_hook(lambda *_: None)
+    unsendable.file = open(os.devnull)  # type: ignore[assignment] # noqa: SIM115
+    with pytest.raises(ValueError, match="cannot be sent to workers"):
+        ortlab.finetune(unsendable, data(), loss="cross_entropy", isolated=True)
+
+
+@contextlib.contextmanager
+def limited(pid: int, megabytes: int) -> Iterator[None]:
+    """A control group with that memory for the process; the test is skipped without the right."""
+    one = CGROUPS / "memory" if (CGROUPS / "memory").is_dir() else CGROUPS
+    group, limit = one / f"ortlab-test-{pid}", "memory.limit_in_bytes"
+    try:
+        group.mkdir()
+        if one == CGROUPS:
+            limit = "memory.max"
+        (group / limit).write_text(f"{megabytes << 20}")
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as error:
+        pytest.skip(f"no control group of one's own here: {error}")
+    try:
+        yield
+    finally:
+        until(lambda: not (group / "cgroup.procs").read_text().strip())
+        group.rmdir()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("attempt", range(10))
+def test_the_kernels_memory_limit_costs_steps_alone(
+    whole: Any, tmp_path: Path, attempt: int
+) -> None:
+    """Linux kills the process that takes more than its control group may have."""
+    at = random.Random(attempt).randrange(20, 90)
+    run = begin(Greedy(tmp_path / "killed", at), isolated=True, checkpoint_every=5)
+    until(lambda: run.step >= 3)
+    run.pause()
+    until(lambda: run.state == "paused")
+    with limited(rank(), 1024):
+        run.resume()
+        assert run.result(WAIT_S).steps == 50
+    (warning,) = told(run)
+    assert "SIGKILL" in warning
+    assert (losses(run) == whole).all()
