@@ -1,15 +1,29 @@
-"""Ctrl-C, and a notebook's stop button, heard while something is awaited."""
+"""Ctrl-C, and a notebook's stop button, heard while something is awaited; and SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
 _POLL_S = 0.1
+
+
+def end_in_order() -> None:
+    """Has SIGTERM end this process as `sys.exit` does, so that what is to be kept at its end is.
+
+    By itself Python ends at once. A handler that is there stays, and where none can be set, outside
+    the main thread, nothing changes. The exit status is the shell's of a process that a signal
+    ended, 143.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 async def until(over: threading.Event, interrupted: Callable[[], None]) -> None:

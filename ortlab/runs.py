@@ -25,7 +25,7 @@ from ortlab.engines.torch_native import training_device
 from ortlab.errors import concise, shorten
 from ortlab.faults import Faults, Hold, typed
 from ortlab.history import RunFolder, environment
-from ortlab.interrupts import until
+from ortlab.interrupts import end_in_order, until
 from ortlab.keeping import Keeping
 from ortlab.loop import Control, Evaluation, best
 from ortlab.memory import SAMPLER, Meter, memory
@@ -260,6 +260,7 @@ class Run(Kept):
             target=context.run, args=(self._drive,), name=f"ortlab-{self.name}", daemon=True
         )
         atexit.register(self._end_with_python)
+        end_in_order()
         self._thread.start()
         if self._show is not None:
             try:

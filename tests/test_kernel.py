@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
+
+from ortlab.history import RunFolder
 
 PRELUDE = """
 %load_ext ortlab
@@ -196,3 +202,39 @@ def test_a_race_and_its_result_are_shown_as_tables_below_what_was_printed(kernel
         assert "<table" in data["text/html"]
         # Where buttons belong to a table, what is above it is hidden when they are gone.
         assert "display: none" not in data["text/html"]
+
+
+TRAINS = (
+    PRELUDE
+    + """
+import os
+run = ortlab.finetune(nn.Linear(4, 2), data, loss="cross_entropy", engine="eager", epochs=10**7)
+while run.step < 3:
+    pass
+print(os.getpid(), run.folder)
+"""
+)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("how", ["SIGTERM", "shutdown", "restart"])
+def test_a_kernel_that_ends_stops_its_runs_in_order(how: str) -> None:
+    """With a checkpoint to go on from, and no process left."""
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        pid, folder = Kernel(client)(TRAINS).text.split()
+        before = {*psutil.Process(int(pid)).children(recursive=True), psutil.Process(int(pid))}
+        if how == "SIGTERM":
+            os.kill(int(pid), signal.SIGTERM)
+        elif how == "shutdown":
+            manager.shutdown_kernel()
+        else:
+            manager.restart_kernel()
+        gone, alive = psutil.wait_procs(before, timeout=60)
+        assert not alive
+        kept = RunFolder(Path(folder))
+        assert kept.read_json("run")["state"] == "stopped"
+        assert len(kept.read_metrics().rows) == kept.read_checkpoint().position.step >= 3
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

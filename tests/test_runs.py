@@ -709,6 +709,31 @@ while run.step < 3:
 """
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("waits", ["run.result()", "import time; time.sleep(600)"])
+def test_a_signal_stops_the_run_in_order(tmp_path: Path, ends: signal.Signals, waits: str) -> None:
+    """A scheduler's SIGTERM and Ctrl-C in a terminal, twice where the run's end is waited for."""
+    code = f"{SCRIPT}print('ready', flush=True)\n{waits}\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(ends)
+        if ends == signal.SIGINT and waits == "run.result()":
+            assert "goes on" in process.stdout.readline()
+            process.send_signal(ends)
+        process.communicate(timeout=120)
+    assert process.returncode == (143 if ends == signal.SIGTERM else -signal.SIGINT)
+    folder = RunFolder(tmp_path / "run-1")
+    assert folder.read_json("run")["state"] == "stopped"
+    assert len(folder.read_metrics().rows) == folder.read_checkpoint().position.step >= 3
+
+
 def test_python_that_ends_stops_the_run_in_order(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
