@@ -230,7 +230,7 @@ def test_a_kernel_that_ends_stops_its_runs_in_order(how: str) -> None:
             manager.shutdown_kernel()
         else:
             manager.restart_kernel()
-        gone, alive = psutil.wait_procs(before, timeout=60)
+        _, alive = psutil.wait_procs(before, timeout=60)
         assert not alive
         kept = RunFolder(Path(folder))
         assert kept.read_json("run")["state"] == "stopped"
