@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -37,7 +38,6 @@ _ENGINE: Final = ("--timeout=60",)  # a machine that is busy registers later tha
 _CONTROLLER: Final = (
     f"--ip={LOOPBACK}",
     f"--location={LOOPBACK}",  # else the host's name, which it may not be able to look up
-    "--IPController.enable_curve=True",  # else other users could listen to what ranks print
     "--nodb",  # would keep all that was sent, models among it
     "--usethreads",  # of its eight processes two are left
     "--ping=250",  # ms; an engine has come once two pings were answered
@@ -64,6 +64,7 @@ class Cluster:
             self._cluster = ipp.Cluster(profile=profile, config=_config({}), **common)
         else:
             self._folder = Path(tempfile.mkdtemp(prefix="ortlab-workers-"))
+            _encrypt(self._folder)
             self._embedded = {
                 # What this process imports they can import.
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -208,6 +209,16 @@ def installed() -> Any:
             f"workers need {error.name}, which is not installed: pip install 'ortlab[workers]'"
         ) from error
     return ipyparallel
+
+
+def _encrypt(folder: Path) -> None:
+    """Has a controller with its profile there encrypt all messages, which it signs as well.
+
+    Else other users could listen to what ranks print. Arguments would show them the key.
+    """
+    key = secrets.token_hex(32).encode()
+    chosen = f"c.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
+    (folder / "ipcontroller_config.py").write_text(chosen, encoding="utf-8")
 
 
 def _check_profile(ipp: Any, name: str) -> None:
