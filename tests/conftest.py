@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,7 +105,11 @@ def threads_end() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     started = set(threading.enumerate()) - before
-    assert not [thread.name for thread in started if thread.name.startswith("ortlab-")]
+    ours = [thread for thread in started if thread.name.startswith("ortlab-")]
+    deadline = time.monotonic() + 10
+    for thread in ours:  # who says last of all that it is over has a line or two still to go
+        thread.join(max(0.0, deadline - time.monotonic()))
+    assert not [thread.name for thread in ours if thread.is_alive()]
 
 
 @pytest.fixture(scope="module")
