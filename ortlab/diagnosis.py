@@ -11,7 +11,7 @@ from torch import nn
 
 from ortlab.engines import batch as batches
 from ortlab.engines.torch_native import autocast_for
-from ortlab.faults import IN_DATA
+from ortlab.faults import Cause
 from ortlab.randomness import undisturbed_random
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def first_bad(
     loss: LossFunction | None,
     micro_batches: Sequence[Batch],
     settings: FinetuneSettings,
-) -> str:
-    """Says where forward or backward of `micro_batches` first is NaN or infinite; "" if nowhere.
+) -> Cause | None:
+    """Says where forward or backward of `micro_batches` first is NaN or infinite; None if nowhere.
 
     Looked for in this order: the batch itself, the weights, the outputs of the modules as they are
     called, the loss, the gradients as backward comes to them. `model` is called as it is, in eager
@@ -37,10 +37,12 @@ def first_bad(
     with _as_it_was(model), undisturbed_random():
         for number, batch in enumerate(micro_batches, 1):
             own = batches.to_device(batch, device)
-            found = _in_batch(own) or _in_weights(model) or _in_pass(model, loss, own, settings)
+            in_batch = _in_batch(own)
+            found = in_batch or _in_weights(model) or _in_pass(model, loss, own, settings)
             if found:
-                return found if len(micro_batches) == 1 else f"micro-batch {number}: {found}"
-    return ""
+                told = found if len(micro_batches) == 1 else f"micro-batch {number}: {found}"
+                return Cause(told, in_data=bool(in_batch))
+    return None
 
 
 @contextlib.contextmanager
@@ -68,7 +70,7 @@ def _in_batch(batch: Batch) -> str:
         what = f"{name!r}" if isinstance(name, str) else f"item {name}"
         bad = ~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1) if tensor.dim() else None
         rows = [] if bad is None else bad.nonzero().flatten().tolist()
-        return f"{IN_DATA}{_kind(tensor)} in {what} of the batch{_samples(rows)}"
+        return f"the data has {_kind(tensor)} in {what} of the batch{_samples(rows)}"
     return ""
 
 

@@ -19,8 +19,13 @@ _SHORT_OF_MEMORY: Final = (
     "cannot allocate memory",  # the system's ENOMEM, as in a worker that cannot be forked
 )
 
-IN_DATA: Final = "the data has "
-"""With this an examination says that a batch itself is not finite."""
+
+@dataclass(frozen=True)
+class Cause:
+    """Where a step was first not finite, in words; with ``in_data`` the batch itself is."""
+
+    told: str
+    in_data: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,12 @@ class Faults:
 
     With ``waits`` somebody is there who can let it go on, as in a notebook: it then waits where a
     script's run ends with the error. ``examine`` is given the micro-batches of a step that was not
-    finite, and says where that began; "" where it cannot tell. ``peak_bytes`` predicts what a step
-    takes under settings; None where nothing does.
+    finite, and says where that began; None where it cannot tell. ``peak_bytes`` predicts what a
+    step takes under settings; None where nothing does.
     """
 
     waits: bool = False
-    examine: Callable[[Sequence[Batch], FinetuneSettings], str] = lambda *_: ""
+    examine: Callable[[Sequence[Batch], FinetuneSettings], Cause | None] = lambda *_: None
     peak_bytes: Callable[[FinetuneSettings], int | None] = lambda _: None
 
 

@@ -28,7 +28,7 @@ from ortlab.checkpoint import Checkpoint, Order, Position, Unit
 from ortlab.engines import base
 from ortlab.engines.base import Batch, Cost, NotFinite, RankStep, Stepper, StepperLost, StepResult
 from ortlab.engines.torch_native import training_device
-from ortlab.faults import IN_DATA, Faults, Hold, out_of_memory, typed
+from ortlab.faults import Cause, Faults, Hold, out_of_memory, typed
 from ortlab.memory import Memory, Meter, trim
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
@@ -794,14 +794,14 @@ class Course:
 
         They count, as those that a loss scale has skipped; no weight has changed in them.
         """
-        found = ""
+        cause = None
         if not self.settings.elsewhere:
             try:
-                found = self._faults.examine(group, self.settings)
+                cause = self._faults.examine(group, self.settings)
             except Exception as again:  # noqa: BLE001 - it may fail as the step did, in any way
-                found = f"where it began could not be found: {again}"
-            if found:
-                error.add_note(f"in eager torch {found}")
+                cause = Cause(f"where it began could not be found: {again}")
+            if cause is not None:
+                error.add_note(f"in eager torch {cause.told}")
         first = self.step + 1
         if self._prepare is None or self.step == self._began_at:
             raise error
@@ -813,7 +813,7 @@ class Course:
             f"run.resume({typed(change)}) or its button goes on with that, run.resume() with "
             "what it has; the data of the step is left out"
         )
-        if IN_DATA in found:  # no settings would help
+        if cause is not None and cause.in_data:  # no settings would help
             change, hint = {}, "run.resume() or its button leaves the data of the step out"
         where = "with the weights of step {step}"
         if not self._held(Hold(error, where, hint, "not finite", change)):

@@ -109,9 +109,9 @@ class Run(Kept):
 
     With `begin` it goes on where that was taken, by another run of any engine, in this process or
     an earlier one; ``settings`` may differ in what `loop.place` does not check. `damaged` says what
-    is no use of newer ones, for the user to see. `earlier` is that
-    run, where this one has its numbers too. `names` are what model and data are called, by
-    ``model``, ``train``, ``eval_data`` and ``loss``: `ortlab.resume` finds them again by these.
+    is no use of newer ones, for the user to see. `earlier` is that run, where this one has its
+    numbers too. `names` are what model and data are called, by ``model``, ``train``, ``eval_data``
+    and ``loss``: `ortlab.resume` finds them again by these.
 
     ValueError, before anything is written, for data that cannot be used (see `batching.batches`),
     and for ``keep_best`` without `evaluation`.

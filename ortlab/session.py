@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ortlab.cluster.workers import Workers
     from ortlab.compat.doctor import Finding
     from ortlab.engines.base import LossFunction, Stepper
+    from ortlab.faults import Cause
     from ortlab.graph.capture import Graphs, Overlay, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -155,9 +156,10 @@ class Session:
         from ortlab.past import resuming
         from ortlab.past.kept import Kept
         from ortlab.past.listing import GOES_ON
+        from ortlab.past.opened import run_name
 
         given = {"model": model, "train": train, "eval_data": eval_data, "loss": loss}
-        name = run.name if isinstance(run, Kept) else _run_name(run)
+        name = run.name if isinstance(run, Kept) else run_name(run)
         alive = next((each for each in self.runs if each.name == name and not each.over()), None)
         if alive is not None:
             if settings or any(value is not None for value in given.values()):
@@ -277,7 +279,7 @@ class Session:
                 for settings, size in engine_called(name).kept(module).items()
             }
 
-        def examine(micro_batches: Sequence[Any], settings: FinetuneSettings) -> str:
+        def examine(micro_batches: Sequence[Any], settings: FinetuneSettings) -> Cause | None:
             from ortlab.diagnosis import first_bad
 
             return first_bad(original, function, micro_batches, settings)
@@ -637,12 +639,12 @@ class Session:
     def open_run(self, run: str | int | Kept) -> Run | PastRun:
         """See `open_run` below."""
         from ortlab.past.kept import Kept
-        from ortlab.past.opened import PastRun, find
+        from ortlab.past.opened import PastRun, find, run_name
 
         if isinstance(run, Kept):
             return cast("Run | PastRun", run)
         own = {f"{each.name}": each for each in self.runs}
-        name = _run_name(run)
+        name = run_name(run)
         return own[name] if name in own else PastRun(find(run).folder)
 
     def compare_runs(self, *runs: str | int | Kept) -> RunComparison:
@@ -673,11 +675,6 @@ def _moves(runs: Iterable[R], model: nn.Module) -> R | None:
         if busy is not None and any(id(p) in weights for p in busy.parameters()):
             return run
     return None
-
-
-def _run_name(run: str | int) -> str:
-    """A run's name as it was typed, "run-3" of 3."""
-    return f"run-{int(run)}" if str(run).strip().isdecimal() else str(run)
 
 
 def _reference(data: Iterable[Any]) -> Callable[[], Any]:

@@ -112,6 +112,13 @@ def threads_end() -> Iterator[None]:
     assert not [thread.name for thread in ours if thread.is_alive()]
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads_end: None) -> Path:
+    """The test's own folder, where its runs are kept."""
+    monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """torch has one thread: two of them wait for each other wherever a third computes."""

@@ -24,6 +24,7 @@ from ortlab.engines.base import engine
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
 from tests import tiny
+from tests.waiting import Turns
 
 STOP = 4
 """The step after which the state is kept: in the middle of the second epoch."""
@@ -50,6 +51,21 @@ def network(dropout: float = 0.5) -> nn.Module:
         return nn.Sequential(
             nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3)
         )
+
+
+class Gated(nn.Module):
+    """A model whose training steps wait for their turn."""
+
+    def __init__(self, turns: int = 1000) -> None:
+        super().__init__()
+        self.inner = network()
+        self.turns = Turns(turns)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.turns.take()
+        scores: torch.Tensor = self.inner(inputs)
+        return scores
 
 
 def bert(dropout: float) -> nn.Module:

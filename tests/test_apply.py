@@ -21,7 +21,7 @@ from ortlab.engines.base import EngineUnavailable, Stepper, engine
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
 from tests.resuming import Tokens, bert, examples, loud, network
-from tests.waiting import Turns, until
+from tests.waiting import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -549,15 +549,9 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
         turns.until_asked(to + 1)
         assert run.step == to
 
-    def pause() -> None:
-        """After the step in flight."""
-        run.pause()
-        turns.give(1)
-        until(lambda: run.state == "paused")
-
     advance(3)
     assert (run.engine_used, run.engine_asked) == ("ort", "ort")
-    pause()
+    turns.pause(run, 4)
     run.apply(engine="eager")
     run.apply(lr=0.02)
     run.resume()
@@ -565,7 +559,7 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
     assert (run.engine_used, run.engine_asked) == ("eager", "eager")
     exported_s = run.report.export_s if run.report else 0
     assert exported_s > 0
-    pause()
+    turns.pause(run, 7)
     run.apply(engine="ort")
     run.resume()
     turns.give()
@@ -607,10 +601,7 @@ def test_a_run_changes_its_batch_size_and_comes_back(threads_end: None) -> None:
 
     def paused_at(step: int) -> None:
         turns.give(step - 1 - run.step)
-        turns.until_asked(step)
-        run.pause()
-        turns.give(1)
-        until(lambda: run.state == "paused")
+        turns.pause(run, step)
         assert run.step == step
 
     paused_at(2)

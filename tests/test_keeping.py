@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import ortlab
 from ortlab.checkpoint import Checkpoint
@@ -24,7 +22,7 @@ from ortlab.runs import Run
 from ortlab.session import session
 from ortlab.telemetry import INDEX, Event
 from tests import killing
-from tests.resuming import examples, network
+from tests.resuming import Gated, examples, network
 from tests.waiting import Turns, until
 
 CHOSEN: dict[str, Any] = {
@@ -36,27 +34,6 @@ CHOSEN: dict[str, Any] = {
     "schedule": "constant",
     "epochs": 2,
 }
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads_end: None) -> Path:
-    monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
-    return tmp_path
-
-
-class Gated(nn.Module):
-    """A model whose training steps wait for their turn."""
-
-    def __init__(self, turns: int = 1000) -> None:
-        super().__init__()
-        self.inner = network()
-        self.turns = Turns(turns)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.turns.take()
-        scores: torch.Tensor = self.inner(inputs)
-        return scores
 
 
 def losses(run: Run | PastRun) -> list[float]:
@@ -154,17 +131,13 @@ def test_a_run_keeps_by_minutes_and_draws_the_same_numbers(home: Path) -> None:
 def test_a_pause_keeps_one_once(home: Path) -> None:
     model = Gated(turns=2)
     run = ortlab.finetune(model, examples(22), **CHOSEN)
-    model.turns.until_asked(3)
-    run.pause()
-    model.turns.give(1)
-    until(lambda: run.state == "paused" and "last-3" in names(run.folder))
+    model.turns.pause(run, 3)
+    until(lambda: "last-3" in names(run.folder))
     assert step_of(run.folder, "last-3") == 3
     written = (run.folder / "checkpoints" / "last-3.safetensors").stat().st_mtime_ns
     run.resume()
-    model.turns.until_asked(4)
-    run.pause()
-    model.turns.give(1)
-    until(lambda: run.state == "paused" and "last-4" in names(run.folder))
+    model.turns.pause(run, 4)
+    until(lambda: "last-4" in names(run.folder))
     run.resume()
     model.turns.give()
     run.result()
@@ -428,10 +401,7 @@ def test_a_run_that_finished_or_trains_elsewhere_is_refused(
 def test_a_run_of_this_kernel_that_is_paused_goes_on_itself(home: Path) -> None:
     model = Gated(turns=2)
     run = ortlab.finetune(model, examples(22), **CHOSEN)
-    model.turns.until_asked(3)
-    run.pause()
-    model.turns.give(1)
-    until(lambda: run.state == "paused")
+    model.turns.pause(run, 3)
     with pytest.raises(ValueError, match="run-1 is a run of this kernel, paused: it has its model"):
         ortlab.resume(1, Gated(), examples(22))
     assert ortlab.resume(1) is run

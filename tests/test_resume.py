@@ -35,8 +35,8 @@ from ortlab.engines.torch_native import Eager
 from ortlab.runs import Run
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
-from tests.resuming import CASES, Course, examples, network
-from tests.waiting import Turns, until
+from tests.resuming import CASES, Course, Gated, examples, network
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -503,28 +503,7 @@ def test_other_settings_hold_from_there_on() -> None:
 # --- a run, and finetune
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads_end: None) -> Path:
-    monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
-    return tmp_path
-
-
 CHOSEN = {"loss": "cross_entropy", "engine": "eager", "device": "cpu", "batch_size": 4}
-
-
-class Gated(nn.Module):
-    """A model whose training steps wait for their turn."""
-
-    def __init__(self, turns: int) -> None:
-        super().__init__()
-        self.inner = network()
-        self.turns = Turns(turns)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.turns.take()
-        scores: torch.Tensor = self.inner(inputs)
-        return scores
 
 
 def column(run: Run, name: str = "loss") -> list[float]:
@@ -535,10 +514,7 @@ def column(run: Run, name: str = "loss") -> list[float]:
 def test_a_checkpoint_in_a_pause_and_a_run_from_it(home: Path) -> None:
     model = Gated(turns=4)
     run = ortlab.finetune(model, examples(22), epochs=3, eval_data=examples(6), **CHOSEN)
-    model.turns.until_asked(5)
-    run.pause()
-    model.turns.give(1)
-    until(lambda: run.state == "paused")
+    model.turns.pause(run, 5)
     path = run.checkpoint(home / "a.ckpt")
     assert run.state == "paused"
     assert path == home / "a.ckpt"

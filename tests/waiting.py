@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ortlab.runs import Run
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -31,6 +35,13 @@ class Turns:
     def give(self, turns: int = 1000) -> None:
         """Lets that many pass."""
         self._given.release(turns)
+
+    def pause(self, run: Run, at: int) -> None:
+        """Pauses `run` after its step `at`; returns when it stands still."""
+        self.until_asked(at)
+        run.pause()
+        self.give(1)
+        until(lambda: run.state == "paused")
 
     def until_asked(self, turns: int) -> None:
         """Returns when that many were asked for: the step before is over, and this one begun.

@@ -23,12 +23,13 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import psutil
 
-from ortlab import folders, hardware
+from ortlab import folders
 from ortlab.cluster import facts
 from ortlab.cluster import rank as on_rank
 from ortlab.cluster.call import Call, RankDied
 from ortlab.cluster.launch import LOOPBACK, Cluster
 from ortlab.engines.base import tell
+from ortlab.fitting import available_bytes
 from ortlab.memory import memory
 from ortlab.tables import Column, Table
 
@@ -457,7 +458,7 @@ def _warn_of_sharing(host: str, count: int, there_are: int, what: str) -> None:
 
 def refuse_too_many(count: int) -> None:
     """ValueError where so many processes would take the machine's memory from everybody."""
-    free = hardware.host_memory().available_bytes
+    free = available_bytes("cpu")
     if count * WORKER_BYTES > free:
         raise ValueError(
             f"{count} workers have no room: each takes {memory(WORKER_BYTES)} before its model, "

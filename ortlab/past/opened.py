@@ -150,10 +150,15 @@ _ELSEWHERE = "in training in another kernel: what is on the disk by now"
 _STATES: dict[str, Any] = {"finished": "finished", "stopped": "stopped", "running": "running"}
 
 
+def run_name(given: str | int) -> str:
+    """A run's name as it was typed, "run-3" of 3."""
+    return f"run-{int(given)}" if str(given).strip().isdecimal() else str(given)
+
+
 def find(name: str | int, root: Path | None = None) -> Entry:
     """The run of that name, or number; ValueError offers the nearest."""
     found = {entry.name: entry for entry in index.entries(root)}
-    wanted = f"run-{int(name)}" if str(name).strip().isdecimal() else str(name)
+    wanted = run_name(name)
     if wanted not in found:
         if not found:
             raise ValueError(f"no run is kept in {root or runs_root()} yet")
