@@ -161,6 +161,7 @@ class Run(Kept):
         self._kept = kept
         self._foretold: str | None = None
         self._stopping: threading.Thread | None = None
+        self._stopping_begins = threading.RLock()  # and one that has not begun cannot be joined
         self._control = Control()
         self._state: State = "starting"
         self._report: Report | None = None
@@ -308,11 +309,12 @@ class Run(Kept):
         Data that hangs is left alone after a second; the run then ends without it.
         """
         self._control.stop()
-        if self._stopping is None and self._thread is not None and not self._trained.is_set():
-            self._stopping = threading.Thread(
-                target=self._see_to_the_end, name=f"ortlab-stop-{self.name}", daemon=True
-            )
-            self._stopping.start()
+        with self._stopping_begins:
+            if self._stopping is None and self._thread is not None and not self._trained.is_set():
+                self._stopping = threading.Thread(
+                    target=self._see_to_the_end, name=f"ortlab-stop-{self.name}", daemon=True
+                )
+                self._stopping.start()
 
     def _see_to_the_end(self) -> None:
         """Waits until a run that is to stop has trained; ends it where its thread hangs in data."""
@@ -560,8 +562,10 @@ class Run(Kept):
             _forget_locals(self.error)
         self._step, self._work = self.step, None
         self._state = self._ended()
-        if self._stopping is not None and self._stopping is not threading.current_thread():
-            self._stopping.join()
+        with self._stopping_begins:
+            stopping = self._stopping
+        if stopping is not None and stopping is not threading.current_thread():
+            stopping.join()
         atexit.unregister(self._end_with_python)
         self._over.set()
 

@@ -220,6 +220,26 @@ def test_stop_waits_for_the_step_in_flight_only(tmp_path: Path) -> None:
     folder_is_complete(run, "stopped", model)
 
 
+def test_a_run_may_end_while_it_is_being_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine takes its time for the thread that sees to the end."""
+    begin = threading.Thread.start
+
+    def late(thread: threading.Thread) -> None:
+        if thread.name.startswith("ortlab-stop"):
+            until(lambda: run.state == "stopped")
+        begin(thread)
+
+    model = Gated()
+    run = made(tmp_path, model, epochs=10_000).start()
+    until(lambda: run.step > 3)
+    monkeypatch.setattr(threading.Thread, "start", late)
+    run.stop()
+    assert run.wait_over(60)
+    folder_is_complete(run, "stopped", model)
+
+
 def test_stop_before_the_first_step(tmp_path: Path) -> None:
     model = Gated()
     run = made(tmp_path, model, evaluation=examples())
