@@ -508,9 +508,6 @@ _kept: deque[RunView] = deque()
 def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
     """Displays the picture; in the place of the display `replacing`, where one is given."""
     image = picture(watched)
-    folder = getattr(watched, "folder", None)
-    if folder is not None and not isinstance(watched, PastRun):  # which may be no one's to change
-        write_private(Path(folder, "charts.png"), image)
     data = {"image/png": image, "text/plain": text(watched)}
     metadata = {"image/png": {"width": PICTURE_WIDTH}}
     if replacing is None:
@@ -519,6 +516,10 @@ def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
         # In the name of the cell that is running now, not of the one that was when this thread
         # began: nbclient takes no other output. Where it goes, only the display's id says.
         contextvars.Context().run(publish, data, metadata, replacing, update=True)
+    # After it is on the page: a busy disk takes seconds.
+    folder = getattr(watched, "folder", None)
+    if folder is not None and not isinstance(watched, PastRun):  # which may be no one's to change
+        write_private(Path(folder, "charts.png"), image)
 
 
 def publish(

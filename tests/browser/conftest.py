@@ -8,10 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.browser.lab import CHROMIUM_ARGUMENTS, Lab, Notebook, Opens, Takes, write_notebook
+from tests.browser.lab import (
+    CHROMIUM_ARGUMENTS,
+    SAID,
+    Lab,
+    Notebook,
+    Opens,
+    Takes,
+    write_notebook,
+)
 from tests.chromium import find
+
+expect.set_options(timeout=60_000)  # as `tests.waiting`: other tests keep this machine busy
 
 LAST_WORDS = "Canceled future for create_subshell_request message before replies were done"
 """JupyterLab's own unhandled rejection, where a kernel ends that was just asked for a subshell (it
@@ -85,12 +95,16 @@ def notebook(lab: Lab, page: Page, request: pytest.FixtureRequest) -> Iterator[O
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, Any]:
-    """Keeps what the page showed when a test failed."""
+    """Keeps what the page showed when a test failed; tells what cells said, and kernels were at."""
     report = yield
-    page = getattr(item, "funcargs", {}).get("page")
+    arguments = getattr(item, "funcargs", {})
+    page, lab = arguments.get("page"), arguments.get("lab")
     if report.failed and report.when == "call" and page is not None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SCREENSHOTS / f"failed-{item.name}.png")
+        report.sections.append(("the notebook", page.evaluate(SAID)))
+        if lab is not None:
+            report.sections.append(("the kernel's threads", lab.threads()))
     return report
 
 

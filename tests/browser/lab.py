@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import nbformat
+import psutil
 import pytest
 from playwright.sync_api import Locator, Page
 
@@ -56,6 +57,19 @@ OPENED = """path => {
 IDLE = "() => window.panel.sessionContext.session.kernel.status === 'idle'"
 OUTPUTS = """() => window.panel.content.widgets
     .filter(cell => cell.model.type === 'code').map(cell => cell.model.outputs.toJSON())"""
+
+SAID = """() => {
+    if (!window.panel) return 'no notebook is open';
+    const kernel = window.panel.sessionContext.session?.kernel?.status;
+    const cells = window.panel.content.widgets.filter(cell => cell.model.type === 'code');
+    const one = output => output.text ?? output.traceback?.join('\\n')
+        ?? Object.entries(output.data).map(([type, value]) =>
+            type.startsWith('text/') ? value : `<${type}>`).join(' ');
+    return [`the kernel is ${kernel}`, ...cells.map(cell =>
+        `[${cell.model.executionCount ?? '*'}] `
+        + cell.model.outputs.toJSON().map(one).join('\\n'))].join('\\n');
+}"""
+"""Every output as text, other types by name: what a failed test's report has beside its picture."""
 
 
 class Lab:
@@ -126,6 +140,16 @@ class Lab:
         """Where a browser opens the file `path`, in a workspace that nobody used before."""
         return f"{self._url}/lab/workspaces/{secrets.token_hex(4)}/tree/{path}?token={self._token}"
 
+    def threads(self) -> str:
+        """Where every thread of the kernels is. It ends them: for a test that has failed."""
+        path = self._folder / "lab.log"
+        before = path.stat().st_size
+        kernels = psutil.Process(self._process.pid).children()
+        for kernel in kernels:
+            kernel.send_signal(signal.SIGABRT)
+        psutil.wait_procs(kernels, timeout=5)
+        return path.read_bytes()[before:].decode(errors="replace")
+
     def _open_log(self) -> IO[bytes]:
         return open(self._folder / "lab.log", "wb")
 
@@ -142,7 +166,13 @@ class Lab:
             (self._folder / name).mkdir(exist_ok=True)
         own = {variable: str(self._folder / name) for variable, name in folders.items()}
         source = str(Path(__file__).parents[2])  # for `tests.practice` in the kernel
-        return {**os.environ, **own, "JUPYTER_PREFER_ENV_PATH": "1", "PYTHONPATH": source}
+        return {
+            **os.environ,
+            **own,
+            "JUPYTER_PREFER_ENV_PATH": "1",
+            "PYTHONPATH": source,
+            "PYTHONFAULTHANDLER": "1",  # for `threads`
+        }
 
     def _request(self, path: str, *, method: str = "GET") -> None:
         address = f"{self._url}{path}?token={self._token}"
@@ -225,6 +255,19 @@ class Notebook:
             }""",
             code,
         )
+
+    def run_cell(self, index: int) -> None:
+        """Runs one cell again and waits for it; AssertionError shows what it raised."""
+        self.page.evaluate(
+            """async index => {
+                const app = window.jupyterapp;
+                app.shell.activateById(window.panel.id);
+                window.panel.content.activeCellIndex = index;
+                await app.commands.execute('notebook:run-cell');
+            }""",
+            index,
+        )
+        self.check()
 
     def outputs(self) -> list[list[dict[str, Any]]]:
         """The outputs of every code cell as they would be saved."""

@@ -153,7 +153,7 @@ def test_a_real_run_is_paused_and_stopped_while_it_is_awaited(
     assert len(updates) >= 3
     assert max(updates) <= 1024
     assert max(paused_s, stopped_s) <= 1.1  # a step takes milliseconds, an evaluation some more
-    expect(page.locator(".jp-OutputArea img")).to_be_visible(timeout=20_000)
+    expect(page.locator(".jp-OutputArea img")).to_be_visible()
     page.wait_for_function("() => window.panel.content.widgets[3].model.outputs.length > 0")
     screenshot("finetune-stopped")
     saved = book.save()
@@ -228,7 +228,7 @@ def test_a_late_view_gets_the_whole(notebook: Opens, page: Page) -> None:
     assert points(late) >= 150
     # A page that has seen nothing, while the kernel goes on.
     book.reload()
-    expect(page.locator(".ortlab-run canvas")).to_have_count(8, timeout=20_000)
+    expect(page.locator(".ortlab-run canvas")).to_have_count(8)
     for run in page.locator(".ortlab-run").all():
         assert points(run) >= 150
         assert step_of(run) >= 150

@@ -48,8 +48,8 @@ def graph(book: Notebook, which: int = 0) -> Locator:
 
 def drawn(view: Locator) -> None:
     """Waits until all panes of a view are drawn."""
-    expect(view.locator(".ortlab-pane[data-drawn]").first).to_be_visible(timeout=20_000)
-    expect(view.locator(".ortlab-pane:not([data-drawn])")).to_have_count(0, timeout=20_000)
+    expect(view.locator(".ortlab-pane[data-drawn]").first).to_be_visible()
+    expect(view.locator(".ortlab-pane:not([data-drawn])")).to_have_count(0)
 
 
 def pane(view: Locator, phase: str) -> FrameLocator:
@@ -142,7 +142,7 @@ def test_colours(notebook: Opens, page: Page, screenshot: Takes) -> None:
     # What is not measured is not offered; once it is, the next view has it.
     book.run_next("%ort profile model --steps 1")
     book.run_next(SHOW)
-    expect(page.locator(".ortlab-graph")).to_have_count(2, timeout=20_000)
+    expect(page.locator(".ortlab-graph")).to_have_count(2)
     later = graph(book, 1)
     expect(later.get_by_label("colour by").locator("option")).to_contain_text(["time"])
     later.get_by_label("colour by").select_option("time")
@@ -287,7 +287,7 @@ def test_a_saved_page_has_the_picture(notebook: Opens, page: Page, screenshot: T
     book.save()
     page.evaluate("() => window.panel.sessionContext.shutdown()")
     book.reload()
-    expect(picture).to_be_visible(timeout=20_000)
+    expect(picture).to_be_visible()
     assert picture.evaluate("e => e.naturalWidth") > 300
     expect(page.locator(".ortlab-table")).to_contain_text("parameters")
     expect(page.get_by_text("Loading widget")).to_be_hidden()
@@ -316,7 +316,7 @@ def test_a_busy_kernel_is_waited_for(notebook: Opens, page: Page, tmp_path: Path
     book = notebook([STAGE, f"display({show})\n{wait}"])
     book.start()
     view = page.locator(".ortlab-graph")
-    expect(view.locator("tbody")).to_contain_text("Net", timeout=20_000)
+    expect(view.locator("tbody")).to_contain_text("Net")
     expect(view.get_by_role("status").first).to_contain_text("drawn when the kernel is free")
     free.touch()
     assert graph(book).locator(".ortlab-pane").count() == 1

@@ -77,7 +77,7 @@ def test_a_run_is_changed_while_it_is_awaited(
     run.get_by_role("button", name="Checkpoint").click()
     expect(result).to_contain_text("checkpoint kept: ")
     run.get_by_role("button", name="Stop").click()
-    expect(page.locator(".jp-OutputArea img")).to_be_visible(timeout=20_000)
+    expect(page.locator(".jp-OutputArea img")).to_be_visible()
     assert "change 2, step" in book.outputs()[1][0]["data"]["text/plain"]
 
 
@@ -147,8 +147,8 @@ def test_a_models_panel_says_why_not_and_starts_a_run(
     view.get_by_label("epochs", exact=True).press("Enter")
     # Its charts take the panel's place, in the same cell.
     run = page.locator(".jp-OutputArea .ortlab-run")
-    expect(run.locator(".ortlab-state")).to_have_text("running", timeout=20_000)
+    expect(run.locator(".ortlab-state")).to_have_text("running")
     expect(page.locator(".ortlab-panel-view")).to_have_count(0)
     run.get_by_role("button", name="Stop").click()
-    expect(page.locator(".jp-OutputArea img")).to_be_visible(timeout=20_000)
+    expect(page.locator(".jp-OutputArea img")).to_be_visible()
     assert sorted(book.outputs()[1][0]["data"]) == ["image/png", "text/plain"]

@@ -73,7 +73,7 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     expect(rows).to_have_count(2)
     expect(section.get_by_role("row")).to_have_count(3)
     expect(section.get_by_role("columnheader")).to_have_count(6)
-    expect(rows.nth(1).get_by_text("▲ slowest")).to_be_visible(timeout=30_000)
+    expect(rows.nth(1).get_by_text("▲ slowest")).to_be_visible()
     expect(rows.nth(0).get_by_text("▲ slowest")).to_be_hidden()
     page.wait_for_function(
         """() => [...document.querySelectorAll('.ortlab-spark path')]
@@ -114,14 +114,14 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     page.set_viewport_size({"width": 1280, "height": 1150})
 
     book.run_next("run.apply(workers=1, zero_stage=0); run.resume()")
-    expect(section.get_by_text("the run went on in one process")).to_be_visible(timeout=30_000)
+    expect(section.get_by_text("the run went on in one process")).to_be_visible()
     expect(rows).to_have_count(2)
     expect(rows.nth(0)).to_have_class("ortlab-rank ortlab-gone")
     section.scroll_into_view_if_needed()
     screenshot("ranks-moved")
     run.get_by_role("button", name="Stop").click()
     picture = page.locator(".jp-OutputArea img").first
-    expect(picture).to_be_visible(timeout=30_000)
+    expect(picture).to_be_visible()
     words = book.outputs()[1][-1]["data"]["text/plain"]
     assert "the workers trained until step" in words
     assert "ZeRO stage 1 over 2 workers" in words
