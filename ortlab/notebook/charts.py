@@ -13,6 +13,7 @@ import statistics
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from IPython.core.getipython import get_ipython
 from ortlab.changes import Change, changes
 from ortlab.history import write_private
 from ortlab.notebook import plaintext
+from ortlab.notebook.closing import close_all, ends_with_cell
 from ortlab.notebook.rankfeed import RankFeed
 from ortlab.past.opened import PastRun
 from ortlab.telemetry import COLUMNS, INDEX, merged
@@ -289,7 +291,9 @@ class RunView(anywidget.AnyWidget):
     ranks: traitlets.List[Any] = traitlets.List().tag(sync=True)
     rank_notes: traitlets.List[str] = traitlets.List().tag(sync=True)
 
-    def __init__(self, watched: Watched, *, finish: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, watched: Watched, *, finish: Callable[[RunView], None] = lambda _: None
+    ) -> None:
         from ortlab.notebook.panel import panel_of  # all of torch and the engines, for a run alone
 
         self._watched = watched
@@ -316,6 +320,10 @@ class RunView(anywidget.AnyWidget):
         if hasattr(self, "pump"):  # ipywidgets closes what its constructor has not finished, too
             self.pump.close()
         super().close()
+
+    def follows(self, watched: Watched) -> bool:
+        """Whether these are charts of `watched` that still go on."""
+        return self._watched is watched and not self.pump.join(0)
 
     def _receive(self, _: RunView, content: dict[str, Any], __: list[bytes]) -> None:
         """A click or a greeting. Runs in the kernel's own thread, so it only sets events."""
@@ -381,7 +389,7 @@ class RunView(anywidget.AnyWidget):
         with self._sending:
             self._set_traits(last=True)
             self._send_whole()  # the final state twice: front ends may lose a message
-        self._then()
+        self._then(self)
 
 
 _place: contextvars.ContextVar[str | None] = contextvars.ContextVar("place", default=None)
@@ -452,7 +460,7 @@ class Live:
                 self._stop()
 
     def _settle(self, _: object = None) -> None:
-        if self._watched.over():
+        if self._pump.join(0) or self._watched.over():
             self._pump.join(SETTLE_S)
             self._unregister()
 
@@ -484,23 +492,32 @@ def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     place = _place.get()
     display_id = place or uuid.uuid4().hex
 
-    def finish() -> None:
+    def finish(live: RunView) -> None:
         _publish_picture(watched, replacing=display_id)
         _kept.append(live)
         if len(_kept) > KEPT:
-            _kept.popleft().close()
+            close_all(_kept.popleft())
 
     def stop() -> None:
         _publish_picture(watched, replacing=display_id)
-        live.close()
+        close_all(live)
+
+    def leave() -> None:
+        """No page has these any more. A run's last ones go on: they make its picture."""
+        others = (each for each in _views if each is not live and each.follows(watched))
+        if watched.over() or any(others):
+            close_all(live)
 
     live = RunView(watched, finish=finish)
+    _views.add(live)
+    ends_with_cell(leave)
     data, metadata = live._repr_mimebundle_() or ({}, {})
     data["text/plain"] = plaintext.headline(watched.title, watched.status())
     publish(data, metadata, display_id, update=place is not None)
     return live.pump, stop
 
 
+_views: weakref.WeakSet[RunView] = weakref.WeakSet()
 _kept: deque[RunView] = deque()
 """Views whose run is over: a page that was loaded again meanwhile still shows them."""
 

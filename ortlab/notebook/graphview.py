@@ -25,6 +25,7 @@ from ortlab.graph import STAGES
 from ortlab.graph.capture import Graphs, Overlay, Stage
 from ortlab.graph.outline import Outline
 from ortlab.notebook import netron, sketch
+from ortlab.notebook.closing import close_all, ends_with_cell
 
 STATIC = Path(__file__).parent / "static"
 # A widget that is gone leaves a line of JupyterLab's, in the output before that of the picture.
@@ -102,6 +103,7 @@ def show(graphs: Graphs, *, stage: str | None = None, folded: bool = True) -> No
     stage = stage or main_stage(graphs)
     with _without_collections():
         view = GraphView(graphs, stage=stage, folded=folded, still=mark)
+        ends_with_cell(lambda: close_all(view))
         data, metadata = view._repr_mimebundle_() or ({}, {})
         count = len(graphs.stage(stage).nodes)
         words = f"{graphs.model or 'the model'}: {count} nodes {STAGES[stage]}"

@@ -16,6 +16,7 @@ from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
 from ortlab.notebook.charts import Live, Pump, bundled, publish
+from ortlab.notebook.closing import close_all, ends_with_cell
 from ortlab.past.listing import FIELDS, History, living_entries
 from ortlab.settings import RUN_SORTS
 
@@ -88,6 +89,7 @@ def show(history: History) -> Live | None:
         publish_display_data(_plain(history))  # type: ignore[no-untyped-call]
         print(error)
         return None
+    ends_with_cell(lambda: close_all(view))
     data, metadata = view._repr_mimebundle_() or ({}, {})
     publish_display_data({**data, "text/plain": f"{len(history)} runs"}, metadata)  # type: ignore[no-untyped-call]
     publish(_page(history, mark), {}, mark)
@@ -100,6 +102,7 @@ def show(history: History) -> Live | None:
         contextvars.Context().run(publish, _page(history.now(), mark), {}, mark, update=True)
 
     pump = Pump(_Runs(history), view.refresh, finish)
+    ends_with_cell(pump.close)
     return Live(get_ipython(), _Runs(history), pump)
 
 

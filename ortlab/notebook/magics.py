@@ -19,6 +19,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from ortlab.engines import cache
 from ortlab.fleet import ZeroPlan, zero_plan
 from ortlab.notebook import cells, completion, privacy
+from ortlab.notebook.closing import cell_begins
 from ortlab.notebook.commands import COMMANDS, HELP, WRAP, Given, command_called, overview, split
 from ortlab.past.exchange import check_free
 from ortlab.past.kept import Kept
@@ -603,6 +604,7 @@ class Extension:
         shell.ast_transformers.append(self._calls)
         shell.Completer.custom_matchers.append(self._matcher)
         shell.events.register("pre_run_cell", self._forget)
+        shell.events.register("pre_run_cell", cell_begins)
         session.viewers.append(self._show)
         session.waits = True
         session.wrapped.namespace = shell.user_ns
@@ -618,6 +620,7 @@ class Extension:
         shell.ast_transformers.remove(self._calls)
         shell.Completer.custom_matchers.remove(self._matcher)
         shell.events.unregister("pre_run_cell", self._forget)
+        shell.events.unregister("pre_run_cell", cell_begins)
         session.viewers.remove(self._show)
         session.waits = False
         while self._live:

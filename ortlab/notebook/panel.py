@@ -22,6 +22,7 @@ from ortlab import loop, whatif
 from ortlab.changes import refusals
 from ortlab.memory import memory
 from ortlab.notebook import plaintext
+from ortlab.notebook.closing import close_all, ends_with_cell
 from ortlab.runs import Run
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
@@ -485,6 +486,7 @@ def show(panel: Panel) -> None:
     except RuntimeError as error:
         print(f"{error}\n{table!r}")
         return
+    ends_with_cell(lambda: close_all(view))
     data, metadata = view._repr_mimebundle_() or ({}, {})
     data |= {"text/plain": repr(table), "text/html": table._repr_html_()}
     charts.publish(data, metadata, display_id)

@@ -13,6 +13,7 @@ import ipywidgets
 
 from ortlab.graph.recompute import OFF, signed
 from ortlab.memory import memory
+from ortlab.notebook.closing import close_all, ends_with_cell
 
 if TYPE_CHECKING:
     from ortlab.graph.recompute import RecomputePlans, Saving
@@ -180,5 +181,7 @@ def _figures(row: Saving, plans: RecomputePlans) -> tuple[str, ...]:
 
 def show(plans: RecomputePlans) -> dict[str, Any]:
     """What a cell displays: the controls, and for a saved page or a terminal the table."""
-    data = dict(RecomputeView(plans)._repr_mimebundle_() or {})
+    view = RecomputeView(plans)
+    ends_with_cell(lambda: close_all(view))
+    data = dict(view._repr_mimebundle_() or {})
     return {**data, "text/html": plans._repr_html_(), "text/plain": repr(plans)}

@@ -17,6 +17,7 @@ from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
 from ortlab.notebook.charts import Live, Pump
+from ortlab.notebook.closing import close_all, ends_with_cell
 from ortlab.search.background import Background
 
 PRINT_EVERY_S = 5.0
@@ -55,7 +56,7 @@ class Buttons:
 
     def close(self) -> None:
         """Takes the buttons off the page."""
-        self.box.close()
+        close_all(self.box)
 
     def _stopped(self, _: object) -> None:
         self._search.stop()
@@ -95,6 +96,7 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
     data = buttons.box._repr_mimebundle_()
     _publish({**data, "text/plain": f"{search.name}: {search.doing}"})
     _publish(_page(search.standing, mark), mark)
+    ends_with_cell(buttons.close)
     shown = search.version
 
     def draw() -> None:

@@ -1,0 +1,73 @@
+"""What a kernel of many hours holds: imported there by the soak test, which runs its notebook."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import ipywidgets
+import psutil
+
+from ortlab.notebook import charts
+
+if TYPE_CHECKING:
+    from ortlab.runs import Run
+
+LONG_S: Final = 120.0
+COUNTED: Final = ("rss", "threads", "files", "widgets")
+
+
+def settled(run: Run, changes: dict[str, Any]) -> None:
+    """Applies `changes` to a run that trains and waits until they hold; TimeoutError."""
+    run.apply(**changes)
+    _until(lambda: all(run.current_settings.as_dict()[k] == v for k, v in changes.items()))
+
+
+def toggled(run: Run, cycle: int) -> None:
+    """What a person does to a run: settings there and back, a pause, a checkpoint."""
+    settled(run, {"lr": 1e-3 * (1 + cycle % 3), "clip_norm": 1.0})
+    settled(run, {"precision": "bf16", "batch_size": 64})
+    settled(run, {"precision": "fp32", "batch_size": 32})
+    if cycle % 3 == 0:
+        settled(run, {"engine": "ort"})
+        step = run.step
+        _until(lambda: run.step > step + 5)
+        settled(run, {"engine": "eager"})
+    run.pause()
+    _until(lambda: run.state == "paused")
+    run.checkpoint()
+    run.resume()
+    step = run.step
+    _until(lambda: run.step > step + 5)
+
+
+def note(path: str, cycle: int) -> None:
+    """Appends what this process holds now, and what an update of the living charts cost lately."""
+    gc.collect()
+    process = psutil.Process()
+    pumps = [view.pump for view in gc.get_objects() if isinstance(view, charts.RunView)]
+    costs = [statistics.median(pump._costs_s) for pump in pumps if not pump.join(0)]
+    held = {
+        "cycle": cycle,
+        "at_s": time.time(),
+        "rss": process.memory_info().rss,
+        "threads": threading.active_count(),
+        "files": process.num_fds(),
+        "widgets": len(ipywidgets.widget._instances),
+        "update_ms": 1e3 * max(costs, default=0.0),
+    }
+    with Path(path).open("a") as file:
+        file.write(json.dumps(held) + "\n")
+
+
+def _until(holds: Any) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.05)
