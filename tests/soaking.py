@@ -7,6 +7,7 @@ import json
 import statistics
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,6 +61,7 @@ def note(path: str, cycle: int) -> None:
         "files": process.num_fds(),
         "widgets": len(ipywidgets.widget._instances),
         "update_ms": 1e3 * max(costs, default=0.0),
+        "names": Counter(thread.name.partition("-")[0] for thread in threading.enumerate()),
     }
     with Path(path).open("a") as file:
         file.write(json.dumps(held) + "\n")
