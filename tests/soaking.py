@@ -15,18 +15,18 @@ import ipywidgets
 import psutil
 
 from ortlab.notebook import charts
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from ortlab.runs import Run
 
-LONG_S: Final = 120.0
 COUNTED: Final = ("rss", "threads", "files", "widgets")
 
 
 def settled(run: Run, changes: dict[str, Any]) -> None:
-    """Applies `changes` to a run that trains and waits until they hold; TimeoutError."""
+    """Applies `changes` to a run that trains and waits until they hold."""
     run.apply(**changes)
-    _until(lambda: all(run.current_settings.as_dict()[k] == v for k, v in changes.items()))
+    until(lambda: all(run.current_settings.as_dict()[k] == v for k, v in changes.items()))
 
 
 def toggled(run: Run, cycle: int) -> None:
@@ -37,21 +37,21 @@ def toggled(run: Run, cycle: int) -> None:
     if cycle % 3 == 0:
         settled(run, {"engine": "ort"})
         step = run.step
-        _until(lambda: run.step > step + 5)
+        until(lambda: run.step > step + 5)
         settled(run, {"engine": "eager"})
     run.pause()
-    _until(lambda: run.state == "paused")
+    until(lambda: run.state == "paused")
     run.checkpoint()
     run.resume()
     step = run.step
-    _until(lambda: run.step > step + 5)
+    until(lambda: run.step > step + 5)
 
 
 def note(path: str, cycle: int) -> None:
     """Appends what this process holds now, and what an update of the living charts cost lately."""
     gc.collect()
     process = psutil.Process()
-    pumps = [view.pump for view in gc.get_objects() if isinstance(view, charts.RunView)]
+    pumps = [view.pump for view in charts._views]
     costs = [statistics.median(pump._costs_s) for pump in pumps if not pump.join(0)]
     held = {
         "cycle": cycle,
@@ -61,15 +61,7 @@ def note(path: str, cycle: int) -> None:
         "files": process.num_fds(),
         "widgets": len(ipywidgets.widget._instances),
         "update_ms": 1e3 * max(costs, default=0.0),
-        "names": Counter(thread.name.partition("-")[0] for thread in threading.enumerate()),
+        "names": Counter("-".join(thread.name.split("-")[:2]) for thread in threading.enumerate()),
     }
     with Path(path).open("a") as file:
         file.write(json.dumps(held) + "\n")
-
-
-def _until(holds: Any) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not holds():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.05)

@@ -518,6 +518,7 @@ def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
 
 
 _views: weakref.WeakSet[RunView] = weakref.WeakSet()
+"""Those that cells have shown."""
 _kept: deque[RunView] = deque()
 """Views whose run is over: a page that was loaded again meanwhile still shows them."""
 

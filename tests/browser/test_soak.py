@@ -26,11 +26,13 @@ FLAT, UPDATE_MS = 0.01, 2.0
 MODEL = f"""
 %load_ext ortlab
 import itertools
-import ortlab
+import ortlab, torch
 from torch import nn
 from tests import soaking
 model = nn.Sequential(nn.Linear(64, 500), nn.ReLU(), nn.Linear(500, 10))
 train, valid = ortlab.data.digits()
+seen = ortlab.wrap(nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10)))
+seen(torch.randn(4, 64)).sum().backward()
 cycles = itertools.count()
 measured = {str(MEASURED)!r}
 """
@@ -38,7 +40,7 @@ FINETUNE = (
     "run = %ort finetune model train --eval-data valid --loss cross_entropy --device cpu "
     "--epochs 100000 --eval-every 5000 --engine eager"
 )
-VIEWS = ("run", "%ort panel run", "%ort graph model", "%ort memory model", "%ort runs --last 5")
+VIEWS = ("run", "%ort panel run", "%ort graph seen", "%ort memory seen", "%ort runs --limit 5")
 TOGGLE = "cycle = next(cycles)\nsoaking.toggled(run, cycle)"
 STOP = "run.stop()\n_ = run.result()"
 NOTE = "soaking.note(measured, cycle)"
@@ -64,6 +66,7 @@ def test_hours_of_work_leave_nothing_behind(notebook: Opens, page: Page, screens
         for at in (toggle, *views):
             book.run_cell(at)
         book.run_cell(note)
+        assert "UsageError" not in str(book.outputs()), "a magic was refused, and shows nothing"
         cycle += 1
     screenshot("soak")
     book.run_cell(stop)
