@@ -37,21 +37,23 @@ class Change:
     settled: bool = False
 
 
-def changes(recorder: Recorder) -> list[Change]:
-    """The changes so far, in their order, numbered from 1."""
+def changes(recorder: Recorder, *, known: int = 0, most: int | None = None) -> list[Change]:
+    """The changes so far, in their order, numbered from 1: `most` of them after `known` ones."""
     events = recorder.events("change")
-    if not events:
+    if len(events) <= known:
         return []
     rows = recorder.rows()
-    steps = rows[:, INDEX["step"]]
     found = []
-    for at, event in enumerate(events):
+    chosen = list(enumerate(events))[known:][:most]
+    for at, event in chosen:
         begin = events[at - 1].step if at else -math.inf
         end = events[at + 1].step if at + 1 < len(events) else math.inf
         # The first row after an event is left out on both sides: its step has the cost in it, and
         # where rows were merged it may have steps from before the event.
-        before = rows[(steps > begin) & (steps <= event.step)][1 if at else 0 :]
-        after = rows[(steps > event.step) & (steps <= end)][1:]
+        sides = (begin, event.step, end)
+        first, here, last = np.searchsorted(rows[:, INDEX["step"]], sides, side="right")
+        before = rows[first + (1 if at else 0) : here]
+        after = rows[here + 1 : last]
         times = INDEX["time_s"]
         if len(before):
             late = before[:, times] >= before[-1, times] - SECONDS

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from ortlab import wrapping
 from ortlab.errors import brief
+from ortlab.recent import Recent
 from ortlab.settings import (
     LOSSES,
     EngineSettings,
@@ -68,8 +69,8 @@ class Session:
     """What the lab holds in one Python process.
 
     ``viewers`` are called with every run, tracker and race that is to be seen; ``wrapped`` are the
-    models; ``runs`` are all runs of this process, the last one last; ``workers`` those that were
-    started last, None before.
+    models; ``runs``, ``trainers`` (runs of Hugging Face's) and ``searches`` (races too) are those
+    of this process; ``workers`` those that were started last, None before.
     """
 
     def __init__(self) -> None:
@@ -77,16 +78,15 @@ class Session:
         self.waits = False
         """Whether somebody is there to let a run go on that is held: in a notebook."""
         self.wrapped = wrapping.Wrapped()
-        self.runs: list[Run] = []
-        # Weak, for the error of one that failed keeps its Trainer and model alive.
-        self._trainers: list[weakref.ref[TrainerRun]] = []
+        self.runs: Recent[Run] = Recent(last=True)
+        # Not even the last: the error of one that failed keeps its Trainer and model alive.
+        self.trainers: Recent[TrainerRun] = Recent(last=False)
         self.workers: Workers | None = None
         # What each run trains, by engine; the run itself keeps it alive as long as it trains.
         self._executed: weakref.WeakKeyDictionary[
             Run, weakref.WeakValueDictionary[str, nn.Module]
         ] = weakref.WeakKeyDictionary()
-        self.searches: list[Race | Tune] = []
-        """Races and searches of this process, the last one last."""
+        self.searches: Recent[Race | Tune] = Recent(last=True)
         # What each model was trained on last; of lists, which take no weak reference, a batch.
         self._data: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = (
             weakref.WeakKeyDictionary()
@@ -490,27 +490,21 @@ class Session:
     @property
     def last_run(self) -> Run | None:
         """The run that was started last."""
-        return self.runs[-1] if self.runs else None
+        return self.runs.last
 
     def run(self, name: str | None = None) -> Run:
         """The run called `name`, or the last one; ValueError when there is none."""
-        if not self.runs:
+        last = self.last_run
+        if last is None:
             raise ValueError("there is no run yet; ortlab.finetune and %ort finetune start one")
         if name is None:
-            return self.runs[-1]
+            return last
         named = {run.name: run for run in self.runs}
         if name not in named:
-            raise ValueError(f"no run is called {name!r}: {unknown_name(name, named)}")
+            raise ValueError(
+                f"no run is called {name!r}: {_left(name) or unknown_name(name, named)}"
+            )
         return named[name]
-
-    @property
-    def trainers(self) -> list[TrainerRun]:
-        """The runs of Hugging Face's Trainers that somebody still has, the last one last."""
-        return [run for each in self._trainers if (run := each()) is not None]
-
-    def follow(self, run: TrainerRun) -> None:
-        """Has the commands for runs know that of a Trainer, as long as the Trainer lives."""
-        self._trainers = [weakref.ref(each) for each in (*self.trainers, run)]
 
     def under_way(self, name: str | None = None) -> Run | TrainerRun:
         """The run called `name`, a Trainer's too; without one the last that goes on, or that was.
@@ -521,8 +515,9 @@ class Session:
             named = {run.name: run for run in self.trainers}
             return named[name] if name in named else self.run(name)
         going = [run for run in self.trainers if not run.over()]
-        if self.last_run is None and self.trainers:
-            return self.trainers[-1]
+        trained = self.trainers.last
+        if self.last_run is None and trained is not None:
+            return trained
         return going[-1] if going and self.run().over() else self.run()
 
     def profile(self, model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
@@ -634,7 +629,7 @@ class Session:
         """See `list_runs` below."""
         from ortlab.past import listing
 
-        return listing.history(HistorySettings.of(settings), self.runs)
+        return listing.history(HistorySettings.of(settings), [*self.runs])
 
     def open_run(self, run: str | int | Kept) -> Run | PastRun:
         """See `open_run` below."""
@@ -675,6 +670,17 @@ def _moves(runs: Iterable[R], model: nn.Module) -> R | None:
         if busy is not None and any(id(p) in weights for p in busy.parameters()):
             return run
     return None
+
+
+def _left(name: str) -> str | None:
+    """What to do where only a folder is left of the run called `name`; None without one."""
+    from ortlab.past.opened import find
+
+    try:
+        find(name)
+    except ValueError:
+        return None
+    return f"it is no longer in this kernel; ortlab.open_run({name!r}) shows what it left"
 
 
 def _reference(data: Iterable[Any]) -> Callable[[], Any]:

@@ -249,7 +249,9 @@ class _Series:
     """A whole run in at most `capacity` rows: each stands for `stride` steps, doubled when full."""
 
     def __init__(self, capacity: int) -> None:
-        self._rows = np.empty((capacity, len(COLUMNS)))
+        # Not all at once: a kernel's Out may keep hundreds of runs, and most of them are short.
+        self._rows = np.empty((min(capacity, 64), len(COLUMNS)))
+        self._capacity = capacity
         self._used = 0
         self._tail = np.empty((0, len(COLUMNS)))
         self.stride = 1
@@ -261,7 +263,10 @@ class _Series:
             taken, rows = rows[: take * self.stride], rows[take * self.stride :]
             self._rows[self._used : self._used + take] = merged(taken, self.stride)
             self._used += take
-            if self._used == len(self._rows):
+            if self._used == len(self._rows) < self._capacity:
+                more = min(self._used, self._capacity - self._used)
+                self._rows = np.concatenate([self._rows, np.empty((more, len(COLUMNS)))])
+            elif self._used == len(self._rows):
                 self._used //= 2
                 self._rows[: self._used] = merged(self._rows, 2)
                 self.stride *= 2

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ortlab import compat
 from ortlab.compat import extensions
 from ortlab.engines import cache
+from ortlab.notebook import drawing
 
 # Read when the libraries are imported, so these cannot wait for a fixture. The kernels and scripts
 # that tests start inherit them.
@@ -101,15 +103,22 @@ def no_graph_cached(own_cache: None) -> None:
 
 @pytest.fixture
 def threads_end() -> Iterator[None]:
-    """No thread of ortlab's that the test started is left when it ends."""
+    """No thread of ortlab's that the test started is left when it ends, but the one that draws."""
     before = set(threading.enumerate())
     yield
     started = set(threading.enumerate()) - before
     ours = [thread for thread in started if thread.name.startswith("ortlab-")]
+    ours = [thread for thread in ours if thread.name != drawing.THREAD]
     deadline = time.monotonic() + 10
     for thread in ours:  # who says last of all that it is over has a line or two still to go
         thread.join(max(0.0, deadline - time.monotonic()))
     assert not [thread.name for thread in ours if thread.is_alive()]
+
+
+@pytest.fixture
+def ort_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ORT is looked for as in a new process: one that was loaded is known to run."""
+    monkeypatch.setattr(compat, "_ort", None)
 
 
 @pytest.fixture

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import json
+import os
 import statistics
 import threading
 import time
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import ipywidgets
 import psutil
+from torch.utils.data import Dataset
 
 from ortlab.notebook import charts
 from tests.waiting import until
@@ -47,8 +51,57 @@ def toggled(run: Run, cycle: int) -> None:
     until(lambda: run.step > step + 5)
 
 
+def kinds() -> Counter[str]:
+    """How many open files of each kind this process has: sockets, pipes, a path by its name."""
+    found: Counter[str] = Counter()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the scan's own is gone by now
+            target = os.readlink(entry.path)
+            found[target if target.startswith("/") else target.split("[")[0]] += 1
+    return found
+
+
+WATCHED_S = 2.5
+"""That somebody looks at charts whose settings rest: ten updates, whose last five are measured."""
+
+
+class Read(Dataset[Any]):
+    """Data whose samples take as long as small files do: about 5 ms for a batch of 32."""
+
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self.samples = samples
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(1e-4)
+        return self.samples[index]
+
+    def __len__(self) -> int:
+        return len(self.samples)  # type: ignore[arg-type]
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks"),
+            *("fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def _allocated() -> int:
+    """Bytes that malloc has given out, in all of its arenas: what it keeps beside is no leak."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallInfo
+    found = mallinfo()
+    return int(found.hblkhd + found.uordblks)
+
+
 def note(path: str, cycle: int) -> None:
-    """Appends what this process holds now, and what an update of the living charts cost lately."""
+    """Appends what this process holds now, and what an update of the living charts costs."""
+    time.sleep(WATCHED_S)
     gc.collect()
     process = psutil.Process()
     pumps = [view.pump for view in charts._views]
@@ -57,10 +110,12 @@ def note(path: str, cycle: int) -> None:
         "cycle": cycle,
         "at_s": time.time(),
         "rss": process.memory_info().rss,
+        "allocated": _allocated(),
         "threads": threading.active_count(),
         "files": process.num_fds(),
         "widgets": len(ipywidgets.widget._instances),
         "update_ms": 1e3 * max(costs, default=0.0),
+        "kinds": kinds(),
         "names": Counter("-".join(thread.name.split("-")[:2]) for thread in threading.enumerate()),
     }
     with Path(path).open("a") as file:

@@ -50,6 +50,18 @@ def test_rates_and_memory_are_those_of_the_steps_on_either_side(ran: Ran) -> Non
     assert found.memory_bytes == (100, 70)
 
 
+def test_some_changes_are_those_of_all(ran: Ran) -> None:
+    for number in range(5):
+        ran.steps(40, ms=10.0 + number)
+        ran.change(f"lr={number}")
+    ran.steps(40, ms=3.0)
+    found = changes(ran.recorder)
+    assert [change.number for change in found] == [1, 2, 3, 4, 5]
+    assert changes(ran.recorder, known=2) == found[2:]
+    assert changes(ran.recorder, known=2, most=2) == found[2:4]
+    assert changes(ran.recorder, known=5) == []
+
+
 def test_what_came_before_is_known_at_once_and_what_follows_with_the_steps(ran: Ran) -> None:
     ran.steps(20, ms=10.0)
     ran.change("engine=ort (was eager)", cost_s=0.5)

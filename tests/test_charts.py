@@ -22,6 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from nbclient import NotebookClient
 
+from ortlab.changes import Change, changes
 from ortlab.notebook import build, charts, picture, plaintext
 from ortlab.notebook.charts import WIRE, Feed, Pump, Update
 from ortlab.telemetry import COLUMNS, INDEX, Event, Recorder, Rows, Sample, Status
@@ -181,6 +182,28 @@ def test_changes_keep_a_message_small_and_all_of_them_come(run: Still) -> None:
         got += update.content.get("c", [])
     assert {number for number, *_ in got} == {1, 2, 3}
     assert all(len(text) == charts.CHANGE_LETTERS and text[-1] == "…" for _, _, text, *_ in got)
+
+
+def test_an_update_reads_few_changes_however_many_were_made(
+    run: Still, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def counted(recorder: Recorder, **which: Any) -> list[Change]:
+        found = changes(recorder, **which)
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(charts, "changes", counted)
+    feed, told = Feed(run), 0
+    feed.whole()
+    read.clear()
+    for number in range(100):
+        run.advance(20)
+        change(run, f"lr={number}")
+        told += len(fresh(feed).content["c"])
+    assert told == 100
+    assert max(read) <= 2
 
 
 def test_the_whole_has_the_last_changes_and_the_others_are_not_sent_after_it(run: Still) -> None:

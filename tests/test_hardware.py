@@ -104,7 +104,9 @@ def test_what_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch.set_num_threads(1)" in note
 
 
-def test_an_engine_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_run_says_why(
+    ort_not_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "_python", lambda: doctor.Finding("Python", False, "too new", "x"))
     monkeypatch.setattr(doctor, "ESSENTIALS", (doctor._python,))
     found = {fact.what: fact.found for fact in ortlab.device()}

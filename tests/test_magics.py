@@ -833,8 +833,9 @@ def test_a_trainer_s_run_is_paused_and_stopped_by_name(ip: Typist, tmp_path: Pat
     """It goes on in a thread, as `train_async` has it; what a Trainer cannot do is refused."""
     ip(TRAINER.replace("FOLDER", repr(str(tmp_path))))
     ip("thread.start()")
-    until(lambda: bool(session.trainers) and session.trainers[-1].recorder.count > 2)
-    run = session.trainers[-1]
+    until(lambda: any(run.recorder.count > 2 for run in session.trainers))
+    run = session.trainers.last
+    assert run is not None
     assert run.name in completion.Names(ip.shell).of("run")
     assert ip("%ort pause").startswith(f"{run.name} pauses after the step in flight")
     assert run.status().state == "paused"

@@ -495,6 +495,28 @@ def test_finetune_trains_the_user_s_model_in_place(settings: EngineSettings, dat
     assert (run.folder / "checkpoints").is_dir()
 
 
+def test_a_run_that_is_over_is_let_go_but_the_last(data: Any) -> None:
+    def trained() -> str:
+        run = ortlab.finetune(Net(), data, loss="cross_entropy", engine="eager")
+        run.result(timeout=120)
+        return run.name
+
+    name = trained()
+    gc.collect()
+    assert ortlab.last_run is not None
+    assert ortlab.last_run.name == name
+    kept = ortlab.last_run
+    before = [trained(), trained()][0]
+    gc.collect()
+    assert kept in the_session.runs
+    assert before not in {run.name for run in the_session.runs}
+    with pytest.raises(ValueError, match=f"ortlab.open_run.'{before}'. shows what it left"):
+        the_session.run(before)
+    assert ortlab.open_run(before).state == "finished"
+    with pytest.raises(ValueError, match="no run is called 'run-x': choose from"):
+        the_session.run("run-x")
+
+
 def test_the_engine_that_is_given_goes_before_the_wrapper_s(data: Any) -> None:
     wrapper = ortlab.wrap(Net(), engine="compile", fallback=True)
     run = ortlab.finetune(wrapper, data, loss="cross_entropy", engine="eager")

@@ -58,6 +58,8 @@ def unavailable() -> str | None:
     """Why ORTModule cannot run here and what to do; None when it can. Cheap: imports nothing."""
     from ortlab.compat import doctor
 
+    if _ort is not None:  # charts ask with every update, and to read packages takes 15 ms
+        return None
     finding = doctor.obstacle()
     return None if finding is None else f"{finding.found}. {finding.fix}"
 

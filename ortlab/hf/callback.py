@@ -60,7 +60,7 @@ class OrtLabCallback(TrainerCallback):
             arguments=_arguments(args),
             name=self._name,
         )
-        session.follow(self.run)
+        session.trainers.append(self.run)
         atexit.register(self._with_python)
         if _is_idle_fp16(args):
             self.run.tell("warning", f"fp16=True has no effect: {FP16_ON_CPU}")

@@ -93,7 +93,7 @@ class Feed:
         rows = recorder.rows()
         self._evaluated_s = -math.inf
         self._changes, self._settled = {}, 0
-        changed = self._changed()
+        changed = self._changed(None)
         self._changes = {change[0]: change for change in changed}
         status = self._watched.status()
         return self._update(rows, status, WHOLE_ROWS, changed[-WHOLE_CHANGES:], whole=True)
@@ -104,7 +104,7 @@ class Feed:
         status = self._watched.status()
         same = _progress(status) == self._progress
         same = same and _info(self._watched.title, status) == self._info
-        changed = self._changed()[:1]
+        changed = self._changed(2)[:1]
         if same and not len(rows) and not changed:
             return None
         self._changes |= {change[0]: change for change in changed}
@@ -152,15 +152,14 @@ class Feed:
         content["m"] = sum(1 << int(bit) for bit in np.flatnonzero(present))
         return Update(content, thin[:, present].tobytes())
 
-    def _changed(self) -> list[list[Any]]:
-        """The changes of settings that the browser does not know as they are."""
-        events = self._watched.recorder.events("change")
-        if len(events) == self._settled:
-            return []
-        found = changes(self._watched.recorder)
+    def _changed(self, most: int | None) -> list[list[Any]]:
+        """Of the `most` next changes of settings those that the browser knows otherwise."""
+        found = changes(self._watched.recorder, known=self._settled, most=most)
         unknown = [one for one in map(_change, found) if self._changes.get(one[0]) != one]
-        if not unknown and all(change.settled for change in found):
-            self._settled = len(found)
+        for change in found:  # a run is changed many times: those that stay are not read again
+            if not change.settled or self._changes.get(change.number) != _change(change):
+                break
+            self._settled = change.number
         return unknown
 
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ortlab.notebook import curves, plaintext
+from ortlab.notebook.drawing import draws
 from ortlab.notebook.picture import DPI, FONT, GRID, TEXT
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def bundle(comparison: RunComparison) -> tuple[dict[str, str], dict[str, Any]]:
     return {"text/html": page, "text/plain": curves.text(comparison)}, {}
 
 
+@draws
 def png(comparison: RunComparison) -> bytes:
     """Four charts, a run a colour: loss by step and by time, throughput, memory."""
     names = [run.name for run in comparison.runs]

@@ -209,6 +209,8 @@ class Panel:
         return values, wrong
 
     def _chosen(self, values: Mapping[str, Any], wrong: dict[str, str]) -> FinetuneSettings:
+        if not values:  # asked with every update: to check all settings takes 0.2 ms
+            return self._held
         try:
             return self._held.replace(**values)
         except ValueError as error:  # each is right, but not with the others

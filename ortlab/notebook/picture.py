@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ortlab import ranks
 from ortlab.changes import Change, changes
 from ortlab.notebook import plaintext, rankpicture
+from ortlab.notebook.drawing import draws
 from ortlab.telemetry import INDEX
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ MARK_ROWS = 4
 MARK = "#8c62d9"  # 4.3:1 on white, 4.4:1 on #111111
 
 
+@draws
 def png(watched: Watched) -> bytes:
     """The four charts, the split of a step's time, the ranks and the final numbers."""
     status = watched.status()

@@ -30,7 +30,7 @@ import ortlab, torch
 from torch import nn
 from tests import soaking
 model = nn.Sequential(nn.Linear(64, 500), nn.ReLU(), nn.Linear(500, 10))
-train, valid = ortlab.data.digits()
+train, valid = map(soaking.Read, ortlab.data.digits())
 seen = ortlab.wrap(nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10)))
 seen(torch.randn(4, 64)).sum().backward()
 cycles = itertools.count()
@@ -43,6 +43,8 @@ FINETUNE = (
 VIEWS = ("run", "%ort panel run", "%ort graph seen", "%ort memory seen", "%ort runs --limit 5")
 TOGGLE = "cycle = next(cycles)\nsoaking.toggled(run, cycle)"
 STOP = "run.stop()\n_ = run.result()"
+FORGET = "%reset -f out\nget_ipython().history_manager.outputs.clear()"
+"""IPython keeps all that was ever shown: no page needs it, and ortlab cannot free it."""
 NOTE = "soaking.note(measured, cycle)"
 RUNS_IN = 5
 """Cycles of a run. The page is not loaded again: each time JupyterLab 4.6 leaves a subshell in the
@@ -53,8 +55,8 @@ def test_hours_of_work_leave_nothing_behind(notebook: Opens, page: Page, screens
     page.set_default_timeout(180_000)
     MEASURED.parent.mkdir(exist_ok=True)
     MEASURED.unlink(missing_ok=True)
-    book = notebook([MODEL, FINETUNE, TOGGLE, *VIEWS, NOTE, STOP])
-    model, finetune, toggle, *views, note, stop = range(5 + len(VIEWS))
+    book = notebook([MODEL, FINETUNE, TOGGLE, *VIEWS, FORGET, NOTE, STOP])
+    model, finetune, toggle, *views, note, stop = range(6 + len(VIEWS))
     ends = time.monotonic() + 60 * MINUTES
     book.run_cell(model)
     cycle = 0

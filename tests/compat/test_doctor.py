@@ -98,6 +98,13 @@ def test_what_is_not_built_yet(
     assert not list(tmp_path.iterdir())
 
 
+def test_ort_that_is_loaded_is_not_looked_for(
+    ort: compat.Ort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "obstacle", lambda: pytest.fail("charts ask with every update"))
+    assert compat.unavailable() is None
+
+
 @pytest.mark.parametrize(
     ("distribution", "version", "said"),
     [
@@ -111,7 +118,12 @@ def test_what_is_not_built_yet(
     ],
 )
 def test_obstacles(
-    ort: compat.Ort, versions: dict[str, str | None], distribution: str, version: str, said: str
+    ort: compat.Ort,
+    ort_not_loaded: None,
+    versions: dict[str, str | None],
+    distribution: str,
+    version: str,
+    said: str,
 ) -> None:
     versions[distribution] = version
     assert said in (compat.unavailable() or "")
@@ -128,7 +140,12 @@ def test_obstacles(
     ],
 )
 def test_elsewhere_the_other_engines_are_named(
-    monkeypatch: pytest.MonkeyPatch, python: tuple[int, int], system: str, machine: str, said: str
+    ort_not_loaded: None,
+    monkeypatch: pytest.MonkeyPatch,
+    python: tuple[int, int],
+    system: str,
+    machine: str,
+    said: str,
 ) -> None:
     monkeypatch.setattr(sys, "version_info", (*python, 0, "final", 0))
     monkeypatch.setattr("platform.system", lambda: system)
@@ -190,7 +207,9 @@ except compat.OrtUnavailable as error:
     assert reason in table
 
 
-def test_wrapping_refuses_on_rocm(ort: compat.Ort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapping_refuses_on_rocm(
+    ort: compat.Ort, ort_not_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(extensions, "_torch_version_file", lambda: ROCM)
     with pytest.raises(EngineUnavailable, match=r"no wheel .* for ROCm\. engine='eager' and"):
         ortlab.wrap(torch.nn.Linear(2, 2))

@@ -107,7 +107,9 @@ def test_another_torch_gets_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert extensions.ATEN.path() != here
 
 
-def test_without_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(
+    cache: Path, ort_not_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(OrtUnavailable, match=r"no C\+\+ compiler\. .*apt-get install g\+\+"):

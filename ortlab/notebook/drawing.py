@@ -1,0 +1,54 @@
+"""The one thread in which matplotlib draws.
+
+matplotlib opens its fonts anew for every thread that draws and keeps the last 64 sets, of some
+megabytes and several files each (``matplotlib.font_manager.get_font``); every run has a thread of
+its own for its charts.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+THREAD: Final = "ortlab-drawing"
+"""Its name. It stays as long as the process, which does not wait for it."""
+
+# Not an executor, which takes nothing more once Python ends: a run's last picture is drawn then.
+_waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+_lock = threading.Lock()
+
+
+def draws(function: Callable[P, T]) -> Callable[P, T]:
+    """Has `function` called in the thread that draws; who calls it waits."""
+
+    @functools.wraps(function)
+    def draw(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _lock:
+            _begin()
+        future: Future[T] = Future()
+        _waiting.put((future, functools.partial(function, *args, **kwargs)))
+        return future.result()
+
+    return draw
+
+
+@functools.cache
+def _begin() -> None:
+    threading.Thread(target=_work, name=THREAD, daemon=True).start()
+
+
+def _work() -> None:
+    while True:
+        future, draw = _waiting.get()
+        try:
+            future.set_result(draw())
+        except BaseException as error:  # noqa: BLE001 - it is for who waits
+            future.set_exception(error)
+        del future, draw  # not until the next one: they hold a run

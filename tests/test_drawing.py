@@ -1,0 +1,72 @@
+"""The one thread in which matplotlib draws."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ortlab.notebook.drawing import THREAD, draws
+
+
+@draws
+def picture(text: str) -> bytes:
+    figure, out = Figure(), io.BytesIO()
+    FigureCanvasAgg(figure)
+    figure.text(0.5, 0.5, text)
+    figure.savefig(out)
+    return out.getvalue()
+
+
+@draws
+def where() -> str:
+    return threading.current_thread().name
+
+
+def at_once(threads: int) -> list[bytes]:
+    """What so many threads, all there at the same time, have drawn."""
+    found: list[bytes] = []
+    together = threading.Barrier(threads)
+
+    def draw() -> None:
+        together.wait()
+        found.append(picture("drawn"))
+
+    each = [threading.Thread(target=draw) for _ in range(threads)]
+    for thread in each:
+        thread.start()
+    for thread in each:
+        thread.join()
+    return found
+
+
+def test_threads_that_draw_open_no_fonts_of_their_own() -> None:
+    first = picture("drawn")
+    before = psutil.Process().num_fds()
+    assert at_once(6) == [first] * 6
+    assert psutil.Process().num_fds() == before
+    assert [each.name for each in threading.enumerate()].count(THREAD) == 1
+    assert where() == THREAD
+
+
+def test_what_a_drawing_raises_is_raised_where_it_was_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"mathtext|Parse"):
+        picture("$\\nothing$")
+    assert picture("again").startswith(b"\x89PNG")
+
+
+def test_a_last_picture_is_drawn_when_python_ends() -> None:
+    code = (
+        "import atexit; from ortlab.notebook.drawing import draws\n"
+        "atexit.register(draws(lambda: print('drawn')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "drawn\n"
