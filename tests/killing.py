@@ -14,6 +14,7 @@ import random
 import signal
 import threading
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ortlab.history import RunFolder
 from ortlab.telemetry import INDEX
 from tests.waiting import until
 
+FILLER = "filler"
 STEPS = 24
 EVERY = 3
 SETTINGS = {
@@ -56,17 +58,30 @@ def network() -> nn.Module:
         )
 
 
-class Deadly(Dataset[Any]):
-    """Data whose process is killed a random moment after `step` has begun.
+@dataclass(frozen=True)
+class End:
+    """When a run's process is killed: `delay_s` after `step` has begun, `kept` checkpoints ago.
 
-    The first steps wait for the checkpoints that there must be, `kept` of them, and the last one
-    for its end: a run is over neither before the first checkpoint nor before it is killed.
+    `full` is the step before which its disk gets full, and the bytes that it has left then.
     """
 
-    def __init__(self, checkpoints: Path, kept: int, step: int, delay_s: float) -> None:
+    kept: int
+    step: int
+    delay_s: float
+    full: tuple[int, int] | None = None
+
+
+class Deadly(Dataset[Any]):
+    """Data whose process is killed a random moment after a step has begun.
+
+    The first steps wait for the checkpoints that there must be, and the last one for its end: a run
+    is over neither before the first checkpoint nor before it is killed.
+    """
+
+    def __init__(self, home: Path, end: End) -> None:
         self._data = data()
-        self._checkpoints, self._kept = checkpoints, kept
-        self._step, self._delay_s = step, delay_s
+        self._home, self._end = home, end
+        self._checkpoints = home / "runs" / "run-1" / "checkpoints"
         self._read = 0
 
     def __len__(self) -> int:
@@ -75,16 +90,18 @@ class Deadly(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self._read += 1
         due, late = divmod(self._read - 1, 4 * EVERY)
-        if late == 0 and 0 < due <= self._kept:
+        if late == 0 and 0 < due <= self._end.kept:
             until(lambda: len(list(self._checkpoints.glob("last-*"))) == due)
-        if self._read == 4 * self._step:
+        if self._end.full is not None and self._read == 4 * self._end.full[0]:
+            fill(self._home, self._end.full[1])
+        if self._read == 4 * self._end.step:
             threading.Thread(target=self._kill, daemon=True).start()
         if self._read == 4 * STEPS:
             threading.Event().wait()
         return self._data[index]
 
     def _kill(self) -> None:
-        time.sleep(self._delay_s)
+        time.sleep(self._end.delay_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -94,10 +111,9 @@ def _begin(home: Path) -> None:
     torch.set_num_threads(1)
 
 
-def _train(home: Path, engine: str, kept: int, step: int, delay_s: float) -> None:
+def _train(home: Path, engine: str, end: End | None) -> None:
     _begin(home)
-    folder = home / "runs" / "run-1" / "checkpoints"
-    train: Any = Deadly(folder, kept, step, delay_s) if step else data()
+    train: Any = data() if end is None else Deadly(home, end)
     ortlab.finetune(network(), train, engine=engine, **SETTINGS).result()
 
 
@@ -109,14 +125,34 @@ def _resume(home: Path, name: str) -> None:
 
 def train(home: Path, engine: str) -> None:
     """A run that nobody disturbs."""
-    assert _process(_train, home, engine, 0, 0, 0.0) == 0
+    assert _process(_train, home, engine, None) == 0
 
 
-def killed(home: Path, engine: str, drawn: random.Random, *, kept: int = 1) -> None:
-    """A run whose process is killed at random once it has kept so many checkpoints."""
+def killed(
+    home: Path, engine: str, drawn: random.Random, *, kept: int = 1, full: bool = False
+) -> None:
+    """A run whose process is killed at random once it has kept so many checkpoints.
+
+    With `full` the disk that `home` is on has no room from a random step before on.
+    """
     step = drawn.randint(EVERY * kept + 1, STEPS - 1)
-    delay_s = drawn.random() * 0.03
-    assert _process(_train, home, engine, kept, step, delay_s) == -signal.SIGKILL
+    end = End(kept, step, drawn.random() * 0.03)
+    if full:
+        end = replace(end, full=(drawn.randint(EVERY * kept + 1, step), drawn.randrange(2**14)))
+    assert _process(_train, home, engine, end) == -signal.SIGKILL
+
+
+def fill(disk: Path, left: int) -> None:
+    """Leaves so many bytes of a disk, as near as its blocks allow; `free` gives them back."""
+    with (disk / FILLER).open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    os.truncate(disk / FILLER, max(0, (disk / FILLER).stat().st_size - left))
+
+
+def free(disk: Path) -> None:
+    """What fills the disk is gone."""
+    (disk / FILLER).unlink()
 
 
 def resume(home: Path, name: str) -> None:

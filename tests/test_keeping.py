@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -188,13 +189,20 @@ def test_the_best_of_no_evaluation_is_refused(home: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_run_going_and_what_was_kept_whole(home: Path) -> None:
-    try:
-        disk = killing.small_disk(home / "disk", 2**20)
-        with disk, pytest.MonkeyPatch.context() as patched:
-            patched.setenv("ORTLAB_HOME", str(home / "disk"))
-            on_a_full_disk(home / "disk")
-    except PermissionError as error:
-        pytest.skip(f"no file system may be mounted here: {error}")
+    with small_disk(home / "disk") as disk, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ORTLAB_HOME", str(disk))
+        on_a_full_disk(disk)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB at `path`; the test is skipped where none may be mounted."""
+    with contextlib.ExitStack() as mounted:
+        try:
+            disk = mounted.enter_context(killing.small_disk(path, 2**20))
+        except PermissionError as error:
+            pytest.skip(f"no file system may be mounted here: {error}")
+        yield disk
 
 
 def on_a_full_disk(disk: Path) -> None:
@@ -428,9 +436,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[int,
 
 
 def dies_and_goes_on(
-    home: Path, name: str, drawn: random.Random, *, spoilt: bool
+    home: Path, name: str, drawn: random.Random, *, spoilt: bool = False, full: bool = False
 ) -> dict[int, float]:
-    killing.killed(home, name, drawn, kept=2 if spoilt else 1)
+    killing.killed(home, name, drawn, kept=2 if spoilt else 1, full=full)
+    if full:
+        killing.free(home)
     folder = home / "runs" / "run-1"
     kept = sorted(
         (path for path in (folder / "checkpoints").glob("last-*")), key=resuming._age, reverse=True
@@ -452,17 +462,26 @@ def test_a_process_that_is_killed_loses_nothing(whole: Any, tmp_path: Path) -> N
     assert dies_and_goes_on(tmp_path, "eager", drawn, spoilt=True) == whole("eager")
 
 
+def test_a_process_that_is_killed_on_a_full_disk_loses_nothing(whole: Any, tmp_path: Path) -> None:
+    drawn = random.Random(5)
+    with small_disk(tmp_path / "disk") as disk:
+        assert dies_and_goes_on(disk, "eager", drawn, full=True) == whole("eager")
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize("fault", ["none", "spoilt", "full"])
 @pytest.mark.parametrize("name", ["eager", "compile", "ort", "offload"])
-def test_thirty_deaths(whole: Any, tmp_path: Path, name: str, spoilt: bool) -> None:
+def test_thirty_deaths(whole: Any, tmp_path: Path, name: str, fault: str) -> None:
     """At random points: thirty runs go on, with the losses of one that nobody disturbed."""
     try:
         engine(name)
     except EngineUnavailable as error:
         pytest.skip(str(error))
     drawn = random.Random(30)
+    spoilt, full = fault == "spoilt", fault == "full"
     for number in range(30):
         home = tmp_path / str(number)
-        assert dies_and_goes_on(home, name, drawn, spoilt=spoilt) == whole(name), number
+        with small_disk(home) if full else contextlib.nullcontext():
+            found = dies_and_goes_on(home, name, drawn, spoilt=spoilt, full=full)
+        assert found == whole(name), number
         shutil.rmtree(home)
