@@ -550,9 +550,11 @@ class Session:
         self, model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
     ) -> MemoryPlan:
         """See `memory_plan` below."""
+        from ortlab.graph.capture import capture
         from ortlab.graph.memory import plan
 
-        found = plan(self.graphs(model, batch), model, optimizer=optimizer)
+        # Not `graphs`, which have the plan before, and that the one before it.
+        found = plan(capture(model, batch), model, optimizer=optimizer)
         self._measured.setdefault(model, {})["memory"] = found.overlay
         return found
 

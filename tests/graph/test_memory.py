@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gc
 import re
+import weakref
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
@@ -262,6 +264,18 @@ def test_a_model_that_was_never_called() -> None:
     count = sum(p.numel() for p in model.parameters())
     assert plan.idle_bytes() == 3 * 4 * count + 5 * 6 * 4
     assert plan.at(batch=50).peak_bytes() == plan.peak_bytes(batch=50)
+
+
+@needs_ort
+def test_a_plan_does_not_keep_the_one_before() -> None:
+    model = ortlab.wrap(_Net())
+    first = weakref.ref(ortlab.memory_plan(model, torch.randn(5, 6)))
+    ortlab.graphs(model)
+    second = ortlab.memory_plan(model)
+    gc.collect()
+    assert first() is None
+    (shown,) = ortlab.graphs(model).overlays(second.stage.name)
+    assert shown.values == second.overlay(second.stage).values
 
 
 @needs_ort
