@@ -48,7 +48,7 @@ class Hold:
     """Why a run waits that nobody has paused, and what lets it go on.
 
     ``where`` and ``hint`` complete "it waits ...: ..."; ``advice`` are the settings to go on with,
-    and ``skips`` says whether it can go on past the data of the step.
+    and ``skips`` says whether it can go on past the data of the step, or the evaluation.
     """
 
     error: Exception

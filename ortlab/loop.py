@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import sys
 import threading
 import time
 import traceback
@@ -76,7 +77,7 @@ class Control:
             self._pausing = not self._stopping
 
     def resume(self, *, skip: bool = False) -> None:
-        """Lets a paused loop go on; with `skip` past the data of the step that it was held in."""
+        """Lets a paused loop go on; with `skip` past what it was held in, data or an evaluation."""
         with self._changed:
             self._skipping = skip
             self._go_on()
@@ -90,7 +91,7 @@ class Control:
 
     @property
     def skipping(self) -> bool:
-        """Whether who let it go on last wanted it past the data of the step."""
+        """Whether who let it go on last wanted it past what it was held in."""
         return self._skipping
 
     @contextlib.contextmanager
@@ -478,6 +479,7 @@ class Course:
         self._kept: Checkpoint | None = None
         self._lost = False
         self._lost_at = -1
+        self._evaluates_at_most = sys.maxsize
         """The step after which workers were lost last."""
         self._told = 0
         """Steps that the recorder knows: those that are done again are not told again."""
@@ -763,15 +765,19 @@ class Course:
         hold = Hold(RuntimeError(told), "at step {step}", hint, "the data ended early")
         return self._again() if self._held(hold) else None
 
+    def _release(self, error: Exception) -> None:
+        """Gives back what was being computed when memory did not suffice."""
+        traceback.clear_frames(error.__traceback__)
+        trim()
+        if training_device(self.settings.device).type == "cuda":
+            torch.cuda.empty_cache()
+
     def _with_room(self, error: Exception) -> Epoch | None:
         """The data of the step that memory did not suffice for; None when the loop is to end."""
         if self.settings.elsewhere:
             raise error
-        traceback.clear_frames(error.__traceback__)
-        trim()
+        self._release(error)
         device = training_device(self.settings.device).type
-        if device == "cuda":
-            torch.cuda.empty_cache()
         state = self.stepper.state_dict()
         held = sum(_bytes(each) for each in (state["model"], state["optimizer"]))
         del state
@@ -788,6 +794,44 @@ class Course:
             hint = f"run.resume({typed(changes)}) or its button goes on with that"
         hold = Hold(error, "at step {step}", hint, "out of memory", changes)
         return self._again() if self._held(hold) else None
+
+    def _evaluated_of(self, data: Batches) -> Evaluation | None:
+        """What `evaluate` finds; None where the loop is to end, or to go on without it.
+
+        Where memory does not suffice for as many samples as a step has, fewer at a time have the
+        same mean.
+        """
+        while True:
+            size = min(self.settings.batch_size, self._evaluates_at_most)
+            try:
+                return evaluate(
+                    self.stepper, data, step=self.step, size=size, proceed=self._proceed
+                )
+            except StepperLost:
+                raise
+            except Exception as error:
+                memory = out_of_memory(error)
+                if self.settings.elsewhere or self.step == self._began_at:
+                    raise  # nothing is lost by beginning again
+                if memory:
+                    self._release(error)
+                if memory and data.size is not None and size > 1:
+                    self._evaluates_at_most = size // 2
+                    told = f"memory did not suffice for the evaluation of {size} samples at a time"
+                    self._tell("warning", f"{told}: it takes {size // 2} from now on")
+                    continue
+                error.add_note(f"the evaluation after step {self.step} failed")
+                what = "out of memory" if memory else "the evaluation failed"
+                hint = (
+                    "run.resume() or its button evaluates again; run.resume(skip=True) goes on "
+                    "without it"
+                )
+                hold = Hold(error, "after step {step}", hint, what, skips=True)
+                if not self._held(hold):
+                    return None
+                if self._control.skipping:
+                    self._evaluated = self.step
+                    return None
 
     def _leaves_out(self, error: NotFinite, group: Sequence[Batch], *, made: int) -> bool:
         """Whether the loop goes on past steps, up to `made`, that were not finite.
@@ -1039,13 +1083,7 @@ class Course:
             return
         # In the middle of it, as in a pause there, the random states are those of the evaluation.
         self._drawn = RandomStates.now()
-        found = evaluate(
-            self.stepper,
-            self._evaluation,
-            step=self.step,
-            size=self.settings.batch_size,
-            proceed=self._proceed,
-        )
+        found = self._evaluated_of(self._evaluation)
         self._drawn = None
         if found is None:
             return

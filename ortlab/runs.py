@@ -281,14 +281,16 @@ class Run(Kept):
         """Goes on after a pause, or where it was held, with `changes` as in `apply`.
 
         After data has failed it is read on from the end of the last step, in the same order; with
-        `skip` after the samples of the step that failed. ValueError where it was not held by data
-        that can be left out, and as in `apply`; the run waits on then.
+        `skip` after the samples of the step that failed. An evaluation that has failed is made
+        again, and with `skip` left out. ValueError where nothing that can be left out held the run,
+        and as in `apply`; the run waits on then.
         """
         held = self._control.held
         if skip and not (held is not None and held.skips):
             raise ValueError(
-                "skip=True leaves out samples of a Dataset that failed to be read, and nothing of "
-                f"the kind holds {self.name}; run.resume() goes on"
+                "skip=True leaves out samples of a Dataset that failed to be read, or an "
+                f"evaluation that failed, and nothing of the kind holds {self.name}; run.resume() "
+                "goes on"
             )
         if changes:
             self.apply(**changes)

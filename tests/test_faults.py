@@ -97,6 +97,112 @@ def undisturbed(data: Any, **chosen: Any) -> list[float]:
     return losses(run)
 
 
+# --- evaluations
+
+
+def evaluations(run: Run) -> list[Any]:
+    return [(event.step, event.values["loss"]) for event in run.recorder.events("eval")]
+
+
+class Failing(Table):
+    """Samples of which one cannot be read from the second evaluation on."""
+
+    def __getitem__(self, index: int) -> Any:
+        if self.read >= len(self):
+            self.bad = {7} if not self.mended else set()
+        return super().__getitem__(index)
+
+    mended = False
+
+
+def test_an_evaluation_that_fails_holds_the_run_and_is_made_again() -> None:
+    plain = ortlab.finetune(network(), Table(), eval_data=Table(), **CHOSEN)
+    plain.result(60)
+    held_out = Failing()
+    run = ortlab.finetune(network(), Table(), eval_data=held_out, hold=True, **CHOSEN)
+    with pytest.raises(KeyError, match="column is gone") as raised:
+        run.result(60)
+    assert (run.state, run.step) == ("paused", 12)
+    notes = "\n".join(raised.value.__notes__)
+    assert "the Failing raised it at index 7" in notes
+    assert "the evaluation after step 12 failed" in notes
+    assert f"{run.name} waits after step 12: run.resume() or its button evaluates again" in notes
+    assert run.status().badges == ("held: the evaluation failed",)
+    held_out.mended = True
+    run.resume()
+    assert run.result(60).state == "finished"
+    assert losses(run) == losses(plain)
+    assert evaluations(run) == evaluations(plain)
+
+
+def test_an_evaluation_that_fails_can_be_left_out() -> None:
+    run = ortlab.finetune(network(), Table(), eval_data=Failing(), hold=True, **CHOSEN)
+    for step in (12, 24):
+        with pytest.raises(KeyError):
+            run.result(60)
+        assert run.step == step
+        run.resume(skip=True)
+    assert run.result(60).state == "finished"
+    assert [step for step, _ in evaluations(run)] == [0]
+    assert losses(run) == undisturbed(Table())
+
+
+def test_a_script_gets_what_an_evaluation_raised() -> None:
+    run = ortlab.finetune(network(), Table(), eval_data=Failing(), **CHOSEN)
+    with pytest.raises(KeyError) as raised:
+        run.result(60)
+    assert "the evaluation after step 12 failed" in raised.value.__notes__
+    assert RunFolder(run.folder).read_checkpoint().position.step == 12
+
+
+class Hungry(nn.Module):
+    """Once trained it asks for more memory than there is to evaluate more than two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.trained = False
+        self.sizes: list[int] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.trained |= self.training
+        if self.trained and not self.training:
+            self.sizes.append(len(inputs))
+            if len(inputs) > 2:
+                torch.empty(2**60)
+        found: torch.Tensor = self.inner(inputs)
+        return found
+
+
+def test_an_evaluation_that_does_not_fit_takes_fewer_samples_at_a_time() -> None:
+    plain = ortlab.finetune(network(), Table(), eval_data=Table(), **CHOSEN)
+    plain.result(60)
+    model = Hungry()
+    run = ortlab.finetune(model, Table(), eval_data=Table(), hold=True, **CHOSEN)
+    assert run.result(60).state == "finished"
+    assert model.sizes == [4] + [2] * 48, "it is known from the first time on"
+    assert losses(run) == losses(plain)
+    for (step, found), (expected_step, expected) in zip(
+        evaluations(run), evaluations(plain), strict=True
+    ):
+        assert step == expected_step
+        assert found == pytest.approx(expected, rel=1e-6)
+    (told,) = [event.text for event in run.recorder.events("warning")]
+    assert told == (
+        "memory did not suffice for the evaluation of 4 samples at a time: it takes 2 from now on"
+    )
+
+
+def test_an_evaluation_in_batches_of_a_loader_that_does_not_fit_holds_the_run() -> None:
+    loader = DataLoader(Table(), batch_size=4)
+    run = ortlab.finetune(Hungry(), Table(), eval_data=loader, hold=True, **CHOSEN)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        run.result(60)
+    assert run.status().badges == ("held: out of memory",)
+    run.stop()
+    assert run.result(60).state == "stopped"
+
+
 # --- data
 
 
