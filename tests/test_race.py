@@ -341,7 +341,7 @@ def test_ctrl_c_stops_it(capsys: pytest.CaptureFixture[str]) -> None:
 def test_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ortlab.race(Net(), pairs(), **options)
-    assert session.searches == []
+    assert not session.searches
 
 
 def test_one_at_a_time_and_not_beside_a_run() -> None:

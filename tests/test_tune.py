@@ -370,7 +370,7 @@ def test_a_stop_keeps_what_was_found() -> None:
 def test_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ortlab.tune(Net(), pairs(), **options)
-    assert session.searches == []
+    assert not session.searches
 
 
 def test_typed(ip: Typist) -> None:  # noqa: F811

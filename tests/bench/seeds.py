@@ -24,6 +24,11 @@ FIGURES = {
         "next token, %": r"after: next token (\S+)%",
         "whole name, %": r"after: .*whole name (\S+)%",
     },
+    "08_question_answering": {
+        f"{name}, {figure}": rf"{name} +{pattern}"
+        for name in ("fp32", "bf16")
+        for figure, pattern in (("exact match", r"(\S+) "), ("F1", r"\S+ +(\S+) "))
+    },
 }
 """The tutorials, and what is read of what each prints."""
 LINE = "seed = 0\n"
@@ -38,6 +43,7 @@ def with_seed(path: Path, seed: int, folder: Path) -> Path:
     cells[0].source = cells[0].source.replace(LINE, f"seed = {seed}\n")
     changed = folder / path.name
     nbformat.write(notebook, changed)  # type: ignore[no-untyped-call]
+    (folder / "data").symlink_to(path.parent / "data")
     return changed
 
 
