@@ -26,7 +26,7 @@ def number(notebook: Executed, pattern: str) -> float:
     return float(found.group(1))
 
 
-LONG = ("07_gpt2_code_completion", "08_question_answering")
+LONG = ("07_gpt2_code_completion", "08_question_answering", "09_bert_pretraining")
 """Those that train for a minute and more."""
 
 
@@ -186,6 +186,21 @@ def test_question_answering_is_as_good_in_mixed_precision() -> None:
         assert float(f1) > 75, name
         assert float(rate) > 0, name
     assert [run["steps"] for run in notebook.runs] == [130, 130]
+
+
+@pytest.mark.nightly
+def test_bert_learns_in_two_phases_and_jumps_between_them() -> None:
+    notebook = executed("09_bert_pretraining")
+    assert number(notebook, r"before: (\S+)% in short texts") < 5
+    assert number(notebook, r"after phase 1: (\S+)% in short texts") > 30, "frequency alone has 14"
+    assert number(notebook, r"after phase 2: .* (\S+)% in long ones") > 30
+    assert number(notebook, r"after phase 2: (\S+)% in short texts") > 30, "phase 1 is not forgotten"
+    before = number(notebook, r"^the jump: (\S+) ->")
+    jumped = number(notebook, r"^the jump: .* -> (\S+),")
+    assert before + 0.3 < jumped < 3.3, "it jumps, and does not begin again"
+    assert number(notebook, r"^the jump: .* at the end (\S+)$") < jumped - 0.3
+    first, second = notebook.runs
+    assert (first["steps"], second["steps"]) == (900, 300)
 
 
 def written(folder: Path, *sources: str) -> Path:

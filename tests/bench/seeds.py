@@ -29,6 +29,13 @@ FIGURES = {
         for name in ("fp32", "bf16")
         for figure, pattern in (("exact match", r"(\S+) "), ("F1", r"\S+ +(\S+) "))
     },
+    "09_bert_pretraining": {
+        "short texts, %": r"after phase 2: (\S+)% in short",
+        "long texts, %": r"after phase 2: .* (\S+)% in long",
+        "loss on long texts": r"before phase 2, (\S+) after",
+        "loss before the jump": r"the jump: (\S+) ->",
+        "loss after the jump": r"the jump: .* -> (\S+),",
+    },
 }
 """The tutorials, and what is read of what each prints."""
 LINE = "seed = 0\n"
