@@ -811,6 +811,8 @@ class Course:
                 raise
             except Exception as error:
                 memory = out_of_memory(error)
+                when = f"after step {self.step}" if self.step else "before the first step"
+                error.add_note(f"the evaluation {when} failed")
                 if self.settings.elsewhere or self.step == self._began_at:
                     raise  # nothing is lost by beginning again
                 if memory:
@@ -820,7 +822,6 @@ class Course:
                     told = f"memory did not suffice for the evaluation of {size} samples at a time"
                     self._tell("warning", f"{told}: it takes {size // 2} from now on")
                     continue
-                error.add_note(f"the evaluation after step {self.step} failed")
                 what = "out of memory" if memory else "the evaluation failed"
                 hint = (
                     "run.resume() or its button evaluates again; run.resume(skip=True) goes on "

@@ -483,7 +483,7 @@ class Run(Kept):
         held = self._control.held
         if held is not None and held.what:
             return "\n".join(concise(self._hold_error(held)))
-        return None if self.error is None else str(self.error) or type(self.error).__name__
+        return None if self.error is None else "\n".join(concise(self.error))
 
     def _left_s(self) -> float | None:
         if self._total is None or self.over() or self.recorder.count == 0:
@@ -753,7 +753,7 @@ class Run(Kept):
                 "precision": self.current_settings.precision,
                 "workers": self.current_settings.workers,
                 "fallback_reason": self.fallback_reason,
-                "error": None if self.error is None else f"{self.error}",
+                "error": self.error and f"{type(self.error).__name__}: {self.error}",
                 "result": result.as_dict(),
             }
         self._folder.write_about(

@@ -102,7 +102,7 @@ def test_a_message_has_the_new_points_only(run: Still) -> None:
 def test_many_steps_are_merged_into_a_small_message(run: Still, before: int) -> None:
     feed = Feed(run)
     run.advance(before)
-    fresh(feed)
+    feed.whole()
     run.advance(700)
     update = fresh(feed)
     assert len(update.rows) <= charts.UPDATE_BYTES
@@ -136,6 +136,25 @@ def test_nothing_new_is_no_message(run: Still) -> None:
     assert fresh(feed).content["i"] == {"badges": ["fallback: torch"]}
     run.now = Status("paused", 2, 1000, 95.0, 3.0, badges=("fallback: torch",))
     assert feed.fresh() is None, "while a run is paused, time alone is no news"
+
+
+def test_rows_give_way_to_words_once(run: Still) -> None:
+    """A run that is held early has few steps: they are not merged into one for want of room."""
+    feed = Feed(run)
+    feed.whole()
+    run.advance(5)
+    run.now = Status("paused", 5, 1000, 5.0, 3.0, badges=("held",))
+    first = fresh(feed)
+    assert first.content["i"] == {"badges": ["held"]}
+    assert first.rows == b""
+    assert [row["step"] for row in rows(fresh(feed))] == [1, 2, 3, 4, 5]
+    assert feed.fresh() is None
+    came = 0
+    for number in range(6):  # words with every message
+        run.advance(5)
+        run.now = Status("running", 5, 1000, 5.0, 3.0, badges=(f"{number}",))
+        came += len(fresh(feed).rows) > 0
+    assert came == 3
 
 
 def test_an_evaluation_is_sent_once_and_nan_is_no_number(run: Still) -> None:
@@ -332,6 +351,7 @@ def test_text_says_the_numbers() -> None:
 def test_a_loss_scale_is_charted_where_there_is_one(run: Still) -> None:
     """Beside the learning rate, against an axis of its own."""
     feed = Feed(run)
+    feed.whole()
     run.advance(3)
     assert "loss_scale" not in rows(fresh(feed))[0]
     assert "loss scale" not in charts.text(run)

@@ -155,6 +155,20 @@ def test_a_script_gets_what_an_evaluation_raised() -> None:
     assert RunFolder(run.folder).read_checkpoint().position.step == 12
 
 
+def test_a_run_whose_first_evaluation_fails_says_what_and_where() -> None:
+    """Nothing is lost by then: the run fails, also where it could wait."""
+    held_out = Table()
+    held_out.bad = {7}
+    run = ortlab.finetune(network(), Table(), eval_data=held_out, hold=True, **CHOSEN)
+    with pytest.raises(KeyError):
+        run.result(60)
+    first, *notes = (run.status().error or "").splitlines()
+    assert first == "KeyError: 'the column is gone'"
+    assert "the Table raised it at index 7" in notes
+    assert "the evaluation before the first step failed" in notes
+    assert RunFolder(run.folder).read_json("run")["error"] == first
+
+
 class Hungry(nn.Module):
     """Once trained it asks for more memory than there is to evaluate more than two samples."""
 

@@ -83,6 +83,7 @@ class Feed:
         self._changes: dict[int, list[Any]] = {}
         self._settled = 0
         self._limit = 8
+        self._waiting = False
 
     def whole(self) -> Update:
         """Everything so far; a browser that was told this needs nothing from before."""
@@ -100,13 +101,19 @@ class Feed:
 
     def fresh(self) -> Update | None:
         """What came since the last call; None when nothing did."""
-        rows, self._cursor = self._watched.recorder.since(self._cursor, limit=self._limit)
+        rows, cursor = self._watched.recorder.since(self._cursor, limit=self._limit)
         status = self._watched.status()
-        same = _progress(status) == self._progress
-        same = same and _info(self._watched.title, status) == self._info
         changed = self._changed(2)[:1]
-        if same and not len(rows) and not changed:
+        words = bool(changed) or _info(self._watched.title, status) != self._info
+        if not words and not len(rows) and _progress(status) == self._progress:
             return None
+        # A message is small: rows give way to words, but not twice, or where words come with every
+        # message none would.
+        self._waiting = words and len(rows) > 1 and not self._waiting
+        if self._waiting:
+            rows = rows[:0]
+        else:
+            self._cursor = cursor
         self._changes |= {change[0]: change for change in changed}
         return self._update(rows, status, self._limit, changed, whole=False)
 
@@ -134,7 +141,7 @@ class Feed:
         if changes_:
             content["c"] = changes_
         if not whole and (changed or changes_):
-            limit = 1  # words take the place of rows
+            limit = 1
         evaluations = [
             event
             for event in self._watched.recorder.events("eval")
