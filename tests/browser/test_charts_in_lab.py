@@ -226,6 +226,8 @@ def test_a_late_view_gets_the_whole(notebook: Opens, page: Page) -> None:
     late = page.locator(".ortlab-run").nth(1)
     expect(late.locator("canvas")).to_have_count(4)
     assert points(late) >= 150
+    ran = "() => Object.keys(globalThis).filter((name) => name.startsWith('ortlab ')).length"
+    assert page.evaluate(ran) == 1, "both views are of one module, which is never let go of"
     # A page that has seen nothing, while the kernel goes on.
     book.reload()
     expect(page.locator(".ortlab-run canvas")).to_have_count(8)

@@ -9,8 +9,19 @@ const STATIC = new URL("../static/", import.meta.url);
 const WEB = new URL("node_modules/onnxruntime-web/", import.meta.url);
 const WASM = "ort-wasm-simd-threaded.wasm";
 
+/**
+ * A module that a page runs once. anywidget imports each widget's code anew, and a page never lets go of a
+ * module: what it has compiled would add up with every cell that runs again.
+ */
+const once = (code, key) => `const run = () => {
+const module = { exports: {} };
+${code}return module.exports;
+};
+export default (globalThis[${JSON.stringify(key)}] ??= run()).default;
+`;
+
 await mkdir(STATIC, { recursive: true });
-await build({
+const { outputFiles } = await build({
   absWorkingDir: fileURLToPath(new URL(".", import.meta.url)),
   entryPoints: {
     runview: "src/runview.js",
@@ -21,13 +32,17 @@ await build({
   },
   outdir: fileURLToPath(STATIC),
   bundle: true,
-  format: "esm",
+  format: "cjs",
   target: "es2022",
   loader: { ".frame.js": "text" }, // a script for a frame of its own
   minify: true,
   legalComments: "none",
   logLevel: "warning",
+  write: false,
 });
+for (const { path, text, hash } of outputFiles) {
+  await writeFile(path, path.endsWith(".js") ? once(text, `ortlab ${hash}`) : text);
+}
 const uplot = JSON.parse(await readFile(new URL("node_modules/uplot/package.json", import.meta.url)));
 const license = await readFile(new URL("node_modules/uplot/LICENSE", import.meta.url), "utf8");
 const web = JSON.parse(await readFile(new URL("package.json", WEB)));
