@@ -194,7 +194,7 @@ def test_bert_learns_in_two_phases_and_jumps_between_them() -> None:
     assert number(notebook, r"before: (\S+)% in short texts") < 5
     assert number(notebook, r"after phase 1: (\S+)% in short texts") > 30, "frequency alone has 14"
     assert number(notebook, r"after phase 2: .* (\S+)% in long ones") > 30
-    assert number(notebook, r"after phase 2: (\S+)% in short texts") > 30, "phase 1 is not forgotten"
+    assert number(notebook, r"after phase 2: (\S+)% in short texts") > 30, "phase 1 forgotten"
     before = number(notebook, r"^the jump: (\S+) ->")
     jumped = number(notebook, r"^the jump: .* -> (\S+),")
     assert before + 0.3 < jumped < 3.3, "it jumps, and does not begin again"
