@@ -238,7 +238,33 @@ def trim(*, collect: bool = True) -> None:
     if collect:
         gc.collect()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        _trim_arena(libc)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of ``mallopt``, see malloc.h."""
+_ADAPTED = 32 << 20
+"""The largest threshold for mappings that glibc's own adjustment reaches (64 bit)."""
+_CHOSEN = re.compile(r"(mmap|trim)_threshold", re.IGNORECASE)
+
+
+def _trim_arena(libc: ctypes.CDLL) -> None:
+    """Gives back the end of this thread's arena, which ``malloc_trim`` does for the main one alone.
+
+    Else each run, whose thread takes some free arena, leaves a few MB in one more of them. An end
+    is given back by a ``free`` where it is above the threshold, so that is low for one moment. As
+    ``mallopt`` ends glibc's adjustment, both thresholds stand from then on where it ends with large
+    tensors (mallopt(3)); an environment that sets one is left alone.
+    """
+    if any(map(_CHOSEN.search, (*os.environ, os.environ.get("GLIBC_TUNABLES", "")))):
+        return
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    libc.mallopt(_M_MMAP_THRESHOLD, _ADAPTED)
+    libc.mallopt(_M_TRIM_THRESHOLD, 1)
+    libc.free(libc.malloc(100_000))  # above what is kept for the next small one (65,536)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2 * _ADAPTED)
 
 
 _SCARCE = 0.05

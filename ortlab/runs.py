@@ -28,7 +28,7 @@ from ortlab.history import RunFolder, environment
 from ortlab.interrupts import end_in_order, until
 from ortlab.keeping import Keeping
 from ortlab.loop import Control, Evaluation, best
-from ortlab.memory import SAMPLER, Meter, memory
+from ortlab.memory import SAMPLER, Meter, memory, trim
 from ortlab.past import index
 from ortlab.past.kept import Kept
 from ortlab.past.resuming import Earlier
@@ -563,6 +563,7 @@ class Run(Kept):
         if self.error is not None:
             _forget_locals(self.error)
         self._step, self._work = self.step, None
+        trim(collect=False)
         self._state = self._ended()
         with self._stopping_begins:
             stopping = self._stopping
