@@ -38,6 +38,21 @@ def shorten(error: BaseException) -> None:
     error._render_traceback_ = functools.partial(concise, error)  # type: ignore[attr-defined]
 
 
+def forget_locals(error: BaseException | None) -> None:
+    """Clears the frames of `error` and of what it came from; the lines of its traceback stay.
+
+    They would keep model, data and what was being computed.
+    """
+    seen: set[int] = set()
+    rest = [error]
+    while rest:
+        error = rest.pop()
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            rest += (error.__cause__, error.__context__)
+
+
 def brief(function: Callable[P, T]) -> Callable[P, T]:
     """Has notebooks show what `function` refuses as `concise` does: a ValueError of ortlab's own.
 
@@ -57,13 +72,18 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def message(error: BaseException) -> str:
+    """What `error` says, without the frames that torch's C++ adds in an operator that ORT calls."""
+    return str(error).split("\nException raised from ", 1)[0]
+
+
 def concise(error: BaseException) -> list[str]:
     """The lines that a notebook shows: the message, its notes, and the user's lines on the way.
 
     The last of the user's lines that the exception, or what caused it, came through is where it
     happened. Lines of Python's library, of installed packages and of ortlab are left out.
     """
-    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+    lines = [f"{type(error).__name__}: {message(error)}", *getattr(error, "__notes__", ())]
     return lines + [f"  {where}" for where in _users_lines(error)]
 
 

@@ -15,6 +15,7 @@ _SHORT_OF_MEMORY: Final = (
     "bad_alloc",  # C++, in ORT's messages and torch's
     "bad allocation",
     "failed to allocate memory",  # ORT's arena: onnxruntime/core/framework/bfc_arena.cc
+    "not enough memory",  # our own kernels: ortlab/kernels/kernels.cc
     "out of memory",  # CUDA's own
     "cannot allocate memory",  # the system's ENOMEM, as in a worker that cannot be forked
 )

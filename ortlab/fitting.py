@@ -68,11 +68,15 @@ def advice(
     return {}
 
 
+_MOST_PARTS: Final = 64
+"""Thousands of micro-batches of one sample would take more memory than fewer: each has its own."""
+
+
 def _smaller(settings: FinetuneSettings) -> Iterator[dict[str, Any]]:
     """Micro-batches of which a whole number makes one of now, from half the size down."""
     now = settings.batch_size
     for size in range(now // 2, 0, -1):
-        if now % size == 0:
+        if now % size == 0 and now // size <= _MOST_PARTS:
             yield {"batch_size": size, "accumulation": settings.accumulation * (now // size)}
 
 

@@ -13,7 +13,6 @@ import math
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +28,7 @@ from ortlab.checkpoint import Checkpoint, Order, Position, Unit
 from ortlab.engines import base
 from ortlab.engines.base import Batch, Cost, NotFinite, RankStep, Stepper, StepperLost, StepResult
 from ortlab.engines.torch_native import training_device
+from ortlab.errors import forget_locals, message
 from ortlab.faults import Cause, Faults, Hold, out_of_memory, typed
 from ortlab.memory import Memory, Meter, trim
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
@@ -463,6 +463,7 @@ class Course:
         self._prepare = prepare
         self._wanted: dict[str, Any] = {}
         self._trial: _Trial | None = None
+        self._too_large: tuple[int, FinetuneSettings] | None = None
         self._train = train.within(control.reading)
         self._fixed = fixed(train)
         self._control = control
@@ -647,7 +648,10 @@ class Course:
             try:
                 group = data.take(wanted.accumulation, wanted.batch_size, keep=changes)
             except Exception as error:  # noqa: BLE001 - a Dataset raises what it likes
-                data = self._mended(error, data.done)
+                if out_of_memory(error) and not self.settings.elsewhere:
+                    data = self._with_room(error, wanted)
+                else:
+                    data = self._mended(error, data.done)
                 continue
             data_s = time.perf_counter() - began
             if not group:
@@ -663,11 +667,13 @@ class Course:
             # An engine raises all kinds of exceptions. What was at fault besides it, a batch for
             # one, is raised again when the old settings take the step.
             except Exception as error:
-                if self._trial is None:
-                    if not out_of_memory(error):
-                        raise
+                memory = out_of_memory(error)
+                if self._trial is None and not memory:
+                    raise
+                if memory and (self._trial is None or self._leaves_too_large()):
                     del group
-                    data = self._with_room(error)
+                    self._settle()
+                    data = self._with_room(error, self.settings)
                     continue
                 self._go_back(error)
                 data.put_back()
@@ -700,9 +706,9 @@ class Course:
         error = hold.error
         if not self._faults.waits or self._train.once:
             raise error
-        traceback.clear_frames(error.__traceback__)  # what it was computing takes memory
+        forget_locals(error)  # what it was computing takes memory
         self._control.hold(hold)
-        said = " ".join(f"{error}".split())
+        said = " ".join(message(error).split())
         self._tell("warning", f"held at step {self.step}: {type(error).__name__}: {said}")
         return self._proceed()
 
@@ -767,27 +773,39 @@ class Course:
 
     def _release(self, error: Exception) -> None:
         """Gives back what was being computed when memory did not suffice."""
-        traceback.clear_frames(error.__traceback__)
+        forget_locals(error)
+        self.stepper.rest()
         trim()
         if training_device(self.settings.device).type == "cuda":
             torch.cuda.empty_cache()
 
-    def _with_room(self, error: Exception) -> Epoch | None:
-        """The data of the step that memory did not suffice for; None when the loop is to end."""
+    def _leaves_too_large(self) -> bool:
+        """Whether the settings before the ones on trial are known not to fit into memory."""
+        trial = self._trial
+        if trial is None or trial.taken is not None:
+            return False
+        return (self.step, trial.before) == self._too_large
+
+    def _with_room(self, error: Exception, settings: FinetuneSettings) -> Epoch | None:
+        """The data of the step that memory did not suffice for under `settings`.
+
+        None when the loop is to end.
+        """
         if self.settings.elsewhere:
             raise error
         self._release(error)
+        self._too_large = self.step, self.settings
         device = training_device(self.settings.device).type
         state = self.stepper.state_dict()
         held = sum(_bytes(each) for each in (state["model"], state["optimizer"]))
         del state
         changes = fitting.advice(
-            self.settings,
+            settings,
             own_batches=self._train.size is None,
             room_bytes=fitting.available_bytes(device) + held,
             peak_bytes=self._faults.peak_bytes,
         )
-        why = fitting.hint(changes, self.settings)
+        why = fitting.hint(changes, settings)
         error.add_note(f"memory did not suffice for step {self.step + 1}; {why}")
         hint = "run.resume() tries the step again"
         if changes:
@@ -966,7 +984,7 @@ class Course:
         """New settings have failed: the old ones take the run where it was before them."""
         assert self._trial is not None
         trial, self._trial = self._trial, None
-        traceback.clear_frames(error.__traceback__)  # what it was computing takes memory
+        forget_locals(error)  # what it was computing takes memory
         if trial.taken is None:
             trial.random.give_back()
             self._adopt(trial.before)

@@ -10,7 +10,6 @@ import datetime
 import math
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from ortlab import batching, fitting, loop
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper, StepperLost, engine_for, progress
 from ortlab.engines.torch_native import training_device
-from ortlab.errors import concise, shorten
+from ortlab.errors import concise, forget_locals, message, shorten
 from ortlab.faults import Faults, Hold, typed
 from ortlab.history import RunFolder, environment
 from ortlab.interrupts import end_in_order, until
@@ -550,18 +549,16 @@ class Run(Kept):
     def _end(self) -> None:
         """What comes after training. However one part ends, the next ones come."""
         self._trained.set()
-        for part in (self._keep_state, self._conclude):
+        for part in (self._keep_state, self._conclude, self._file):
             try:
                 part()
             # SystemExit in the user's code, a disk that is full: whatever is raised is the run's
             # outcome, kept here and raised where the run is awaited.
             except BaseException as error:  # noqa: BLE001
                 self._fail(error)
-        self._folder.release()
-        index.note(self.folder)
         self._control.close()
         if self.error is not None:
-            _forget_locals(self.error)
+            forget_locals(self.error)
         self._step, self._work = self.step, None
         trim(collect=False)
         self._state = self._ended()
@@ -707,11 +704,16 @@ class Run(Kept):
         if self._meter is not None:
             SAMPLER.end(self._meter)
         if self.error is not None:
-            self._event("error", f"{type(self.error).__name__}: {self.error}")
+            self._event("error", f"{type(self.error).__name__}: {message(self.error)}")
         self._event("state", self._ended())
         self._result = self._summary()
         self.recorder.close()
         self._write_about(self._result)
+
+    def _file(self) -> None:
+        """Lets the folder go, and has it listed."""
+        self._folder.release()
+        index.note(self.folder)
 
     def _summary(self) -> RunResult:
         recorder, evaluations = self.recorder, self._evaluations()
@@ -754,7 +756,7 @@ class Run(Kept):
                 "precision": self.current_settings.precision,
                 "workers": self.current_settings.workers,
                 "fallback_reason": self.fallback_reason,
-                "error": self.error and f"{type(self.error).__name__}: {self.error}",
+                "error": self.error and f"{type(self.error).__name__}: {message(self.error)}",
                 "result": result.as_dict(),
             }
         self._folder.write_about(
@@ -796,12 +798,3 @@ class _Work:
     begin: Checkpoint | None = None
     course: loop.Course | None = None
     heard: Stepper | None = None
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    """Clears the frames of a traceback, which would keep model and data alive; lines stay."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

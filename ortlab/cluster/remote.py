@@ -164,6 +164,10 @@ class RemoteStepper:
         """See `Stepper.adopt`."""
         self._ask(training.adopt, self._number, settings)
 
+    def rest(self) -> None:
+        """See `Stepper.rest`."""
+        self._ask(training.rest, self._number)
+
     def reseed(self, seed: int) -> None:
         """See `Stepper.reseed`."""
         self._ask(training.reseed, self._number, seed)

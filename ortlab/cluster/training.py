@@ -157,6 +157,11 @@ def adopt(number: int, settings: FinetuneSettings) -> None:
     _trainees[number].stepper.adopt(settings)
 
 
+def rest(number: int) -> None:
+    """See `Stepper.rest`."""
+    _trainees[number].stepper.rest()
+
+
 def reseed(number: int, seed: int) -> None:
     """See `Stepper.reseed`."""
     _trainees[number].stepper.reseed(seed)

@@ -254,6 +254,13 @@ class Stepper(Protocol):
         """Takes from `settings` what the next step can have as it is: clipping and decay."""
         ...
 
+    def rest(self) -> None:
+        """Gives back gradients, and what the engine keeps from step to step: a step makes it anew.
+
+        For a step that found too little memory, before a smaller one.
+        """
+        ...
+
     def reseed(self, seed: int) -> None:
         """Restarts the generators that are the engine's own and cannot be read."""
         ...

@@ -45,6 +45,7 @@ from ortlab.engines.selfcheck import (
 from ortlab.engines.served import OF_A_KIND, ExportFailed, Kind, Served, Shapes, bucket
 from ortlab.engines.torch_native import autocast_for
 from ortlab.errors import place
+from ortlab.faults import out_of_memory
 from ortlab.kernels.recompute import UnknownPlan
 from ortlab.memory import is_scarce
 from ortlab.settings import EngineSettings
@@ -423,7 +424,9 @@ class Execution:
         except UnknownPlan:
             raise
         # ORT raises all kinds of exceptions; what they mean is said in one line.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
+            if out_of_memory(error):  # which says nothing of the model
+                raise
             if not self.settings.self_check:
                 self._let_eager_fail(args, kwargs)
             raise self._cannot_run(error) from None
@@ -563,8 +566,8 @@ class Execution:
             reference = self._reference(*call)
         except NotInGraph:
             raise
-        except Exception:  # whatever forward raises where it needs the whole batch
-            if rows is None:
+        except Exception as error:  # whatever forward raises where it needs the whole batch
+            if rows is None or out_of_memory(error):
                 raise
             rows, call = None, (args, kwargs)
             reference = self._reference(*call)
@@ -659,7 +662,9 @@ class Execution:
             )
         except OtherDecision:
             raise
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:
+            if out_of_memory(error):
+                raise
             raise self._cannot_run(error) from None
         low_precision = (
             self.settings.precision != "fp32"

@@ -112,6 +112,7 @@ class OffloadStepper(TorchStepper):
             device=device,
             report=functools.partial(_told, report),
             close=execution.end_run,
+            rest=execution.rest,
             autocast=functools.partial(autocast_for, settings.precision, device),
             reseed=reseed,
             processes=processes,
@@ -157,6 +158,11 @@ class OffloadStepper(TorchStepper):
         return StateBytes(
             held.parameters, held.gradients + self._whole.gradient_bytes(), held.optimizer_state
         )
+
+    def rest(self) -> None:
+        """See `Stepper.rest`."""
+        self._whole.close()
+        super().rest()
 
     def close(self) -> None:
         """See `Stepper.close`."""

@@ -114,6 +114,7 @@ class Ort:
             device=device,
             report=report,
             close=execution.end_run,
+            rest=execution.rest,
             # On a CPU it is a matter of the graph's kernels.
             autocast=functools.partial(
                 autocast_for, "fp32" if device.type == "cpu" else settings.precision, device

@@ -137,6 +137,7 @@ class TorchStepper:
         device: torch.device,
         report: Callable[[], Report],
         close: Callable[[], None] = lambda: None,
+        rest: Callable[[], None] = lambda: None,
         autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         reseed: Callable[[int], None] = lambda _: None,
         processes: Processes = OneProcess,
@@ -144,7 +145,7 @@ class TorchStepper:
         self._processes = processes(module, loss, owner, device)
         self._module = module
         self._owner = owner
-        self._close = close
+        self._close, self._rest = close, rest
         self._modes = modes_of(owner)
         self._changing = [buffer for buffer in owner.buffers() if _may_change(buffer)]
         self._device = device
@@ -351,6 +352,11 @@ class TorchStepper:
         self._clip_norm = settings.clip_norm
         for group in self._optimizer.param_groups:
             group["weight_decay"] = decay_of(group["params"][0], settings)
+
+    def rest(self) -> None:
+        """See `Stepper.rest`."""
+        self._forget_gradients()
+        self._rest()
 
     def reseed(self, seed: int) -> None:
         """See `Stepper.reseed`."""

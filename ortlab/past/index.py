@@ -52,11 +52,12 @@ def entries(root: Path | None = None) -> list[Entry]:
 
 
 def note(path: Path) -> None:
-    """Brings the row of the run in this folder up to date."""
+    """Brings the row of the run in this folder up to date, where memory suffices for that."""
     now = stamp(path)  # before reading: what changes meanwhile makes it old
-    entry = read_entry(path)
-    if entry is not None:
-        _write(path.parent, [(entry, "" if entry.at_work else now)], ())
+    with contextlib.suppress(MemoryError):  # the row is made again when runs are listed
+        entry = read_entry(path)
+        if entry is not None:
+            _write(path.parent, [(entry, "" if entry.at_work else now)], ())
 
 
 def _folders(root: Path) -> Iterator[Path]:
