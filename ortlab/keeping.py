@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from ortlab.arenas import Thread
 from ortlab.checkpoint import Checkpoint
 from ortlab.history import RunFolder
 
@@ -83,9 +84,7 @@ class Keeping:
             self._waiting[name] = (taken, many)
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="ortlab-checkpoints", daemon=True
-                )
+                self._thread = Thread(self._work, name="ortlab-checkpoints")
                 self._thread.start()
 
     def _work(self) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from ortlab import fitting
+from ortlab.arenas import trim
 from ortlab.batching import Batches, Epoch
 from ortlab.checkpoint import Checkpoint, Order, Position, Unit
 from ortlab.engines import base
@@ -30,7 +31,7 @@ from ortlab.engines.base import Batch, Cost, NotFinite, RankStep, Stepper, Stepp
 from ortlab.engines.torch_native import training_device
 from ortlab.errors import forget_locals, message
 from ortlab.faults import Cause, Faults, Hold, out_of_memory, typed
-from ortlab.memory import Memory, Meter, trim
+from ortlab.memory import Memory, Meter
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
 from ortlab.telemetry import NAN, Event, Recorder, Sample

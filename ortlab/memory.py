@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import gc
 import math
 import operator
 import os
@@ -14,6 +11,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
+
+from ortlab.arenas import Thread
 
 NAN = float("nan")
 _UNITS: Final = {
@@ -117,9 +116,7 @@ class DeviceSampler:
             self._meters.append(meter)
             if self._thread is None:
                 self._stop = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._sample, args=(self._stop,), name="ortlab-memory", daemon=True
-                )
+                self._thread = Thread(self._sample, self._stop, name="ortlab-memory")
                 self._thread.start()
             return meter
 
@@ -227,44 +224,6 @@ def parse_bytes(size: int | str) -> int:
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
         raise ValueError(f"{size!r} is no size of memory; give bytes or such as 16GiB or 500MB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def trim(*, collect: bool = True) -> None:
-    """Has the C library give freed memory back to the system, where it can (glibc).
-
-    What a step takes shows in the resident size only where it was given back before. Without
-    `collect`, which takes tenths of a second, what only Python's collector finds stays.
-    """
-    if collect:
-        gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.malloc_trim(0)
-        _trim_arena(libc)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of ``mallopt``, see malloc.h."""
-_ADAPTED = 32 << 20
-"""The largest threshold for mappings that glibc's own adjustment reaches (64 bit)."""
-_CHOSEN = re.compile(r"(mmap|trim)_threshold", re.IGNORECASE)
-
-
-def _trim_arena(libc: ctypes.CDLL) -> None:
-    """Gives back the end of this thread's arena, which ``malloc_trim`` does for the main one alone.
-
-    Else each run, whose thread takes some free arena, leaves a few MB in one more of them. An end
-    is given back by a ``free`` where it is above the threshold, so that is low for one moment. As
-    ``mallopt`` ends glibc's adjustment, both thresholds stand from then on where it ends with large
-    tensors (mallopt(3)); an environment that sets one is left alone.
-    """
-    if any(map(_CHOSEN.search, (*os.environ, os.environ.get("GLIBC_TUNABLES", "")))):
-        return
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
-    libc.mallopt(_M_MMAP_THRESHOLD, _ADAPTED)
-    libc.mallopt(_M_TRIM_THRESHOLD, 1)
-    libc.free(libc.malloc(100_000))  # above what is kept for the next small one (65,536)
-    libc.mallopt(_M_TRIM_THRESHOLD, 2 * _ADAPTED)
 
 
 _SCARCE = 0.05

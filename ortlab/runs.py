@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortlab import batching, fitting, loop
+from ortlab.arenas import Thread, trim
 from ortlab.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper, StepperLost, engine_for, progress
 from ortlab.engines.torch_native import training_device
@@ -27,7 +28,7 @@ from ortlab.history import RunFolder, environment
 from ortlab.interrupts import end_in_order, until
 from ortlab.keeping import Keeping
 from ortlab.loop import Control, Evaluation, best
-from ortlab.memory import SAMPLER, Meter, memory, trim
+from ortlab.memory import SAMPLER, Meter, memory
 from ortlab.past import index
 from ortlab.past.kept import Kept
 from ortlab.past.resuming import Earlier
@@ -256,9 +257,7 @@ class Run(Kept):
             raise RuntimeError(f"{self.name} was started already; finetune again makes a new run")
         context = contextvars.copy_context()  # what the thread prints stays with its own cell
         self._control.began = time.perf_counter() - (self._earlier.time_s if self._earlier else 0)
-        self._thread = threading.Thread(
-            target=context.run, args=(self._drive,), name=f"ortlab-{self.name}", daemon=True
-        )
+        self._thread = Thread(context.run, self._drive, name=f"ortlab-{self.name}")
         atexit.register(self._end_with_python)
         end_in_order()
         self._thread.start()
@@ -312,9 +311,7 @@ class Run(Kept):
         self._control.stop()
         with self._stopping_begins:
             if self._stopping is None and self._thread is not None and not self._trained.is_set():
-                self._stopping = threading.Thread(
-                    target=self._see_to_the_end, name=f"ortlab-stop-{self.name}", daemon=True
-                )
+                self._stopping = Thread(self._see_to_the_end, name=f"ortlab-stop-{self.name}")
                 self._stopping.start()
 
     def _see_to_the_end(self) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ortlab.arenas import Thread
 from ortlab.settings import LOWEST_LOSS_SCALE
 
 if TYPE_CHECKING:
@@ -470,7 +471,7 @@ class Recorder:
         """Starts the writer thread, which a recorder that is never used does not need."""
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(target=self._drain, name="ortlab-recorder", daemon=True)
+                thread = Thread(self._drain, name="ortlab-recorder")
                 thread.start()
                 self._thread = thread
 

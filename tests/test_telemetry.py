@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ortlab.history import MetricsFile
-from ortlab.memory import SAMPLER, DeviceSampler, Memory, trim
+from ortlab.memory import SAMPLER, DeviceSampler, Memory
 from ortlab.telemetry import COLUMNS, INDEX, NAN, Event, Recorder, Rows, Sample, merged
 
 
@@ -391,33 +391,3 @@ def test_a_number_of_numpy_is_a_number() -> None:
     recorder.close()
     assert recorder.last is not None
     assert (recorder.last.loss, recorder.last.lr) == (0.5, 0.25)
-
-
-GLIBC = hasattr(ctypes.CDLL(None), "mallopt")
-
-
-@pytest.mark.skipif(not GLIBC, reason="glibc's arenas")
-def test_what_a_thread_has_freed_goes_back() -> None:
-    """Left in the end of its arena, each of a few runs would add to what the kernel holds."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
-    torch.zeros(6_000_000)  # having freed a mapping, glibc keeps as much
-    process, held = psutil.Process(), []
-
-    def use() -> None:
-        held.append(process.memory_info().rss)
-        blocks = [libc.malloc(50_000) for _ in range(400)]
-        for block in blocks:
-            ctypes.memset(block, 1, 50_000)
-        for block in reversed(blocks):
-            libc.free(block)
-        held.append(process.memory_info().rss)
-        trim(collect=False)
-        held.append(process.memory_info().rss)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    before, freed, trimmed = held
-    assert freed > before + 15e6, "that it is kept is what this is about"
-    assert trimmed < before + 2e6

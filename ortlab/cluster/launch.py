@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Coroutine, Mapping
@@ -25,6 +24,7 @@ from typing import Any, Final, TypeVar
 
 import psutil
 
+from ortlab.arenas import Thread
 from ortlab.settings import unknown_name
 
 T = TypeVar("T")
@@ -79,9 +79,7 @@ class Cluster:
                 **common,
             )
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="ortlab-workers", daemon=True
-        )
+        self._thread = Thread(self._loop.run_forever, name="ortlab-workers")
         self._thread.start()
         try:
             self._wait(self._start(count))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ortlab import shards
+from ortlab.arenas import trim
 from ortlab.cluster import packing
 from ortlab.engines import sharded
 from ortlab.engines.base import (
@@ -22,7 +23,7 @@ from ortlab.engines.base import (
     StepResult,
     engine_for,
 )
-from ortlab.memory import SAMPLER, Memory, Meter, trim
+from ortlab.memory import SAMPLER, Memory, Meter
 from ortlab.settings import FinetuneSettings
 
 

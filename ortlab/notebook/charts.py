@@ -26,6 +26,7 @@ import traitlets
 from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
+from ortlab.arenas import Thread
 from ortlab.changes import Change, changes
 from ortlab.history import write_private
 from ortlab.notebook import plaintext
@@ -236,12 +237,7 @@ class Pump:
         """Whether the run was over, and `finish` is called or was."""
         self._costs_s = deque([0.0] * 5, maxlen=5)  # the median: a first update loads modules
         self._awake_until = -math.inf
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(self._work,),
-            name="ortlab-view",
-            daemon=True,
-        )
+        self._thread = Thread(contextvars.copy_context().run, self._work, name="ortlab-view")
         self._thread.start()
 
     def wake(self) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, ParamSpec, TypeVar
 
+from ortlab.arenas import Thread
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -41,7 +43,7 @@ def draws(function: Callable[P, T]) -> Callable[P, T]:
 
 @functools.cache
 def _begin() -> None:
-    threading.Thread(target=_work, name=THREAD, daemon=True).start()
+    Thread(_work, name=THREAD).start()
 
 
 def _work() -> None:

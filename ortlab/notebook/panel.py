@@ -19,6 +19,7 @@ import traitlets
 from IPython.core.getipython import get_ipython
 
 from ortlab import loop, whatif
+from ortlab.arenas import Thread
 from ortlab.changes import refusals
 from ortlab.memory import memory
 from ortlab.notebook import plaintext
@@ -123,7 +124,7 @@ class Panel:
     def checkpoint(self) -> None:
         """Has the run keep its state in a file; not waited for."""
         self._result = ("asked", "a checkpoint is kept after the step in flight…")
-        threading.Thread(target=self._keep, name="ortlab-checkpoint", daemon=True).start()
+        Thread(self._keep, name="ortlab-checkpoint").start()
 
     def start(self) -> None:
         """Begins a run of the model with what was edited."""
@@ -460,7 +461,7 @@ class PanelView(anywidget.AnyWidget):
         else:
             self._panel.receive(content)
         if self._pump is None or self._pump.finished:
-            threading.Thread(target=self._send_news, name="ortlab-panel", daemon=True).start()
+            Thread(self._send_news, name="ortlab-panel").start()
         else:
             self._pump.wake()
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar, Generic, TypeVar
 
+from ortlab.arenas import Thread
 from ortlab.engines.base import progress
 from ortlab.errors import shorten
 from ortlab.interrupts import until
@@ -62,9 +63,7 @@ class Background(abc.ABC, Generic[R]):
     def start(self, show: Callable[[Any], None] = lambda _: None) -> None:
         """Starts the thread, has the work shown, and returns at once."""
         context = contextvars.copy_context()  # what the thread prints stays with its own cell
-        self._thread = threading.Thread(
-            target=context.run, args=(self._drive,), name=f"ortlab-{self.name}", daemon=True
-        )
+        self._thread = Thread(context.run, self._drive, name=f"ortlab-{self.name}")
         self._thread.start()
         show(self)
 

@@ -15,11 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from ortlab.arenas import trim
 from ortlab.engines.base import Stepper
 from ortlab.engines.ortmodule import is_wrapped
 from ortlab.graph.capture import capture
 from ortlab.graph.memory import MemoryPlan, plan
-from ortlab.memory import SAMPLER, trim
+from ortlab.memory import SAMPLER
 
 LEAST_BYTES = 2 * 2**20
 """A difference between two measured peaks that says something."""

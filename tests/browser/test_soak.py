@@ -43,8 +43,8 @@ FINETUNE = (
 VIEWS = ("run", "%ort panel run", "%ort graph seen", "%ort memory seen", "%ort runs --limit 5")
 TOGGLE = "cycle = next(cycles)\nsoaking.toggled(run, cycle)"
 STOP = "run.stop()\n_ = run.result()"
-FORGET = "%reset -f out\nget_ipython().history_manager.outputs.clear()"
-"""IPython keeps all that was ever shown: no page needs it, and ortlab cannot free it."""
+FORGET = "%reset -f in out\nget_ipython().history_manager.outputs.clear()"
+"""IPython keeps all that was ever typed or shown: no page needs it, and ortlab cannot free it."""
 NOTE = "soaking.note(measured, cycle)"
 RUNS_IN = 5
 """Cycles of a run. The page is not loaded again: each time JupyterLab 4.6 leaves a subshell in the

@@ -170,7 +170,8 @@ MEMORY = """
 import torch, ortlab
 from torch import nn
 from ortlab.engines.ortmodule import execution_of
-from ortlab.memory import _host_memory, trim
+from ortlab.arenas import trim
+from ortlab.memory import _host_memory
 torch.set_num_threads(1)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12)))
 model = ortlab.wrap(model, cache=False)
