@@ -84,7 +84,8 @@ class Feed:
         self._changes: dict[int, list[Any]] = {}
         self._settled = 0
         self._limit = 8
-        self._waiting = False
+        self.waiting = False
+        """Whether there are rows that gave way to the words of the last message."""
 
     def whole(self) -> Update:
         """Everything so far; a browser that was told this needs nothing from before."""
@@ -110,8 +111,8 @@ class Feed:
             return None
         # A message is small: rows give way to words, but not twice, or where words come with every
         # message none would.
-        self._waiting = words and len(rows) > 1 and not self._waiting
-        if self._waiting:
+        self.waiting = words and len(rows) > 1 and not self.waiting
+        if self.waiting:
             rows = rows[:0]
         else:
             self._cursor = cursor
@@ -359,9 +360,15 @@ class RunView(anywidget.AnyWidget):
             self._updates += 1
             if self._asked.is_set() or self._unheard():
                 self._send_whole()
-            elif (update := self._feed.fresh()) is not None:
-                self.send(update.content, [update.rows] if update.rows else None)
+            else:
+                self._send_next()
+                if self._feed.waiting:
+                    self._send_next()
             self._set_traits()
+
+    def _send_next(self) -> None:
+        if (update := self._feed.fresh()) is not None:
+            self.send(update.content, [update.rows] if update.rows else None)
 
     def _unheard(self) -> bool:
         """Whether it is time to send the whole unasked.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, ParamSpec, TypeVar
 
-from ortlab.arenas import Thread
+from ortlab.arenas import Thread, trim
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,3 +54,4 @@ def _work() -> None:
         except BaseException as error:  # noqa: BLE001 - it is for who waits
             future.set_exception(error)
         del future, draw  # not until the next one: they hold a run
+        trim(collect=False)  # a picture takes tens of MB, and this thread does not end

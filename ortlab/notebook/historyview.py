@@ -43,6 +43,7 @@ class HistoryView(anywidget.AnyWidget):
     live: traitlets.List[Any] = traitlets.List().tag(sync=True)
     order: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
     still = traitlets.Unicode().tag(sync=True)
+    hint = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, history: History, *, still: str = "") -> None:
         self._history = history
@@ -59,6 +60,7 @@ class HistoryView(anywidget.AnyWidget):
             rows=[_row(entry, live=entry.name in names) for entry in history],
             order={"at": at, "high": FIELDS[at].high_first != settings.reverse},
             still=still,
+            hint=history.hint,
         )
 
     def refresh(self) -> None:
@@ -91,7 +93,9 @@ def show(history: History) -> Live | None:
         return None
     ends_with_cell(lambda: close_all(view))
     data, metadata = view._repr_mimebundle_() or ({}, {})
-    publish_display_data({**data, "text/plain": f"{len(history)} runs"}, metadata)  # type: ignore[no-untyped-call]
+    publish_display_data(
+        {**data, "text/plain": f"{len(history)} run{'' if len(history) == 1 else 's'}"}, metadata
+    )  # type: ignore[no-untyped-call]
     publish(_page(history, mark), {}, mark)
     if not history.own:
         return None

@@ -90,11 +90,31 @@ def _said(entry: Entry) -> str:
     parts = [f"#{tag}" for tag in entry.tags.split()]
     if entry.continues:
         parts.append(f"goes on with {entry.continues}")
-    if entry.state == "interrupted" and entry.checkpoints and not entry.note.startswith(GOES_ON):
-        parts.append(f"%ort resume {entry.number or entry.name} goes on")
+    if _waits(entry):
+        parts.append(f"{_resumes(entry)} goes on")
     parts += [line.strip() for line in (entry.note or entry.error).splitlines()[:1]]
     said = " ".join(parts)
     return said if len(said) <= _NOTE else f"{said[: _NOTE - 1]}…"
+
+
+def _waits(entry: Entry) -> bool:
+    """Whether the run was cut off, can go on, and has not yet."""
+    cut_off = entry.state == "interrupted" and bool(entry.checkpoints)
+    return cut_off and not entry.note.startswith(GOES_ON)
+
+
+def _resumes(entry: Entry) -> str:
+    return f"%ort resume {entry.number or entry.name}"
+
+
+def _hint(found: Iterable[Entry]) -> str:
+    """How the runs that were cut off go on, the newest first; empty where there is none."""
+    waiting = sorted(filter(_waits, found), key=lambda entry: entry.created, reverse=True)
+    if not waiting:
+        return ""
+    told = f"{waiting[0].name} was interrupted: {_resumes(waiting[0])} goes on from its checkpoint"
+    others = len(waiting) - 1
+    return f"{told}; {others:,} more can be resumed so" if others else told
 
 
 FIELDS: Final = (
@@ -131,6 +151,8 @@ class History(Table[Entry]):
         self.settings = settings
         self.own = tuple(run for run in own if not run.over())
         """The runs of this process that went on when this was made."""
+        self.hint = _hint(found)
+        """How runs that were interrupted go on; empty where none was."""
         self._total = total
         shown = found if settings.limit is not None else found[:SHOWN]
         notes = []
@@ -138,6 +160,7 @@ class History(Table[Entry]):
             notes.append(f"{len(shown):,} of {total:,} runs; --limit N shows more")
         elif len(shown) > 1:
             notes.append(f"{total:,} runs, {memory(sum(entry.size_bytes for entry in found))}")
+        notes += [self.hint] if self.hint else []
         columns = [Column[Entry](field.head, field.text, field.number) for field in FIELDS]
         super().__init__(shown, columns, notes=notes, empty=_nothing(settings))
         self.found = tuple(found)

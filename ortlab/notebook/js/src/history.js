@@ -1,6 +1,6 @@
 // The history of runs as a table: headings to sort by, a box to search in, runs that go on on top.
 // Kernel to page: `rows`, and in `live` those that change meanwhile, each {name, live, cells, keys};
-// a key is what its column is sorted by, null where it is not known.
+// a key is what its column is sorted by, null where it is not known. `hint`: how interrupted runs go on.
 import { button, make, setText } from "./elements.js";
 import "./history.css";
 
@@ -33,6 +33,7 @@ class View {
     this.root = make(
       "section", "ortlab-history", { "aria-label": "Runs", "data-lm-suppress-shortcuts": "true" },
       this.still, make("div", "ortlab-history-head", {}, this.search, this.said),
+      ...(model.get("hint") ? [make("div", "ortlab-history-hint", {}, model.get("hint"))] : []),
       make("div", "ortlab-history-table", { tabindex: "0" }, table, this.more),
     );
     el.append(this.root);
@@ -82,7 +83,8 @@ class View {
       head.setAttribute("aria-sort", at === this.order.at ? direction : "none");
     });
     const count = (number) => number.toLocaleString("en");
-    setText(this.said, words.length ? `${count(found.length)} of ${count(rows.length)} runs` : `${count(rows.length)} runs`);
+    const runs = `${count(rows.length)} ${rows.length === 1 ? "run" : "runs"}`;
+    setText(this.said, words.length ? `${count(found.length)} of ${runs}` : runs);
     this.more.hidden = shown.length === found.length;
     setText(this.more, `Show all ${count(found.length)}`);
   }

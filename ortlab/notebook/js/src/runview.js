@@ -20,6 +20,7 @@ import { Ranks } from "./ranks.js";
 import { Series } from "./series.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
+const SILENT_S = 20; // a run that trains says something more than once a second
 const SPLIT = [
   ["data_ms", "data"],
   ["forward_ms", "forward"],
@@ -37,6 +38,7 @@ class Store extends EventTarget {
     this.progress = null;
     this.asked = null; // what a click asked for, until the kernel's state says so
     this.whole = false;
+    this.silent = false; // the kernel has said nothing for SILENT_S, and should have
     this.receive = (message, buffers) => this.#receive(message, buffers);
     model.on("msg:custom", this.receive);
     model.send({ do: "hello" });
@@ -60,6 +62,7 @@ class Store extends EventTarget {
     if (message.m) this.series.append(buffers[0], message.m);
     if (message.e) this.series.evaluations.push(...message.e);
     if (message.c) this.series.change(message.c);
+    this.#expect(state !== "paused" && !OVER.has(state));
     this.dispatchEvent(new Event("change"));
   }
 
@@ -67,10 +70,23 @@ class Store extends EventTarget {
   ask(verb, shown) {
     this.asked = { shown, from: this.progress?.state };
     this.model.send({ do: verb });
+    if (!this.silent) this.#expect(true);
     this.dispatchEvent(new Event("change"));
   }
 
+  /** Waits for the kernel's next word, where there will be one. */
+  #expect(more) {
+    this.silent = false;
+    clearTimeout(this.silence);
+    if (!more) return;
+    this.silence = setTimeout(() => {
+      this.silent = true;
+      this.dispatchEvent(new Event("change"));
+    }, 1000 * SILENT_S);
+  }
+
   close() {
+    clearTimeout(this.silence);
     this.model.off("msg:custom", this.receive);
   }
 }
@@ -160,7 +176,11 @@ class View {
     this.changes = make("ol", "ortlab-changes", { "aria-label": "changes of settings", tabindex: "0", ...KEYS });
     this.ranks = new Ranks();
     this.#buildPanel();
-    this.root.append(head, this.bar, this.numbers, this.lines, this.error, this.settings, grid, this.changes, this.split,
+    this.silence = make("div", "ortlab-silence", { role: "status" });
+    this.silence.hidden = true;
+    this.silence.textContent =
+      "No word from the kernel: it is busy, was restarted or has died. If it is new, %ort runs has what was kept.";
+    this.root.append(head, this.bar, this.numbers, this.silence, this.lines, this.error, this.settings, grid, this.changes, this.split,
       this.ranks.root);
   }
 
@@ -186,8 +206,8 @@ class View {
 
   /** Whether there is more to show than numbers that have moved on. */
   #urgent() {
-    const { progress, asked, info } = this.store;
-    return progress?.state !== this.drawnState || asked !== this.drawnAsked || info !== this.drawnInfo;
+    const { progress, asked, info, silent } = this.store;
+    return silent === this.silence.hidden || progress?.state !== this.drawnState || asked !== this.drawnAsked || info !== this.drawnInfo;
   }
 
   #draw() {
@@ -229,6 +249,7 @@ class View {
     parts.push(over ? `took ${duration(elapsed)}` : `${duration(elapsed)} so far`);
     if (left != null && !over) parts.push(`${duration(left)} left`);
     setText(this.numbers, parts.join(" · "));
+    this.silence.hidden = !this.store.silent;
   }
 
   #drawInfo(info) {
