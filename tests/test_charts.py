@@ -157,6 +157,20 @@ def test_rows_give_way_to_words_once(run: Still) -> None:
     assert came == 3
 
 
+def test_rows_come_right_after_the_words_that_they_gave_way_to(run: Still) -> None:
+    feed = Feed(run)
+    feed.whole()
+    came = 0
+    for number in range(6):  # as a run that is evaluated between any two updates
+        run.advance(5)
+        run.now = Status("running", 5, 1000, 5.0, 3.0, lines=(f"held out {number}",))
+        assert fresh(feed).rows == b""
+        assert feed.waiting
+        came += len(rows(fresh(feed)))
+        assert not feed.waiting
+    assert came == 30
+
+
 def test_an_evaluation_is_sent_once_and_nan_is_no_number(run: Still) -> None:
     feed = Feed(run)
     run.recorder.event(Event("eval", 0, 0.1, values={"loss": 2.5, "accuracy": 0.1}))

@@ -340,7 +340,9 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
 ) -> None:
     assert died.state == "interrupted"
     assert "%ort resume 1 goes on from its checkpoint" in died.status().badges[0]
-    assert "%ort resume 1 goes on" in repr(ortlab.list_runs())
+    told = "run-1 was interrupted: %ort resume 1 goes on from its checkpoint"
+    assert ortlab.list_runs().hint == told
+    assert repr(ortlab.list_runs()).endswith(told)
     fresh = {"model": Gated(), "data": examples(22), "held_out": examples(9)}
     monkeypatch.setattr(session.wrapped, "namespace", fresh)
     run = ortlab.resume(1)

@@ -93,9 +93,8 @@ def show(history: History) -> Live | None:
         return None
     ends_with_cell(lambda: close_all(view))
     data, metadata = view._repr_mimebundle_() or ({}, {})
-    publish_display_data(
-        {**data, "text/plain": f"{len(history)} run{'' if len(history) == 1 else 's'}"}, metadata
-    )  # type: ignore[no-untyped-call]
+    told = "1 run" if len(history) == 1 else f"{len(history)} runs"
+    publish_display_data({**data, "text/plain": told}, metadata)  # type: ignore[no-untyped-call]
     publish(_page(history, mark), {}, mark)
     if not history.own:
         return None

@@ -176,6 +176,29 @@ def test_buttons_work_from_the_keyboard(notebook: Opens, page: Page) -> None:
     expect(page.locator(".jp-OutputArea img")).to_be_visible()
 
 
+SILENT = (
+    START.format(options=LONG)
+    + """
+import os, subprocess
+kernel = os.getpid()
+still = f"sleep 3; kill -STOP {kernel}; sleep 24; kill -CONT {kernel}"
+_ = subprocess.Popen(["sh", "-c", still], start_new_session=True)
+"""
+)
+
+
+def test_a_kernel_that_says_nothing_is_told(notebook: Opens, page: Page, screenshot: Takes) -> None:
+    """As one that has died; a run that trains would say something every second."""
+    book = notebook([SILENT])
+    book.run_cell(0)
+    silence = book.view().locator(".ortlab-silence")
+    expect(silence).to_be_hidden()
+    expect(silence).to_contain_text("No word from the kernel", timeout=60_000)
+    expect(silence).to_be_visible(timeout=60_000)
+    screenshot("silent")
+    expect(silence).to_be_hidden(timeout=60_000)
+
+
 def test_dark_theme(notebook: Opens, page: Page, screenshot: Takes) -> None:
     options = "steps=3000, title='line fit', badges=('fallback: torch',)"
     book = notebook([START.format(options=options)])
