@@ -6,7 +6,6 @@ Drawn without pyplot, as `picture` is.
 from __future__ import annotations
 
 import base64
-import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ortlab.notebook import curves, plaintext
+from ortlab.notebook import curves, drawing, plaintext
 from ortlab.notebook.drawing import draws
 from ortlab.notebook.picture import DPI, FONT, GRID, TEXT
 
@@ -48,7 +47,7 @@ def png(comparison: RunComparison) -> bytes:
     legend = LEGEND_IN * (1 + (len(names) - 1) // _ACROSS)
     height = 2 * CHART_IN + legend
     figure = Figure(figsize=(WIDTH_IN, height), dpi=DPI)
-    FigureCanvasAgg(figure)
+    canvas = FigureCanvasAgg(figure)
     handles: list[Any] = []
     for index, (title, across, name) in enumerate(curves.CHARTS):
         row, column = divmod(index, 2)
@@ -72,9 +71,7 @@ def png(comparison: RunComparison) -> bytes:
             frameon=False,
             borderaxespad=0.2,
         )
-    out = io.BytesIO()
-    figure.savefig(out, format="png", transparent=True)
-    return out.getvalue()
+    return drawing.png(canvas)
 
 
 def _draw(axes: Axes, title: str, across: str, name: str, comparison: RunComparison) -> list[Any]:

@@ -8,13 +8,17 @@ its own for its charts.
 from __future__ import annotations
 
 import functools
+import io
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from ortlab.arenas import Thread, trim
+
+if TYPE_CHECKING:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,6 +43,18 @@ def draws(function: Callable[P, T]) -> Callable[P, T]:
         return future.result()
 
     return draw
+
+
+def png(canvas: FigureCanvasAgg) -> bytes:
+    """The figure of `canvas`, which is of no use after that: its pixels go at once.
+
+    Else they stay, some 15 MB, until Python's collector finds them: each label has the renderer.
+    """
+    out = io.BytesIO()
+    canvas.figure.savefig(out, format="png", transparent=True)
+    renderer: Any = canvas.get_renderer()  # type: ignore[no-untyped-call]
+    vars(renderer).clear()
+    return out.getvalue()
 
 
 @functools.cache

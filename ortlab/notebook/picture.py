@@ -5,7 +5,6 @@ Drawn without pyplot, which keeps global state and is not safe in threads.
 
 from __future__ import annotations
 
-import io
 import textwrap
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ortlab import ranks
 from ortlab.changes import Change, changes
-from ortlab.notebook import plaintext, rankpicture
+from ortlab.notebook import drawing, plaintext, rankpicture
 from ortlab.notebook.drawing import draws
 from ortlab.telemetry import INDEX
 
@@ -58,7 +57,7 @@ def png(watched: Watched) -> bytes:
     below = BELOW_IN + rankpicture.height_in(standing)
     width, height = WIDTH_IN, below + 2 * CHART_IN + LINE_IN * len(heading)
     figure = Figure(figsize=(width, height), dpi=DPI)
-    FigureCanvasAgg(figure)
+    canvas = FigureCanvasAgg(figure)
 
     def place(left: float, bottom: float, wide: float, high: float) -> Axes:
         return figure.add_axes((left / width, bottom / height, wide / width, high / height))
@@ -76,9 +75,7 @@ def png(watched: Watched) -> bytes:
     if standing.ranks:
         axes = place(0.0, 0.0, width, below - BELOW_IN)
         rankpicture.draw(axes, standing, watched.recorder, text=TEXT, font=FONT)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", transparent=True)
-    return out.getvalue()
+    return drawing.png(canvas)
 
 
 def summary(recorder: Recorder, rows: Rows) -> str:
