@@ -33,7 +33,8 @@ CELLS = [
     "train, valid = ortlab.data.docstrings(tokenizer=tokenizer)",
     "%%ort\nmodel = Bert(BertConfig(hidden_size=128, num_hidden_layers=4, intermediate_size=512,\n"
     "    num_attention_heads=4, vocab_size=len(tokenizer), num_labels=6))",
-    "run = %ort finetune model train --eval-data valid --lr 1e-3 --max-steps 60 --eval-every 30",
+    "run = %ort finetune model train --eval-data valid --lr 2e-4 --epochs 3 --max-steps 240 "
+    "--eval-every 60",
     "result = await run",
     "%ort graph model",
     "%ort panel model train",
@@ -67,11 +68,12 @@ def take(page: Page, book: Notebook, folder: Path) -> None:
     run = shown("charts")
     # The run is live, and its lines are to be seen.
     page.wait_for_function(
-        "() => Number(document.querySelector('.ortlab-chart')?.dataset.points) > 40",
+        "() => Number(document.querySelector('.ortlab-chart')?.dataset.points) > 60",
         timeout=LONG_MS,
     )
     book.check()
     save(run, folder / "charts.png")
+    expect(run.get_by_role("button", name="Stop")).to_be_visible()  # and so it was in the picture
     expect(shown("runs").locator("tbody tr")).to_have_count(3, timeout=LONG_MS)
     book.check()
     expect(shown("race")).to_contain_text("is fastest with")
