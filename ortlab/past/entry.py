@@ -68,6 +68,11 @@ class Entry:
         """Whether a process trains it now, this one or another."""
         return self.state in AT_WORK
 
+    @property
+    def resume(self) -> str:
+        """The magic with which it goes on."""
+        return f"%ort resume {self.number or self.name}"
+
     def __str__(self) -> str:
         return f"{self.name}: {self.model} on {self.engine_used or self.engine_asked}, {self.state}"
 

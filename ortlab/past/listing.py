@@ -91,7 +91,7 @@ def _said(entry: Entry) -> str:
     if entry.continues:
         parts.append(f"goes on with {entry.continues}")
     if _waits(entry):
-        parts.append(f"{_resumes(entry)} goes on")
+        parts.append(f"{entry.resume} goes on")
     parts += [line.strip() for line in (entry.note or entry.error).splitlines()[:1]]
     said = " ".join(parts)
     return said if len(said) <= _NOTE else f"{said[: _NOTE - 1]}…"
@@ -103,17 +103,13 @@ def _waits(entry: Entry) -> bool:
     return cut_off and not entry.note.startswith(GOES_ON)
 
 
-def _resumes(entry: Entry) -> str:
-    return f"%ort resume {entry.number or entry.name}"
-
-
 def _hint(found: Iterable[Entry]) -> str:
     """How the runs that were cut off go on, the newest first; empty where there is none."""
     waiting = sorted(filter(_waits, found), key=lambda entry: entry.created, reverse=True)
     if not waiting:
         return ""
-    told = f"{waiting[0].name} was interrupted: {_resumes(waiting[0])} goes on from its checkpoint"
-    others = len(waiting) - 1
+    newest, others = waiting[0], len(waiting) - 1
+    told = f"{newest.name} was interrupted: {newest.resume} goes on from its checkpoint"
     return f"{told}; {others:,} more can be resumed so" if others else told
 
 

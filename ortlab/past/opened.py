@@ -105,7 +105,7 @@ class PastRun(Kept):
         if entry.state in ("interrupted", "running"):
             told = "its process ended before the run was over"
             if entry.checkpoints:
-                told += f"; %ort resume {entry.number or entry.name} goes on from its checkpoint"
+                told += f"; {entry.resume} goes on from its checkpoint"
             badges.append(f"interrupted: {told}" if entry.state == "interrupted" else _ELSEWHERE)
         notes = [f"note: {note.text}" for note in self.notes]
         return Status(
