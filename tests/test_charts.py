@@ -171,6 +171,25 @@ def test_rows_come_right_after_the_words_that_they_gave_way_to(run: Still) -> No
     assert came == 30
 
 
+def test_a_view_sends_them_in_the_same_update(run: Still, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def send(_: object, content: dict[str, Any], __: object = None) -> None:
+        sent.append(content)
+
+    monkeypatch.setattr(charts.RunView, "send", send)
+    view = charts.RunView(run)
+    view.pump.close()
+    view._greeted()
+    view._send_fresh()  # the whole, that was asked for
+    sent.clear()
+    run.advance(5)
+    run.now = Status("running", 5, 1000, 5.0, 3.0, lines=("held out",))
+    view._send_fresh()
+    assert [("i" in each, "m" in each) for each in sent] == [(True, False), (False, True)]
+    view.close()
+
+
 def test_an_evaluation_is_sent_once_and_nan_is_no_number(run: Still) -> None:
     feed = Feed(run)
     run.recorder.event(Event("eval", 0, 0.1, values={"loss": 2.5, "accuracy": 0.1}))

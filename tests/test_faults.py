@@ -23,14 +23,17 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import ortlab
-from ortlab import compat, fitting
+from ortlab import batching, compat, fitting
 from ortlab.checkpoint import Checkpoint
 from ortlab.diagnosis import first_bad
+from ortlab.engines import execution
 from ortlab.engines.base import NotFinite
+from ortlab.engines.ortmodule import execution_of
 from ortlab.errors import concise
 from ortlab.faults import out_of_memory
 from ortlab.history import RunFolder
 from ortlab.memory import SAMPLER
+from ortlab.past import index
 from ortlab.runs import Run
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
@@ -617,6 +620,86 @@ def test_so_is_one_that_does_not_fit_in_ort_whose_sessions_give_their_memory_bac
 @pytest.mark.parametrize("engine", ["eager", "ort", "offload"])
 def test_ten_of_ten_are_survived(engine: str, more_mib: int) -> None:
     scarce(engine, more_mib)
+
+
+class Wide(nn.Module):
+    """It asks for more memory than there is to train on more than two samples, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training and len(inputs) > 2:
+            torch.empty(2**60)
+        found: torch.Tensor = self.inner(inputs)
+        return found
+
+
+def test_what_was_advised_and_does_not_fit_either_asks_for_less() -> None:
+    """The settings from before it are known not to fit, and are not tried again."""
+    run = ortlab.finetune(Wide(), Table(), hold=True, **{**CHOSEN, "batch_size": 16})
+    advised = []
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="allocate memory"):
+            run.result(60)
+        advised.append(dict(run.advice))
+        run.resume(**run.advice)
+    assert run.result(60).state == "finished"
+    assert [(each["batch_size"], each["accumulation"]) for each in advised] == [
+        (8, 2), (4, 4), (2, 8)
+    ]  # fmt: skip
+    assert not [e.text for e in run.recorder.events("warning") if "goes on without" in e.text]
+
+
+def test_data_that_does_not_fit_is_held_as_a_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    collate = batching.collate
+
+    def scarce_collate(items: Any) -> Any:
+        if len(items) > 8:
+            raise MemoryError
+        return collate(items)
+
+    monkeypatch.setattr(batching, "collate", scarce_collate)
+    run = ortlab.finetune(network(), Table(), hold=True, **{**CHOSEN, "batch_size": 16})
+    with pytest.raises(MemoryError):
+        run.result(60)
+    assert run.advice == {"batch_size": 8, "accumulation": 2}
+    run.resume(**run.advice)
+    assert run.result(60).state == "finished"
+
+
+def test_a_run_ends_where_there_is_no_memory_to_list_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce_entry(_: Path) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(index, "read_entry", scarce_entry)
+    run = ortlab.finetune(network(), Table(), **CHOSEN)
+    assert run.result(60).state == "finished"
+
+
+@NEEDS_ORT
+@pytest.mark.parametrize("at", ["_reference", "_compare"])
+def test_a_check_without_memory_says_nothing_of_the_graph(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    model = ortlab.wrap(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)), cache=False)
+    if at == "_compare":  # else it is the first check, of a quarter of the batch
+        model(torch.randn(16, 4)).sum().backward()
+    observe = execution.observe
+    calls = iter(range(9))
+
+    def scarce_observe(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == ["_reference", "_compare"].index(at):
+            raise RuntimeError("not enough memory: 64 bytes")
+        return observe(*args, **kwargs)
+
+    monkeypatch.setattr(execution, "observe", scarce_observe)
+    with pytest.raises(RuntimeError, match=r"^not enough memory"):
+        model(torch.randn(12, 4))
+    model(torch.randn(12, 4)).sum().backward()
+    assert len(execution_of(model).exports()) == 1, "one graph is right for both"
+    assert not execution_of(model).report().remarks
 
 
 def test_what_a_kernel_in_c_says_of_its_memory() -> None:
