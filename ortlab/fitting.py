@@ -69,15 +69,19 @@ def advice(
 
 
 _MOST_PARTS: Final = 64
-"""Thousands of micro-batches of one sample would take more memory than fewer: each has its own."""
+"""The micro-batches of a step that are advised at once; where it has them, twice as many are.
+
+Thousands of one sample would take minutes, and more memory than fewer: each has its own.
+"""
 
 
 def _smaller(settings: FinetuneSettings) -> Iterator[dict[str, Any]]:
     """Micro-batches of which a whole number makes one of now, from half the size down."""
-    now = settings.batch_size
+    now, parts = settings.batch_size, settings.accumulation
+    most = max(_MOST_PARTS, 2 * parts)
     for size in range(now // 2, 0, -1):
-        if now % size == 0 and now // size <= _MOST_PARTS:
-            yield {"batch_size": size, "accumulation": settings.accumulation * (now // size)}
+        if now % size == 0 and parts * (now // size) <= most:
+            yield {"batch_size": size, "accumulation": parts * (now // size)}
 
 
 def foretold(

@@ -537,7 +537,8 @@ def test_what_would_fit() -> None:
     assert advised(1000) == {"batch_size": 6, "accumulation": 4}
     assert advised(405) == {"batch_size": 4, "accumulation": 6}
     assert advised(10) == {"batch_size": 1, "accumulation": 24}
-    assert advised(10, batch_size=8192) == {"batch_size": 128, "accumulation": 128}
+    assert advised(10, batch_size=8192) == {"batch_size": 256, "accumulation": 64}
+    assert advised(10, batch_size=256, accumulation=64) == {"batch_size": 128, "accumulation": 128}
     assert advised(1000, own=True) == {"recompute": "layers"}
     assert advised(1000, batch_size=1) == {"recompute": "layers"}
     assert advised(1000, own=True, engine="eager") == {}
@@ -620,6 +621,43 @@ def test_so_is_one_that_does_not_fit_in_ort_whose_sessions_give_their_memory_bac
 @pytest.mark.parametrize("engine", ["eager", "ort", "offload"])
 def test_ten_of_ten_are_survived(engine: str, more_mib: int) -> None:
     scarce(engine, more_mib)
+
+
+STACKS = """
+import resource, sys, psutil, torch, ortlab
+from torch import nn
+from ortlab.engines.ortmodule import execution_of
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+wrapped, inputs = ortlab.wrap(model), torch.randn(4, 8)
+if sys.argv[1] == "limited":
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**30, -1))
+wrapped(inputs).sum().backward()
+print(execution_of(wrapped).report().remarks)
+"""
+
+
+@NEEDS_ORT
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
+@pytest.mark.parametrize(
+    ("space", "told"),
+    [
+        ("limited", '("no room for ORT\'s threads: its own kernels compute in one",)'),
+        ("plenty", "()"),
+    ],
+    ids=["limited", "plenty"],
+)
+def test_a_session_whose_threads_find_no_room_does_without_them(space: str, told: str) -> None:
+    """A step that was too large leaves free memory in which no stack fits: here none does."""
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -s 8000000; exec "$@"', "-", sys.executable, "-c", STACKS, space],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == told
 
 
 class Wide(nn.Module):

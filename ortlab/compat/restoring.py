@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from ortlab.compat.autograd import read_by
 
@@ -25,6 +25,7 @@ EXPORTED, BUILT, OPTIMIZED = "exported.onnx", "built.onnx", "optimized.onnx"
 _CODE = {"PythonOp", "PythonOpGrad", "TritonOp"}
 """Operators that name objects of the process that exported them."""
 _MOST_FRACTIONS = 64
+_T = TypeVar("_T")
 
 
 @functools.cache
@@ -179,19 +180,16 @@ def open_session(
     changes = _as_wished(runtime)
     changes += [] if configure is None else [configure]
     if manager._device.type != "cpu" or manager._debug_options.save_onnx_models.save:
-        with _session_options(manager, changes):
-            manager._create_execution_agent()
+        _made(manager, changes, manager._create_execution_agent)
         return None
     if optimized is not None:
         changes += [_in_file_order] if in_file_order else []
-        with _session_options(manager, [_as_it_is, *changes]):
-            _create(manager, optimized)
+        _made(manager, [_as_it_is, *changes], functools.partial(_create, manager, optimized))
         return optimized
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "optimized.onnx")
         told = functools.partial(_told_in, path)
-        with _session_options(manager, [told, *changes]):
-            manager._create_execution_agent()
+        _made(manager, [told, *changes], manager._create_execution_agent)
         return path.read_bytes()
 
 
@@ -199,12 +197,35 @@ def plain_session(manager: Any, graph: bytes, *, in_file_order: bool) -> Any:
     """An onnxruntime.InferenceSession of `graph` as it is, with the options of `manager`'s own."""
     import onnxruntime
 
-    changes = [_in_file_order] if in_file_order else []
-    with _session_options(manager, [_as_it_is, *_as_wished(manager._runtime_options), *changes]):
+    def make() -> Any:
         options, providers, provided = manager._get_session_config()
-    return onnxruntime.InferenceSession(
-        graph, options, providers=providers, provider_options=provided
-    )
+        return onnxruntime.InferenceSession(
+            graph, options, providers=providers, provider_options=provided
+        )
+
+    changes = [_in_file_order] if in_file_order else []
+    return _made(manager, [_as_it_is, *_as_wished(manager._runtime_options), *changes], make)
+
+
+def _made(manager: Any, changes: Sequence[Callable[[Any], None]], make: Callable[[], _T]) -> _T:
+    """What `make` gives with `changes` to a session's options, or one without workers.
+
+    A thread's stack (8 MB) has to be a mapping, which may not be had where the address space is
+    limited, although much of what malloc holds is free.
+    """
+    try:
+        with _session_options(manager, changes):
+            return make()
+    except RuntimeError as error:
+        if "pthread_create failed" not in str(error):
+            raise
+    manager._runtime_options.without_workers = True
+    with _session_options(manager, [*changes, _without_workers]):
+        return make()
+
+
+def _without_workers(options: Any) -> None:
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
 
 
 def _create(manager: Any, optimized: bytes) -> None:

@@ -164,6 +164,8 @@ class Execution:
 
     def report(self) -> Report:
         """What there is to say by now, since the model was wrapped."""
+        if any(served.export.without_workers for served in self._served()):
+            self._remark("no room for ORT's threads: its own kernels compute in one")
         return Report(
             engine_used="eager" if self._fallback else "ort",
             fallback_reason=self._fallback[1] if self._fallback else None,

@@ -414,6 +414,11 @@ class Export:
         """Whether ORT's workers spin while they wait for work, on cores that torch's may want."""
         return bool(self.manager._runtime_options.spinning)
 
+    @property
+    def without_workers(self) -> bool:
+        """Whether ORT's workers have found no room, so that one thread computes."""
+        return bool(self.manager._runtime_options.without_workers)
+
     def with_workers(self, *, spinning: bool) -> Export:
         """The same graph in a session of its own, whose idle workers spin or sleep."""
         twin = self._unopened(self.graph_to_run())
