@@ -213,6 +213,7 @@ def _made(manager: Any, changes: Sequence[Callable[[Any], None]], make: Callable
     A thread's stack (8 MB) has to be a mapping, which may not be had where the address space is
     limited, although much of what malloc holds is free.
     """
+    manager._runtime_options.without_workers = False  # of the last session: there may be room again
     try:
         with _session_options(manager, changes):
             return make()

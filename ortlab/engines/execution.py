@@ -56,6 +56,7 @@ _MOST_CHECKS = 16
 _MOST_SHAPES = 4096
 _MOST_NOTES = 1000
 _MOST_FALLBACKS = 3
+_WITHOUT_WORKERS = "no room for ORT's threads: its own kernels compute in one"
 
 
 class Execution:
@@ -164,15 +165,14 @@ class Execution:
 
     def report(self) -> Report:
         """What there is to say by now, since the model was wrapped."""
-        if any(served.export.without_workers for served in self._served()):
-            self._remark("no room for ORT's threads: its own kernels compute in one")
+        alone = any(served.export.without_workers for served in self._served())
         return Report(
             engine_used="eager" if self._fallback else "ort",
             fallback_reason=self._fallback[1] if self._fallback else None,
             export_s=self._export_s,
             check_s=self._check_s,
             notes=tuple(self._notes),
-            remarks=tuple(self._remarks),
+            remarks=(*self._remarks, _WITHOUT_WORKERS) if alone else tuple(self._remarks),
         )
 
     def exports(self, settings: EngineSettings | None = None) -> list[Export]:

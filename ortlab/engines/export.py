@@ -416,7 +416,7 @@ class Export:
 
     @property
     def without_workers(self) -> bool:
-        """Whether ORT's workers have found no room, so that one thread computes."""
+        """Whether ORT's workers found no room in the last session, so that one thread computes."""
         return bool(self.manager._runtime_options.without_workers)
 
     def with_workers(self, *, spinning: bool) -> Export:

@@ -292,7 +292,7 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     without = settings.kernels == "ort" or recomputes(settings)
     options.torch_kernels = "" if without else settings.kernels
     options.spinning = without  # what ORT's idle workers do, for `restoring.open_session` too
-    options.without_workers = False  # which says so where they find no room
+    options.without_workers = False  # which says so of a session whose workers find no room
     options.low_precision = settings.precision == "bf16"
     options.tf32 = settings.precision == "tf32"  # for `restoring.open_session`
     options.attention = settings.attention
