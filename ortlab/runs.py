@@ -461,6 +461,10 @@ class Run(Kept):
             held.error.add_note(told)
         return held.error
 
+    def so_far(self) -> RunResult:
+        """What the run has given up to now; ``state`` is the one that it is in."""
+        return self._result or self._summary(self.state)
+
     def status(self) -> Status:
         """See `telemetry.Watched.status`."""
         return Status(
@@ -703,7 +707,7 @@ class Run(Kept):
         if self.error is not None:
             self._event("error", f"{type(self.error).__name__}: {message(self.error)}")
         self._event("state", self._ended())
-        self._result = self._summary()
+        self._result = self._summary(self._ended())
         self.recorder.close()
         self._write_about(self._result)
 
@@ -712,13 +716,13 @@ class Run(Kept):
         self._folder.release()
         index.note(self.folder)
 
-    def _summary(self) -> RunResult:
+    def _summary(self, state: State) -> RunResult:
         recorder, evaluations = self.recorder, self._evaluations()
         last = recorder.last
         step_s = recorder.total("step_ms") / 1e3 or NAN
         report = self._report
         return RunResult(
-            state=self._ended(),
+            state=state,
             steps=self.step,
             wall_s=self._control.elapsed_s(),
             final_loss=float(last.loss) if last else NAN,

@@ -61,8 +61,9 @@ def kinds() -> Counter[str]:
     return found
 
 
-WATCHED_S = 2.5
-"""That somebody looks at charts whose settings rest: ten updates, whose last five are measured."""
+WATCHED_S = 5.5
+"""That somebody looks at charts whose settings rest: five updates at their slowest pace, which are
+those that are measured."""
 
 
 class Read(Dataset[Any]):

@@ -23,12 +23,14 @@ from ortlab.notebook import charts, comparisonview, curves
 from ortlab.past import index
 from ortlab.past.comparison import RunComparison
 from ortlab.past.entry import Entry, read_entry, size_of, stamp
+from ortlab.past.listing import living_entries
 from ortlab.past.opened import PastRun, find
 from ortlab.past.prune import prune
 from ortlab.session import session
 from ortlab.settings import HistorySettings, PruneSettings
 from ortlab.telemetry import COLUMNS, INDEX
 from tests.past_runs import end, kept, spoil, steps, wait_for
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -316,18 +318,32 @@ def test_a_run_writes_its_row_when_it_begins_and_when_it_ends(root: Path) -> Non
     assert not RunFolder(run.folder).held()
 
 
-def test_a_run_that_goes_on_is_first_and_as_it_is_now(root: Path) -> None:
+def test_a_run_that_goes_on_is_first_and_as_it_is_now(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept(root, days=-1)  # newer by its own clock
     data = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]
     net = nn.Linear(4, 2)
-    run = ortlab.finetune(net, data, loss="cross_entropy", engine="eager", epochs=10**6)
+    chosen = {"loss": "cross_entropy", "engine": "eager", "epochs": 10**6, "eval_every": 2}
+    run = ortlab.finetune(net, data, eval_data=data, **chosen)
     try:
+        until(lambda: run.step > 4)
         run.pause()
         while run.state != "paused":
             assert not run.wait_over(0.01)
         history = ortlab.list_runs(sort="loss")
         assert names(history) == [run.name, "run-1"]
         assert history[0].state == "paused"
+        best = run.so_far().best
+        assert best is not None
+        assert (history[0].held_out_loss, history[0].steps) == (best.loss, run.step)
+        with monkeypatch.context() as patch:
+            # Live tables ask for it several times a second: no metrics are read, no lock is tried.
+            patch.delattr("ortlab.past.entry._last_steps")
+            patch.delattr("ortlab.past.entry.RunFolder")
+            (now,) = living_entries([run])
+        assert (now.held_out_loss, now.steps, now.state) == (best.loss, run.step, "paused")
+        assert now.peak_bytes == run.so_far().peak_bytes > 2**20
         assert names(ortlab.list_runs(state="running")) == [run.name]
         assert [own.name for own in history.own] == [run.name]
         pruning = ortlab.prune_runs(keep=0, yes=True)

@@ -77,18 +77,21 @@ class Entry:
         return f"{self.name}: {self.model} on {self.engine_used or self.engine_asked}, {self.state}"
 
 
-def read_entry(path: Path) -> Entry | None:
-    """The run that is kept in a folder; None where that is no run's, or one of another form."""
-    folder = RunFolder(path)
+def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> Entry | None:
+    """The run that is kept in a folder; None where that is no run's, or one of another form.
+
+    ``so_far`` is what a run of this process that goes on has given, as run.json holds a result:
+    known without reading its last steps or trying its lock.
+    """
     about, settings = _read(path / "run.json"), _read(path / "settings.json")
     if about is None or settings is None or about.get("name") != path.name:
         return None
-    result = about.get("result")
-    result = result if isinstance(result, dict) else _last_steps(path)
+    result = about.get("result") if so_far is None else so_far
+    result = result if isinstance(result, Mapping) else _last_steps(path)
     best = next((b for b in map(result.get, ("best", "after")) if isinstance(b, dict)), {})
-    state = str(about.get("state", ""))
-    if state not in ("finished", "stopped", "failed"):
-        state = "running" if folder.held() else "interrupted"
+    state = str((about if so_far is None else so_far).get("state", ""))
+    if so_far is None and state not in ("finished", "stopped", "failed"):
+        state = "running" if RunFolder(path).held() else "interrupted"
     said = read_notes(path)
     asked = str(about.get("engine_asked") or settings.get("engine", ""))
     return Entry(

@@ -249,22 +249,16 @@ def living_entries(own: Iterable[Run]) -> list[Entry]:
 
 def live_entry(run: Run) -> Entry:
     """A run of this process in one line, as it is now; of one that is over as its folder has it."""
-    entry = read_entry(run.folder)
+    over = run.over()  # before reading: what ends meanwhile has its folder say how
+    entry = read_entry(run.folder, None if over else run.so_far().as_dict())
     if entry is None:
         raise ValueError(f"{run.name} has no folder any more: {run.folder}")
-    if run.over():
+    if over:
         return entry
-    status, last = run.status(), run.recorder.last
-    step_s = run.recorder.total("step_ms") / 1e3
     return dataclasses.replace(
         entry,
-        state=status.state,
         engine_asked=run.engine_asked,
         engine_used=run.engine_used,
         fallback=run.fallback_reason or "",
         precision=run.current_settings.precision,
-        steps=status.step,
-        loss=float(last.loss) if last else math.nan,
-        samples_per_s=run.recorder.total("samples") / step_s if step_s else math.nan,
-        wall_s=status.elapsed_s,
     )
