@@ -194,7 +194,7 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """Name to value, as settings.json holds it."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: getattr(self, name) for name in self.declarations()}
 
 
 @functools.cache

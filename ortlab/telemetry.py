@@ -281,6 +281,31 @@ class _Series:
         return np.concatenate(parts)
 
 
+class _Recent:
+    """The newest `most` rows, in an array of up to twice as many: coming ones seldom move them."""
+
+    def __init__(self, most: int) -> None:
+        self._rows = np.empty((min(most, 64), len(COLUMNS)))
+        self._most = most
+        self._used = 0
+
+    def extend(self, rows: Rows) -> None:
+        rows = rows[-self._most :]
+        needed = self._used + len(rows)
+        if needed > len(self._rows):
+            kept, size = self.rows(), min(max(needed, 2 * len(self._rows)), 2 * self._most)
+            if size > len(self._rows):
+                self._rows = np.empty((size, len(COLUMNS)))
+            self._rows[: len(kept)] = kept
+            self._used = len(kept)
+        self._rows[self._used : self._used + len(rows)] = rows
+        self._used += len(rows)
+
+    def rows(self) -> Rows:
+        """A view: the next that come change it."""
+        return self._rows[max(self._used - self._most, 0) : self._used]
+
+
 class _Outlet:
     """A sink, and what it is still to get."""
 
@@ -355,7 +380,7 @@ class Recorder:
         self._queue: deque[Sample | Event] = deque()
         self._lock = threading.Lock()
         self._series = _Series(capacity)
-        self._recent = np.empty((0, len(COLUMNS)))
+        self._recent = _Recent(self.RECENT)
         self._count = 0
         self._totals = np.zeros(len(COLUMNS))
         self._events: list[Event] = []
@@ -414,7 +439,7 @@ class Recorder:
         """The newest sample, its loss a float; None before the first."""
         self._absorb()
         with self._lock:
-            return Sample(*self._recent[-1].tolist()) if self._count else None
+            return Sample(*self._recent.rows()[-1].tolist()) if self._count else None
 
     def rows(self) -> Rows:
         """The whole series in at most ``capacity + 1`` rows; the last ends with the newest step."""
@@ -432,9 +457,10 @@ class Recorder:
         self._absorb()
         with self._lock:
             missed = self._count - cursor
-            if missed > len(self._recent):
+            recent = self._recent.rows()
+            if missed > len(recent):
                 return self._series.rows(cursor // self._series.stride), self._count
-            fresh = self._recent[len(self._recent) - missed :]
+            fresh = recent[len(recent) - missed :]
             return merged(fresh, math.ceil(missed / limit)).copy(), self._count
 
     def total(self, name: str) -> float:
@@ -513,7 +539,7 @@ class Recorder:
             del self._events[1::2]
         if len(rows):
             self._series.extend(rows)
-            self._recent = np.concatenate([self._recent, rows])[-self.RECENT :]
+            self._recent.extend(rows)
             self._count += len(rows)
             self._totals += np.nan_to_num(rows, posinf=0.0, neginf=0.0).sum(axis=0)
 
@@ -549,7 +575,7 @@ class Recorder:
 
     def _warn(self, text: str) -> None:
         with self._lock:
-            step, time_s = self._recent[-1, :2].tolist() if self._count else (0.0, 0.0)
+            step, time_s = self._recent.rows()[-1, :2].tolist() if self._count else (0.0, 0.0)
         self.event(Event("warning", int(step), time_s, text))
 
 

@@ -7,6 +7,7 @@ the engines (`ortlab.whatif`). The browser's side is js/src/panel.js, which docu
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -266,13 +267,7 @@ class Panel:
         over: bool,
     ) -> dict[str, Any]:
         running = self.run is not None
-        differs = {
-            name: (value, before)
-            for (name, value), before in zip(
-                chosen.as_dict().items(), held.as_dict().values(), strict=True
-            )
-            if value != before
-        }
+        differs = _differing(held, chosen)
         blocked = whatif.refused(held, chosen, fixed=self._fixed) if differs else None
         cost = ""
         if differs and running and not blocked:
@@ -370,11 +365,19 @@ def _difference(name: str, value: Any, before: Any) -> str:
     return f"{name}={show(value)} (was {show(before)})"
 
 
+@functools.lru_cache(maxsize=16)  # each update of a view asks, and nearly always for the same
+def _differing(held: FinetuneSettings, chosen: FinetuneSettings) -> Mapping[str, tuple[Any, Any]]:
+    """What is chosen and what holds, by the names of the settings in which they differ."""
+    before = held.as_dict()
+    return {
+        name: (value, before[name])
+        for name, value in chosen.as_dict().items()
+        if value != before[name]
+    }
+
+
 def _undone(held: FinetuneSettings, earlier: FinetuneSettings) -> str:
-    now, before = held.as_dict(), earlier.as_dict()
-    return ", ".join(
-        _difference(name, before[name], now[name]) for name in now if now[name] != before[name]
-    )
+    return ", ".join(_difference(name, *pair) for name, pair in _differing(held, earlier).items())
 
 
 def _json(control: Control, held: FinetuneSettings) -> dict[str, Any]:
