@@ -541,7 +541,7 @@ class Recorder:
             self._series.extend(rows)
             self._recent.extend(rows)
             self._count += len(rows)
-            self._totals += np.nan_to_num(rows, posinf=0.0, neginf=0.0).sum(axis=0)
+            self._totals += np.add.reduce(rows, axis=0, where=np.isfinite(rows))
 
     def _note_not_finite(self, samples: Sequence[Sample], rows: Rows) -> None:
         if self.not_finite_step is not None:
@@ -593,6 +593,8 @@ def _rows(samples: Sequence[Sample]) -> Rows:
 
 def numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
     """Floats of floats and 0-d tensors; those on a device are fetched together, in one wait."""
+    if set(map(type, values)) <= {float, int}:  # as a CPU's are
+        return list(map(float, values))
     on_device = [i for i, value in enumerate(values) if _on_device(value)]
     out: list[Any] = list(values)
     if on_device:

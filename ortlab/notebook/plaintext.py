@@ -130,6 +130,8 @@ def overall(recorder: Recorder, rate: str) -> float:
 
 
 def _summed(values: Values, window: int) -> Values:
+    if window == 1:
+        return np.nan_to_num(values)
     total: Values = np.cumsum(np.nan_to_num(values))
     total[window:] = total[window:] - total[:-window]
     return total
