@@ -547,18 +547,19 @@ class Recorder:
         if self.not_finite_step is not None:
             return
         bad = ~np.isfinite(rows[:, [INDEX["loss"], INDEX["grad_norm"]]])
+        scale = rows[:, INDEX["loss_scale"]]
+        if not bad.any() and np.isnan(scale).all():
+            return
         # A gradient norm that was not measured is NaN, but no tensor.
         bad[:, 1] &= [not isinstance(sample.grad_norm, float) for sample in samples]
-        scale, skipped = rows[:, INDEX["loss_scale"]], rows[:, INDEX["skipped"]]
-        collapsed = (skipped > 0) & (scale < LOWEST_LOSS_SCALE)
+        collapsed = (rows[:, INDEX["skipped"]] > 0) & (scale < LOWEST_LOSS_SCALE)
         found = np.where(np.isnan(scale), bad.any(axis=1), collapsed)
         if found.any():
             self.not_finite_step = int(rows[found.argmax(), INDEX["step"]])
 
     def _first_skipped(self, rows: Rows) -> list[Event]:
         """The note of the first step that a loss scale had skipped."""
-        at = np.flatnonzero(rows[:, INDEX["skipped"]] > 0)
-        if self._skipped or not len(at):
+        if self._skipped or not len(at := np.flatnonzero(rows[:, INDEX["skipped"]] > 0)):
             return []
         self._skipped = True
         first = Sample(*rows[at[0]].tolist())

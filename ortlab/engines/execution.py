@@ -160,7 +160,7 @@ class Execution:
         for served in self._served():
             if not served.export.is_open:
                 found.setdefault(served.made_with, 0)
-                found[served.made_with] += served.export.graph_bytes
+                found[served.made_with] += served.export.resting_bytes
         return found
 
     def report(self) -> Report:

@@ -53,6 +53,7 @@ class Export:
         self.plans: tuple[str, ...] = ()
         """What is computed again in the backward pass, see `ortlab.kernels.recompute`."""
         self._optimized: bytes | None = None
+        self._resting_bytes: int | None = None
         self._build_s = 0.0
         self.from_cache = False
         self.weightless = False
@@ -290,6 +291,7 @@ class Export:
         forward ran in this one still does.
         """
         self.manager._execution_agent = None
+        self._resting_bytes = None
         if self._let_go_of_memory is not None:
             self._let_go_of_memory()
             self._let_go_of_memory = None
@@ -305,8 +307,15 @@ class Export:
         return self.manager._execution_agent is not None
 
     @property
-    def graph_bytes(self) -> int:
+    def resting_bytes(self) -> int:
         """What its graphs take without a session, as they are written in a file."""
+        if (
+            self._resting_bytes is None
+        ):  # graphs are walked for it, and those at rest stay as they are
+            self._resting_bytes = self._graph_bytes()
+        return self._resting_bytes
+
+    def _graph_bytes(self) -> int:
         graphs = [self.manager._onnx_models.optimized_model]
         made = self.manager._graph_transition_manager
         if made._exported_model_info is not None:

@@ -110,17 +110,20 @@ def known(rows: Rows, name: str) -> Values:
     return values[np.isfinite(values)]
 
 
+_RATES = [INDEX["samples_per_s"], INDEX["tokens_per_s"]]
+_AMOUNTS = [INDEX["samples"], INDEX["tokens"]]
+
+
 def with_rates(rows: Rows, window: int = 1) -> Rows:
     """`rows` with each rate as the samples of the last `window` rows over the time of their steps.
 
     A mean of rates, which is what rows of several merged steps have, counts quick steps too much.
     """
     out = rows.copy()
-    time_ms = _summed(rows[:, INDEX["step_ms"]], window)
-    for rate, amount in (("samples_per_s", "samples"), ("tokens_per_s", "tokens")):
-        known_rate = np.isfinite(rows[:, [INDEX[rate], INDEX[amount]]]).all(axis=1) & (time_ms > 0)
-        summed = _summed(rows[:, INDEX[amount]], window)
-        out[known_rate, INDEX[rate]] = 1e3 * summed[known_rate] / time_ms[known_rate]
+    time_ms = _summed(rows[:, [INDEX["step_ms"]]], window)
+    rates, amounts = rows[:, _RATES], rows[:, _AMOUNTS]
+    known = np.isfinite(rates) & np.isfinite(amounts) & (time_ms > 0)
+    out[:, _RATES] = np.divide(1e3 * _summed(amounts, window), time_ms, out=rates, where=known)
     return out
 
 
@@ -130,9 +133,10 @@ def overall(recorder: Recorder, rate: str) -> float:
 
 
 def _summed(values: Values, window: int) -> Values:
+    values = np.nan_to_num(values)
     if window == 1:
-        return np.nan_to_num(values)
-    total: Values = np.cumsum(np.nan_to_num(values))
+        return values
+    total: Values = np.cumsum(values, axis=0)
     total[window:] = total[window:] - total[:-window]
     return total
 
