@@ -24,9 +24,10 @@ def asks_for_bfloat16(module: nn.Module) -> bool:
 
     ORT's CPU provider has no kernels for what that exports.
     """
+    if autocast_now() != (("cpu", torch.bfloat16),):
+        return False  # without a look for parameters, which takes longer, and each call asks
     first = next(module.parameters(), None)
-    on_cpu = first is not None and first.device.type == "cpu"
-    return on_cpu and autocast_now() == (("cpu", torch.bfloat16),)
+    return first is not None and first.device.type == "cpu"
 
 
 def types_of(
