@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -199,9 +201,53 @@ def _reader(data: Any, unit: Unit) -> Callable[[int, int], Read]:
                 f"the data ended after {read} {unit}, and the checkpoint was taken after {skip}; "
                 "go on with the data that it was trained on"
             )
-        return lambda count: list(itertools.islice(items, count))
+
+        def reading(count: int) -> list[Any]:
+            try:
+                return list(itertools.islice(items, count))
+            except Exception as error:
+                frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+                if (place := being_read(reversed(frames))) is not None:
+                    error.add_note(f"the {type(data).__name__} was reading {place}")
+                raise
+
+        return reading
 
     return begin
+
+
+def being_read(frames: Iterable[FrameType]) -> str | None:
+    """What of a Dataset is being read in `frames`, the innermost first: "index 7 of the Table".
+
+    None where they do not tell, as those of a DataLoader whose workers read.
+    """
+    place = None
+    for frame in frames:
+        if frame.f_globals.get("__name__") not in (__name__, _FETCHERS):
+            continue
+        there = frame.f_locals
+        if place is None:
+            place = next((_told(there[name]) for name in _INDICES if name in there), None)
+        for dataset in (there.get("data"), getattr(there.get("self"), "dataset", None)):
+            if place is not None and of_samples(dataset):
+                return f"{place} of the {type(dataset).__name__}"
+    return None
+
+
+_FETCHERS = "torch.utils.data._utils.fetch"
+"""Where a DataLoader without workers reads its Dataset, that in `_MapDatasetFetcher.fetch`."""
+_INDICES = ("index", "idx", "indices", "possibly_batched_index")
+"""What `_item` and `_fetched` call what they read, and torch's fetchers."""
+
+
+def _told(place: Any) -> str | None:
+    """An index, or the first of several; None for others, as a stream's fetcher is told."""
+    if isinstance(place, int):
+        return f"index {place}"
+    if not isinstance(place, list) or not place or not isinstance(place[0], int):
+        return None
+    some = ", ".join(map(str, place[:8]))
+    return f"indices {some}" + (f" and {len(place) - 8} more" if len(place) > 8 else "")
 
 
 def _generators(data: Any) -> tuple[torch.Generator, ...]:

@@ -42,9 +42,9 @@ def changes(recorder: Recorder, *, known: int = 0, most: int | None = None) -> l
     events = recorder.events("change")
     if len(events) <= known:
         return []
-    rows = recorder.rows()
-    found = []
     chosen = list(enumerate(events))[known:][:most]
+    rows = recorder.rows(events[known - 1].step if known else -math.inf)
+    found = []
     for at, event in chosen:
         begin = events[at - 1].step if at else -math.inf
         end = events[at + 1].step if at + 1 < len(events) else math.inf

@@ -21,10 +21,11 @@ import dataclasses
 import hashlib
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import safetensors
 import safetensors.torch
@@ -41,6 +42,12 @@ Unit = Literal["samples", "micro-batches"]
 _TRAINING = "training."
 _STATE = "state.safetensors"
 _FEW = 3
+_LEAST = {"step": 0, "epoch": 0, "read": 0, "length": 0, "evaluated": -1, "engine_seed": 0}
+"""The whole numbers of a `Position`, and what each begins with."""
+_MOST = 2**53
+"""What they stay below: the charts' numbers are whole up to there."""
+_FORGED = AttributeError, KeyError, OverflowError, RecursionError, TypeError
+"""What reading the state raises where its digest fits and it was not made by `save`."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,8 @@ class Checkpoint:
             try:
                 return _read_folder(path) if (path / _STATE).exists() else _read(path)
             except ValueError:
-                # safetensors opens a file twice, and another one may have taken its place between.
+                # safetensors opens a file twice, and another one may have taken its place between,
+                # or nothing.
                 if _is_still(path, before):
                     raise
 
@@ -187,7 +195,10 @@ def _not_kept(path: Path, error: Exception) -> RuntimeError:
 
 
 def _is_still(path: Path, before: os.stat_result) -> bool:
-    now = path.stat()
+    try:
+        now = path.stat()
+    except OSError:  # a run in another kernel has trimmed it
+        return False
     return (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
@@ -196,10 +207,11 @@ def _read_folder(folder: Path) -> Checkpoint:
     try:
         shards.check(folder, parts["digests"], beside=_STATE)
         state = shards.read(folder, parts["outline"])
-        return dataclasses.replace(found, **state)
-    # The digest fits, so this was not made by `save`.
-    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+        return _checked(dataclasses.replace(found, **state))
+    except _FORGED as error:
         raise ValueError(f"{folder} is no checkpoint of ortlab's: {error!r}") from error
+    except (OSError, RuntimeError) as error:  # torch's own words for a file that it cannot map
+        raise ValueError(f"{folder} cannot be read: {error}") from error
 
 
 def _read(path: Path) -> Checkpoint:
@@ -213,11 +225,14 @@ def _read_file(path: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
     """What is in a file, and of what other files it is a part."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the checkpoint's file{_file_in(path)}")
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path} is no file; take another checkpoint")
     try:
         with safetensors.safe_open(path, "pt") as file:
             form, text, digest = _parts(path, file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
+    # torch maps the file by the size that safetensors found, and another may have come between.
+    except (safetensors.SafetensorError, RuntimeError) as error:
         raise ValueError(
             f"{path} is no checkpoint, or only a part of one ({error}); take another, as those in "
             "the run's folder"
@@ -233,8 +248,7 @@ def _read_file(path: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
         values = {name: unpacked(value, tensors) for name, value in _pairs(text)}
         parts = values.pop("shards", {})
         return _checkpoint(values), parts
-    # The digest fits, so this was not made by `save`.
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except (*_FORGED, ValueError) as error:
         raise ValueError(f"{path} is no checkpoint of ortlab's: {error!r}") from error
 
 
@@ -273,7 +287,29 @@ def _checkpoint(values: dict[str, Any]) -> Checkpoint:
         order = Order(RandomStates(**order["random"]), order["generators"])
     random = RandomStates(**position["random"])
     values["position"] = Position(**{**position, "random": random, "order": order})
-    return Checkpoint(**values)
+    return _checked(Checkpoint(**values))
+
+
+def _checked(found: Checkpoint) -> Checkpoint:
+    """`found`, where every part is of the type and in the range that a run gives it.
+
+    TypeError and ValueError where not: a digest that fits is no word of who made the file.
+    """
+    for name in ("model", "optimizer", "settings", "versions", "loss_scale"):
+        part = getattr(found, name)
+        if not isinstance(part, Mapping) and not (part is None and name == "loss_scale"):
+            raise TypeError(f"{name} is {type(part).__name__}")
+    for name, least in _LEAST.items():
+        number = getattr(found.position, name)
+        if number is None and name == "length":
+            continue
+        if type(number) is not int:
+            raise TypeError(f"{name} is {type(number).__name__}")
+        if not least <= number < _MOST:
+            raise ValueError(f"{name} is {number}")
+    if found.position.unit not in get_args(Unit):
+        raise ValueError(f"unit is {reprlib.repr(found.position.unit)}")
+    return found
 
 
 def _prefix(field: str) -> str:
@@ -318,6 +354,16 @@ def check_optimizer(
 
     `parameters` are the optimizer's, with their names, in its order.
     """
+    states, groups = kept.get("state"), kept.get("param_groups")
+    if not (
+        isinstance(states, Mapping)
+        and all(isinstance(state, Mapping) for state in states.values())
+        and isinstance(groups, list)
+        and all(isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups)
+    ):
+        raise ValueError(
+            "the checkpoint's optimizer has another form than torch's; take another checkpoint"
+        )
     there, here = (
         [len(group["params"]) for group in state["param_groups"]] for state in (kept, own)
     )
@@ -326,7 +372,12 @@ def check_optimizer(
             f"the checkpoint's optimizer has groups of {there} parameters and this one of {here}; "
             "train and freeze the parameters that were trained and frozen then"
         )
-    for number, state in kept["state"].items():
+    for number, state in states.items():
+        if number not in range(len(parameters)):
+            raise ValueError(
+                f"the checkpoint's optimizer has a state of parameter {number!r}, and there are "
+                f"{len(parameters)}; take another checkpoint"
+            )
         check_kept(state, *parameters[number])
 
 

@@ -11,8 +11,9 @@ import linecache
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FrameType
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -96,6 +97,14 @@ def _users_lines(error: BaseException) -> list[str]:
                 found.append(f"{place(frame.filename, frame.lineno or 0)}, in {frame.name}")
         link = link.__cause__
     return list(dict.fromkeys(found))
+
+
+def users_line(frames: Iterable[FrameType]) -> str | None:
+    """Where the user's code stands in `frames`, the innermost first; None where there is none."""
+    for frame in frames:
+        if _is_users(frame.f_code.co_filename):
+            return f"{place(frame.f_code.co_filename, frame.f_lineno)}, in {frame.f_code.co_name}"
+    return None
 
 
 def place(file: str, line: int) -> str:

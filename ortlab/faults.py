@@ -18,6 +18,7 @@ _SHORT_OF_MEMORY: Final = (
     "not enough memory",  # our own kernels: ortlab/kernels/kernels.cc
     "out of memory",  # CUDA's own
     "cannot allocate memory",  # the system's ENOMEM, as in a worker that cannot be forked
+    "memoryerror",  # Python's own, told by another process
 )
 
 
@@ -49,7 +50,8 @@ class Hold:
     """Why a run waits that nobody has paused, and what lets it go on.
 
     ``where`` and ``hint`` complete "it waits ...: ..."; ``advice`` are the settings to go on with,
-    and ``skips`` says whether it can go on past the data of the step, or the evaluation.
+    ``skips`` says whether it can go on past the data of the step, or the evaluation, and
+    ``passes`` whether it goes on by itself when the data comes that it is in the middle of reading.
     """
 
     error: Exception
@@ -58,6 +60,7 @@ class Hold:
     what: str = ""
     advice: Mapping[str, Any] = field(default_factory=dict)
     skips: bool = False
+    passes: bool = False
 
 
 def out_of_memory(error: BaseException | None) -> bool:

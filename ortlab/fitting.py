@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.engines import combinations
 from ortlab.memory import free_bytes, memory
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ def advice(
 
     First smaller micro-batches, with as many more of them for a step, so that it has the samples
     that it had: the largest of which the prediction fits into `room_bytes`, or half as many where
-    nothing predicts. Where batches are the loader's own or of one sample, engine 'ort' can compute
-    activations again.
+    nothing predicts. Where batches are the loader's own or of one sample for each of the workers,
+    engine 'ort' can compute activations again, and several workers can share out the optimizer's
+    state.
     """
     if not own_batches:
         smaller = list(_smaller(settings))
@@ -65,7 +67,7 @@ def advice(
             return smaller[-1]
     if settings.engine == "ort" and settings.recompute == "off":
         return {"recompute": "layers"}
-    return {}
+    return {"zero_stage": 1} if _can_share(settings, settings.workers) else {}
 
 
 _MOST_PARTS: Final = 64
@@ -79,9 +81,19 @@ def _smaller(settings: FinetuneSettings) -> Iterator[dict[str, Any]]:
     """Micro-batches of which a whole number makes one of now, from half the size down."""
     now, parts = settings.batch_size, settings.accumulation
     most = max(_MOST_PARTS, 2 * parts)
-    for size in range(now // 2, 0, -1):
+    least = combinations.places(settings, settings.workers)  # which have a sample each
+    for size in range(now // 2, least - 1, -1):
         if now % size == 0 and parts * (now // size) <= most:
             yield {"batch_size": size, "accumulation": parts * (now // size)}
+
+
+def _can_share(settings: FinetuneSettings, workers: int) -> bool:
+    """Whether ZeRO's first stage would share out among `workers` what nothing shares out yet."""
+    from ortlab.engines.base import refusal
+
+    if workers < 2 or settings.zero_stage:
+        return False
+    return refusal(settings.replace(workers=workers, zero_stage=1)) is None
 
 
 def foretold(
@@ -102,18 +114,34 @@ def foretold(
     room = available_bytes(device) + there
     if whole <= room:
         return None
-    return f"{what} take {memory(whole)}, and there are {memory(room)}: it will not fit"
+    told = f"{what} take {memory(whole)}, and there are {memory(room)}: it will not fit"
+    return told + _shared_out(settings, device)
 
 
-def hint(changes: Mapping[str, Any], settings: FinetuneSettings) -> str:
-    """What `changes` that were advised would do, in words."""
+def hint(changes: Mapping[str, Any], settings: FinetuneSettings, device: str) -> str:
+    """What `changes` that were advised would do, in words; without any, what may help `device`."""
     if "batch_size" in changes:
         size, times = changes["batch_size"], changes["accumulation"]
         each = size * times
         return f"{times} micro-batches of {size} make the same {each} samples of a step"
+    if "zero_stage" in changes:
+        return "each worker keeps its share of the optimizer's state alone"
     if changes:
         return "the layers' activations are computed again rather than kept"
     return (
         f"nothing smaller is known than this ({settings.batch_size} at a time): free memory, or "
-        "give a Dataset, whose batches can be made smaller"
+        f"give a Dataset, whose batches can be made smaller{_shared_out(settings, device)}"
     )
+
+
+def _shared_out(settings: FinetuneSettings, device: str) -> str:
+    """What ZeRO does on a machine with several GPUs; nothing where it cannot, or would not help.
+
+    On the host it would not: all shares lie in one memory, beside the weights of every rank.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if not _can_share(settings, gpus):
+        return ""
+    return f"; workers={gpus}, zero_stage=1 shares batch and optimizer state out to {gpus} GPUs"

@@ -180,9 +180,8 @@ class RunFolder:
         self.write_json("run", {**about, **(ended or {})})
 
     def read_json(self, file: str) -> dict[str, Any]:
-        """What ``file``.json holds."""
-        read: dict[str, Any] = json.loads((self.path / f"{file}.json").read_text("utf-8"))
-        return read
+        """What ``file``.json holds; OSError and ValueError as `folders.read_object` has them."""
+        return folders.read_object(self.path / f"{file}.json")
 
     def metrics(self, rank: int | None = None) -> MetricsFile:
         """A sink that appends to metrics.jsonl, or to that of a rank."""
@@ -202,6 +201,17 @@ class RunFolder:
         from ortlab.checkpoint import Checkpoint
 
         return Checkpoint.load(self.checkpoint_path(name))
+
+
+def in_checkpoints(run: Path) -> list[Path]:
+    """What lies in checkpoints/ of a run's folder, half-written ones too; nothing in a link.
+
+    That leads to files that are not the run's.
+    """
+    folder = run / "checkpoints"
+    with contextlib.suppress(OSError):
+        return [] if folder.is_symlink() else list(folder.iterdir())
+    return []
 
 
 def _lock(path: Path) -> filelock.BaseFileLock:
@@ -245,9 +255,22 @@ def write_private(path: Path, data: bytes) -> None:
     write_beside(path, write)
 
 
+_BESIDE = re.compile(r"\..+\.\d+\.\d+(\.before)?")
+
+
+def _beside(path: Path) -> Path:
+    """Where what is to be at `path` is made: a name of this thread alone."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+
+
+def half_written(path: Path) -> bool:
+    """Whether `write_beside` or `folder_beside` gave `path` its name, for what is not whole yet."""
+    return _BESIDE.fullmatch(path.name) is not None
+
+
 def write_beside(path: Path, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a file beside `path`, which then takes its place at once and for good."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    beside = _beside(path)
     try:
         write(beside)
         beside.chmod(0o600)
@@ -265,7 +288,7 @@ def folder_beside(path: Path, *, mode: int = 0o700) -> Iterator[Path]:
 
     It is private unless its `mode` lets others in.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    beside = _beside(path)
     before = beside.with_name(f"{beside.name}.before")
     beside.mkdir(mode=mode)
     try:
@@ -420,7 +443,7 @@ def _metrics(values: Iterable[Any]) -> Metrics:
 
 def read_last(path: Path) -> Rows:
     """The last steps of a metrics file, up to some hundred, without reading the others."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=folders.plain) as file:
         head = file.readline(_BLOCK)
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - _BLOCK, len(head)))
@@ -432,9 +455,9 @@ _BLOCK = 65536
 
 
 def _values(path: Path) -> Iterator[Any]:
-    """The JSON value of every line, None for one that is not whole."""
-    with path.open("rb") as file:
-        yield from _read(file)
+    """The JSON value of every line, None for one that is not whole, or has no end."""
+    with open(path, "rb", opener=folders.plain) as file:
+        yield from _read(iter(lambda: file.readline(folders.MOST_BYTES), b""))
 
 
 def _read(lines: Iterable[bytes]) -> Iterator[Any]:

@@ -23,7 +23,20 @@ def end_in_order() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, _exit)
+
+
+def ends_already() -> None:
+    """Has SIGTERM change nothing any more once Python ends: raised again, it would end the waits.
+
+    Jupyter sends one to a kernel that takes its time to shut down.
+    """
+    if signal.getsignal(signal.SIGTERM) is _exit:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 async def until(over: threading.Event, interrupted: Callable[[], None]) -> None:

@@ -69,7 +69,7 @@ class Keeping:
     def trim(self, many: int) -> None:
         """Takes away the oldest of the last ones until there are `many`."""
         while len(self._last) > many:
-            _remove(self._last.pop(0))
+            remove(self._last.pop(0))
 
     def close(self) -> None:
         """Writes what waits, and ends the thread. Twice is fine."""
@@ -119,6 +119,7 @@ class Keeping:
             self.trim(many)
 
 
-def _remove(checkpoint: Path) -> None:
+def remove(checkpoint: Path) -> None:
+    """Takes a checkpoint away, a file or a folder; nothing where it is gone, or has to stay."""
     with contextlib.suppress(OSError):  # somebody took it away
         shutil.rmtree(checkpoint) if checkpoint.is_dir() else checkpoint.unlink()

@@ -6,16 +6,12 @@ thread.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import math
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +22,7 @@ from ortlab import fitting
 from ortlab.arenas import trim
 from ortlab.batching import Batches, Epoch
 from ortlab.checkpoint import Checkpoint, Order, Position, Unit
+from ortlab.control import Control
 from ortlab.engines import base
 from ortlab.engines.base import Batch, Cost, NotFinite, RankStep, Stepper, StepperLost, StepResult
 from ortlab.engines.torch_native import training_device
@@ -35,161 +32,6 @@ from ortlab.memory import Memory, Meter
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
 from ortlab.telemetry import NAN, Event, Recorder, Sample
-
-
-class Abandoned(BaseException):
-    """A read of the data went on for too long after a stop, and nobody waits for it any more."""
-
-
-class Control:
-    """What anyone may ask of the loop: pause, stop, its state, other settings.
-
-    The loop reads it between steps.
-    """
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-        """When the run began, on `time.perf_counter`'s clock."""
-        self.waiting = False
-        """Whether the loop stands still now; a pause is asked for before that."""
-        self._changed = threading.Condition()
-        self.settled = threading.Event()
-        """Set while nothing goes on by itself: the loop is over, or was held."""
-        self.held: Hold | None = None
-        """What keeps a loop waiting that nobody has paused."""
-        self.reading_since: float | None = None
-        """Since when the loop waits for data, on `time.perf_counter`'s clock; None when not."""
-        self.abandoned = False
-        """Whether the loop was left where it waits for data: it ends there, whenever that comes."""
-        self._skipping = False
-        self._pausing = False
-        self._stopping = False
-        self._closed = False
-        self._asked: collections.deque[Future[Checkpoint]] = collections.deque()
-        self._changes: dict[str, Any] = {}
-
-    def elapsed_s(self) -> float:
-        """Seconds since the run began, pauses included."""
-        return time.perf_counter() - self.began
-
-    def pause(self) -> None:
-        """Asks the loop to wait before its next step; nothing once a stop was asked for."""
-        with self._changed:
-            self._pausing = not self._stopping
-
-    def resume(self, *, skip: bool = False) -> None:
-        """Lets a paused loop go on; with `skip` past what it was held in, data or an evaluation."""
-        with self._changed:
-            self._skipping = skip
-            self._go_on()
-
-    def hold(self, hold: Hold) -> None:
-        """Has the loop wait, as after `pause`, since it cannot go on by itself."""
-        with self._changed:
-            if not self._stopping:
-                self._pausing, self.held, self._skipping = True, hold, False
-                self.settled.set()
-
-    @property
-    def skipping(self) -> bool:
-        """Whether who let it go on last wanted it past what it was held in."""
-        return self._skipping
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """What reads data, which may take any time. `Abandoned` when nobody waited for its end."""
-        self.reading_since = time.perf_counter()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self.reading_since = None
-                if self.abandoned:
-                    raise Abandoned
-
-    def abandon(self, after_s: float) -> bool:
-        """Leaves a loop that is to stop where it has waited for data since `after_s` seconds."""
-        with self._changed:
-            since = self.reading_since
-            if self._stopping and since is not None:
-                self.abandoned |= time.perf_counter() - since > after_s
-            return self.abandoned
-
-    def _go_on(self) -> None:
-        self._pausing, self.held = False, None
-        self.settled.clear()
-        self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Asks the loop to end after the step in flight, from a pause too."""
-        with self._changed:
-            self._stopping = True
-            self._go_on()
-
-    def checkpoint(self) -> Future[Checkpoint]:
-        """Asks for the run's state after the step in flight; a paused loop gives it at once.
-
-        The future is cancelled where the loop ends before.
-        """
-        asked: Future[Checkpoint] = Future()
-        with self._changed:
-            if self._closed:
-                asked.cancel()
-            else:
-                self._asked.append(asked)
-                self._changed.notify_all()
-        return asked
-
-    def apply(self, changes: Mapping[str, Any]) -> None:
-        """Asks for settings by name, from the next step on."""
-        with self._changed:
-            self._changes.update(changes)
-
-    def changes(self) -> dict[str, Any]:
-        """The settings that were asked for since the last time."""
-        with self._changed:
-            changes, self._changes = self._changes, {}
-        return changes
-
-    def close(self) -> None:
-        """The loop is over and answers no more."""
-        with self._changed:
-            self._closed = True
-            self.settled.set()
-            for asked in self._asked:
-                asked.cancel()
-            self._asked.clear()
-
-    @property
-    def pausing(self) -> bool:
-        """Whether a pause was asked for."""
-        return self._pausing
-
-    @property
-    def stopping(self) -> bool:
-        """Whether a stop was asked for."""
-        return self._stopping
-
-    def proceed(self, state: Callable[[], Checkpoint] | None = None) -> bool:
-        """Blocks while paused; False when the loop is to end. Who asked for the `state` gets it."""
-        try:
-            while True:
-                with self._changed:
-                    if not self._asked or state is None:
-                        if not self._pausing:
-                            return not self._stopping
-                        self.waiting = True
-                        self._changed.wait()
-                        continue
-                    asked = self._asked.popleft()
-                if asked.set_running_or_notify_cancel():
-                    try:
-                        asked.set_result(state())
-                    # Memory may not suffice for a copy: who asked is told, and the run goes on.
-                    except Exception as error:  # noqa: BLE001
-                        asked.set_exception(error)
-        finally:
-            self.waiting = False
 
 
 def total_steps(
@@ -267,8 +109,14 @@ def place(begin: Checkpoint, data: Batches, settings: FinetuneSettings) -> Posit
                 f"place in the data and its optimizer's state hold for that; leave {name} out"
             )
     position = begin.position
-    if position.unit == "micro-batches" and data.size is not None:
-        position = _in_samples(position, data.length, begin.settings["batch_size"])
+    size = begin.settings.get("batch_size")
+    if (
+        position.unit == "micro-batches"
+        and data.size is not None
+        and isinstance(size, int)
+        and size
+    ):
+        position = _in_samples(position, data.length, size)
     if (position.unit, position.length) != (data.unit, data.length):
         raise ValueError(
             f"the data has {_count(data.length, data.unit)} an epoch, and the checkpoint's had "
@@ -432,10 +280,10 @@ class Course:
     and, after a first step, numbers that are not finite have the control hold the loop, which goes
     on when it is let; else they end it.
 
-    `keep` is given a checkpoint every ``checkpoint_every`` steps, after ``checkpoint_minutes`` and
-    in a pause, `keep_best` that of an evaluation which is better by ``keep_best`` than all before
-    it, `best` among those. A stepper that is lost has the control hold the loop; when it goes on,
-    another stepper does from the last checkpoint.
+    `keep` is given a checkpoint every ``checkpoint_every`` steps, after ``checkpoint_minutes``, in
+    a pause and where `keep_in_read` asks for one; `keep_best` that of an evaluation which is better
+    by ``keep_best`` than all before it, `best` among those. A stepper that is lost has the control
+    hold the loop; when it goes on, another stepper does from the last checkpoint.
     """
 
     def __init__(
@@ -469,7 +317,7 @@ class Course:
         self._fixed = fixed(train)
         self._control = control
         self._recorder = recorder
-        self._evaluation = evaluation.within(control.reading) if evaluation else None
+        self._evaluation = evaluation.within(control.reading_held_out) if evaluation else None
         self._faults = faults
         self._ended_at: tuple[int, int] | None = None
         """Epoch and place where the data was found to end before the length that it tells."""
@@ -485,6 +333,8 @@ class Course:
         """The step after which workers were lost last."""
         self._told = 0
         """Steps that the recorder knows: those that are done again are not told again."""
+        self._told_not_finite = False
+        """Whether what was not finite held the run until it was stopped: it ends as any does."""
         at = begin.position if begin else None
         self._began_at = at.step if at else 0
         self.total = total_steps(train, settings, at)
@@ -598,7 +448,15 @@ class Course:
                 return False
         else:
             hint = "run.resume() or its button goes on from there with fresh workers"
-            self._control.hold(Hold(error, "at step {step}, that of its last checkpoint", hint))
+            changes: dict[str, Any] = {}
+            if out_of_memory(error):
+                self._too_large = self.step, self.settings
+                changes = self._smaller(self.settings)
+            if changes:
+                told = typed(changes)
+                hint = f"memory ran out; run.resume({told}) or its button goes on from there"
+            where = "at step {step}, that of its last checkpoint"
+            self._control.hold(Hold(error, where, hint, advice=changes))
             self._tell("warning", f"held: {error}")
             if not self._proceed():
                 return False
@@ -634,7 +492,7 @@ class Course:
             self._epoch, self._read, self._order = self._epoch + 1, 0, None
         if not self._control.stopping:
             self._evaluate()
-        if not self.stepper.finite():
+        if not self.stepper.finite() and not self._told_not_finite:
             self._fail_not_finite()
 
     def _steps_of_epoch(self, data: Epoch | None) -> Iterator[StepResult]:
@@ -646,10 +504,13 @@ class Course:
             began = time.perf_counter()
             wanted = self._asked_for()
             changes = bool(self._wanted)
+            if self._read == 0:  # a sampler may draw its order: in the middle of that none holds
+                self._drawn = RandomStates.now()
             try:
                 group = data.take(wanted.accumulation, wanted.batch_size, keep=changes)
+                self._drawn = None
             except Exception as error:  # noqa: BLE001 - a Dataset raises what it likes
-                if out_of_memory(error) and not self.settings.elsewhere:
+                if out_of_memory(error):
                     data = self._with_room(error, wanted)
                 else:
                     data = self._mended(error, data.done)
@@ -668,10 +529,15 @@ class Course:
             # An engine raises all kinds of exceptions. What was at fault besides it, a batch for
             # one, is raised again when the old settings take the step.
             except Exception as error:
-                memory = out_of_memory(error)
-                if self._trial is None and not memory:
+                # What is lost tries no step again, and cannot adopt what held before: `_regained`.
+                lost = isinstance(error, StepperLost)
+                memory = out_of_memory(error) and not lost
+                trial = self._trial
+                if trial is None and not memory:
                     raise
-                if memory and (self._trial is None or self._leaves_too_large()):
+                if lost and trial is not None and trial.taken is None:
+                    raise
+                if memory and (trial is None or self._leaves_too_large()):
                     del group
                     self._settle()
                     data = self._with_room(error, self.settings)
@@ -790,29 +656,37 @@ class Course:
     def _with_room(self, error: Exception, settings: FinetuneSettings) -> Epoch | None:
         """The data of the step that memory did not suffice for under `settings`.
 
-        None when the loop is to end.
+        None when the loop is to end. Raises the error of pipeline stages, which it has left in the
+        middle of their schedule.
         """
-        if self.settings.elsewhere:
+        if self.settings.pipeline_stages > 1:
             raise error
         self._release(error)
         self._too_large = self.step, self.settings
         device = training_device(self.settings.device).type
-        state = self.stepper.state_dict()
-        held = sum(_bytes(each) for each in (state["model"], state["optimizer"]))
-        del state
-        changes = fitting.advice(
-            settings,
-            own_batches=self._train.size is None,
-            room_bytes=fitting.available_bytes(device) + held,
-            peak_bytes=self._faults.peak_bytes,
-        )
-        why = fitting.hint(changes, settings)
+        held = 0
+        if self.settings.workers == 1:  # shares of it lie elsewhere
+            state = self.stepper.state_dict()
+            held = sum(_bytes(each) for each in (state["model"], state["optimizer"]))
+            del state
+        changes = self._smaller(settings, held)
+        why = fitting.hint(changes, settings, device)
         error.add_note(f"memory did not suffice for step {self.step + 1}; {why}")
         hint = "run.resume() tries the step again"
         if changes:
             hint = f"run.resume({typed(changes)}) or its button goes on with that"
         hold = Hold(error, "at step {step}", hint, "out of memory", changes)
         return self._again() if self._held(hold) else None
+
+    def _smaller(self, settings: FinetuneSettings, held: int = 0) -> dict[str, Any]:
+        """What a step may fit with that does not under `settings`, beside the `held` bytes."""
+        device = training_device(self.settings.device).type
+        return fitting.advice(
+            settings,
+            own_batches=self._train.size is None,
+            room_bytes=fitting.available_bytes(device) + held,
+            peak_bytes=self._faults.peak_bytes,
+        )
 
     def _evaluated_of(self, data: Batches) -> Evaluation | None:
         """What `evaluate` finds; None where the loop is to end, or to go on without it.
@@ -832,7 +706,7 @@ class Course:
                 memory = out_of_memory(error)
                 when = f"after step {self.step}" if self.step else "before the first step"
                 error.add_note(f"the evaluation {when} failed")
-                if self.settings.elsewhere or self.step == self._began_at:
+                if self.settings.pipeline_stages > 1 or self.step == self._began_at:
                     raise  # nothing is lost by beginning again
                 if memory:
                     self._release(error)
@@ -881,6 +755,7 @@ class Course:
             change, hint = {}, "run.resume() or its button leaves the data of the step out"
         where = "with the weights of step {step}"
         if not self._held(Hold(error, where, hint, "not finite", change)):
+            self._told_not_finite = True
             return False
         taken = self.checkpoint()
         self._recorder.count  # noqa: B018 - what was not finite is known by now
@@ -1008,14 +883,29 @@ class Course:
 
     def _proceed(self) -> bool:
         # A pause may be the last that this process does: a laptop that closes, a kernel that ends.
-        if self._control.pausing and self._kept_step != self.step and not self._lost:
-            try:
-                self._keep_last(self._copied())
-            except Exception as error:
-                if not out_of_memory(error):
-                    raise
-                self._tell("warning", "no checkpoint in this pause: memory has no room for a copy")
+        if self._control.pausing:
+            self._keep_standing()
         return self._control.proceed(self.checkpoint)
+
+    def keep_in_read(self) -> None:
+        """Keeps a checkpoint while `Control.kept_in_read` keeps the loop in a read, which may last.
+
+        Asked by another thread; nothing where other processes train, who answer the loop's alone.
+        """
+        if not self.settings.elsewhere:
+            self._keep_standing()
+
+    def _keep_standing(self) -> None:
+        """Keeps a checkpoint of the last step, where there is none and memory has room for it."""
+        if self._kept_step == self.step or self._lost:
+            return
+        try:
+            self._keep_last(self._copied())
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            told = f"no checkpoint of step {self.step}: memory has no room for a copy"
+            self._tell("warning", told)
 
     def _record(self, result: StepResult, epoch: float, step_s: float, data_s: float) -> None:
         on_host = result.loss.device.type == "cpu"

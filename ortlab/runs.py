@@ -8,11 +8,13 @@ import contextvars
 import dataclasses
 import datetime
 import math
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,14 +22,15 @@ import numpy as np
 from ortlab import batching, fitting, loop
 from ortlab.arenas import Thread, trim
 from ortlab.checkpoint import Checkpoint
+from ortlab.control import Control
 from ortlab.engines.base import Report, Stepper, StepperLost, engine_for, progress
 from ortlab.engines.torch_native import training_device
-from ortlab.errors import concise, forget_locals, message, shorten
+from ortlab.errors import concise, forget_locals, message, shorten, users_line
 from ortlab.faults import Faults, Hold, typed
 from ortlab.history import RunFolder, environment
-from ortlab.interrupts import end_in_order, until
+from ortlab.interrupts import end_in_order, ends_already, until
 from ortlab.keeping import Keeping
-from ortlab.loop import Control, Evaluation, best
+from ortlab.loop import Evaluation, best
 from ortlab.memory import SAMPLER, Meter, memory
 from ortlab.past import index
 from ortlab.past.kept import Kept
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
 _LAST_WAIT_S = 30.0  # an export cannot be stopped; Python must end nonetheless
 _READ_WAIT_S = 1.0  # that a read of data is waited for once a run is to stop
 _SLOW_READ_S = 2.0  # from then on it is told that data is waited for
+_LATE_READ_S = 30.0  # then a checkpoint is kept: who gives it up ends the kernel
+_HANGING_READ_S = 300.0  # then the run is held, until the data comes
 _OVER: tuple[State, ...] = ("stopped", "finished", "failed")
 
 
@@ -105,12 +110,13 @@ class Run(Kept):
     data.
 
     `kept` says what waits for a return to earlier settings, in bytes. `faults` says what becomes of
-    errors that need not end it: with ``waits`` it is held, as in a pause, until `resume` or `stop`.
+    errors that need not end it: with ``waits`` it is held, as in a pause, until `resume` or `stop`,
+    and by data that hangs until that comes.
 
     With `begin` it goes on where that was taken, by another run of any engine, in this process or
-    an earlier one; ``settings`` may differ in what `loop.place` does not check. `damaged` says what
-    is no use of newer ones, for the user to see. `earlier` is that run, where this one has its
-    numbers too. `names` are what model and data are called, by ``model``, ``train``, ``eval_data``
+    an earlier one; ``settings`` may differ in what `loop.place` does not check. `warnings` are of
+    where it begins, for the user to see. `earlier` is that run, where this one has its numbers
+    too. `names` are what model and data are called, by ``model``, ``train``, ``eval_data``
     and ``loss``: `ortlab.resume` finds them again by these.
 
     ValueError, before anything is written, for data that cannot be used (see `batching.batches`),
@@ -131,7 +137,7 @@ class Run(Kept):
         show: Callable[[Watched], None] | None = None,
         root: Path | None = None,
         begin: Checkpoint | None = None,
-        damaged: str = "",
+        warnings: Sequence[str] = (),
         earlier: Earlier | None = None,
         names: Mapping[str, str] | None = None,
         kept: Callable[[], Mapping[str, int]] = dict,
@@ -171,6 +177,7 @@ class Run(Kept):
         self._interrupts = 0
         self._meter: Meter | None = None
         self._thread: threading.Thread | None = None
+        self._watching: threading.Thread | None = None
         self._trained = threading.Event()
         self._over = threading.Event()
         self._result: RunResult | None = None
@@ -182,7 +189,7 @@ class Run(Kept):
         self._folder.write_json("settings", settings.as_dict())
         self._folder.write_json("environment", environment())
         self._parameters = sum(p.numel() for p in model.parameters())
-        self._names, self._earlier, self._damaged = dict(names or {}), earlier, damaged
+        self._names, self._earlier, self._warnings = dict(names or {}), earlier, tuple(warnings)
         self._write_about(None)
         metrics = self._folder.metrics()
         if earlier is not None:
@@ -215,7 +222,8 @@ class Run(Kept):
             return self._state
         if self._control.stopping:
             return "stopping"
-        still = self._control.waiting or self._control.held is not None
+        held = self._control.held
+        still = self._control.waiting or (held is not None and not held.passes)
         return "paused" if still else self._state
 
     @property
@@ -408,7 +416,8 @@ class Run(Kept):
             try:
                 if not self._control.settled.wait(timeout):
                     raise TimeoutError(f"{self.name} is {self.state} after {timeout:g} s")
-                return self._outcome()
+                if (found := self._outcome()) is not None:
+                    return found
             except KeyboardInterrupt:
                 if self.over():
                     raise
@@ -427,9 +436,12 @@ class Run(Kept):
 
     async def _awaited(self) -> RunResult:
         self._check_started()
-        hint = "await it again to wait; interrupt that wait, or run.stop(), to stop"
-        await until(self._control.settled, lambda: self._interrupted(hint))
-        return self._outcome()
+        stops = f"interrupt that wait, run.stop() or %ort stop {self.name} to stop it"
+        hint = f"await it again to wait; {stops}"
+        while True:
+            await until(self._control.settled, lambda: self._interrupted(hint))
+            if (found := self._outcome()) is not None:
+                return found
 
     def _check_started(self) -> None:
         if self._thread is None:
@@ -443,9 +455,12 @@ class Run(Kept):
         self.stop()
         print(f"{self.name} stops after the step in flight", flush=True)
 
-    def _outcome(self) -> RunResult:
+    def _outcome(self) -> RunResult | None:
+        """What a wait comes to; None where nothing holds the run any more, and it goes on."""
         if (held := self._control.held) is not None:
             raise self._hold_error(held)
+        if not self._control.settled.is_set():
+            return None
         self._over.wait()
         if self.error is not None:
             raise self.error
@@ -488,9 +503,7 @@ class Run(Kept):
     def _left_s(self) -> float | None:
         if self._total is None or self.over() or self.recorder.count == 0:
             return None  # a run that was resumed is at a step before it has made one
-        recent, _ = self.recorder.since(max(self.recorder.count - 64, 0))
-        step_s = float(recent[:, INDEX["step_ms"]].mean()) / 1e3
-        return (self._total - self.step) * step_s
+        return (self._total - self.step) * self.recorder.mean("step_ms", 64) / 1e3
 
     def _badges(self) -> tuple[str, ...]:
         badges = []
@@ -501,7 +514,7 @@ class Run(Kept):
             badges.append(f"held: {told}")
         if self._foretold is not None and self.step == 0 and not self.over():
             badges.append(self._foretold)
-        badges += filter(None, (self._damaged, self._keeping.trouble, self.recorder.trouble))
+        badges += filter(None, (*self._warnings, self._keeping.trouble, self.recorder.trouble))
         return tuple(badges)
 
     def _lines(self) -> tuple[str, ...]:
@@ -511,8 +524,7 @@ class Run(Kept):
         since = self._control.reading_since
         waited_s = 0.0 if since is None else time.perf_counter() - since
         if waited_s > _SLOW_READ_S and not self.over():
-            where = f"step {self.step + 1}"
-            lines.append(f"waiting for the data of {where} since {waited_s:.0f} s; Stop ends it")
+            lines.append(f"waiting for {self._read_now()} since {waited_s:.0f} s; Stop ends it")
         evaluations = self._evaluations()
         if evaluations:
             before, after = evaluations[0], evaluations[-1]
@@ -540,6 +552,9 @@ class Run(Kept):
     def _drive(self) -> None:
         """The training thread."""
         try:
+            watching = Thread(self._watch_data, name=f"ortlab-data-{self.name}")
+            watching.start()
+            self._watching = watching
             self._train()
         except BaseException as error:  # noqa: BLE001 - see `_end`
             if self._control.abandoned:
@@ -547,9 +562,67 @@ class Run(Kept):
             self._fail(error)
         self._end()
 
+    def _watch_data(self) -> None:
+        """Beside training: where data does not come a checkpoint is kept, then the run is held."""
+        kept = told = held = None  # since when the reads began for which that was done
+        while not self._trained.wait(_SLOW_READ_S / 2):
+            since, work = self._control.reading_since, self._work
+            if since is None or work is None or work.course is None:
+                continue
+            waited_s = time.perf_counter() - since
+            if waited_s > _LATE_READ_S and kept != since:
+                kept = since
+                self._keep_in_read(work.course, since)
+            if waited_s > _HANGING_READ_S and held != since:
+                error = self._hanging()
+                if told != since:
+                    told = since
+                    notes = getattr(error, "__notes__", ())
+                    self._event("warning", "; ".join((str(error), *notes)))
+                hint = "when the data comes it goes on by itself, run.resume() waits on"
+                hold = Hold(error, "after step {step}", hint, "the data hangs", passes=True)
+                if work.faults.waits and self._control.hold_in_read(hold, since):
+                    held = since
+
+    def _keep_in_read(self, course: loop.Course, since: float) -> None:
+        with self._control.kept_in_read(since) as stays:
+            if not stays:
+                return
+            try:
+                course.keep_in_read()
+            # A hook of the user's, for one: it may fail here, and not where the training does.
+            except Exception as error:  # noqa: BLE001
+                self._event("warning", f"no checkpoint while the data hangs: {error}")
+
+    def _hanging(self) -> Exception:
+        """What says that data does not come, and where it is waited for."""
+        frames = list(self._frames())
+        error = RuntimeError(f"{self._read_now()} has not come for {_HANGING_READ_S:.0f} s")
+        if (place := batching.being_read(frames)) is not None:
+            error.add_note(f"it reads {place}")
+        if (line := users_line(frames)) is not None:
+            error.add_note(f"it stands at {line}")
+        return error
+
+    def _read_now(self) -> str:
+        """The data that the loop waits for, in words."""
+        if self._control.reads_held_out:
+            return f"the held-out data after step {self.step}"
+        return f"the data of step {self.step + 1}"
+
+    def _frames(self) -> Iterator[FrameType]:
+        """What the training thread executes now, the innermost first."""
+        number = self._thread.ident if self._thread else None
+        frame = None if number is None else sys._current_frames().get(number)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
     def _end(self) -> None:
         """What comes after training. However one part ends, the next ones come."""
         self._trained.set()
+        if self._watching is not None:
+            self._watching.join()
         for part in (self._keep_state, self._conclude, self._file):
             try:
                 part()
@@ -610,8 +683,8 @@ class Run(Kept):
         self._state = "running"
         self._doing = "evaluating before the first step" if work.evaluation else "first step"
         self._event("state", "running")
-        if self._damaged:
-            self._event("warning", self._damaged)
+        for warning in self._warnings:
+            self._event("warning", warning)
         if self._earlier is not None:
             for kind, text in self._earlier.told:
                 self._event(kind, text)
@@ -772,6 +845,7 @@ class Run(Kept):
 
     def _end_with_python(self) -> None:
         """Python is ending: the run's thread must not be cut off in the middle of a write."""
+        ends_already()
         self.stop()
         self._over.wait(_LAST_WAIT_S)
 

@@ -6,6 +6,7 @@ Nothing in it trains, draws or knows IPython.
 from __future__ import annotations
 
 import functools
+import reprlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -185,9 +186,8 @@ class Session:
             None,
             settings,
         )
-        for path in resuming.left_behind(past):
-            path.unlink(missing_ok=True)
         past.note(f"{GOES_ON}{goes_on.name}")
+        resuming.clear(past)
         return goes_on
 
     def _names(self) -> Mapping[str, Any]:
@@ -230,14 +230,17 @@ class Session:
         entry = self.wrapped.entry(module)
         begin = given.checkpoint if isinstance(given, Beginning) else given
         own = {} if entry is None else entry.settings.as_dict()
-        if begin is not None:
+        if given is not None:
             # Of another version's settings those that there still are.
             known = FinetuneSettings.declarations()
-            own |= {name: value for name, value in begin.settings.items() if name in known}
+            own |= {n: v for n, v in given.settings.items() if n in known and not known[n].here}
         else:
             own |= self._preferred.get(self._original(module), {})
         function, loss_name = _loss(loss, own.get("loss"))
         chosen = FinetuneSettings.of({**own, **settings, "loss": loss_name})
+        warnings = [given.damaged] if isinstance(given, Beginning) and given.damaged else []
+        if given is not None and (told := _not_taken(given.settings, chosen, settings)):
+            warnings.append(told)
         executed: dict[str, nn.Module] = {}
         shared: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         if entry is None:
@@ -305,7 +308,7 @@ class Session:
             settings=chosen,
             show=self.show,
             begin=begin,
-            damaged=given.damaged if isinstance(given, Beginning) else "",
+            warnings=warnings,
             earlier=earlier,
             names=self._called(
                 {"model": model, "train": train, "eval_data": eval_data, "loss": loss}
@@ -696,6 +699,23 @@ def _reference(data: Iterable[Any]) -> Callable[[], Any]:
         return lambda: None
 
 
+def _not_taken(kept: Mapping[str, Any], chosen: FinetuneSettings, given: Mapping[str, Any]) -> str:
+    """Which of a checkpoint's settings do not hold since it does not choose them; "" for none.
+
+    Those that were `given` are the user's own.
+    """
+    found = {
+        name: f"{name}={getattr(chosen, name)!r}, not {reprlib.repr(kept[name])}"
+        for name, declared in chosen.declarations().items()
+        if declared.here and name in kept and name not in given
+        if kept[name] != getattr(chosen, name)
+    }
+    if not found:
+        return ""
+    told = "; ".join(found.values())
+    return f"{told}: a checkpoint does not choose {', '.join(found)}; give what is to hold"
+
+
 def _loss(
     loss: str | LossFunction | None, before: str | None
 ) -> tuple[LossFunction | None, str | None]:
@@ -908,7 +928,8 @@ def finetune(
     `resume_from` is the file of a checkpoint (``run.checkpoint()`` writes one, and each run ends
     with ``checkpoints/final.safetensors`` in its folder), or a run, by its name, number or folder:
     of that the newest checkpoint that is whole. The run goes on there, with the same
-    settings where no others are given, on the same data (see `ortlab.batching.batches` for how its
+    settings where no others are given (but for those that name files or leave out a check, which
+    are this session's own), on the same data (see `ortlab.batching.batches` for how its
     place is found again). Weights and losses are, to the last bit, those of the run that took it
     and went on, where the engine computes with the same kernels. ValueError for a file that is
     damaged or foreign, and for another model, optimizer, order or amount of data.

@@ -34,6 +34,9 @@ class Declaration:
     ``prefix`` is what the names among the variable's values begin with.
 
     ``panel`` puts the setting's control in front on the panel; the others stand behind a fold.
+
+    ``here`` says that a checkpoint does not choose it, which may be anybody's: it names files of
+    this machine, or leaves out a check.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Declaration:
     source: str = ""
     prefix: str = ""
     panel: bool = False
+    here: bool = False
 
     @property
     def variable(self) -> str:
@@ -272,7 +276,9 @@ class EngineSettings(Settings):
         "BiasGelu+:1:-1; several with commas",
     )
     self_check: bool = setting(
-        True, help="compare ORT's outputs and gradients with eager torch before the first step"
+        True,
+        here=True,
+        help="compare ORT's outputs and gradients with eager torch before the first step",
     )
     fallback: bool = setting(
         False, help="let ORTModule run plain torch, with a badge, where ORT cannot run the model"
@@ -307,6 +313,7 @@ class EngineSettings(Settings):
     )
     save_onnx: str | None = setting(
         None,
+        here=True,
         source="DebugOptions.save_onnx",
         help="write the newest graph, stage by stage, to files that begin with this path",
     )
@@ -363,6 +370,7 @@ class EngineSettings(Settings):
     )
     memory_plans: str | None = setting(
         None,
+        here=True,
         source="ORTMODULE_MEMORY_OPT_CONFIG",
         help="a JSON file with the list of recompute plans to use",
     )
@@ -381,6 +389,7 @@ class EngineSettings(Settings):
         choices=("device", "build_gradient", "execution_agent", "disabled"),
         many=True,
         prefix="SKIP_CHECK_",
+        here=True,
         source="ORTMODULE_SKIPCHECK_POLICY",
         help="ORT's own checks to leave out of every step; ortlab's come before them",
     )
@@ -410,6 +419,7 @@ class EngineSettings(Settings):
     )
     tuning_results: str | None = setting(
         None,
+        here=True,
         source="ORTMODULE_TUNING_RESULTS_PATH",
         help="the folder that tuning writes its choices to, or without it reads them from",
     )

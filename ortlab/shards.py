@@ -105,15 +105,22 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def fingerprint(path: Path) -> str:
+    """The SHA-256 of a file; empty for what is none: links lead anywhere, devices have no end."""
+    if path.is_symlink() or not path.is_file():
+        return ""
+    return digest(path)
+
+
 def check(folder: Path, digests: Mapping[str, str], *, beside: str) -> None:
     """ValueError where the files in `folder` are not those of `digests`, with one `beside` them."""
     for name, wanted in digests.items():
-        found = None
+        found = ""
         with contextlib.suppress(OSError):
             if Path(name).name == name:
-                found = digest(folder / name)
-        if found != wanted:
-            what = "missing" if found is None else "damaged (its SHA-256 is another)"
+                found = fingerprint(folder / name)
+        if not found or found != wanted:
+            what = "damaged (its SHA-256 is another)" if found else "missing, or no file"
             raise ValueError(f"{folder / Path(name).name} is {what}; take another checkpoint")
     if more := {path.name for path in folder.glob(f"*{_SUFFIX}")} - {*digests, beside}:
         raise ValueError(f"{folder / min(more)} is no part of the checkpoint in {folder}")

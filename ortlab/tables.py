@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, overload
@@ -20,6 +21,8 @@ _STYLE = """
 </style>
 """
 
+_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys rather than shows, and those that turn the text around them."""
 LONGEST = 40
 """Letters of a word that is never broken; longer ones are paths, which leave figures their room."""
 
@@ -73,18 +76,20 @@ class Table(Sequence[R]):
         return self._records[index]
 
     def __repr__(self) -> str:
+        notes = [escaped(note, but="\n") for note in self.notes]
         if not self._records:
-            return "\n".join([self._empty, *self.notes])
-        heads = [column.head for column in self._columns]
-        widths = [max(map(len, cells)) for cells in zip(heads, *self._cells, strict=True)]
+            return "\n".join([escaped(self._empty, but="\n"), *notes])
+        heads = [escaped(column.head) for column in self._columns]
+        rows = [[escaped(cell) for cell in cells] for cells in self._cells]
+        widths = [max(map(len, cells)) for cells in zip(heads, *rows, strict=True)]
         lines = []
-        for cells in (heads, ["-" * width for width in widths], *self._cells):
+        for cells in (heads, ["-" * width for width in widths], *rows):
             padded = (
                 cell.rjust(width) if column.number else cell.ljust(width)
                 for cell, width, column in zip(cells, widths, self._columns, strict=True)
             )
             lines.append("  ".join(padded).rstrip())
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *notes])
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
@@ -106,6 +111,11 @@ class Table(Sequence[R]):
                 for cell, column in zip(cells, self._columns, strict=True)
             )
         )
+
+
+def escaped(text: str, *, but: str = "") -> str:
+    """`text` with control characters, `but` those, as Python writes them: names come from files."""
+    return _OBEYED.sub(lambda found: found[0] if found[0] in but else repr(found[0])[1:-1], text)
 
 
 def rounded(value: float) -> str:

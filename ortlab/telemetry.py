@@ -226,23 +226,16 @@ class Sink(Protocol):
 
 def merged(rows: Rows, size: int) -> Rows:
     """`rows` with every `size` of them made one, the last one of what is left over."""
-    if size <= 1:
+    if size <= 1 or not len(rows):
         return rows
-    whole = len(rows) // size * size
-    parts = [rows[:whole].reshape(-1, size, rows.shape[1])]
-    if whole < len(rows):
-        parts.append(rows[None, whole:])
-    return np.concatenate([_merge(groups) for groups in parts])
-
-
-def _merge(groups: Rows) -> Rows:
-    out: Rows = groups[:, -1].copy()
-    values = groups[:, :, _MEANS]
+    first = np.arange(0, len(rows), size)
+    out: Rows = rows[np.minimum(first + size, len(rows)) - 1]
+    values = rows[:, _MEANS]
     known = ~np.isnan(values)
-    count = known.sum(axis=1)
-    total = np.where(known, values, 0.0).sum(axis=1)
-    out[:, _MEANS] = np.where(count > 0, total / np.maximum(count, 1), NAN)
-    out[:, _PEAKS] = np.fmax.reduce(groups[:, :, _PEAKS], axis=1)
+    count = np.add.reduceat(known, first, axis=0, dtype=np.float64)
+    total = np.add.reduceat(np.where(known, values, 0.0), first, axis=0)
+    out[:, _MEANS] = np.divide(total, count, out=np.full_like(total, NAN), where=count > 0)
+    out[:, _PEAKS] = np.fmax.reduceat(rows[:, _PEAKS], first, axis=0)
     return out
 
 
@@ -272,6 +265,10 @@ class _Series:
                 self._rows[: self._used] = merged(self._rows, 2)
                 self.stride *= 2
         self._tail = rows.copy()
+
+    def place(self, step: float) -> int:
+        """The number of the first row that ends after `step`."""
+        return int(np.searchsorted(self._rows[: self._used, INDEX["step"]], step, side="right"))
 
     def rows(self, first: int = 0) -> Rows:
         """Rows from number `first` on; the last one ends with the newest step."""
@@ -441,11 +438,21 @@ class Recorder:
         with self._lock:
             return Sample(*self._recent.rows()[-1].tolist()) if self._count else None
 
-    def rows(self) -> Rows:
-        """The whole series in at most ``capacity + 1`` rows; the last ends with the newest step."""
+    def rows(self, after: float = -math.inf) -> Rows:
+        """The whole series in at most ``capacity + 1`` rows; the last ends with the newest step.
+
+        Given a step, those that end after it, and the last.
+        """
         self._absorb()
         with self._lock:
-            return self._series.rows()
+            return self._series.rows(self._series.place(after))
+
+    def mean(self, name: str, most: int) -> float:
+        """Of a column, over the newest `most` steps; NaN before the first."""
+        self._absorb()
+        with self._lock:
+            recent = self._recent.rows()[-most:, INDEX[name]]
+            return float(np.add.reduce(recent)) / len(recent) if len(recent) else NAN
 
     def since(self, cursor: int, limit: int = 256) -> tuple[Rows, int]:
         """What came after `cursor` (0 is the beginning), and the cursor for the next call.
@@ -559,10 +566,11 @@ class Recorder:
 
     def _first_skipped(self, rows: Rows) -> list[Event]:
         """The note of the first step that a loss scale had skipped."""
-        if self._skipped or not len(at := np.flatnonzero(rows[:, INDEX["skipped"]] > 0)):
+        skipped = rows[:, INDEX["skipped"]] > 0
+        if self._skipped or not skipped.any():
             return []
         self._skipped = True
-        first = Sample(*rows[at[0]].tolist())
+        first = Sample(*rows[skipped.argmax()].tolist())
         why = f"its gradients overflowed; the loss scale is {first.loss_scale:,.10g}"
         text = f"step {first.step:.0f} was skipped: {why}"
         return [Event("note", int(first.step), first.time_s, text)]

@@ -13,6 +13,7 @@ import numpy as np
 from ortlab.history import FORM, RunFolder
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import COLUMNS, INDEX, Event, Rows
+from tests.waiting import HANGS_S
 
 ENVIRONMENT = {"ortlab": "0.1.0", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "cpus": 2}
 """Of no machine: to ask for this one's takes torch's import."""
@@ -93,7 +94,7 @@ def end(path: Path) -> None:
     folder.release()
 
 
-def wait_for(path: Path, timeout_s: float = 30.0) -> None:
+def wait_for(path: Path, timeout_s: float = HANGS_S) -> None:
     """Until another process has made a file."""
     deadline = time.monotonic() + timeout_s
     while not path.exists():

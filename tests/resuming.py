@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint
+from ortlab.control import Control
 from ortlab.engines.base import engine
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
@@ -115,7 +116,7 @@ class Course:
             stepper,
             batching.batches(case.data(), settings),
             settings,
-            control=loop.Control(),
+            control=Control(),
             recorder=self.recorder,
             begin=begin,
         )

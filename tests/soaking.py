@@ -113,6 +113,7 @@ def note(path: str, cycle: int) -> None:
         "rss": process.memory_info().rss,
         "allocated": _allocated(),
         "threads": threading.active_count(),
+        "native_threads": process.num_threads(),  # not judged: torch's and ORT's pools come and go
         "files": process.num_fds(),
         "widgets": len(ipywidgets.widget._instances),
         "update_ms": 1e3 * max(costs, default=0.0),

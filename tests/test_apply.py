@@ -17,6 +17,7 @@ import ortlab
 from ortlab import batching, loop
 from ortlab.changes import refusals
 from ortlab.checkpoint import Checkpoint
+from ortlab.control import Control
 from ortlab.engines.base import EngineUnavailable, Stepper, engine
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
@@ -63,7 +64,7 @@ class Course:
                 wrapped[name] = engine(name).wrap(model, settings.replace(precision="fp32"))
             return engine(name).prepare(wrapped[name], loss, settings)
 
-        self.control = loop.Control()
+        self.control = Control()
         self.loop = loop.Course(
             prepare(settings),
             batching.batches(data, settings),

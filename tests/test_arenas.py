@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.waiting import HANGS_S
+
 KEPT = """
 import ctypes, sys, threading
 import psutil
@@ -40,7 +42,7 @@ def kept(thread: str, **environment: str) -> int:
         [sys.executable, "-c", KEPT, thread],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS_S,
         check=True,
         env={**os.environ, **environment},
     )

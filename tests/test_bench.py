@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from ortlab.engines.base import progress
 from ortlab.settings import ENGINES, REFERENCE
 from ortlab.turns import Spread
 from tests.readme import speed
+from tests.waiting import HANGS_S
 
 MODEL = "bert-256/2x128"
 # One thread: two of them wait for each other wherever a third computes.
@@ -94,6 +96,31 @@ def test_it_says_how_far_it_is(measured: EngineBench, told: list[str]) -> None:
     assert f"{MODEL}, model 1 of 1" in told
     assert f"{MODEL}: first step of eager in bf16" in told
     assert any(line.startswith(f"{MODEL}: round 3 of 3, about ") for line in told)
+
+
+def test_options_are_of_the_engines_in_ort(measured: EngineBench) -> None:
+    settings = BenchSettings(ort_options="kernels=ort, attention=onnx,triton=on")
+    of_ort, of_eager = (timing._finetune((e, "bf16"), "cpu", settings) for e in ("ort", "eager"))
+    assert (of_ort.kernels, of_ort.attention, of_ort.triton) == ("ort", "onnx", True)
+    assert (of_ort.precision, of_ort.cache) == ("bf16", False)
+    assert of_eager.kernels == "measured"
+    told = dataclasses.replace(measured, settings=settings).markdown()
+    assert "ORT's engines with kernels=ort, attention=onnx, triton=on." in told
+    assert "ORT's engines with" not in measured.markdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("attnetion=fused", "did you mean 'attention'?"),
+        ("attention=fast", "choose from"),
+        ("triton=maybe", "takes on or off"),
+        ("cache=on", "choose from"),
+    ],
+)
+def test_options_that_are_none(options: str, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        bench.engines(**TINY, ort_options=options)
 
 
 def test_it_leaves_the_process_as_it_was() -> None:
@@ -242,7 +269,7 @@ def test_interrupted() -> None:
             if "round 3 of" in line:
                 running.send_signal(signal.SIGINT)
                 break
-        printed, complaints = running.communicate(timeout=60)
+        printed, complaints = running.communicate(timeout=HANGS_S)
     assert running.returncode == 130
     assert "Traceback" not in complaints
     result = EngineBench.from_dict(json.loads(printed))

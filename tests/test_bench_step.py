@@ -24,6 +24,7 @@ from ortlab.graph.profile_ort import NodeTime
 from ortlab.kernels.choice import Timing
 from ortlab.settings import FinetuneSettings
 from ortlab.turns import Spread
+from tests.waiting import HANGS_S
 
 MODEL = "bert-256/2x128"
 # One thread: two of them wait for each other wherever a third computes.
@@ -279,7 +280,7 @@ def test_interrupted() -> None:
             if "round 3 of" in line:
                 running.send_signal(signal.SIGINT)
                 break
-        printed, complaints = running.communicate(timeout=60)
+        printed, complaints = running.communicate(timeout=HANGS_S)
     assert running.returncode == 130
     assert printed == ""
     assert "Traceback" not in complaints

@@ -12,6 +12,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from tests.binder import PINS, ROOT, pinned, wanted
+from tests.waiting import HANGS_S
 
 REPO2DOCKER = Path(sys.executable).with_name("jupyter-repo2docker")
 
@@ -28,7 +29,7 @@ def test_the_dry_run() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS_S,
     )
     assert done.returncode == 0, done.stderr
     assert "Building conda environment for python=3.11" in done.stderr

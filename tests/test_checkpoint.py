@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 import signal
 import stat
 import struct
@@ -26,8 +27,11 @@ import torch
 from torch import nn
 
 from ortlab.checkpoint import Checkpoint, Order, Position
+from ortlab.outline import Packed
 from ortlab.randomness import RandomStates
 from ortlab.settings import FinetuneSettings
+from ortlab.shards import Shards
+from tests.waiting import HANGS_S
 
 PLAIN: dict[str, Any] = {
     "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "foreach": None, "fused": True}],
@@ -237,6 +241,7 @@ def test_files_of_others(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("not a checkpoint" * 100)
     refused(text, because="is no checkpoint")
+    refused(Path("/dev/null"), because="/dev/null is no file")
 
 
 def test_a_newer_form_says_to_update(tmp_path: Path) -> None:
@@ -266,7 +271,10 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("state", [{}, [], {"model": {"dict": [["w", {"tensor": "none"}]]}}, 5])
+@pytest.mark.parametrize(
+    "state",
+    [{}, [], {"model": {"dict": [["w", {"tensor": "none"}]]}}, 5, {"model": {"float": 10**400}}],
+)
 def test_a_form_that_fits_its_digest_alone(tmp_path: Path, state: Any) -> None:
     from ortlab.checkpoint import _digest
 
@@ -275,6 +283,33 @@ def test_a_form_that_fits_its_digest_alone(tmp_path: Path, state: Any) -> None:
     metadata = {"ortlab": "1", "state": text, "sha256": _digest(1, text, tensors)}
     safetensors.torch.save_file(tensors, path, metadata)
     refused(path, because="is no checkpoint of ortlab's")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"step": value} for value in ("x", 2.0, True, None, 2**70, -5)),
+        *({"read": value} for value in ("x", -7)),
+        *({"epoch": value} for value in ("x", -1)),
+        *({"length": value} for value in ("x", -1)),
+        *({"evaluated": value} for value in ([], -2)),
+        *({"engine_seed": value} for value in ({}, -1, 2**70)),
+        *({"unit": value} for value in ("steps", 3, [])),
+        *({"optimizer": value} for value in (3, None, [])),
+        *({"model": value} for value in (3, [1])),
+        *({"settings": value} for value in ([1], "x")),
+        *({"versions": 3}, {"loss_scale": 3}),
+    ],
+)
+def test_values_that_no_run_has_are_refused_though_the_digest_fits(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    kept = taken()
+    of_position = {name for name in changes if hasattr(kept.position, name)}
+    position = dataclasses.replace(kept.position, **{name: changes[name] for name in of_position})
+    others = {name: changes[name] for name in changes.keys() - of_position}
+    path = dataclasses.replace(kept, position=position, **others).save(tmp_path / "a.ckpt")
+    refused(path, because=f"is no checkpoint of ortlab's: .*{min(changes)} is ")
 
 
 # --- a disk that is full, a reader in between, a process that is killed
@@ -314,7 +349,7 @@ def is_whole(read: Checkpoint) -> bool:
 def test_a_full_disk_leaves_the_older_one_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     with saving(path, full_after=1) as process:
-        said, error = process.communicate(timeout=120)
+        said, error = process.communicate(timeout=HANGS_S)
     assert said == "1\n"
     assert f"cannot be kept in {path}" in error
     assert "too large" in error.lower()
@@ -355,7 +390,7 @@ def test_a_reader_always_finds_a_whole_one(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     seen = set()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANGS_S
     while len(seen) < 10 and time.monotonic() < deadline:
         read = Checkpoint.load(path)
         seen.add(read.position.step)
@@ -390,3 +425,45 @@ def test_a_file_that_is_replaced_while_it_is_opened(
     read = Checkpoint.load(path)
     assert read.position.step == 2
     assert read.model["weight"].tolist() == [0, 0]
+
+
+def test_a_file_that_is_replaced_by_a_shorter_one_before_it_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch maps it by the size that safetensors found."""
+    path = taken({"weight": torch.ones(1000)}, step=1).save(tmp_path / "a.ckpt")
+    mapped, sizes = torch.UntypedStorage.from_file, []
+
+    def replaced(*of: Any, **options: Any) -> Any:
+        sizes.append(path.stat().st_size)
+        if len(sizes) == 1:
+            taken({"weight": torch.zeros(2)}, step=2).save(path)
+        return mapped(*of, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", replaced)
+    read = Checkpoint.load(path)
+    assert read.position.step == 2
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.parametrize("opens", [1, 2])
+def test_a_folder_that_goes_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: int
+) -> None:
+    """Before its state is opened, and before a shard is."""
+    packed = Packed()
+    outline = {"model": packed.pack({"weight": torch.ones(3)}, "")}
+    made = Shards(Shards.place(tmp_path), outline)
+    safetensors.torch.save_file(packed.tensors, made.folder / "shard-00001.safetensors")
+    path = dataclasses.replace(taken(), model={}, shards=made).save(tmp_path / "last-3")
+    assert Checkpoint.load(path).model["weight"].tolist() == [1, 1, 1]
+    opened, seen = safetensors.safe_open, []
+
+    def trimmed(name: Path, framework: str) -> Any:
+        seen.append(name)
+        if len(seen) == opens:
+            shutil.rmtree(path)
+        return opened(name, framework)
+
+    monkeypatch.setattr(safetensors, "safe_open", trimmed)
+    refused(path, because="there is no checkpoint at")

@@ -9,6 +9,8 @@ import pytest
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 
+from tests.waiting import HANGS_S
+
 PRELUDE = """
 %load_ext ortlab
 import threading
@@ -42,7 +44,7 @@ class Front:
             message["metadata"] = {"cellId": cell, "deletedCells": list(deleted)}
         self._client.shell_channel.send(message)
         while True:
-            got: dict[str, Any] = self._client.get_iopub_msg(timeout=120)
+            got: dict[str, Any] = self._client.get_iopub_msg(timeout=HANGS_S)
             assert got["msg_type"] != "error", "\n".join(got["content"]["traceback"])
             if got["parent_header"].get("msg_id") != message["header"]["msg_id"]:
                 continue

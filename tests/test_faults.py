@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import ortlab
-from ortlab import batching, compat, fitting
+from ortlab import batching, compat, fitting, runs
 from ortlab.checkpoint import Checkpoint
 from ortlab.diagnosis import first_bad
 from ortlab.engines import execution
@@ -38,7 +39,7 @@ from ortlab.runs import Run
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX
-from tests.waiting import until
+from tests.waiting import HANGS_S, until
 
 CHOSEN: dict[str, Any] = {
     "engine": "eager", "device": "cpu", "loss": "cross_entropy", "batch_size": 4, "epochs": 2,
@@ -75,7 +76,7 @@ class Table(Dataset[Any]):
         if index in self.bad:
             raise KeyError("the column is gone")
         if self.hangs is not None and self.read > 20:
-            assert self.hangs.wait(60)
+            assert self.hangs.wait(HANGS_S)
         return self.inputs[index], self.inputs[index, :3].argmax()
 
 
@@ -243,7 +244,9 @@ def test_data_that_raises_holds_the_run_and_mended_goes_on_bit_by_bit(loader: bo
     assert f"the data failed in step {run.step + 1}, after" in notes
     assert "of epoch 1" in notes
     assert f"{run.name} waits at step {run.step}: mend the data" in notes
-    assert ("the Table raised it at index 7" in notes) != loader
+    # From Python 3.12 on the frame of a list that is being made no more tells how far it is.
+    reading = r"the DataLoader was reading (index 7|indices [\d, ]*\b7\b[\d, ]*) of the Table"
+    assert re.search(reading if loader else "the Table raised it at index 7", notes)
     assert run.status().badges == ("held: the data failed",)
     assert "mend the data" in (run.status().error or "")
     table.bad = set()
@@ -308,6 +311,92 @@ def test_samples_that_come_at_once_are_named_one_by_one() -> None:
     assert "the AtOnce raised it at index 9" in raised.value.__notes__
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that does not come for a second hangs."""
+    monkeypatch.setattr(runs, "_LATE_READ_S", 0.5)
+    monkeypatch.setattr(runs, "_HANGING_READ_S", 1.0)
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_data_that_hangs_holds_the_run_until_it_comes(impatient: None, loader: bool) -> None:
+    """The last step is kept meanwhile; losses are those of data that came at once."""
+
+    def given(table: Table) -> Any:
+        return DataLoader(table, batch_size=4, shuffle=True) if loader else table
+
+    expected = undisturbed(given(Table()))
+    table = Table()
+    table.hangs = threading.Event()
+    run = ortlab.finetune(network(), given(table), hold=True, **CHOSEN)
+    with pytest.raises(RuntimeError, match="the data of step 6 has not come for 1 s") as raised:
+        run.result(60)
+    assert run.state == "running"
+    place, line, waits = raised.value.__notes__
+    assert re.fullmatch(r"it reads (index|indices) [\d, ]+ of the Table", place)
+    assert line.endswith("assert self.hangs.wait(HANGS_S), in __getitem__")
+    assert "after step 5: when the data comes it goes on by itself, run.resume() waits on" in waits
+    assert run.status().badges == ("held: the data hangs",)
+    kept = RunFolder(run.folder).checkpoint_path("last-5")
+    until(kept.exists)
+    assert Checkpoint.load(kept).position.step == 5
+    table.hangs.set()
+    until(lambda: run.status().badges == ())
+    assert run.result(60).state == "finished"
+    assert losses(run) == expected
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_held_by_data_can_be_paused(impatient: None, resumed: bool) -> None:
+    """It is not held any more then, nor again once it was resumed; the data finds it paused."""
+    table = Table()
+    table.hangs = threading.Event()
+    run = ortlab.finetune(network(), table, hold=True, **CHOSEN)
+    until(lambda: run.status().badges == ("held: the data hangs",))
+    if resumed:
+        run.resume()
+        time.sleep(2 * runs._SLOW_READ_S)
+        assert run.status().badges == ()
+    run.pause()
+    assert run.status().badges == ()
+    table.hangs.set()
+    until(lambda: run.state == "paused")
+    assert run.step == 6
+    run.resume()
+    assert run.result(60).state == "finished"
+    run.resume()
+    run.stop()
+    assert run.result(5).state == "finished"  # over as it was
+
+
+class Once(Table):
+    """Samples of which the first of the second epoch cannot be read, the first time."""
+
+    failed = False
+
+    def __getitem__(self, index: int) -> Any:
+        if self.read == len(self) and not self.failed:
+            self.failed = True
+            raise KeyError("the column is gone")
+        return super().__getitem__(index)
+
+
+def test_data_that_fails_in_the_first_read_of_an_epoch_has_the_order_it_had() -> None:
+    """A DataLoader that shuffles draws it there."""
+
+    def given(table: Table) -> Any:
+        return DataLoader(table, batch_size=4, shuffle=True)
+
+    expected = undisturbed(given(Table()))
+    run = ortlab.finetune(network(), given(Once()), hold=True, **CHOSEN)
+    with pytest.raises(KeyError):
+        run.result(60)
+    assert run.step == 12
+    run.resume()
+    assert run.result(60).state == "finished"
+    assert losses(run) == expected
+
+
 def test_data_that_hangs_is_told_and_stop_ends_the_run() -> None:
     table = Table()
     table.hangs = threading.Event()
@@ -324,7 +413,7 @@ def test_data_that_hangs_is_told_and_stop_ends_the_run() -> None:
     assert any("the data hangs" in event.text for event in run.recorder.events("warning"))
     table.hangs.set()
     assert run._thread is not None
-    run._thread.join(60)
+    run._thread.join(HANGS_S)
     assert not run._thread.is_alive()
     assert run.state == "stopped"
     assert run.error is None
@@ -482,6 +571,23 @@ class Layers(nn.Module):
         return scores
 
 
+def test_numbers_that_fail_and_a_stop_end_a_run_as_any_stop_does() -> None:
+    table, model = Table(), Spoiled()
+    table.inputs.clamp_(-3, 3)
+    table.inputs[7] = 9
+    run = ortlab.finetune(model, table, hold=True, **CHOSEN)
+    with pytest.raises(NotFinite, match="not finite at step"):
+        run.result(HANGS_S)
+    good = run.step
+    run.stop()
+    result = run.result(HANGS_S)
+    assert (result.state, result.steps, run.error) == ("stopped", good, None)
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+    kept = RunFolder(run.folder)
+    assert kept.read_json("run")["state"] == "stopped"
+    assert kept.read_checkpoint().position.step == good
+
+
 def test_where_a_step_is_first_not_finite() -> None:
     settings = FinetuneSettings(engine="eager", device="cpu")
     inputs, target = torch.randn(6, 4), torch.arange(6) % 3
@@ -542,6 +648,10 @@ def test_what_would_fit() -> None:
     assert advised(1000, own=True) == {"recompute": "layers"}
     assert advised(1000, batch_size=1) == {"recompute": "layers"}
     assert advised(1000, own=True, engine="eager") == {}
+    assert advised(10, workers=4) == {"batch_size": 4, "accumulation": 6}
+    few: dict[str, Any] = {"workers": 4, "batch_size": 4, "engine": "eager"}
+    assert advised(10, **few) == {"zero_stage": 1}
+    assert advised(10, **few, zero_stage=1) == {}
 
 
 NEEDS_ORT = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
@@ -611,7 +721,8 @@ def test_a_step_that_does_not_fit_is_survived_with_smaller_micro_batches() -> No
 @NEEDS_ORT
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
 def test_so_is_one_that_does_not_fit_in_ort_whose_sessions_give_their_memory_back() -> None:
-    scarce("ort", 60)
+    # With less, one in ten runs ends in glibc, which has no room for a new thread's own data.
+    scarce("ort", 80)
 
 
 @NEEDS_ORT
@@ -657,7 +768,7 @@ def test_a_session_whose_threads_find_no_room_does_without_them(space: str, told
         ["bash", "-c", 'ulimit -s 8000000; exec "$@"', "-", sys.executable, "-c", STACKS, space],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -750,6 +861,27 @@ def test_what_a_kernel_in_c_says_of_its_memory() -> None:
     assert concise(error) == ["RuntimeError: not enough memory: 64 bytes"]
 
 
+def test_zero_is_named_where_there_are_gpus_to_share_out_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = network()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(fitting, "available_bytes", lambda _: 0)
+    settings = FinetuneSettings(engine="eager", batch_size=8)
+    zero = "; workers=4, zero_stage=1 shares batch and optimizer state out to 4 GPUs"
+
+    def told(device: str, **changes: Any) -> tuple[str, str]:
+        chosen = settings.replace(**changes)
+        said = fitting.foretold(model, chosen, device, lambda _: None)
+        return fitting.hint({}, chosen, device), said or ""
+
+    assert all(each.endswith(zero) for each in told("cuda"))
+    assert not any("zero_stage" in each for each in told("cpu")), "one memory for all ranks"
+    assert not any("zero_stage" in each for each in told("cuda", batch_size=3)), "no row for one"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert not any("zero_stage" in each for each in told("cuda"))
+
+
 def test_a_model_that_cannot_fit_is_told_before_the_first_step() -> None:
     settings = FinetuneSettings(engine="eager", device="cpu")
     with torch.device("meta"):
@@ -762,3 +894,20 @@ def test_a_model_that_cannot_fit_is_told_before_the_first_step() -> None:
     assert "by the memory plan, take" in (
         fitting.foretold(network(), settings, "cpu", lambda _: 2 * room) or ""
     )
+
+
+def test_a_run_that_may_not_fit_says_so_until_its_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fitting, "available_bytes", lambda _: 0)
+    table = Table()
+    table.hangs, table.read = threading.Event(), 20
+    run = ortlab.finetune(network(), table, **CHOSEN)
+    until(lambda: run.state == "running")
+    (badge,) = run.status().badges
+    assert badge.startswith("weights, gradients and adamw's state alone take ")
+    table.hangs.set()
+    assert run.result(60).state == "finished"
+    (warning,) = run.recorder.events("warning")
+    assert (warning.step, warning.text) == (0, badge)
+    assert badge not in run.status().badges

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab import compat
+from ortlab import compat, kernels
 from ortlab.graph.capture import Graphs, Overlay, Stage
-from ortlab.notebook import graphview, netron, sketch
+from ortlab.notebook import graphview, netron, recomputeview, sketch
 from tests.graph.test_capture import bert, called, gpt2
 from tests.test_charts import execute
 
@@ -250,6 +250,60 @@ def test_a_saved_notebook_has_the_picture_and_the_outline(tmp_path: Path) -> Non
         assert "data:image/svg+xml;base64," in still.data["text/html"]
         assert "parameters" in still.data["text/html"]
         assert len(still.data["text/html"]) < 30_000
+
+
+MARKUP = "<img src=x onerror=alert(1)>"
+
+
+class Named(nn.Module):
+    """A layer whose parameter is called as markup is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter(MARKUP, nn.Parameter(torch.ones(8, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x @ getattr(self, MARKUP))
+
+
+class Listed(nn.Module):
+    """Layers in a list that is called so, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module(MARKUP, nn.ModuleList(Named() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in getattr(self, MARKUP):
+            x = layer(x)
+        return x
+
+
+@needs_ort
+def test_names_of_parameters_and_modules_stay_text() -> None:
+    if (reason := kernels.unavailable()) is not None:
+        pytest.skip(reason)
+    model, batch = ortlab.wrap(Listed(), engine="ort", kernels="torch"), torch.ones(4, 8)
+    model(batch).sum().backward()
+    graphs, plans = ortlab.graphs(model), ortlab.recompute_plans(model, batch)
+    stills = [graphview.still(graphs, graphview.outline_of(graphs, each)) for each in graphs.stages]
+    memory = ortlab.memory_plan(model, batch)
+    view = recomputeview.RecomputeView(plans)
+    view._choose_all()
+    assert all(not tick.description_allow_html for tick in view._ticks.values())
+    pages = {
+        "graph": "".join(still["text/html"] for still in stills) + graphs._repr_html_(),
+        "memory": memory._repr_html_(),
+        "recompute": plans._repr_html_(),
+        "controls": view._said.value,
+    }
+    for name, page in pages.items():
+        assert "<img src=x" not in page, name
+        assert "&lt;img src=x onerror" in page, name
+    for picture in (memory.picture(), *(still["image/svg+xml"] for still in stills)):
+        root = ElementTree.fromstring(picture)
+        assert not [each.tag for each in root.iter() if each.tag.endswith("}img")]
+    ortlab.unwrap(model)  # which the view's widgets keep, and %ort would list
 
 
 def test_a_package_without_its_javascript_says_so(

@@ -27,6 +27,7 @@ from ortlab.history import (
     write_private,
 )
 from ortlab.telemetry import COLUMNS, INDEX, NAN, Event, Rows
+from tests.waiting import HANGS_S
 
 
 def rows(first: int, count: int) -> Rows:
@@ -115,7 +116,7 @@ while Path(sys.argv[1]).read_bytes().count(b"\\n") < 101:
 os._exit(9)
 """
     file = tmp_path / "metrics.jsonl"
-    ended = subprocess.run([sys.executable, "-c", script, str(file)], timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", script, str(file)], timeout=HANGS_S, check=False)
     assert ended.returncode == 9
     assert len(read_metrics(file).rows) == 100
 

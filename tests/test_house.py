@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import json
 import re
 import subprocess
@@ -254,6 +255,12 @@ def test_readme_commands_exist() -> None:
             [sys.executable, "-m", "ortlab.cli", command, "--help"], capture_output=True, text=True
         )
         assert helped.returncode == 0, f"ortlab {command}: {helped.stderr}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests/bench").glob("*.py")), ids=lambda p: p.stem)
+def test_a_measurement_is_importable(path: Path) -> None:
+    """Nothing else runs them between one release and the next."""
+    importlib.import_module(f"tests.bench.{path.stem}")
 
 
 def test_readme_pictures_are_those_that_are_taken() -> None:

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 import ortlab
+from ortlab import batching
+from ortlab.cluster.call import RankError
 from ortlab.engines.base import StepperLost
 from ortlab.runs import Run
 from ortlab.session import session
 from tests.test_on_workers import (
     TOLERANCE,
-    WAIT_S,
     Network,
     begin,
     data,
@@ -33,7 +34,7 @@ from tests.test_on_workers import (
     own_workers,  # noqa: F401 - a fixture
     train,
 )
-from tests.waiting import until
+from tests.waiting import HANGS_S, until
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals, and gloo over loopback"),
@@ -75,6 +76,23 @@ class Greedy(Crashing):
 
     def fail(self) -> None:
         torch.ones(1 << 30)  # 4 GiB
+
+
+class Wide(Network):
+    """Asks for more memory than there is, to train on several rows, or to evaluate then on many."""
+
+    def __init__(self, says: str) -> None:
+        super().__init__()
+        self.says, self.trained = says, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        evaluates = self.says == "evaluation"
+        self.trained |= self.training
+        if self.trained and self.training != evaluates and len(x) > (4 if evaluates else 1):
+            if self.says == "Python":
+                raise MemoryError
+            torch.empty(2**60)
+        return super().forward(x)
 
 
 def rank() -> int:
@@ -122,7 +140,7 @@ def test_a_run_moves_out_and_back(alone: dict[str, Any]) -> None:
         run.pause()
         run.apply(isolated=isolated)
         run.resume()
-    run.result(WAIT_S)
+    run.result(HANGS_S)
     assert difference(alone["losses"], losses(run)) < TOLERANCE
     assert told(run, "change") == ["isolated=True (was False)", "isolated=False (was True)"]
 
@@ -130,7 +148,7 @@ def test_a_run_moves_out_and_back(alone: dict[str, Any]) -> None:
 def test_a_crash_of_native_code_costs_steps_alone(whole: Any, tmp_path: Path) -> None:
     """SIGSEGV in forward: the run goes on from its checkpoint, by itself, to the same losses."""
     run = begin(Crashing(tmp_path / "crashed", 17), isolated=True, checkpoint_every=5)
-    assert run.result(WAIT_S).steps == 50
+    assert run.result(HANGS_S).steps == 50
     (warning,) = told(run)
     assert warning.startswith("begins again in another process: ")
     assert "SIGSEGV" in warning
@@ -142,22 +160,59 @@ def test_what_crashes_again_holds_the_run() -> None:
     """Else it would begin again for ever; the kernel lives, and the run can be stopped."""
     run = begin(Crashing(None), isolated=True)
     with pytest.raises(StepperLost, match="SIGSEGV"):
-        run.result(WAIT_S)
+        run.result(HANGS_S)
     assert run.state == "paused"
     first, second = told(run)
     assert first.startswith("begins again in another process: ")
     assert second.startswith("held: ")
     run.stop()
-    assert run.result(WAIT_S).state == "stopped"
+    assert run.result(HANGS_S).state == "stopped"
 
 
 def test_a_killed_process_is_begun_again(whole: Any) -> None:
     run = begin(Slow(0.3), isolated=True, checkpoint_every=5)
     until(lambda: run.step >= 8)
     os.kill(rank(), signal.SIGKILL)
-    assert run.result(WAIT_S).steps == 50
+    assert run.result(HANGS_S).steps == 50
     assert told(run)
     assert (losses(run) == whole).all()
+
+
+@pytest.mark.parametrize("says", ["Python", "torch", "data"])
+def test_memory_that_does_not_suffice_holds_the_run(
+    alone: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the kernel; the process goes on with what is advised."""
+    collate = batching.collate
+
+    def scarce_collate(items: Any) -> Any:
+        if len(items) > 1:
+            raise MemoryError
+        return collate(items)
+
+    if says == "data":
+        monkeypatch.setattr(batching, "collate", scarce_collate)
+    run = begin(Wide(says), isolated=True, hold=True)
+    with pytest.raises(MemoryError if says == "data" else RankError) as raised:
+        run.result(HANGS_S)
+    assert run.state == "paused"
+    told = "memory did not suffice for step 1; 26 micro-batches of 1 make the same 26 samples"
+    assert any(told in note for note in raised.value.__notes__)
+    assert run.advice == {"batch_size": 1, "accumulation": 26}
+    trains = rank()
+    run.resume(**run.advice)
+    assert run.result(HANGS_S).state == "finished"
+    assert rank() == trains
+    assert difference(alone["losses"], losses(run)) < TOLERANCE
+
+
+def test_memory_that_does_not_suffice_for_an_evaluation_there() -> None:
+    run = train(Wide("evaluation"), isolated=True, hold=True, eval_data=data(26), max_steps=4)
+    at_most = "memory did not suffice for the evaluation of {} samples at a time: it takes {}"
+    assert [each.removesuffix(" from now on") for each in told(run)] == [
+        at_most.format(13, 6), at_most.format(6, 3)
+    ]  # fmt: skip
+    assert run.state == "finished"
 
 
 def test_what_cannot_be_isolated_is_refused() -> None:
@@ -199,7 +254,7 @@ def test_the_kernels_memory_limit_costs_steps_alone(
     ortlab.workers(1)
     with limited(rank(), 1024):
         run = begin(Greedy(tmp_path / "killed", at), isolated=True, checkpoint_every=5)
-        assert run.result(WAIT_S).steps == 50
+        assert run.result(HANGS_S).steps == 50
     (warning,) = told(run)
     assert "SIGKILL" in warning
     assert (losses(run) == whole).all()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 
 import ortlab
 from ortlab.checkpoint import Checkpoint
@@ -277,6 +278,37 @@ def test_a_damaged_file_that_is_named_itself_is_refused(stopped: Run) -> None:
         ortlab.finetune(Gated(), examples(22), resume_from=final)
 
 
+def test_one_that_another_kernel_trims_meanwhile_is_passed_over(
+    stopped: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, final = safetensors.safe_open, stopped.folder / "checkpoints" / "final.safetensors"
+
+    def trimmed(path: Path, framework: str) -> Any:
+        final.unlink(missing_ok=True)
+        return opened(path, framework)
+
+    monkeypatch.setattr(safetensors, "safe_open", trimmed)
+    begin = resuming.newest(stopped.folder)
+    assert begin.path.name == "last-6.safetensors"
+    assert begin.damaged.startswith("final.safetensors is no use (there is no checkpoint at")
+
+
+def test_one_that_another_kernel_trims_meanwhile_is_not_listed(
+    stopped: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Path.is_symlink
+
+    def trimmed(path: Path) -> bool:
+        if path.name == "final.safetensors":
+            path.unlink()
+        return plain(path)
+
+    monkeypatch.setattr(Path, "is_symlink", trimmed)
+    listed = [each.name for each in stopped.checkpoints]
+    assert "last-6" in listed
+    assert "final" not in listed
+
+
 def test_none_that_is_whole(stopped: Run) -> None:
     for path in (stopped.folder / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:100])
@@ -324,7 +356,10 @@ def died(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PastRun
     after = tmp_path / "after"
     # What is being written just now, beside its name, would be gone before it is copied.
     shutil.copytree(home / "runs", after / "runs", ignore=shutil.ignore_patterns(".*"))
-    (after / "runs" / "run-1" / "checkpoints" / ".last-9.safetensors.1.2").write_bytes(b"half")
+    checkpoints = after / "runs" / "run-1" / "checkpoints"
+    (checkpoints / ".last-9.safetensors.1.2").write_bytes(b"half")
+    (checkpoints / ".last-9.1.2").mkdir()  # as a run on workers has it
+    (checkpoints / ".last-9.1.2" / "shard-00001.safetensors").write_bytes(b"half")
     model.turns.give()
     run.result()
     monkeypatch.setenv("ORTLAB_HOME", str(after))
@@ -368,7 +403,104 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
     assert "goes on with run-1" in listed
     assert "goes on as run-2" in listed
     assert "%ort resume" not in listed
-    assert not list((died.folder / "checkpoints").glob(".*")), "half a file is cleared away"
+    assert not list((died.folder / "checkpoints").glob(".*")), "what is half is cleared away"
+
+
+@pytest.fixture
+def elsewhere(died: PastRun, tmp_path: Path) -> Path:
+    """Where the checkpoints of the run lead, which are a link: a folder with files of others."""
+    checkpoints, elsewhere = died.folder / "checkpoints", tmp_path / "elsewhere"
+    checkpoints.rename(elsewhere)
+    checkpoints.symlink_to(elsewhere)
+    (elsewhere / ".ssh").mkdir()
+    (elsewhere / ".ssh" / "key").touch()
+    return elsewhere
+
+
+def test_checkpoints_that_are_a_link_are_not_the_run_s(died: PastRun, elsewhere: Path) -> None:
+    before = sorted(elsewhere.rglob("*"))
+    resuming.clear(died)
+    assert sorted(elsewhere.rglob("*")) == before
+    assert len(died.checkpoints) == PastRun(died.folder).entry.checkpoints == 0
+    with pytest.raises(ValueError, match=r"checkpoints is a link, .* takes the path of a check"):
+        ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
+    taken = resuming.beginning(elsewhere / "last-6.safetensors")
+    assert taken.checkpoint.position.step == 6
+
+
+def test_only_half_of_a_checkpoint_is_cleared_away(died: PastRun, elsewhere: Path) -> None:
+    checkpoints = died.folder / "checkpoints"
+    checkpoints.unlink()
+    elsewhere.rename(checkpoints)
+    (checkpoints / ".last-9.1.2.before").mkdir()
+    (checkpoints / ".last-3.safetensors.1.2").symlink_to("best.safetensors")
+    resuming.clear(died)
+    hidden = {path.name for path in checkpoints.glob(".*")}
+    assert hidden == {".ssh", ".last-3.safetensors.1.2"}
+    assert "best" in names(died.folder)
+
+
+@pytest.fixture
+def died_again(died: PastRun) -> PastRun:
+    """What a process leaves that went on with it by other settings, and died in its first step."""
+    again = RunFolder.create(root=died.folder.parent)
+    again.write_json("settings", died.began_with | {"lr": 0.01})
+    again.write_json("run", died.about | {"name": again.name, "continues": died.name})
+    before = resuming.earlier(died, resuming.newest(died.folder))
+    metrics = again.metrics()
+    metrics.write(before.rows, before.events)
+    metrics.close()
+    shutil.copy(RunFolder(died.folder).checkpoint_path("best"), again.checkpoint_path("best"))
+    died.note("goes on as run-2")
+    return PastRun(again.path)
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_the_one_before(
+    died: PastRun, died_again: PastRun, carried: bool
+) -> None:
+    if not carried:
+        RunFolder(died_again.folder).checkpoint_path("best").unlink()
+        assert not PastRun(died_again.folder).entry.checkpoints
+    told = "run-2 was interrupted: %ort resume 2 goes on from its checkpoint"
+    assert ortlab.list_runs().hint == told
+    assert "%ort resume 2 goes on" in PastRun(died_again.folder).status().badges[0]
+    run = ortlab.resume(2, Gated(), examples(22), eval_data=examples(9))
+    run.result()
+    assert steps(run) == list(range(1, 13))
+    assert losses(run)[:6] == pytest.approx(losses(died)[:6], rel=1e-8)
+    assert run.settings.lr == 0.01, "as run-2 had it"
+    assert warnings_of(run) == [
+        "run-2 had come to no checkpoint of its own: run-1's last-6.safetensors of step 6 is used"
+    ]
+    notes = [event.text for event in run.recorder.events("note")]
+    assert "goes on with run-2, from run-1's last-6.safetensors of step 6" in notes
+    evaluated = [event.step for event in run.recorder.events("eval")]
+    assert evaluated == [0, 2, 4, 6, 8, 10, 12], "each once"
+    assert ortlab.list_runs().hint == ""
+
+
+def test_the_best_of_the_run_before_goes_along(died: PastRun, died_again: PastRun) -> None:
+    checkpoints = died.folder / "checkpoints"
+    shutil.copy(checkpoints / "last-6.safetensors", checkpoints / "best.safetensors")
+    RunFolder(died_again.folder).checkpoint_path("best").unlink()
+    before = resuming.earlier(died_again, resuming.newest(died_again.folder))
+    folder = RunFolder.create()
+    before.carry_best(folder)
+    assert step_of(folder.path, "best") == 6
+
+
+def test_of_a_run_that_is_gone_nothing_goes_on(died: PastRun, died_again: PastRun) -> None:
+    shutil.rmtree(died.folder)
+    RunFolder(died_again.folder).checkpoint_path("best").unlink()
+    told = "run-2 has kept no checkpoint, nor is one left of run-1, which it went on with"
+    with pytest.raises(ValueError, match=told):
+        ortlab.resume(2, Gated(), examples(22), eval_data=examples(9))
+
+
+def test_runs_that_say_that_they_went_on_with_one_another(died: PastRun) -> None:
+    RunFolder(died.folder).write_json("run", died.about | {"continues": "../runs/run-1"})
+    assert resuming.newest(died.folder).path.name == "last-6.safetensors"
 
 
 def test_what_is_missing_is_named(died: PastRun, monkeypatch: pytest.MonkeyPatch) -> None:

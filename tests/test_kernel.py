@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,10 @@ import pytest
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 
+from ortlab.cluster.rank import footprint
 from ortlab.history import RunFolder
+from tests.bench.ending import ENDS, measured
+from tests.waiting import HANGS_S
 
 PRELUDE = """
 %load_ext ortlab
@@ -50,7 +55,7 @@ class Kernel:
         outputs: list[tuple[str, dict[str, Any]]] = []
         reply = self.client.execute_interactive(
             code,
-            timeout=120,
+            timeout=HANGS_S,
             store_history=True,
             output_hook=lambda message: outputs.append((message["msg_type"], message["content"])),
         )
@@ -62,7 +67,7 @@ class Kernel:
         return cell
 
     def complete(self, code: str) -> list[str]:
-        answer = self.client.complete(code, len(code), reply=True, timeout=60)
+        answer = self.client.complete(code, len(code), reply=True, timeout=HANGS_S)
         content: dict[str, Any] = answer["content"]
         assert content["cursor_end"] == len(code)
         matches: list[str] = content["matches"]
@@ -207,34 +212,68 @@ def test_a_race_and_its_result_are_shown_as_tables_below_what_was_printed(kernel
 TRAINS = (
     PRELUDE
     + """
-import os
-run = ortlab.finetune(nn.Linear(4, 2), data, loss="cross_entropy", engine="eager", epochs=10**7)
+import os, time
+run = ortlab.finetune(
+    nn.Linear(4, 2), data, loss="cross_entropy", engine="eager", epochs=10**7, isolated={isolated}
+)
 while run.step < 3:
-    pass
+    time.sleep(0.001)
 print(os.getpid(), run.folder)
 """
 )
 
 
+def listens(address: tuple[str, int]) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=5):
+        return True
+    return False
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("isolated", [False, True], ids=["here", "isolated"])
 @pytest.mark.parametrize("how", ["SIGTERM", "shutdown", "restart"])
-def test_a_kernel_that_ends_stops_its_runs_in_order(how: str) -> None:
-    """With a checkpoint to go on from, and no process left."""
-    manager, client = start_new_kernel(kernel_name="python3")
+def test_a_kernel_that_ends_stops_its_runs_in_order(
+    how: str, isolated: bool, tmp_path: Path
+) -> None:
+    """With a checkpoint to go on from, and no process, port or folder left."""
+    if isolated:
+        pytest.importorskip("ipyparallel")
+    manager, client = start_new_kernel(
+        kernel_name="python3", env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+
+    def folders() -> list[Path]:
+        return list(tmp_path.glob("ortlab-*"))
+
     try:
-        pid, folder = Kernel(client)(TRAINS).text.split()
+        pid, folder = Kernel(client)(TRAINS.format(isolated=isolated)).text.split()[-2:]
         before = {*psutil.Process(int(pid)).children(recursive=True), psutil.Process(int(pid))}
+        # A kernel that is started again has the ports that it had.
+        ports = {each for each in footprint(int(pid))[1] if each[1] not in manager.ports}
+        assert ports
+        assert bool(folders()) == isolated
         if how == "SIGTERM":
             os.kill(int(pid), signal.SIGTERM)
         elif how == "shutdown":
             manager.shutdown_kernel()
         else:
             manager.restart_kernel()
-        _, alive = psutil.wait_procs(before, timeout=60)
+        _, alive = psutil.wait_procs(before, timeout=HANGS_S)
         assert not alive
+        assert not [each for each in ports if listens(each)]
+        assert not folders()
         kept = RunFolder(Path(folder))
         assert kept.read_json("run")["state"] == "stopped"
         assert len(kept.read_metrics().rows) == kept.read_checkpoint().position.step >= 3
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("how", ENDS)
+def test_a_run_ends_soon_after_its_step(how: str) -> None:
+    """Loosely, for other tests may run: `python -m tests.bench.ending` has the bar of 2 s."""
+    found = measured(500, how)
+    assert found["took_s"] < found["step_s"] + 10

@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from transformers import BatchEncoding
 
 from ortlab import batching, loop
+from ortlab.control import Control
 from ortlab.engines.base import NotFinite, Stepper, StepResult
 from ortlab.engines.torch_native import Eager
-from ortlab.loop import Control, Course
+from ortlab.loop import Course
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
+from tests.waiting import HANGS_S
 
 
 @pytest.fixture(autouse=True)
@@ -465,7 +467,7 @@ def test_pause_holds_the_loop_between_two_steps() -> None:
     while not control.waiting:
         assert thread.is_alive()
     control.resume()
-    thread.join(30)
+    thread.join(HANGS_S)
     assert not thread.is_alive()
     assert not control.waiting
 
@@ -486,7 +488,7 @@ def test_a_pause_after_a_stop_is_nothing() -> None:
     going: list[bool] = []
     thread = threading.Thread(target=lambda: going.append(control.proceed()), daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(HANGS_S)
     assert going == [False]
 
 

@@ -29,11 +29,13 @@ from ortlab.cluster import facts
 from ortlab.cluster.call import RankError
 from ortlab.engines import deepspeed
 from ortlab.engines.base import EngineUnavailable, StepperLost, engine
+from ortlab.faults import out_of_memory
 from ortlab.history import RunFolder
 from ortlab.runs import Run
 from ortlab.session import session
 from ortlab.telemetry import INDEX, Recorder
 from tests.test_magics import Typist, ip  # noqa: F401 - a fixture
+from tests.waiting import HANGS_S
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals, and gloo over loopback"),
@@ -41,7 +43,6 @@ pytestmark = [
 ]
 
 TOLERANCE = 1e-5
-WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,6 +74,38 @@ class Network(nn.Module):
         return self.last(self.dropout(hidden))
 
 
+class _Large(torch.autograd.Function):
+    """A backward that asks for more memory than there is."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.empty(2**60)
+
+
+class Wide(Network):
+    """Asks for more memory than there is, on some `ranks`, for more than three rows.
+
+    ``where`` is "forward" or "backward" of a step, or an "evaluation" after one.
+    """
+
+    def __init__(self, where: str, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.where, self.ranks, self.trained = where, ranks, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(x)
+        self.trained |= self.training
+        if len(x) <= 3 or int(os.environ["RANK"]) not in self.ranks or not self.trained:
+            return scores
+        if self.training == (self.where == "evaluation"):
+            return scores
+        return _Large.apply(scores) if self.where == "backward" else torch.empty(2**60)
+
+
 def data(samples: int = 400) -> TensorDataset:
     drawn = torch.Generator().manual_seed(3)
     inputs = torch.randn(samples, 6, generator=drawn)
@@ -97,7 +130,7 @@ def begin(model: nn.Module, **changes: Any) -> Run:
 
 def train(model: nn.Module, **changes: Any) -> Run:
     run = begin(model, **changes)
-    run.result(WAIT_S)
+    run.result(HANGS_S)
     return run
 
 
@@ -111,7 +144,7 @@ def losses(run: Run) -> np.ndarray[Any, Any]:
 
 def at(run: Run, step: int) -> Run:
     """Waits until `run` has made so many steps."""
-    until = time.monotonic() + WAIT_S
+    until = time.monotonic() + HANGS_S
     while run.step < step:
         assert time.monotonic() < until, run
         assert not run.over(), run
@@ -225,7 +258,7 @@ def test_a_run_moves_to_workers_and_back(alone: dict[str, Any]) -> None:
         at(run, step).pause()
         run.apply(**changes)
         run.resume()
-    run.result(WAIT_S)
+    run.result(HANGS_S)
     assert difference(alone["losses"], losses(run)) < TOLERANCE
     assert torch.allclose(weights(model), alone["weights"], atol=1e-6)
     told = [event.text for event in run.recorder.events("change")]
@@ -251,7 +284,7 @@ def test_a_run_takes_16_bit_weights_and_gives_them_up(alone: dict[str, Any]) -> 
         at(run, step).pause()
         run.apply(**changes)
         run.resume()
-    run.result(WAIT_S)
+    run.result(HANGS_S)
     assert not run.recorder.events("warning")
     assert difference(alone["losses"][:5], losses(run)[:5]) < TOLERANCE
     assert TOLERANCE < difference(alone["losses"], losses(run)) < 0.02
@@ -275,7 +308,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.pause()
     assert run.checkpoint(path) == path
     run.resume()
-    run.result(WAIT_S)
+    run.result(HANGS_S)
     return path
 
 
@@ -296,7 +329,7 @@ def check_that_shards_load(alone: dict[str, Any], shards: Path, workers: int) ->
     takes_turns = pytest.warns(UserWarning, match=f"{workers} workers share {there_are} core")
     with takes_turns if workers > there_are else contextlib.nullcontext():
         run = begin(Network(), resume_from=shards, workers=workers, **stage)
-        run.result(WAIT_S)
+        run.result(HANGS_S)
     step = Checkpoint.load(shards).position.step
     assert difference(alone["losses"][step:], losses(run)) < TOLERANCE
 
@@ -308,7 +341,7 @@ def test_shards_load_on_one_worker_and_on_as_many(
     check_that_shards_load(alone, shards, workers)
 
 
-@pytest.mark.parametrize("harm", ["bytes", "missing", "more", "outside", "part"])
+@pytest.mark.parametrize("harm", ["bytes", "missing", "link", "more", "outside", "part"])
 def test_damaged_shards_are_named(shards: Path, tmp_path: Path, harm: str) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(shards, copy)
@@ -320,6 +353,10 @@ def test_damaged_shards_are_named(shards: Path, tmp_path: Path, harm: str) -> No
         shard.write_bytes(content)
     elif harm == "missing":
         shard.unlink()
+    elif harm == "link":  # to the same bytes: it is where it leads that nobody knows
+        shard.rename(tmp_path / "elsewhere")
+        shard.symlink_to(tmp_path / "elsewhere")
+        expected = f"{shard.name} is missing, or no file"
     elif harm == "more":
         shutil.copy(shard, copy / "stranger.safetensors")
         expected = "stranger"
@@ -341,7 +378,7 @@ def test_one_file_where_a_file_was_asked_for(tmp_path: Path) -> None:
     run = at(begin(Network(), workers=2), 3)
     path = run.checkpoint(tmp_path / "one.safetensors")
     run.stop()
-    run.result(WAIT_S)
+    run.result(HANGS_S)
     assert path.is_file()
     assert set(Checkpoint.load(path).model) == set(Network().state_dict())
 
@@ -362,7 +399,7 @@ def test_what_all_ranks_fail_in_fails_the_run_and_keeps_its_state() -> None:
     model = Unlucky()
     run = begin(model, workers=2, zero_stage=1, accumulation=1)
     with pytest.raises(RankError, match=r"rank \d of 2: ArithmeticError: no luck"):
-        run.result(WAIT_S)
+        run.result(HANGS_S)
     assert run.state == "failed"
     assert run.step == 3
     final = Checkpoint.load(run.folder / "checkpoints" / "final.safetensors")
@@ -376,6 +413,36 @@ class OnlyHere:
 
     def __reduce__(self) -> Any:
         raise TypeError("it has a lock")
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks"), [("forward", (0, 1)), ("forward", (1,)), ("backward", (1,))]
+)
+def test_memory_that_does_not_suffice_holds_the_run(where: str, ranks: tuple[int, ...]) -> None:
+    """It goes on with smaller micro-batches; what leaves others in a last backward is lost."""
+    chosen = {"batch_size": 12, "accumulation": 1, "max_steps": 30}
+    expected = train(Network(), **chosen)
+    run = begin(Wide(where, ranks), workers=2, hold=True, **chosen)
+    with pytest.raises(RankError if where == "forward" else StepperLost) as raised:
+        run.result(HANGS_S)
+    assert out_of_memory(raised.value)
+    assert run.state == "paused"
+    assert run.advice == {"batch_size": 6, "accumulation": 2}
+    run.resume(**run.advice)
+    assert run.result(HANGS_S).state == "finished"
+    assert difference(losses(expected), losses(run)) < TOLERANCE
+
+
+def test_an_evaluation_that_does_not_fit_takes_fewer_samples_at_a_time() -> None:
+    chosen = {"batch_size": 12, "accumulation": 1, "max_steps": 4, "eval_data": data(24)}
+    expected = train(Network(), **chosen).result(HANGS_S)
+    run = train(Wide("evaluation", (1,)), workers=2, hold=True, **chosen)
+    told = "memory did not suffice for the evaluation of 12 samples at a time: it takes 6"
+    assert [event.text for event in run.recorder.events("warning")] == [f"{told} from now on"]
+    found = run.result(HANGS_S)
+    assert found.after is not None
+    assert expected.after is not None
+    assert found.after.loss == pytest.approx(expected.after.loss, rel=TOLERANCE)
 
 
 def test_what_cannot_be_is_said_before_anything_starts() -> None:
@@ -410,7 +477,7 @@ def test_workers_train_one_run_at_a_time() -> None:
     with pytest.raises(ValueError, match=f"busy with {run.name}"):
         session.workers.run(len, ())
     run.stop()
-    run.result(WAIT_S)
+    run.result(HANGS_S)
     assert session.workers.busy is None
 
 
@@ -426,7 +493,7 @@ def test_a_model_in_parts(setting: str) -> None:
     expected = losses(train(one, max_steps=20))
     run = at(begin(two, workers=2, max_steps=20, **{setting: 2}), 8)
     run.apply(workers=1, **{setting: 1})
-    run.result(WAIT_S)
+    run.result(HANGS_S)
     assert not run.recorder.events("warning")
     assert difference(expected, losses(run)) < TOLERANCE
     assert torch.allclose(weights(one), weights(two), atol=1e-6)
@@ -464,7 +531,7 @@ def test_python_ends_the_run_before_its_workers(tmp_path: Path) -> None:
         )
     )
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=WAIT_S, check=True
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=HANGS_S, check=True
     )
     first, second, step, folder = done.stdout.split()[-4:]
     final = Checkpoint.load(Path(folder) / "checkpoints" / "final.safetensors")
@@ -508,7 +575,7 @@ some = TensorDataset(torch.randn(64, 6), torch.randint(0, 4, (64,)))
         "--zero-stage 1 --max-steps 3"
     )
     run = ip["run"]
-    assert run.result(WAIT_S).steps == 3
+    assert run.result(HANGS_S).steps == 3
     assert len(run.recorder.ranks) == 2
 
 
@@ -531,7 +598,7 @@ def test_a_rank_that_dies_holds_the_run_and_fresh_ones_go_on() -> None:
     os.kill(before[1], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(StepperLost, match=r"rank 1 of 2 died: SIGKILL") as raised:
-        run.result(WAIT_S)
+        run.result(HANGS_S)
     assert time.monotonic() - began < 5
     assert not any(map(psutil.pid_exists, before)), "the other ranks have ended, too"
     kept = run.step
@@ -544,7 +611,7 @@ def test_a_rank_that_dies_holds_the_run_and_fresh_ones_go_on() -> None:
     assert "rank 1 of 2 died" in run.status().badges[0]
     assert run.checkpoint().is_dir()
     run.resume()
-    assert run.result(WAIT_S).state == "finished"
+    assert run.result(HANGS_S).state == "finished"
     assert list(losses(run)) == list(expected)
     assert list(column(run.recorder, "step")) == [*range(1, 51)], "no step is told twice"
     assert torch.equal(weights(model), weights(undisturbed))
@@ -571,11 +638,11 @@ def test_ten_deaths_at_random_points() -> None:
         os.kill(drawn.choice(before), signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(StepperLost, match="SIGKILL"):
-            run.result(WAIT_S)
+            run.result(HANGS_S)
         stops.append(time.monotonic() - began)
         assert not any(map(psutil.pid_exists, before))
         run.resume()
-    run.result(WAIT_S)
+    run.result(HANGS_S)
     print("stops:", ", ".join(f"{each:.2f} s" for each in stops))
     assert len(stops) == 10
     assert max(stops) < 5
@@ -587,10 +654,10 @@ def test_a_held_run_that_is_stopped_has_its_last_checkpoint() -> None:
     run = at(begin(model, workers=2, checkpoint_every=5, max_steps=5000, epochs=500), 12)
     os.kill(pids()[0], signal.SIGKILL)
     with pytest.raises(StepperLost):
-        run.result(WAIT_S)
+        run.result(HANGS_S)
     kept = run.step
     run.stop()
-    assert run.result(WAIT_S).state == "stopped"
+    assert run.result(HANGS_S).state == "stopped"
     assert run.step == kept
     final = Checkpoint.load(run.folder / "checkpoints" / "final.safetensors")
     assert final.position.step == kept

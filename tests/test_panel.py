@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from ortlab.session import session
 from ortlab.settings import PRECISIONS
 from tests.practice import Practice
 from tests.test_charts import execute
+from tests.waiting import HANGS_S, until
 
 
 class Gated(TensorDataset):
@@ -80,7 +82,7 @@ class Page:
         return news
 
     def wait(self, kind: str) -> str:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANGS_S
         while self.standing["result"][0] != kind:
             assert time.monotonic() < deadline, self.standing["result"]
             time.sleep(0.01)
@@ -117,6 +119,30 @@ def test_what_is_applied_holds_and_its_cost_is_told(run: Run, data: Gated) -> No
     assert page.controls["lr"]["held"] == "0.5"
     assert not page.standing["edits"]
     assert page.standing["undo"] == "lr=5e-05 (was 0.5)"
+
+
+def test_the_switch_moves_a_run_into_a_process_of_its_own(run: Run, data: Gated) -> None:
+    pytest.importorskip("ipyparallel")
+    page = Page(Panel(run))
+    switch = page.controls["isolated"]
+    assert (switch["held"], [text for text, _ in switch["choices"]]) == ("off", ["on", "off"])
+    page.send("edit", isolated="on")
+    assert page.standing["pending"] == ["isolated=on (was off)"]
+    assert page.standing["line"] == "run.apply(isolated=True)"
+    data.open.set()
+    page.send("apply", isolated="on")
+    try:
+        until(lambda: run.current_settings.isolated)
+        assert page.wait("done").endswith(": isolated=True (was False)")
+        assert page.controls["isolated"]["held"] == "on"
+        assert session.workers is not None
+        assert os.getpid() not in session.workers.pids
+    finally:
+        run.stop()
+        assert run.wait_over(60)
+        if session.workers is not None:
+            session.workers.stop()
+            session.workers = None
 
 
 def test_undo_goes_back_one_change_at_a_time(run: Run, data: Gated) -> None:

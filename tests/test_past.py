@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import sqlite3
 import stat
 import subprocess
@@ -30,7 +31,7 @@ from ortlab.session import session
 from ortlab.settings import HistorySettings, PruneSettings
 from ortlab.telemetry import COLUMNS, INDEX
 from tests.past_runs import end, kept, spoil, steps, wait_for
-from tests.waiting import until
+from tests.waiting import HANGS_S, until
 
 
 @pytest.fixture
@@ -73,13 +74,13 @@ def test_a_listing_reads_no_metrics_and_the_next_no_folder(
     for _ in range(3):
         kept(root)
     opened: list[str] = []
-    plain = Path.open
+    plain = os.open
 
-    def noted(path: Path, *args: Any, **options: Any) -> Any:
-        opened.append(path.name)
+    def noted(path: Any, *args: Any, **options: Any) -> int:
+        opened.append(Path(path).name)
         return plain(path, *args, **options)
 
-    monkeypatch.setattr(Path, "open", noted)
+    monkeypatch.setattr(os, "open", noted)
     first = index.entries()
     assert "run.json" in opened
     assert "metrics.jsonl" not in opened
@@ -94,6 +95,11 @@ def test_a_listing_reads_no_metrics_and_the_next_no_folder(
         {"result": {"steps": "many", "best": 3, "final_loss": [1], "peak_bytes": 1e400}},
         {"result": "none", "parameters": "all", "workers": {}, "created": 5, "model": None},
         {"state": ["finished"], "engine_used": 7, "error": {"a": 1}, "fallback_reason": 0},
+        {"result": {"steps": 10**400, "final_loss": -(10**400)}},
+        {"parameters": 1e30, "workers": -1e30},
+        {"model": "\ud800", "error": "\udcff", "precision": "\ud800"},
+        {"created": "0001-01-01T00:00:00+14:00"},
+        {"created": "9999-12-31T23:59:59-14:00"},
     ],
 )
 def test_what_others_wrote_into_a_folder_is_listed_nonetheless(
@@ -107,7 +113,103 @@ def test_what_others_wrote_into_a_folder_is_listed_nonetheless(
     assert told.splitlines()[2].startswith("run-1 ")
     assert "#3 None" in told
     assert index.entries()[0].name == "run-1"
-    assert ortlab.prune_runs(keep=0)[0].name == "run-1"
+    assert set(rows_of_index(root)) == {"run-1"}
+    assert ortlab.prune_runs(older_than="1h", keep=0)[0].name == "run-1"
+
+
+def test_half_a_character_in_a_note_stands_as_a_question_mark(root: Path) -> None:
+    run = PastRun(kept(root))
+    run.note("good \ud800")
+    assert ortlab.list_runs()[0].note == "good ?"
+    assert [note.text for note in run.notes] == ["good ?"]
+
+
+def test_what_a_terminal_obeys_is_shown_and_not_obeyed(root: Path) -> None:
+    obeyed = "\x1b]0;mine\x07\x1b[2J\x9b1m\r\n\u202e"
+    path = kept(root, model=f"Net{obeyed}", error=f"no{obeyed}", used=f"ort{obeyed}")
+    settings = RunFolder(path).read_json("settings") | {"seed": 1, f"new{obeyed}": obeyed}
+    RunFolder(path).write_json("settings", settings)
+    folder = RunFolder(kept(root))
+    about = folder.read_json("run") | {"name": f"run-3{obeyed}"}
+    folder.write_json("run", about)
+    folder.path.rename(root / f"run-3{obeyed}")
+    PastRun(path).note(f"good{obeyed}")
+    other = kept(root)
+    compared = RunComparison([PastRun(path), PastRun(other)])
+    listed = ortlab.list_runs()
+    assert "run-1" in names(listed)
+    assert len(listed) == 2, "and a name with a line of its own is no run's"
+    for told in (repr(listed), repr(compared), repr(ortlab.list_runs(model=obeyed))):
+        assert set(told) & set(obeyed) <= set("]0;mine[2J1m\n"), told
+    assert r"Net\x1b]0;mine\x07\x1b[2J\x9b1m\r\n" in repr(listed)
+    assert len(repr(listed).splitlines()) == 5, "a line for each run, head, rule and note"
+
+
+def test_names_that_no_run_has_stand_in_no_run_s_way(root: Path) -> None:
+    kept(root)
+    for name in ("run-" + "9" * 30, "run-\udcff"):
+        path = kept(root)
+        about = RunFolder(path).read_json("run") | {"name": name}
+        RunFolder(path).write_json("run", about)
+        path.rename(root / name)
+    assert set(names(index.entries())) == {"run-1", "run-" + "9" * 30}, "a name is text"
+    assert set(rows_of_index(root)) == {"run-1", "run-" + "9" * 30}
+    assert ortlab.open_run("run-" + "9" * 30).entry.number is None
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**36)  # of which the disk holds nothing
+
+
+@pytest.mark.parametrize("put", [_pipe, _endless, _huge])
+@pytest.mark.parametrize("file", ["run.json", "settings.json", "notes.jsonl", "metrics.jsonl"])
+def test_what_is_no_plain_file_hides_no_other_run(root: Path, file: str, put: Any) -> None:
+    kept(root)
+    # Of a run that goes on the last steps are read, which are at the end.
+    path = kept(root, state="running" if file == "metrics.jsonl" else "finished")
+    (path / file).unlink(missing_ok=True)
+    put(path / file)
+    listed = names(ortlab.list_runs())
+    assert "run-1" in listed
+    assert ("run-2" in listed) == file.endswith("jsonl")
+    if file.endswith(".json"):
+        with pytest.raises(ValueError, match="no run is called 'run-2'"):
+            ortlab.open_run(2)
+    elif file == "notes.jsonl":
+        assert ortlab.open_run(2).notes == ()
+    elif put is not _huge:  # it is read by the line
+        with pytest.raises(OSError, match=r"(not followed|no plain file): .*metrics\.jsonl"):
+            ortlab.open_run(2).recorder  # noqa: B018
+
+
+def test_nothing_is_noted_through_a_link(root: Path, tmp_path: Path) -> None:
+    others = tmp_path / "others"
+    others.write_text("theirs\n")
+    path = kept(root)
+    (path / "notes.jsonl").symlink_to(others)
+    with pytest.raises(OSError, match="a link, which is not followed"):
+        PastRun(path).note("mine")
+    assert others.read_text() == "theirs\n"
+
+
+def test_a_rank_without_those_before_it_is_nobody_s(root: Path) -> None:
+    path = kept(root)
+    for rank in (0, 5):
+        sink = RunFolder(path).metrics(rank)
+        sink.write(steps(3), [])
+        sink.close()
+    assert len(PastRun(path).recorder.ranks) == 1
+    (path / "rank-0.jsonl").unlink()
+    assert PastRun(path).recorder.ranks == []
 
 
 @pytest.mark.parametrize("size", [1, 40, 5000])
@@ -154,6 +256,30 @@ def test_an_index_that_is_not_right_is_made_again(root: Path, what: str) -> None
     assert [repr(entry) for entry in index.entries()] == expected
     assert set(rows_of_index(root)) == {"run-1", "run-2"}
     assert rows_of_index(root)["run-1"][2] == 0.5
+
+
+def test_a_bit_that_flips_in_the_index_changes_nothing(root: Path) -> None:
+    """Seeded, everywhere, and more often in the head of the file; read, then written to."""
+    for day in range(3):
+        kept(root, days=day)
+    PastRun(root / "run-2").note("größer")
+    expected = repr(index.entries())
+    told = repr(ortlab.list_runs(sort="loss"))
+    file = root / "index.sqlite"
+    whole, drawn = file.read_bytes(), random.Random(7)
+    places = [*range(100), *(drawn.randrange(len(whole)) for _ in range(400))]
+    for place in places:
+        data = bytearray(whole)
+        data[place] ^= 1 << drawn.randrange(8)
+        file.write_bytes(data)
+        assert repr(index.entries()) == expected, place
+        assert repr(ortlab.list_runs(sort="loss")) == told, place
+        assert set(rows_of_index(root)) == {"run-1", "run-2", "run-3"}, place
+        file.write_bytes(data)
+        for _ in range(2):  # what is damaged is seen when it is read
+            index.note(root / "run-1")
+            index.entries()
+        assert rows_of_index(root)["run-1"] == ("finished", "eager", 1.0, size_of(root / "run-1"))
 
 
 def test_the_folders_go_before_the_index(root: Path) -> None:
@@ -212,7 +338,7 @@ def test_runs_that_end_at_once_in_several_processes_are_all_there(root: Path) ->
     for me in range(2):
         wait_for(root.parent / f"ready-{me}", 60)
     (root.parent / "go").touch()
-    assert [process.wait(60) for process in started] == [0, 0]
+    assert [process.wait(HANGS_S) for process in started] == [0, 0]
     expected = {f"p{me}-{number}" for me in range(2) for number in range(12)}
     assert set(rows_of_index(root)) == expected  # before a listing could mend anything
     assert set(names(index.entries())) == expected
@@ -502,6 +628,24 @@ def test_a_comparison_tells_what_differs_and_nothing_else(trained: Any) -> None:
     data, _ = comparisonview.bundle(comparison)
     assert 'src="data:image/png;base64,' in data["text/html"]
     assert data["text/plain"] == text
+
+
+def test_names_of_folders_are_text_in_a_comparison(root: Path) -> None:
+    for name in ('"><b onload="x', "$\\no$"):
+        path = kept(root)
+        RunFolder(path).write_json("run", RunFolder(path).read_json("run") | {"name": name})
+        path.rename(root / name)
+    data, _ = comparisonview.bundle(ortlab.compare_runs('"><b onload="x', "$\\no$"))
+    assert "<b " not in data["text/html"]
+    assert 'alt="Curves of &quot;&gt;&lt;b onload=&quot;x, $\\no$"' in data["text/html"]
+
+
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "{"])
+def test_a_damaged_environment_is_named_in_a_comparison(root: Path, text: str) -> None:
+    first, second = kept(root), kept(root)
+    (second / "environment.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run-2/environment\.json is damaged: "):
+        RunComparison([PastRun(first), PastRun(second)])
 
 
 def test_versions_and_changes_in_the_run_differ_too(root: Path) -> None:

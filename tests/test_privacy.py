@@ -20,6 +20,7 @@ from jupyter_client.manager import KernelManager
 from ortlab import compat
 from ortlab.cluster.workers import Workers
 from tests.test_kernel import Kernel
+from tests.waiting import HANGS_S
 
 NEEDS_ROOT = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user"
@@ -95,7 +96,7 @@ def kernel(encryption: str) -> Iterator[tuple[Kernel, list[int], Path]]:
     client = manager.client()
     client.start_channels()
     try:
-        client.wait_for_ready(timeout=60)
+        client.wait_for_ready(timeout=HANGS_S)
         started = Kernel(client)
         pid = int(started("import os; print(os.getpid())").text)
         yield started, listening(pid), Path(manager.connection_file)

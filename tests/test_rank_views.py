@@ -17,6 +17,7 @@ from ortlab.notebook.rankfeed import RankFeed
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import NAN, Recorder, Sample, Status
 from tests.test_charts import pixels
+from tests.waiting import HANGS_S
 
 MIB = 1024**2
 
@@ -210,7 +211,7 @@ def test_a_run_that_moved_to_one_process_keeps_them(run: OnRanks) -> None:
 
 def test_the_widget_has_them(run: OnRanks) -> None:
     view = charts.RunView(run.advance(9))
-    assert view.pump.join(10)
+    assert view.pump.join(HANGS_S)
     assert [row[0] for row in view.ranks] == [0, 1]
     assert view.rank_notes == RankFeed(run).news()["rank_notes"]
     view.close()
@@ -219,12 +220,12 @@ def test_the_widget_has_them(run: OnRanks) -> None:
 def test_the_widget_ends_with_the_last_step(run: OnRanks) -> None:
     run.ended = False
     view = charts.RunView(run.advance(9))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANGS_S
     while not view.ranks and time.monotonic() < deadline:
         view.pump.join(0.01)
     run.advance(1, loss=7.0)
     run.ended = True
-    assert view.pump.join(10)
+    assert view.pump.join(HANGS_S)
     assert view.ranks[0][4] == 7.0, "although a second has not passed"
     view.close()
 
@@ -232,7 +233,7 @@ def test_the_widget_ends_with_the_last_step(run: OnRanks) -> None:
 def test_the_widget_of_one_process_has_none() -> None:
     run = OnRanks(1).advance(9)
     view = charts.RunView(run)
-    assert view.pump.join(10)
+    assert view.pump.join(HANGS_S)
     assert view.ranks == view.rank_notes == []
     view.close()
     run.recorder.close()

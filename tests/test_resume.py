@@ -30,13 +30,14 @@ from torch.utils.data import (
 import ortlab
 from ortlab import batching, loop
 from ortlab.checkpoint import Checkpoint, _digest
+from ortlab.control import Control
 from ortlab.engines.base import EngineUnavailable, NotFinite, Stepper, engine
 from ortlab.engines.torch_native import Eager
 from ortlab.runs import Run
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Recorder
 from tests.resuming import CASES, Course, Gated, examples, network
-from tests.waiting import until
+from tests.waiting import HANGS_S, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -177,7 +178,7 @@ def trained(
         Eager().prepare(model, functional.cross_entropy, settings),
         batching.batches(data, settings),
         settings,
-        control=loop.Control(),
+        control=Control(),
         recorder=recorder,
         evaluation=None
         if held_out is None
@@ -329,7 +330,7 @@ def test_a_run_that_is_over_goes_on_with_more_epochs(
             Eager().prepare(network(), functional.cross_entropy, settings),
             batching.batches(data(), settings),
             settings,
-            control=loop.Control(),
+            control=Control(),
             recorder=recorder,
             begin=begin,
         )
@@ -348,7 +349,7 @@ def test_a_run_that_is_over_goes_on_with_more_epochs(
 
 def test_the_state_in_a_paused_evaluation_is_that_between_two_steps(tmp_path: Path) -> None:
     settings = FinetuneSettings(engine="eager", device="cpu", lr=0.05, epochs=2, batch_size=4)
-    control, recorder = loop.Control(), Recorder()
+    control, recorder = Control(), Recorder()
 
     class Pausing(Dataset[Any]):
         """Asks for a pause when it is evaluated after the first epoch."""
@@ -377,9 +378,9 @@ def test_the_state_in_a_paused_evaluation_is_that_between_two_steps(tmp_path: Pa
     thread.start()
     while not control.waiting:
         assert thread.is_alive()
-    taken = control.checkpoint().result(timeout=30)
+    taken = control.checkpoint().result(timeout=HANGS_S)
     control.resume()
-    thread.join(30)
+    thread.join(HANGS_S)
     recorder.close()
     assert not thread.is_alive()
     assert (taken.position.step, taken.position.evaluated) == (6, 0)
@@ -480,6 +481,31 @@ def test_an_optimizer_state_of_other_shapes_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state": {99: {"exp_avg": torch.zeros(3)}}},
+        {"state": {"a": {}}},
+        {"state": {0: 3}},
+        {"state": [1]},
+        {"state": None},
+        {"param_groups": None},
+        {"param_groups": [1]},
+        {"param_groups": [{"params": 3}]},
+        {"param_groups": [{}]},
+    ],
+)
+def test_an_optimizer_state_that_no_optimizer_has_is_refused(changes: dict[str, Any]) -> None:
+    kept = kept_at(3)
+    settings = FinetuneSettings(engine="eager", device="cpu")
+    stepper = Eager().prepare(network(), functional.cross_entropy, settings)
+    told = (
+        "optimizer has (another form than torch's|a state of parameter .*, and there are 6); take"
+    )
+    with pytest.raises(ValueError, match=told):
+        stepper.load_state_dict({"model": kept.model, "optimizer": {**kept.optimizer, **changes}})
+
+
 def test_loading_leaves_the_checkpoint_as_it_is() -> None:
     kept = kept_at(3)
     before = kept.copy()
@@ -548,7 +574,7 @@ def test_a_checkpoint_waits_for_the_step_in_flight(home: Path) -> None:
     assert not paths
     model.turns.give(1)
     for thread in asking:
-        thread.join(60)
+        thread.join(HANGS_S)
     assert paths == [run.folder / "checkpoints" / "step-3.safetensors"] * 2
     assert Checkpoint.load(paths[0]).position.step == 3
     model.turns.give()
@@ -609,6 +635,36 @@ def test_a_run_that_never_began_has_no_checkpoint(home: Path) -> None:
     run.start()
     with pytest.raises(RuntimeError, match="has no checkpoint: it failed at step 0"):
         run.checkpoint()
+
+
+def test_a_checkpoint_chooses_no_files_and_leaves_out_no_check(home: Path) -> None:
+    of_others = {
+        "save_onnx": str(home / "written"),
+        "self_check": False,
+        "memory_plans": str(home / "plans.json"),
+        "tuning_results": str(home / "tuned"),
+        "skip_checks": "disabled",
+    }
+    declared = FinetuneSettings.declarations()
+    assert {name for name, each in declared.items() if each.here} == set(of_others)
+    kept = kept_at(3)
+    kept = dataclasses.replace(kept, settings=kept.settings | of_others | {"lr": 0.03})
+    path = kept.save(home / "a.ckpt")
+    run = ortlab.finetune(
+        *(network(), examples(22)), resume_from=path, loss="cross_entropy", tuning_results="mine"
+    )
+    run.result()
+    held = {name: getattr(run.settings, name) for name in of_others}
+    own = {name: declared[name].default for name in of_others}
+    assert held == own | {"tuning_results": "mine"}
+    assert run.settings.lr == 0.03
+    (told,) = [event.text for event in run.recorder.events("warning") if "choose" in event.text]
+    assert told.startswith("self_check=True, not False; ")
+    assert told.endswith(
+        ": a checkpoint does not choose self_check, save_onnx, memory_plans, skip_checks; "
+        "give what is to hold"
+    )
+    assert told in run.status().badges
 
 
 def test_what_finetune_refuses_leaves_no_run(home: Path) -> None:

@@ -32,7 +32,7 @@ from ortlab.memory import SAMPLER
 from ortlab.runs import Run
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import INDEX, Watched
-from tests.waiting import until
+from tests.waiting import HANGS_S, until
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ class Gated(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.gate is not None and self.training:
             self.reached.set()
-            assert self.gate.wait(60)
+            assert self.gate.wait(HANGS_S)
         scores: torch.Tensor = self.inner(inputs)
         return scores
 
@@ -143,7 +143,7 @@ def test_starting_returns_at_once(tmp_path: Path) -> None:
 
     def slowly(_: FinetuneSettings) -> Stepper:
         tell("exporting to ORT")
-        assert release.wait(60)
+        assert release.wait(HANGS_S)
         return Eager().prepare(model, functional.cross_entropy, settings)
 
     run = made(tmp_path, model, prepare=slowly)
@@ -208,7 +208,7 @@ def test_stop_waits_for_the_step_in_flight_only(tmp_path: Path) -> None:
     model = Gated()
     model.gate = threading.Event()
     run = made(tmp_path, model, evaluation=examples()).start()
-    assert model.reached.wait(60)
+    assert model.reached.wait(HANGS_S)
     run.stop()
     assert run.state == "stopping"
     assert run.status().lines[0] == "evaluating before the first step"
@@ -388,7 +388,7 @@ def test_interrupting_a_cell_that_awaits() -> None:
             if "waiting" in text:
                 manager.interrupt_kernel()
 
-        client.execute_interactive(code, timeout=60, output_hook=hear)
+        client.execute_interactive(code, timeout=HANGS_S, output_hook=hear)
         return "".join(said)
 
     try:
@@ -396,7 +396,10 @@ def test_interrupting_a_cell_that_awaits() -> None:
         limited = "try: await asyncio.wait_for(run, 0.1)\nexcept TimeoutError: print('late')"
         assert [execute(limited) for _ in range(2)] == ["late\n"] * 2
         begins = "asyncio.get_running_loop().call_later(0.2, print, 'waiting')\n"
-        assert "goes on, running at step" in execute(begins + "await run")
+        said = execute(begins + "await run")
+        assert "goes on, running at step" in said
+        name = execute("print(run.name)").strip()
+        assert f"interrupt that wait, run.stop() or %ort stop {name} to stop it" in said
         assert execute("print(run.state)") == "running\n"
         said = execute(begins + "await asyncio.wait_for(run, 50)")
         assert "stops after the step in flight" in said
@@ -436,7 +439,7 @@ def test_result_with_a_timeout(tmp_path: Path) -> None:
         run.result(timeout=0.05)
     assert not run.wait_over(timeout=0.01)
     run.stop()
-    assert run.wait_over(timeout=60)
+    assert run.wait_over(timeout=HANGS_S)
 
 
 class Noisy(nn.Linear):
@@ -452,7 +455,7 @@ def test_a_run_shows_where_ort_does_otherwise_than_eager_torch(tmp_path: Path) -
         return engine("ort").prepare(model, functional.cross_entropy, settings)
 
     run = made(tmp_path, model, engine="ort", prepare=in_ort, max_steps=2).start()
-    assert run.wait_over(timeout=60)
+    assert run.wait_over(timeout=HANGS_S)
     assert "not checked: forward draws random numbers besides dropout" in run.status().lines
 
 
@@ -604,7 +607,7 @@ def test_a_folder_that_vanishes(tmp_path: Path) -> None:
     model = Gated()
     model.gate = threading.Event()
     run = made(tmp_path, model).start()
-    assert model.reached.wait(60)
+    assert model.reached.wait(HANGS_S)
     (run.folder / "checkpoints").rmdir()
     before = model.inner[0].weight.detach().clone()
     model.gate.set()
@@ -713,7 +716,7 @@ def test_the_thread_prints_in_the_context_that_started_it(tmp_path: Path) -> Non
 
 
 SCRIPT = """
-import sys, torch
+import sys, time, torch
 from pathlib import Path
 from ortlab.engines.torch_native import Eager
 from ortlab.runs import Run
@@ -725,7 +728,7 @@ data = [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))]
 run = Run(model, lambda _: Eager().prepare(model, torch.nn.functional.cross_entropy, settings),
           data, settings=settings, root=Path(sys.argv[1])).start()
 while run.step < 3:
-    pass
+    time.sleep(0.001)
 """
 
 
@@ -747,8 +750,44 @@ def test_a_signal_stops_the_run_in_order(tmp_path: Path, ends: signal.Signals, w
         if ends == signal.SIGINT and waits == "run.result()":
             assert "goes on" in process.stdout.readline()
             process.send_signal(ends)
-        process.communicate(timeout=120)
+        process.communicate(timeout=HANGS_S)
     assert process.returncode == (143 if ends == signal.SIGTERM else -signal.SIGINT)
+    folder = RunFolder(tmp_path / "run-1")
+    assert folder.read_json("run")["state"] == "stopped"
+    assert len(folder.read_metrics().rows) == folder.read_checkpoint().position.step >= 3
+
+
+LAST_STEP = """
+import threading
+begun = threading.Event()
+def takes_long(*_):
+    if run.step >= 3:
+        begun.set()
+        while run.state != "stopping":
+            time.sleep(0.01)
+        print("stopping", flush=True)
+        time.sleep(1)
+model.register_forward_hook(takes_long)
+begun.wait()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_second_signal_leaves_the_last_step_its_time(tmp_path: Path) -> None:
+    """As Jupyter sends it where a kernel is shut down, half of the time that it has later."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + LAST_STEP, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for said in ("ready\n", "stopping\n"):
+            assert process.stdout.readline() == said
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=HANGS_S)
+    assert process.returncode == 143
     folder = RunFolder(tmp_path / "run-1")
     assert folder.read_json("run")["state"] == "stopped"
     assert len(folder.read_metrics().rows) == folder.read_checkpoint().position.step >= 3
@@ -757,7 +796,7 @@ def test_a_signal_stops_the_run_in_order(tmp_path: Path, ends: signal.Signals, w
 def test_python_that_ends_stops_the_run_in_order(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        timeout=120,
+        timeout=HANGS_S,
         check=False,
         capture_output=True,
         text=True,

@@ -18,6 +18,7 @@ import torch
 from ortlab.history import MetricsFile
 from ortlab.memory import SAMPLER, DeviceSampler, Memory
 from ortlab.telemetry import COLUMNS, INDEX, NAN, Event, Recorder, Rows, Sample, merged
+from tests.waiting import HANGS_S
 
 
 class Kept:
@@ -93,6 +94,25 @@ def test_merging_leaves_out_what_is_unknown() -> None:
     assert merged(rows, 2)[:, INDEX["loss"]].tolist() == [1.0, 5.0]
 
 
+@pytest.mark.parametrize("steps", [63, 64, 1000])
+@pytest.mark.parametrize("after", [-math.inf, 0, 31, 62])
+def test_what_ends_after_a_step(recorder: Recorder, steps: int, after: float) -> None:
+    fill(recorder, range(1, steps + 1))
+    rows = recorder.rows()
+    expected = rows[rows[:, INDEX["step"]] > after]
+    assert len(expected)
+    assert np.array_equal(recorder.rows(after), expected, equal_nan=True)
+
+
+def test_the_mean_of_the_newest(recorder: Recorder) -> None:
+    assert math.isnan(recorder.mean("loss", 4))
+    fill(recorder, range(1, 4))
+    assert recorder.mean("loss", 4) == 2.0
+    fill(recorder, range(4, 5001))
+    assert recorder.mean("loss", 4) == (4997 + 5000) / 2
+    assert math.isnan(recorder.mean("lr", 4))
+
+
 def test_a_view_that_follows_gets_each_step_once(recorder: Recorder) -> None:
     cursor, seen = 0, []
     for begin in range(0, 3000, 50):
@@ -162,7 +182,7 @@ def test_an_add_waits_for_no_sink() -> None:
     class Hanging(Kept):
         def write(self, rows: Rows, events: Sequence[Event]) -> None:
             hangs.set()
-            assert release.wait(30)
+            assert release.wait(HANGS_S)
             super().write(rows, events)
 
     class Small(Recorder):
@@ -172,7 +192,7 @@ def test_an_add_waits_for_no_sink() -> None:
     sink = Hanging()
     recorder = Small(sinks=[sink])
     fill(recorder, range(1, 2))
-    assert hangs.wait(10)
+    assert hangs.wait(HANGS_S)
     fill(recorder, range(2, 5002))
     assert recorder.rows()[-1, 0] == 5001
     release.set()
@@ -338,7 +358,7 @@ def test_a_peak_belongs_to_one_interval() -> None:
     block = (ctypes.c_char * size)()
     ctypes.memset(block, 1, size)
     high = meter.highest_peak_bytes
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANGS_S
     while high() < size and time.monotonic() < deadline:
         time.sleep(0.01)
     del block
@@ -373,7 +393,7 @@ def test_measuring_may_end_while_the_lock_is_held() -> None:
 
     thread = threading.Thread(target=end, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(HANGS_S)
     assert not thread.is_alive()
     assert not sampler.running
 

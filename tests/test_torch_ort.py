@@ -20,6 +20,7 @@ import ortlab
 from ortlab.engines.base import EngineUnavailable, engine
 from ortlab.engines.ortmodule import execution_of
 from ortlab.torch_ort import DebugOptions, LogLevel, ORTModule, load_from_json, set_seed
+from tests.waiting import HANGS_S
 
 # The training loop of torch_ort's documentation and of ONNX Runtime's MNIST sample, on
 # scikit-learn's digits, of which nothing has to be downloaded.
@@ -232,7 +233,7 @@ def test_data_parallel(tmp_path: Path) -> None:
             subprocess.Popen([sys.executable, "-c", DISTRIBUTED, str(rank), str(tmp_path), kind])
             for rank in range(2)
         ]
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=HANGS_S) for rank in ranks] == [0, 0]
     eager = torch.load(tmp_path / "torch-0.pt")
     for rank in range(2):
         found = torch.load(tmp_path / f"ort-{rank}.pt")

@@ -21,6 +21,7 @@ from transformers import BatchEncoding
 from ortlab.memory import SAMPLER
 from ortlab.telemetry import INDEX, Watched
 from ortlab.tracking import INTERCEPTION, Tracker
+from tests.waiting import HANGS_S
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +216,7 @@ def test_a_loop_that_gc_ends_inside_the_lock() -> None:
 
     thread = threading.Thread(target=dropped, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(HANGS_S)
     assert not thread.is_alive()
 
 

@@ -1,4 +1,7 @@
-"""Waiting in tests for what another thread brings about."""
+"""Waiting in tests for what another thread or process brings about.
+
+How long is no matter of speed: a limit ends what hangs, on a machine that stands still for a while.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ortlab.runs import Run
 
+HANGS_S = 180.0
+"""Seconds after which what is waited for is taken not to come."""
+
 
 def until(condition: Callable[[], bool]) -> None:
-    """Returns when `condition` holds; AssertionError when it does not within a minute."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
+    """Returns when `condition` holds; AssertionError when it does not come to."""
+    assert eventually(condition)
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether `condition` comes to hold."""
+    deadline = time.monotonic() + HANGS_S
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.005)
+    return holds
 
 
 class Turns:
@@ -28,9 +39,9 @@ class Turns:
         self._given = threading.Semaphore(given)
 
     def take(self) -> None:
-        """Returns when there is a turn; AssertionError when there is none within a minute."""
+        """Returns when there is a turn; AssertionError when none comes."""
         self.asked += 1
-        assert self._given.acquire(timeout=60)
+        assert self._given.acquire(timeout=HANGS_S)
 
     def give(self, turns: int = 1000) -> None:
         """Lets that many pass."""

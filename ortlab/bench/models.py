@@ -51,12 +51,12 @@ def _ids(vocabulary: int, *shape: int) -> torch.Tensor:
     return torch.randint(vocabulary, shape)
 
 
-def _bert(quick: bool, *, hidden: int, rows: int, tokens: int) -> Task:
+def _bert(quick: bool, *, layers: int, hidden: int, rows: int, tokens: int) -> Task:
     """A classifier; every token counts, and the batch says so as a tokenizer's does."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
-    layers, hidden, vocabulary = (1, 32, 100) if quick else (4, hidden, 30522)
+    layers, hidden, vocabulary = (1, 32, 100) if quick else (layers, hidden, 30522)
     config = BertConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -144,16 +144,18 @@ def _classes(number: int) -> dict[str, Any]:
     return _common(num_labels=number, problem_type="single_label_classification")
 
 
-def _berts(hidden: int, rows: int, tokens: int) -> Model:
-    about = f"BERT 4 x {hidden}, {rows} x {tokens} tokens"
-    return Model(about, functools.partial(_bert, hidden=hidden, rows=rows, tokens=tokens))
+def _berts(layers: int, hidden: int, rows: int, tokens: int) -> Model:
+    about = f"BERT {layers} x {hidden}, {rows} x {tokens} tokens"
+    build = functools.partial(_bert, layers=layers, hidden=hidden, rows=rows, tokens=tokens)
+    return Model(about, build)
 
 
 MODELS = {
-    "bert-768": _berts(768, 8, 128),
-    "bert-256/8x64": _berts(256, 8, 64),
-    "bert-256/2x128": _berts(256, 2, 128),
-    "bert-256/16x32": _berts(256, 16, 32),
+    "bert-768": _berts(4, 768, 8, 128),
+    "bert-256/8x64": _berts(4, 256, 8, 64),
+    "bert-256/2x128": _berts(4, 256, 2, 128),
+    "bert-256/16x32": _berts(4, 256, 16, 32),
+    "bert-128": _berts(2, 128, 16, 32),
     "gpt2-768": Model("GPT-2 4 x 768, 4 x 256 tokens", _gpt2),
     "t5-small": Model("T5-small, 4 x 64 tokens to 4 x 64", _t5),
     "vit-small": Model("ViT-small, 4 images of 224 x 224", _vit),

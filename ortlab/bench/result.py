@@ -199,9 +199,14 @@ class EngineBench:
             *self._grid(self._first),
             "",
             *(f"({number}) {reason}  " for reason, number in self._reasons().items()),
+            *filter(None, [self._options()]),
             self.origin(),
         ]
         return "\n".join(lines)
+
+    def _options(self) -> str:
+        options = ", ".join(part.strip() for part in self.settings.ort_options.split(","))
+        return f"ORT's engines with {options}.  " if options else ""
 
     def origin(self) -> str:
         """Versions, processor and date in a line."""

@@ -8,7 +8,16 @@ from typing import Any, Self
 
 from ortlab.bench.models import MODELS
 from ortlab.bench.papers import PAPERS
-from ortlab.settings import ENGINES, KERNELS, PRECISIONS, REFERENCE, Settings, setting
+from ortlab.settings import (
+    ENGINES,
+    KERNELS,
+    PRECISIONS,
+    REFERENCE,
+    EngineSettings,
+    Settings,
+    setting,
+    unknown_name,
+)
 
 Cell = tuple[str, str]
 """An engine and a precision."""
@@ -44,9 +53,27 @@ class BenchSettings(Settings):
     device: str = setting(
         "auto", choices=("auto", "cpu", "cuda"), help="where the models train; cuda is not tested"
     )
+    ort_options: str = setting(
+        "", help="settings for the engines in ORT, as attention=fused,triton=on"
+    )
     quick: bool = setting(
         False, help="tiny models, to see that everything runs here: no benchmark, and marked so"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.in_ort()
+
+    def in_ort(self) -> dict[str, Any]:
+        """What `ort_options` says, by name; ValueError where it is no setting of an engine's."""
+        known, found = dict(EngineSettings.declarations()), {}
+        del known["cache"]  # the first step is to be the first
+        for each in filter(None, self.ort_options.split(",")):
+            name, _, text = (part.strip() for part in each.partition("="))
+            if name not in known:
+                raise ValueError(f"ort_options has {name!r}: {unknown_name(name, known)}")
+            found[name] = known[name].check(known[name].parse(text))
+        return found
 
     @property
     def cells(self) -> tuple[Cell, ...]:

@@ -30,8 +30,9 @@ from ortlab.bench.settings import BenchSettings
 from ortlab.bench.settings import Cell as Key
 from ortlab.engines.base import engine, tell
 from ortlab.engines.torch_native import training_device
+from ortlab.kernels import choice
 from ortlab.randomness import undisturbed_random
-from ortlab.settings import REFERENCE, FinetuneSettings
+from ortlab.settings import IN_ORT, REFERENCE, FinetuneSettings
 from ortlab.turns import SHORTEST_MS, WARMUP, Lane, enough, reasons, rounds, take_turns
 
 _INTERRUPTED = "interrupted before it was timed"
@@ -143,8 +144,9 @@ class Race:
         """The first step of a cell, from the plain module on: everything cold."""
         name, precision = key
         tell(f"{self.name}: first step of {name} in {precision}")
-        settings = _finetune(key, self._device)
-        with reasons(lambda reason: self.refuse(key, reason)):
+        settings = _finetune(key, self._device, self._settings)
+        nothing_known = contextlib.nullcontext() if self._settings.quick else choice.forgotten()
+        with reasons(lambda reason: self.refuse(key, reason)), nothing_known:
             # An engine that cannot run says so before the model is copied.
             chosen = engine(name)
             model = copy.deepcopy(self._model)
@@ -200,9 +202,11 @@ class Race:
         )
 
 
-def _finetune(key: Key, device: str) -> FinetuneSettings:
+def _finetune(key: Key, device: str, settings: BenchSettings) -> FinetuneSettings:
+    options = settings.in_ort() if key[0] in IN_ORT else {}
     # Without the cache of exports: its first step would not be the first.
-    return FinetuneSettings(engine=key[0], precision=key[1], cache=False, device=device)
+    of_all = {"engine": key[0], "precision": key[1], "cache": False, "device": device}
+    return FinetuneSettings.of(options | of_all)
 
 
 def _load(settings: BenchSettings, device: str) -> None:
@@ -213,7 +217,7 @@ def _load(settings: BenchSettings, device: str) -> None:
         with contextlib.suppress(Exception):
             model = nn.Linear(2, 2)
             stepper = engine(name).prepare(
-                model, nn.functional.mse_loss, _finetune((name, "fp32"), device)
+                model, nn.functional.mse_loss, _finetune((name, "fp32"), device, settings)
             )
             stepper.step([(torch.ones(2, 2), torch.ones(2, 2))], lr=0.0)
             stepper.close()

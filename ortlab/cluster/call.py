@@ -19,7 +19,8 @@ _LAST_WORDS_S: Final = 2.0
 class RankError(Concise, RuntimeError):
     """A call that failed on a rank; `remote_traceback` is the whole of it as text.
 
-    ``together`` says that every rank failed by itself, and none has gone on alone.
+    ``together`` says that every rank failed by itself, none has gone on alone, and none is in the
+    middle of a step.
     """
 
     def __init__(self, message: str, rank: int, remote_traceback: str = "") -> None:
@@ -64,8 +65,12 @@ class Call:
 
     def error(self) -> RankError | None:
         """The failure that came first, with the others in its notes; None without any."""
-        # Who was interrupted, or lost its peer, came after the one that is to blame.
-        failed = sorted(self.failures.items(), key=lambda item: (item[1].interrupted, item[1].at_s))
+
+        def order(item: tuple[int, Failure]) -> tuple[bool, bool, float]:
+            """Who was interrupted, or lost its peer, came after the one that is to blame."""
+            return item[1].interrupted, item[1].follows, item[1].at_s
+
+        failed = sorted(self.failures.items(), key=order)
         if not failed:
             return None
         (rank, first), *others = failed

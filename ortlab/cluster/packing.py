@@ -1,8 +1,8 @@
 """Values for other processes: as bytes, with the tensors among them in a file beside.
 
-By cloudpickle, so that what cells define goes by value. The bytes travel over ipyparallel's signed
-channel; the file is safetensors and read through a mapping, so that weights are in no message and
-in memory once.
+What cells define goes by value (`ortlab.cluster.values`). The bytes travel over ipyparallel's
+signed channel; the file is safetensors and read through a mapping, so that weights are in no
+message and in memory once.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+
+from ortlab.cluster.values import Pickler
 
 _INLINE = 1 << 16
 """Bytes of the largest tensor that goes with the others' values."""
@@ -25,7 +26,7 @@ _Place = tuple[int, bool, bool, dict[str, Any]]
 """A tensor's number, whether it is a parameter and has a gradient, and its attributes."""
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(Pickler):
     """Leaves large tensors out, and notes them by number."""
 
     def __init__(self, file: io.BytesIO) -> None:

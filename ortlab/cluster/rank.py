@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import time
 import traceback
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class Failure:
     """How a call failed: the error, the user's lines that it came through, the whole traceback.
 
     ``at_s`` is the worker's clock in seconds, to tell what came first. ``interrupted`` says that it
-    was asked to end.
+    was asked to end, ``follows`` that another rank's failure made it fail, and ``midway`` that it
+    has left the ranks in the middle of a step (see `ortlab.engines.sharded`).
     """
 
     error: str
@@ -34,6 +36,8 @@ class Failure:
     traceback: str
     at_s: float
     interrupted: bool
+    follows: bool = False
+    midway: bool = False
 
 
 def take_place(place: Place) -> tuple[str, int]:
@@ -73,11 +77,11 @@ def call(payload: bytes) -> bytes | Failure:
 
 def call_together(payload: bytes) -> bytes | Failure:
     """As `call`, and stays in the process group in any case."""
-    import cloudpickle
+    from ortlab.cluster.values import dumps
 
     try:
-        function, args, kwargs = cloudpickle.loads(payload)
-        packed: bytes = cloudpickle.dumps(function(*args, **kwargs))
+        function, args, kwargs = pickle.loads(payload)
+        packed = dumps(function(*args, **kwargs))
     except BaseException as error:  # noqa: BLE001 - it is raised again where the call came from
         return _failure(error)
     return packed
@@ -95,6 +99,8 @@ def _failure(error: BaseException) -> Failure:
         "".join(traceback.format_exception(type(error), error, theirs)),
         time.time(),
         isinstance(error, KeyboardInterrupt),
+        getattr(error, "follows", False),
+        getattr(error, "midway", False),
     )
 
 

@@ -55,8 +55,9 @@ class RemoteStepper:
     Every rank is given every batch and takes its own rows; see `ortlab.engines.sharded.prepare`.
     The model here has the weights of the last `state_dict`, and of the end.
 
-    StepperLost where a rank died, or failed alone: the state is gone with it. What all ranks fail
-    in, they raise as a `RankError`. Otherwise ValueError and RuntimeError as on the ranks.
+    StepperLost where a rank died, failed alone, or in the middle of a step that all had agreed on:
+    the state is gone with it. What all ranks fail in before that, they raise as a `RankError`.
+    Otherwise ValueError and RuntimeError as on the ranks.
     """
 
     def __init__(
@@ -194,6 +195,9 @@ class RemoteStepper:
                 if self._ahead:
                     self.state_dict()
                 self._ask(training.end, self._number)
+            elif self._workers.usable():
+                with contextlib.suppress(RuntimeError):  # they may end, too
+                    self._workers.run(training.forget, self._number)
         finally:
             self._leaving.close()
 

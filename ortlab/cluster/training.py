@@ -87,8 +87,12 @@ class _Trainee:
 
     def end(self) -> None:
         """Ends the stepper and the measurement of its memory."""
-        SAMPLER.end(self._meter)
+        self.forget()
         self.stepper.close()
+
+    def forget(self) -> None:
+        """Ends the measurement alone: other ranks would not close the stepper along."""
+        SAMPLER.end(self._meter)
 
 
 _trainees: dict[int, _Trainee] = {}
@@ -174,6 +178,13 @@ def growth(number: int, *, began: bool) -> tuple[StateBytes, float]:
     if began:
         trainee.watch()
     return trainee.stepper.bytes(), trainee.grown()
+
+
+def forget(number: int) -> None:
+    """Lets go of a stepper that was lost: other ranks would not close it along."""
+    trainee = _trainees.pop(number, None)
+    if trainee is not None:
+        trainee.forget()
 
 
 def end(number: int) -> None:

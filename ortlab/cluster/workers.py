@@ -39,7 +39,10 @@ WORKER_BYTES = 200 << 20
 """What a process of its own takes that has imported torch and ortlab (207 MiB, torch 2.13)."""
 
 _GRACE_S: Final = 1.0
-"""That ranks have to end by themselves after one failed; as long again after an interrupt."""
+"""That ranks have to end by themselves after one failed; as long again after each interrupt."""
+
+_INTERRUPTS: Final = 3
+"""How often a rank is interrupted before it is killed: one that has yet to begin hears none."""
 
 _ANSWER_S: Final = 5.0
 """That a rank on another host has to answer a question."""
@@ -291,7 +294,8 @@ class Workers:
             raise
         error = call.error()
         if error is not None:
-            error.together = alike
+            midway = any(failure.midway for failure in call.failures.values())
+            error.together = alike and not midway
             if self.broken is not None:
                 error.add_note(f"{self.broken}; {self._again()}")
             raise error
@@ -313,12 +317,17 @@ class Workers:
                 raise self._died(call.lost)
 
     def _interrupt(self, call: Call) -> None:
-        """Ends a call on the ranks that are still at it, by SIGINT and at last by SIGKILL."""
-        if not call.pending:
-            return
-        engines = [self._ranks[rank].engine for rank in call.pending]
-        self._cluster.client.send_signal(signal.SIGINT, targets=engines, block=False)
-        self._watch(call, _GRACE_S)
+        """Ends a call on the ranks that are still at it, by SIGINT and at last by SIGKILL.
+
+        An interrupt of this wait kills them at once.
+        """
+        with contextlib.suppress(KeyboardInterrupt):
+            for _ in range(_INTERRUPTS):
+                if not call.pending:
+                    return
+                engines = [self._ranks[rank].engine for rank in call.pending]
+                self._cluster.client.send_signal(signal.SIGINT, targets=engines, block=False)
+                self._watch(call, _GRACE_S)
         if call.pending:
             ranks = ", ".join(map(str, call.pending))
             self._break(f"rank {ranks} of {len(self)} did not end when interrupted, and was killed")
@@ -504,10 +513,10 @@ def _packed(
     name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bytes:
     """A call as bytes, by value; ValueError names what of it cannot be."""
-    import cloudpickle
+    from ortlab.cluster.values import dumps
 
     try:
-        packed: bytes = cloudpickle.dumps((function, args, kwargs))
+        packed = dumps((function, args, kwargs))
     except Exception as error:
         culprit = _unpicklable(_parts(name, function, args, kwargs))
         raise ValueError(
@@ -534,11 +543,11 @@ def _parts(
 
 
 def _unpicklable(parts: Iterator[tuple[str, Any]]) -> str | None:
-    import cloudpickle
+    from ortlab.cluster.values import dumps
 
     for name, value in parts:
         try:
-            cloudpickle.dumps(value)
+            dumps(value)
         except Exception:  # noqa: BLE001 - whatever it is, this is the part that is looked for
             return name
     return None

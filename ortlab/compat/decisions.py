@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ortlab import errors
-from ortlab.compat import weightless
+from ortlab.compat import undifferentiated, weightless
 
 Place = tuple[str, int]
 """A file and a line."""
@@ -118,11 +118,12 @@ def last_decisions() -> tuple[Decision, ...]:
 
 
 def last_by_size() -> bool:
-    """Whether in this thread's last export code of the user's took a truth in the trace alone.
+    """Whether in this thread's last export code of the user's read a value in the trace alone.
 
-    It decides by sizes, which are tensors in a trace and numbers elsewhere: the graph holds the way
-    that was taken, and may be wrong for any other size. Installed packages ask so in nearly every
-    model, mostly to raise: theirs does not count.
+    It reads sizes, which are tensors in a trace and numbers elsewhere: the graph holds the way that
+    was taken, as in ``for i in range(x.shape[1] // 16)``, and may be wrong for any other size. What
+    is handed on to torch, as in ``x.view(rows, -1)``, is read by nobody and stays a size. Installed
+    packages read so in nearly every model, mostly to raise: theirs does not count.
     """
     return _last.by_size
 
@@ -144,7 +145,8 @@ def with_decisions(forward: Callable[..., Any]) -> Callable[..., Any]:
         places = set()
         # ORTModule has made a copy of its own where this is no run without weights.
         module = weightless.twin(self) if weightless.is_asked() else self
-        with weightless.running(), _Listening(lambda place, *_: places.add(place)):
+        listening = _Listening(lambda place, *_: places.add(place))
+        with weightless.running(), undifferentiated.detached(), listening:
             outputs = forward(module, *args)
         self._output_schema = module._output_schema
         _last.places, _last.decisions = frozenset(places), ()
@@ -164,10 +166,10 @@ def _traced(forward: Callable[..., Any], module: Any, args: Sequence[Any]) -> li
         nonlocal by_size
         if place in _last.places:
             found.append((place, _decided(func, *given)))
-        elif func in _TRUTHS and not place[0].startswith(_INSTALLED):
+        elif not place[0].startswith(_INSTALLED):
             by_size = True
 
-    with _Listening(hear):
+    with undifferentiated.detached(), _Listening(hear):
         outputs = forward(module, *args)
     decisions = []
     for place, value in found:

@@ -156,6 +156,8 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(export_model)
     def export_and_restore(*, flattened_module: Any, device: Any, **kwargs: Any) -> Any:
+        from torch.onnx import TrainingMode
+
         from ortlab.compat import symbolics
 
         quiet: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -166,7 +168,9 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
             result = export_model(flattened_module=flattened_module, device=device, **kwargs)
             recompute.mark(result[0], _last.checkpoints)
             _last.nodes = _take_stacks(result[0].graph)
-        if device.type == "cpu" and flattened_module.training:
+        # Which says whether the graph gets a gradient: one in evaluation mode may, too.
+        mode = kwargs["model_info_for_export"].export_mode
+        if device.type == "cpu" and mode == TrainingMode.TRAINING:
             _refuse_wrong_gradient(result[0].graph)
         *rest, differentiated = result
         return *rest, _without_frozen(differentiated, flattened_module)

@@ -58,7 +58,8 @@ class Lines:
 _ATTRIBUTE = "_ortlab_failure"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _OWN = {
-    Path(__file__).with_name(f"{n}.py") for n in ("exporting", "decisions", "inference", "interop")
+    Path(__file__).with_name(f"{name}.py")
+    for name in ("exporting", "decisions", "inference", "interop", "undifferentiated")
 }
 """What stands between the exporter and the model."""
 _LIBRARIES = tuple(
@@ -86,6 +87,11 @@ _TEXTS = (
     (
         r"gradient builder has not been registered: (?P<operator>\w+)",
         "ORT has no gradient for {operator}",
+    ),
+    (
+        r"output-(?P<output>\d+): couldn't find the producer node",
+        "what forward returns in place {output}, counted from 0, is a constant, and ORT's graph "
+        "holds what is computed of its inputs: return it outside of the model",
     ),
 )
 """What ORT's C++ code says of an operator, and what it means."""
@@ -163,7 +169,7 @@ def _from_text(error: BaseException, nodes: Sequence[Node]) -> Failure:
     for pattern, meaning in _TEXTS:
         found = re.search(pattern, text)
         if found:
-            operator = found.group("operator")
+            operator = found.groupdict().get("operator")
             reason = meaning.format(**found.groupdict())
     name = _NODE_NAME.search(text)
     at = next((node for node in nodes if name and node.name == name.group(1)), None)

@@ -372,7 +372,8 @@ def _trace(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, training:
         raise FunctionRefused(name, "takes no tensor, so a graph would keep its first result")
     types = [tensor.dtype for tensor in tensors]
     call = Call(cls, f"{name}#{next(_numbers)}", training, arguments, types)
-    found = _Traced.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    with torch.no_grad():  # the tracer refuses what requires a gradient and is no input
+        found = _Traced.apply(call, *tensors)  # type: ignore[no-untyped-call]
     outputs: tuple[Tensor, ...] = found if isinstance(found, tuple) else (found,)
     other = next(_other_than_tensors(call.results), None)
     if other is not None or not outputs:

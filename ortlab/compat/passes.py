@@ -29,9 +29,9 @@ class Passes:
     Beyond ORTModule's own it keeps to torch's rules. What ORT's backward graph gives hangs on no
     graph of autograd's: with ``create_graph=True`` the gradient of a gradient penalty would be
     zero, without a word. ORT's state of a forward is gone after its backward, and reads parameters
-    where they lie: changed meanwhile, as by an optimizer's step, they would give other gradients,
-    where torch raises. And a parameter that no output in use depends on would get zeros, which an
-    optimizer decays, where torch gives None.
+    and the call's tensors where they lie: changed meanwhile, as by an optimizer's step or the next
+    batch, they would give other gradients, where torch raises. And a parameter that no output in
+    use depends on would get zeros, which an optimizer decays, where torch gives None.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -53,6 +53,8 @@ class Passes:
         self._trained: Tensors = ()
         """Those of the inputs that are not given anew that need a gradient."""
         self._layout: Hashable = None
+        self._kept: list[int] = []
+        """Which of the call's inputs ORT reads again on the way back."""
         self._used: dict[tuple[bool, ...], list[bool]] = {}
 
     def apply(self, *inputs: torch.Tensor) -> Tensors:
@@ -72,7 +74,9 @@ class Passes:
         trained = self._needing_gradients(inputs)
         if not (torch.is_grad_enabled() and trained):
             return outputs
-        backward = _Backward(self, agent, state, states, trained, outputs)
+        # Those made in inference mode are not counted, and cannot be changed outside of it.
+        kept = [inputs[i] for i in self._kept if not inputs[i].is_inference()]
+        backward = _Backward(self, agent, state, states, (*trained, *kept), outputs)
         without = tuple(outputs[i] for i in info.output_grad_indices_non_differentiable)
         return native.record(inputs, outputs, without, backward)
 
@@ -85,6 +89,8 @@ class Passes:
             names = info.onnx_graph_input_names
             self._own = [i for i, name in enumerate(names) if name not in given]
             self._values = [None] * len(inputs)
+            again = _read_again(self.manager._onnx_models.optimized_model.graph)
+            self._kept = [i for i, name in enumerate(names) if name in again and name in given]
             if len(self._own) > 1:  # of one it gives no tuple
                 self._pick = operator.itemgetter(*self._own)
         layout = native.layout(self._pick(inputs))
@@ -135,7 +141,7 @@ class _Backward:
         agent: Any,
         state: Any,
         states: list[Any],
-        trained: Tensors,
+        inputs: Tensors,
         outputs: Tensors,
     ) -> None:
         self._passes = passes
@@ -152,7 +158,7 @@ class _Backward:
             for i in info.module_output_indices_requires_save_for_backward
             if i < len(outputs)
         ]
-        self._read = (*trained, *read)
+        self._read = (*inputs, *read)
         self._edits = native.edits(self._read)
 
     def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> list[Any]:
@@ -170,6 +176,7 @@ class _Backward:
         # What the pass held is free as soon as it is over.
         agent, state, self._agent, self._state = self._agent, self._state, None, None
         agent.run_backward(feeds, found, state)
+        self._read = ()
         capsules = found.to_dlpacks(None)
         observer.inspect_memory(passes.phase.POST_BACKWARD)
         order = [capsules[i] if i != -1 else None for i in manager._gradient_map]
@@ -218,3 +225,30 @@ def _inputs_used(graph: onnx.GraphProto, outputs: Sequence[bool]) -> list[bool]:
         if not wanted.isdisjoint(node.output):
             wanted.update(read_by(node))
     return [each.name in wanted for each in graph.input]
+
+
+_VIEWS = {"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+"""What ORT computes in the place of its input."""
+_OF_SHAPE = {"Shape", "Size"}
+
+
+def _read_again(graph: onnx.GraphProto) -> set[str]:
+    """The inputs of a training `graph` that its backward part reads, where they lie."""
+    wanted: set[str] = set()
+    forward = []
+    for node in reversed(graph.node):
+        if node.op_type == "YieldOp" or not wanted.isdisjoint(node.output):
+            wanted.update(read_by(node))
+            forward.append(node)
+    source = {each.name: each.name for each in graph.input}
+    for node in reversed(forward):
+        if node.op_type in _VIEWS and node.input[0] in source:
+            source[node.output[0]] = source[node.input[0]]
+    before = set(map(id, forward))
+    return {
+        source[name]
+        for node in graph.node
+        if id(node) not in before and node.op_type not in _OF_SHAPE
+        for name in read_by(node)
+        if name in source
+    }

@@ -22,6 +22,9 @@ from typing import Any
 _ASKED = "ortlab_checkpoints"
 """The property of an exported model that says how often checkpointing was asked for."""
 _MIB = 2**20
+CHOSEN = "gradient checkpointing: the recompute plans that were chosen take its place"
+LAYERS = "gradient checkpointing: each layer of a list is computed again in its place"
+NOTHING = "gradient checkpointing saves no memory in ORT, which finds nothing to recompute"
 
 
 def mark(model: Any, checkpoints: int) -> None:
@@ -31,22 +34,25 @@ def mark(model: Any, checkpoints: int) -> None:
         entry.key, entry.value = _ASKED, str(checkpoints)
 
 
-def replace_checkpointing(manager: Any) -> str | None:
+def asks_for_checkpointing(manager: Any) -> bool:
+    """Whether the model that `manager`, ORT's execution manager, has exported asked for it."""
+    exported = manager._graph_transition_manager._exported_model_info.exported_model
+    return any(entry.key == _ASKED for entry in exported.metadata_props)
+
+
+def replace_checkpointing(manager: Any) -> str:
     """Chooses recompute plans for a graph whose model asks for checkpointing; says what it did.
 
     `manager` is ORT's execution manager of a graph with a gradient, before its session is made.
-    None where nobody asks for checkpointing. Plans that were chosen before stay.
+    Plans that were chosen before stay.
     """
-    exported = manager._graph_transition_manager._exported_model_info.exported_model
-    if not any(entry.key == _ASKED for entry in exported.metadata_props):
-        return None
     options = manager._runtime_options
     if options.memory_optimizer_is_enabled():
-        return "gradient checkpointing: the recompute plans that were chosen take its place"
+        return CHOSEN
     found = _opportunities(manager)
     plans = [name for name in found if _leaves_residuals(name)]
     if not plans:
-        return "gradient checkpointing saves no memory in ORT, which finds nothing to recompute"
+        return NOTHING
     memory = manager._runtime_inspector.memory_ob
     # Where ORT keeps the file of its own plans, which a session reads when it is made.
     file = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - it lives as long as the graph
@@ -59,6 +65,14 @@ def replace_checkpointing(manager: Any) -> str | None:
     if all(isinstance(each, float) for each in saved):
         told += f"; it estimates to save {sum(saved) / _MIB:.3g} MiB of a batch like the first"
     return told
+
+
+def withdraw(manager: Any) -> None:
+    """Takes back what `replace_checkpointing` chose: plans of modules take its place."""
+    options = manager._runtime_options
+    file = manager._runtime_inspector.memory_ob._json_file_for_layerwise_recompute
+    if file is not None and options.memory_optimizer_config_file_path == file.name:
+        options.memory_optimizer_config_file_path = ""
 
 
 def _opportunities(manager: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ortlab.compat.symbolics import (
     dtype,
     literal,
     missing,
+    number,
     rank,
     ranked_like_output,
     rule,
@@ -197,6 +198,16 @@ def _group_norm(
 ) -> Value:
     x = with_gradient(g, x, weight, bias)
     return stock("group_norm")(g, x, groups, weight, bias, eps, cudnn)
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+@rule("dropout", "of everything, p = 1: ORT's kernel fails")
+def _dropout(g: Graph, x: Value, ratio: Value, training: Value) -> Value:
+    if number(ratio) == 1 and literal(training, "b"):
+        return g.op("Mul", x, constant(g, 0.0, dtype(x)))
+    return stock("dropout")(g, x, ratio, training)
 
 
 # ---- recurrence ----------------------------------------------------------------------------------

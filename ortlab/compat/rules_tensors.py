@@ -10,6 +10,7 @@ from torch.onnx import symbolic_helper
 from torch.onnx._internal.torchscript_exporter._type_utils import JitScalarType
 
 from ortlab.compat.symbolics import (
+    DETACHED,
     Gradient,
     Graph,
     Value,
@@ -21,6 +22,7 @@ from ortlab.compat.symbolics import (
     dtype,
     inputs_of,
     literal,
+    may_have_gradient,
     missing,
     number,
     rank,
@@ -163,6 +165,38 @@ _reduction("norm", 1)
 _reduction("linalg_vector_norm", 1)
 
 
+@rule("std", "of equal numbers: a gradient that is NaN, torch's is 0")
+def _std(g: Graph, x: Value, *arguments: Value) -> Value:
+    return _root(g, stock("std")(g, x, *arguments))
+
+
+@rule("std_mean", "as for std")
+def _std_mean(g: Graph, x: Value, *arguments: Value) -> Any:
+    root, mean = stock("std_mean")(g, x, *arguments)
+    return _root(g, root), mean
+
+
+def _root(g: Graph, root: Value) -> Value:
+    """The square root that `root` is, with a gradient of 0 at 0."""
+    x, kind = root.node().input(), dtype(next(iter(g.original_node.outputs())))
+    zero, one = constant(g, 0.0, kind), constant(g, 1.0, kind)
+    none = g.op("Equal", x, zero)
+    return g.op("Where", none, zero, g.op("Sqrt", g.op("Where", none, one, x)))
+
+
+@rule("pow", "to the 0th, of 0: a gradient that is NaN, torch's is 0")
+def _pow(g: Graph, x: Value, exponent: Value) -> Value:
+    node = exponent.node()
+    never = node.kind() == "onnx::Constant" and symbolic_helper._node_get(node, "value").all()
+    if never or not any(inputs_of(x)):
+        return stock("pow")(g, x, exponent)
+    one, zeroth = constant(g, 1, dtype(x)), g.op("Not", cast(g, exponent, torch.bool))
+    whole = g.op("Expand", x, g.op("Shape", g.op("Where", zeroth, one, x)))
+    base = g.op("Where", zeroth, one, whole)
+    base.setType(x.type().with_sizes([None] * max(rank(x), rank(exponent))))
+    return stock("pow")(g, base, exponent)
+
+
 @rule("pairwise_distance", "eps is added to the power: equal rows get a gradient that is NaN")
 def _pairwise_distance(g: Graph, x: Value, y: Value, p: Value, eps: Value, keepdim: Value) -> Value:
     kind, power, axes = dtype(x), number(p), constant(g, [-1])
@@ -221,9 +255,120 @@ def _order_in_storage(value: Value) -> list[int]:
     return order
 
 
-@rule("detach", "gradients go through it", ("detach", "", None))
+@rule("index_add", "where an index occurs twice one of its terms is kept")
+def _index_add(
+    g: Graph, x: Value, dim: Value, index: Value, terms: Value, alpha: Value = None
+) -> Value:
+    if not missing(alpha) and literal(alpha, "f") != 1:
+        terms = g.op("Mul", terms, cast(g, alpha, dtype(x)))
+    return ranked_like_output(g, _added_at(g, x, literal(dim, "i") % rank(x), index, terms))
+
+
+def _added_at(g: Graph, x: Value, axis: int, index: Value, terms: Value) -> Value:
+    index = g.op("Reshape", index, constant(g, [-1] + [1] * (rank(x) - 1 - axis)))
+    index = g.op("Expand", index, g.op("Shape", terms))
+    return _scatter_add(g, x, constant(g, axis), index, terms)
+
+
+@rule("scatter_add", "where something is added, what it is added to gets no gradient")
+def _scatter_add(g: Graph, x: Value, dim: Value, index: Value, terms: Value) -> Value:
+    zeros = g.op("ConstantOfShape", g.op("Shape", x), value_t=torch.zeros(1, dtype=dtype(x)))
+    return g.op("Add", x, stock("scatter_add")(g, zeros, dim, index, terms))
+
+
+@rule("index_put", "accumulating, where an index occurs twice one of its terms is kept")
+def _index_put(g: Graph, x: Value, where: Value, terms: Value, accumulate: Value = None) -> Value:
+    if missing(accumulate) or not literal(accumulate, "b"):
+        return stock("index_put")(g, x, where, terms, accumulate)
+    shape, indices = g.op("Shape", x), _indices(g, where)
+    places, count = _places(g, shape, indices), constant(g, [len(indices)])
+    rest = g.op("Slice", shape, count, constant(g, [2**62]), constant(g, [0]))
+    terms = g.op("Expand", cast(g, terms, dtype(x)), _joined(g, g.op("Shape", places), rest))
+    rows = _joined(g, constant(g, [-1]), rest)
+    flat, places = g.op("Reshape", x, rows), g.op("Reshape", places, constant(g, [-1]))
+    flat.setType(x.type().with_sizes([None] * (rank(x) - len(indices) + 1)))
+    flat = _added_at(g, flat, 0, places, g.op("Reshape", terms, rows))
+    return ranked_like_output(g, g.op("Reshape", flat, shape))
+
+
+def _joined(g: Graph, *shapes: Value) -> Value:
+    return g.op("Concat", *shapes, axis_i=0)
+
+
+def _indices(g: Graph, where: Value) -> list[Value]:
+    """The indices of the first dimensions, one for each: a mask is where it is true."""
+    packed = symbolic_helper._is_packed_list(where)
+    found = []
+    for each in symbolic_helper._unpack_list(where) if packed else [where]:
+        if missing(each):
+            raise RuntimeError("index_put that accumulates, with None among its indices")
+        if dtype(each) in (torch.bool, torch.uint8):
+            true = g.op("NonZero", cast(g, each, torch.bool))
+            found += [g.op("Gather", true, constant(g, i), axis_i=0) for i in range(rank(each))]
+        else:
+            found.append(cast(g, each, torch.int64))
+    return found
+
+
+def _places(g: Graph, shape: Value, indices: list[Value]) -> Value:
+    """What `indices` of the first dimensions of a tensor are when those are one dimension."""
+    found = None
+    for dim, index in enumerate(indices):
+        size = g.op("Gather", shape, constant(g, dim), axis_i=0)
+        index = _from_start(g, index, size)
+        found = index if found is None else g.op("Add", g.op("Mul", found, size), index)
+    return found
+
+
+def _from_start(g: Graph, index: Value, size: Value) -> Value:
+    """`index` counted from the start: one below 0 counts from the end of `size` elements."""
+    return g.op("Where", g.op("Less", index, constant(g, 0)), g.op("Add", index, size), index)
+
+
+@rule("index", "with two index tensors or more, an index below 0 reads another element")
+def _index(g: Graph, x: Value, where: Value) -> Value:
+    packed = symbolic_helper._is_packed_list(where)
+    indices = symbolic_helper._unpack_list(where) if packed else [where]
+    if sum(not missing(each) for each in indices) > 1:
+        shape = g.op("Shape", x)
+        for dim, each in enumerate(indices):
+            if not missing(each) and dtype(each) in (torch.int32, torch.int64):
+                size = g.op("Gather", shape, constant(g, dim), axis_i=0)
+                indices[dim] = _from_start(g, cast(g, each, torch.int64), size)
+        where = g.op("prim::ListConstruct", *indices)
+    return stock("index")(g, x, where)
+
+
+@rule("embedding_bag", "a Loop: no gradient, and where it needs none the process ends")
+def _embedding_bag(_g: Graph, *_arguments: Value) -> Value:
+    raise RuntimeError(
+        "ORT has no gradient for embedding_bag; use nn.Embedding and the sum or mean of its rows"
+    )
+
+
+@rule("index_fill", "not exported")
+def _index_fill(g: Graph, x: Value, dim: Value, index: Value, value: Value) -> Value:
+    axis, shape = literal(dim, "i") % rank(x), g.op("Shape", x)
+    size = g.op("Gather", shape, constant(g, [axis]), axis_i=0)
+    index = g.op("Reshape", index, constant(g, [-1]))
+    ones = g.op("ConstantOfShape", g.op("Shape", index), value_t=torch.ones(1, dtype=torch.long))
+    zeros = g.op("ConstantOfShape", size, value_t=torch.zeros(1, dtype=torch.long))
+    chosen = cast(g, g.op("ScatterElements", zeros, index, ones), torch.bool)
+    chosen = g.op("Reshape", chosen, constant(g, [-1] + [1] * (rank(x) - 1 - axis)))
+    return g.op("Where", chosen, g.op("Expand", cast(g, value, dtype(x)), shape), x)
+
+
+@rule("detach", "gradients go through it", (DETACHED, "", None))
 def _detach(g: Graph, x: Value) -> Value:
-    return ranked_like_output(g, aten(g, "detach", x))
+    # As most of what is computed under no_grad: positions. Whole numbers that are detached are what
+    # forward decides by: ORT goes back from those, too, and fails at what it meets.
+    if dtype(x).is_floating_point and not may_have_gradient(x):
+        return x
+    if x.node().kind() == "prim::Param":
+        x = aten(
+            g, DETACHED, x
+        )  # ORT asks the first node at a parameter for a gradient all the same
+    return ranked_like_output(g, aten(g, DETACHED, x))
 
 
 @rule("unflatten", "the exporter computes the rank in the graph: no gradient")
@@ -247,11 +392,88 @@ def _unflatten(g: Graph, x: Value, dim: Value, sizes: Value) -> Value:
     "the input of a third term in place of the term",
 )
 def _div(g: Graph, x: Value, y: Value, *rounding: Value) -> Value:
+    if rounding and literal(rounding[0], "s") == "floor":
+        return _floor_divide(g, x, y)
     scalar = traced_sizes(list(g.original_node.inputs())[1]) == []
     if rounding or not scalar or not dtype(x).is_floating_point or any(inputs_of(y)):
         return stock("div")(g, x, y, *rounding)
     # ORT turns x * (1 / y) back into a division, but does not know Reciprocal.
     return g.op("Mul", x, g.op("Reciprocal", cast(g, y, dtype(x))))
+
+
+@rule("floor_divide", "rounds towards zero, torch rounds down")
+def _floor_divide(g: Graph, x: Value, y: Value) -> Value:
+    if _is_size(x) and _is_size(y):
+        return stock("floor_divide")(g, x, y)  # never below 0, and the exporter follows sizes so
+    x, y = _of_one_type(g, x, y)
+    if not dtype(x).is_floating_point:
+        return g.op("Div", g.op("Sub", x, g.op("Mod", x, y)), y)
+    return _whole_times(g, x, y, down=True)
+
+
+@rule("remainder", "of floats: 1 % 0.1 is 0 where torch's is almost 0.1")
+def _remainder(g: Graph, x: Value, y: Value) -> Value:
+    return _rest(g, x, y, down=True)
+
+
+@rule("fmod", "no gradient")
+def _fmod(g: Graph, x: Value, y: Value) -> Value:
+    return _rest(g, x, y, down=False)
+
+
+def _rest(g: Graph, x: Value, y: Value, *, down: bool) -> Value:
+    x, y = _of_one_type(g, x, y)
+    if not dtype(x).is_floating_point:
+        return g.op("Mod", x, y, fmod_i=int(not down))
+    return g.op("Sub", x, g.op("Mul", _whole_times(g, x, y, down=down), y))
+
+
+def _of_one_type(g: Graph, *values: Value) -> list[Value]:
+    """`values` in the type of the traced output."""
+    kind = dtype(next(iter(g.original_node.outputs())))
+    return [cast(g, value, kind) for value in values]
+
+
+def _whole_times(g: Graph, x: Value, y: Value, *, down: bool) -> Value:
+    """How many whole times `y` is in `x`, rounded down or towards zero; it has no gradient.
+
+    The quotient x / y may itself be rounded up to a whole number, so ONNX's Mod says what is over.
+    """
+    kind, zero = dtype(x), constant(g, 0.0, dtype(x))
+    x, y = (_without_gradient(g, value) for value in (x, y))
+    over = g.op("Mod", x, y, fmod_i=1)  # with the sign of x
+    times = g.op("Round", g.op("Div", g.op("Sub", x, over), y))
+    if down:
+        apart = g.op("Xor", g.op("Less", over, zero), g.op("Less", y, zero))
+        more = g.op("And", apart, g.op("Not", g.op("Equal", over, zero)))
+        times = g.op("Sub", times, cast(g, more, kind))
+    return g.op("Where", g.op("Equal", y, zero), g.op("Div", x, y), times)
+
+
+def _without_gradient(g: Graph, value: Value) -> Value:
+    if not any(inputs_of(value)):
+        return value
+    kept = aten(g, DETACHED, value)
+    kept.setType(value.type().with_sizes([None] * rank(value)))
+    return kept
+
+
+_OF_SIZES = {
+    f"onnx::{name}"
+    for name in ("Add", "Cast", "Concat", "Div", "Gather", "Identity", "Mod", "Mul", "Reshape",
+                 "Slice", "Squeeze", "Unsqueeze")
+}  # fmt: skip
+
+
+def _is_size(value: Value) -> bool:
+    """Whether `value` is computed from sizes and constants by what gives no number below 0."""
+    node = value.node()
+    if node.kind() == "onnx::Constant":
+        held = symbolic_helper._node_get(node, "value")
+        return not held.is_floating_point() and bool((held >= 0).all())
+    if node.kind() in _OF_SIZES:
+        return all(_is_size(each) for each in node.inputs())
+    return str(node.kind()) == "onnx::Shape"
 
 
 def _ctc_gradient() -> Gradient:

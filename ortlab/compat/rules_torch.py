@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ortlab.compat.symbolics import (
+    DETACHED,
     Graph,
     Value,
     aten,
@@ -28,6 +29,7 @@ from ortlab.compat.symbolics import (
     ranked_like_output,
     rule,
     stock,
+    with_gradient,
 )
 
 _LIBRARY = "ortlab"
@@ -66,8 +68,16 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
     ),
     "pixel_shuffle": ("Tensor x, int factor",),
     "pixel_unshuffle": ("Tensor x, int factor",),
+    "index_copy": ("Tensor x, int dim, Tensor index, Tensor y",),
+    **dict.fromkeys(
+        ("index_reduce", "scatter_reduce"),
+        ("Tensor x, int dim, Tensor index, Tensor y, int reduce, bool include_self",),
+    ),
 }  # fmt: skip
 """What is exported so: torch's arguments, once for each number of them that torch takes."""
+
+_REDUCTIONS = ("sum", "prod", "mean", "amax", "amin")
+"""What torch takes for ``reduce``; a node of ORT's has the number of it, since it takes no text."""
 
 
 def define() -> None:
@@ -79,15 +89,19 @@ def define() -> None:
 def _library() -> Any:
     make: Any = torch.library.Library
     library: Any = make(_LIBRARY, "DEF")
+    _, name = DETACHED.split("::")
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, torch.clone, "CompositeExplicitAutograd")
     for function, schemas in _FUNCTIONS.items():
         for schema in schemas:
-            name, places = _name(function, schema), _differentiable(schema)
-            gradients = f"({', '.join(['Tensor'] * len(places))})"
-            library.define(f"{name}({schema}) -> Tensor")
-            library.define(f"{name}_backward(Tensor gradient, {schema}) -> {gradients}")
+            name, count = _name(function, schema), len(_differentiable(schema))
+            gradients = f"({', '.join(['Tensor'] * count)})"
+            ordered = ", ".join(_ordered(schema, schema.split(", ")))
+            library.define(f"{name}({ordered}) -> Tensor")
+            library.define(f"{name}_backward(Tensor gradient, {ordered}) -> {gradients}")
             call = functools.partial(_call, getattr(torch.ops.aten, function), schema)
             library.impl(name, call, "CompositeExplicitAutograd")
-            backward = functools.partial(_backward, call, places)
+            backward = functools.partial(_backward, call, count)
             library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
     return library
 
@@ -102,28 +116,39 @@ def _differentiable(schema: str) -> list[int]:
     return [i for i, each in enumerate(schema.split(", ")) if re.match(r"Tensor [a-z]$", each)]
 
 
+def _ordered(schema: str, arguments: Sequence[Any]) -> list[Any]:
+    """Torch's `arguments` as a node of ORT's has them: those that get a gradient first.
+
+    ORT takes a gradient node's outputs to be those of the first inputs, and leaves others out.
+    """
+    places = _differentiable(schema)
+    return [arguments[i] for i in sorted(range(len(arguments)), key=lambda i: i not in places)]
+
+
 def _call(function: Callable[..., Any], schema: str, *arguments: Any) -> Tensor:
     """Calls torch's function, whose last argument may only be given by its name."""
     *others, last = schema.split(", ")
-    name = last.split()[-1]
-    if name not in ("dtype", "value"):
-        found: Tensor = function(*arguments)
+    name, order = last.split()[-1], _ordered(schema, range(len(arguments)))
+    given = [arguments[order.index(i)] for i in range(len(arguments))]
+    if (at := _at(schema, "reduce")) >= 0:
+        given[at] = _REDUCTIONS[given[at]]
+    if name not in ("dtype", "value", "include_self"):
+        found: Tensor = function(*given)
     else:
-        found = function(*arguments[: len(others)], **{name: arguments[-1]})
+        found = function(*given[: len(others)], **{name: given[-1]})
     return found
 
 
-def _backward(
-    call: Callable[..., Tensor], places: Sequence[int], gradient: Tensor, *arguments: Any
-) -> Any:
-    """The gradients of the arguments at `places`."""
-    given = list(arguments)
-    for place in places:
-        given[place] = given[place].detach().requires_grad_()
-    leaves = [given[place] for place in places]
+def _backward(call: Callable[..., Tensor], count: int, gradient: Tensor, *arguments: Any) -> Any:
+    """The gradients of the first `count` arguments."""
+    leaves = [argument.detach().requires_grad_() for argument in arguments[:count]]
     with torch.enable_grad():
         found = torch.autograd.grad(
-            call(*given), leaves, gradient, allow_unused=True, materialize_grads=True
+            call(*leaves, *arguments[count:]),
+            leaves,
+            gradient,
+            allow_unused=True,
+            materialize_grads=True,
         )
     return found[0] if len(found) == 1 else found
 
@@ -141,11 +166,16 @@ def _declare(function: str, schemas: tuple[str, ...]) -> None:
             else value
             for declared, value in zip(schema.split(", "), arguments, strict=True)
         ]
+        if (at := _at(schema, "reduce")) >= 0:
+            given[at] = constant(g, _REDUCTIONS.index(literal(given[at], "s")))
+        differentiable = [given[place] for place in _differentiable(schema)]
+        for place in _differentiable(schema):
+            given[place] = with_gradient(g, given[place], *differentiable)
         # ORT guesses that what comes out has the rank of the first input, so let it be.
         axes = _axes_to_drop(schema, given)
         if axes:
             given[_at(schema, "keepdim")] = constant(g, True, torch.bool)
-        found = aten(g, f"{_LIBRARY}::{_name(function, schema)}", *given)
+        found = aten(g, f"{_LIBRARY}::{_name(function, schema)}", *_ordered(schema, given))
         if axes:
             return g.op("Squeeze", found, constant(g, axes))
         if rank(ranked_like_output(g, found)) > 0:
@@ -174,7 +204,7 @@ def _axes_to_drop(schema: str, arguments: Sequence[Value]) -> list[int]:
 
 def _gradient(name: str, schema: str) -> list[tuple[Any, ...]]:
     inputs = ["GO(0)", *(f"I({i})" for i in range(len(schema.split(","))))]
-    outputs = [f"GI({i})" for i in _differentiable(schema)]
+    outputs = [f"GI({i})" for i in range(len(_differentiable(schema)))]
     return [aten_node(f"{name}_backward", inputs, outputs)]
 
 

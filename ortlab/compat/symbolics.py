@@ -27,6 +27,9 @@ Gradient = list[tuple[Any, ...]]
 """ORT's declarative form: nodes of (operator, inputs, outputs, attributes)."""
 
 _ATEN = "org.pytorch.aten"
+DETACHED = "ortlab::detached"
+"""Torch's detach() as a copy: ORT writes over memory that nobody seems to read any more, and does
+not know of two tensors in one place."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ _stock: dict[str, Callable[..., Any]] = {}
 _torchs: dict[str, Callable[..., Any]] = {}  # torch's own rules, in an export for inference
 _attention: Attention | None = None  # of the export under way
 _trained: set[str] = set()  # names of the parameters of the export under way
+_fixed: set[str] = set()  # and of its buffers, and the parameters that are not trained
 
 
 def register(registry: Any, gradients: Any) -> None:
@@ -70,6 +74,7 @@ def register(registry: Any, gradients: Any) -> None:
         rules_activations,
         rules_attention,
         rules_layers,
+        rules_products,
         rules_tensors,
         rules_torch,
     )
@@ -116,11 +121,13 @@ def plain(operators: Sequence[str], opset: int) -> Iterator[dict[str, Callable[.
 @contextlib.contextmanager
 def gradients_for(module: torch.nn.Module) -> Iterator[None]:
     """Tells the rules of an export of `module` which of its parameters are trained."""
-    _trained.update(name for name, each in module.named_parameters() if each.requires_grad)
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        (_trained if each.requires_grad else _fixed).add(name)
     try:
         yield
     finally:
         _trained.clear()
+        _fixed.clear()
 
 
 @contextlib.contextmanager
@@ -249,15 +256,32 @@ def all_of(count: int) -> tuple[Any, ...]:
 
 def inputs_of(value: Value) -> Iterator[str]:
     """Names of the graph's inputs that `value` is computed from, not counting their shapes."""
+    return (each.debugName() for each in _origins(value))
+
+
+def _origins(value: Value, *, detached: bool = True) -> Iterator[Value]:
+    """The graph's inputs that `value` is computed from; those that it is `detached` of, too."""
     waiting, seen = [value], {value.unique()}
     while waiting:
         node = (current := waiting.pop()).node()
         if node.kind() == "prim::Param":
-            yield current.debugName()
-        elif node.kind() != "onnx::Shape":
+            yield current
+        elif node.kind() != "onnx::Shape" and (detached or not _is_detach(node)):
             fresh = [each for each in node.inputs() if each.unique() not in seen]
             seen.update(each.unique() for each in fresh)
             waiting += fresh
+
+
+def _is_detach(node: Any) -> bool:
+    return bool(node.kind() == f"{_ATEN}::ATen" and node.s("operator") == DETACHED)
+
+
+def may_have_gradient(value: Value) -> bool:
+    """Whether a gradient may go through `value`, to a trained parameter or an input of a call."""
+    return any(
+        each.debugName() not in _fixed and dtype(each).is_floating_point
+        for each in _origins(value, detached=False)
+    )
 
 
 def is_trained(value: Value) -> bool:
@@ -266,16 +290,18 @@ def is_trained(value: Value) -> bool:
 
 
 def with_gradient(g: Graph, x: Value, *parameters: Value) -> Value:
-    """`x`, or where nothing trained lies before it, `x` plus a zero of one of `parameters`.
+    """`x`, or where nothing trained lies before it, `x` plus the sum of none of one's elements.
 
-    ORT drops the inner nodes of a declared gradient when the first input needs none.
+    ORT drops the inner nodes of a declared gradient when the first input needs none, and where a
+    node gives several of which one is not needed, running it fails.
     """
     values = filter(is_trained, (x, *parameters))
     trained = next(values, x)
     if trained is x:
         return x
-    total = g.op("ReduceSum", trained, keepdims_i=0)
-    return g.op("Add", x, g.op("Mul", total, constant(g, 0.0, dtype(trained))))
+    flat, start = g.op("Reshape", trained, constant(g, [-1])), constant(g, [0])
+    zero = g.op("ReduceSum", g.op("Slice", flat, start, start, start), keepdims_i=0)
+    return g.op("Add", x, cast(g, zero, dtype(x)))
 
 
 def _is_mask(value: np.ndarray | None, shape: tuple[int, ...]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import reprlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,12 +14,15 @@ import numpy as np
 
 from ortlab.deploy import check, folder, weights
 from ortlab.deploy.graph import Port
+from ortlab.shards import fingerprint
 from ortlab.tables import Column, Table
 
 if TYPE_CHECKING:
     from ortlab.notebook.inpage import InPage
 
 MODEL = "model.onnx"
+_MOST = 2**63
+"""What the bytes of a file stay below."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,39 @@ class Exported:
                 notes=facts["notes"],
                 model=facts["model"],
             )
+            found._check_types()
             listed = {name: each["sha256"] for name, each in facts["files"].items()}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{at} holds no export that can be read: {error!r}") from None
         for form in found.forms:
             if Path(form.file).name != form.file:
                 raise ValueError(f"{at} names {form.file!r}, which is not in it: it is not read")
-            if folder.fingerprint(at / form.file) != listed.get(form.file):
+            digest = fingerprint(at / form.file)
+            if not digest or digest != listed.get(form.file):
                 raise ValueError(f"{at / form.file} is not the file that was exported")
         return found
+
+    def _check_types(self) -> None:
+        """TypeError where what export.json says is of other types than `as_dict` gives it."""
+        words = [self.model, *self.tried, *self.notes]
+        words += [word for port in (*self.inputs, *self.outputs) for word in (port.name, port.type)]
+        words += [word for form in self.forms for word in (form.name, form.file, form.worst)]
+        whole = [self.opset, *(form.bytes for form in self.forms)]
+        sizes = [size for port in (*self.inputs, *self.outputs) for size in port.shape]
+        numbers = [number for form in self.forms for number in (form.difference, form.relative)]
+        known = [number for f in self.forms for number in (f.accuracy, f.torch_accuracy)]
+        for values, wanted in (
+            (words, str),
+            (whole, int),
+            (sizes, int | str),
+            (numbers, float),
+            (known, float | None),
+        ):
+            for value in values:
+                if not isinstance(value, wanted):
+                    raise TypeError(f"{reprlib.repr(value)} is not {wanted}")
+        if not self.forms or max(whole) >= _MOST or min(whole) < 0:
+            raise TypeError("no form of the model, or a size that no file has")
 
     def at(self, path: Path) -> Exported:
         """The same in another folder."""

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ortlab import folders
 from ortlab.history import folder_beside
-from ortlab.shards import digest
+from ortlab.shards import fingerprint
 
 MANIFEST = "export.json"
 """What an export is: its ports, differences, and every other file with its size and hash."""
@@ -74,12 +75,9 @@ def _listed(target: Path) -> dict[str, str]:
 def read(folder: Path) -> dict[str, Any]:
     """What an export's manifest says; ValueError where `folder` holds none."""
     try:
-        found = json.loads((folder / MANIFEST).read_text())
+        return folders.read_object(folder / MANIFEST)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no export: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{folder} holds no export: {MANIFEST} is no object")
-    return found
 
 
 def describe(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -89,10 +87,3 @@ def describe(folder: Path, facts: Mapping[str, Any]) -> None:
         for path in sorted(folder.iterdir())
     }
     (folder / MANIFEST).write_text(json.dumps({**facts, "files": files}, indent=1) + "\n")
-
-
-def fingerprint(file: Path) -> str:
-    """The SHA-256 of a file; empty for what is none."""
-    if file.is_symlink() or not file.is_file():
-        return ""
-    return digest(file)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ortlab import compat, kernels
 from ortlab.compat import interop
@@ -33,6 +34,7 @@ from ortlab.engines.selfcheck import (
     NotInGraph,
     Observed,
     SelfCheckFailed,
+    Verdict,
     compare,
     depends_on_seed,
     in_double,
@@ -210,12 +212,17 @@ class Execution:
         The results have the `types` that autocast gives them in eager torch. The settings stay so
         for the next call: another precision has sessions made anew.
         """
+        if self._fallback is not None and self._falls_back():
+            return self._eagerly(args, kwargs)
         lowered = self._asked.replace(precision="bf16")
         if self.settings != lowered:
             try:
                 options.check(lowered)
             except ValueError as error:
-                raise ExportFailed(f"torch.autocast in bfloat16: {error}") from None
+                reason = f"torch.autocast in bfloat16: {error}"
+                if self._asked.fallback:
+                    return self._fall_back(reason, args, kwargs)
+                raise ExportFailed(reason) from None
             self._use(lowered)
         with torch.autocast("cpu", enabled=False):
             outputs = self._forward(args, kwargs)
@@ -248,7 +255,7 @@ class Execution:
         for served in kind.fitting(shapes):
             try:
                 served.recompute(self._plans)
-                if shapes in served.shapes:
+                if shapes in served.shapes and not served.again:
                     outputs = served.run(args, kwargs, dropout=dropout)
                 else:
                     outputs = self._first(served, key, shapes, args, kwargs, dropout=dropout)
@@ -262,10 +269,13 @@ class Execution:
         try:
             return self._first(None, key, shapes, args, kwargs, why=why, dropout=dropout)
         except OtherDecision as other:
-            raise ExportFailed(
+            reason = (
                 f"forward decides by random numbers at {place(*other.place)}, which ORT draws "
                 "otherwise; use engine='eager'"
-            ) from None
+            )
+            if self.settings.fallback:
+                return self._fall_back(reason, args, kwargs)
+            raise ExportFailed(reason) from None
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -341,13 +351,14 @@ class Execution:
         why: str = "",
         dropout: bool,
     ) -> Any:
-        """A call with a new export, or with shapes that its export has not met.
+        """A call with a new export, the one after that, or one with shapes that are new to it.
 
         ``why`` tells what is new, where that is not an edit of the model or the kind of input.
         """
         try:
             if served is None:
                 _refuse_backward_hooks(self.module)
+                _refuse_swapped(self.module)
             if any(0 in shape for shape in shapes) and torch.is_grad_enabled():
                 raise ExportFailed(
                     f"an input is empty ({', '.join(map(str, map(list, shapes)))}), and some of "
@@ -362,17 +373,21 @@ class Execution:
         except (ExportFailed, NotInGraph, SelfCheckFailed) as error:
             if not self.settings.fallback:
                 raise
-            outputs = self._eagerly(args, kwargs)
-            # What forward has set by now belongs to the model that fell back.
-            self._fallback = (self._guard.key(), str(error))
-            self._fallbacks += 1
-            return outputs
+            return self._fall_back(str(error), args, kwargs)
         if len(served.shapes) >= _MOST_SHAPES:
             served.shapes.clear()
+        served.shapes_met += shapes not in served.shapes
         served.shapes.add(shapes)
-        served.shapes_met += 1
         served.buckets.add(bucket(shapes))
         return served.run(args, kwargs, dropout=dropout)
+
+    def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch gives, which goes on from here for `reason`."""
+        outputs = self._eagerly(args, kwargs)
+        # What forward has set by now belongs to the model that fell back.
+        self._fallback = (self._guard.key(), reason)
+        self._fallbacks += 1
+        return outputs
 
     def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What torch gives, in the precision that ORT's graph would have had."""
@@ -512,14 +527,17 @@ class Execution:
     def _due(self, served: Served | None, shapes: Shapes) -> bool:
         """Whether this call is to be checked: new exports, and new shapes while there are few.
 
-        An export's first three shapes are, then the first of every bucket of sizes (rounded up to
-        powers of two), until sixteen checks of the run are spent. A dimension that changes for the
-        first time is checked in any case: the graph may hold its size. Where the user's
-        code decides by sizes, every new shape is.
+        An export's second call is, whose data it was not made with. Its first three shapes are,
+        then the first of every bucket of sizes (rounded up to powers of two), until sixteen checks
+        of the run are spent. A dimension that changes for the first time is checked in any case:
+        the graph may hold its size. Where the user's code reads sizes as Python's numbers or
+        truths, every new shape is.
         """
         if not self.settings.self_check:
             return False
-        if served is None or not served.checked or served.has_new_dimension(shapes):
+        if served is None or not served.checked or served.again:
+            return True
+        if served.has_new_dimension(shapes):
             return True
         if served.export.by_size:
             return True
@@ -536,17 +554,25 @@ class Execution:
     ) -> Served:
         """`_check`; what is right for one shape and wrong for another gets an export for each."""
         started, exported_s = time.perf_counter(), self._export_s
+        known = served is not None and self._kind(args, kwargs)[1] in served.shapes
         try:
-            return self._check(served, args, kwargs, why)
-        except (ExportFailed, SelfCheckFailed):
+            return self._check(served, args, kwargs, why, part=served is None or known)
+        except (ExportFailed, SelfCheckFailed) as error:
             if served is None or not served.checked:
+                raise
+            if known and isinstance(error, SelfCheckFailed):
+                raise SelfCheckFailed(
+                    "ORT's graph is right for the batch that it was exported with, and not for the "
+                    f"next, so by more than its shape: {error}"
+                ) from None
+            if known:
                 raise
             self._remark(
                 "the graph holds the sizes of the input that it was exported with and is wrong for "
                 f"others: every shape is exported for itself, at most {OF_A_KIND}"
             )
             self._kinds[key].per_shape = True
-            return self._check(None, args, kwargs, why)
+            return self._check(None, args, kwargs, why, part=True)
         finally:
             self._check_s += time.perf_counter() - started - (self._export_s - exported_s)
 
@@ -556,13 +582,17 @@ class Execution:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         why: str,
+        *,
+        part: bool,
     ) -> Served:
         """Compares the export with eager torch, after making it where there is none.
 
-        A new one is compared on some of the batch's rows: what is right for another batch size than
-        it was exported with is right for its own. Where that does not hold the whole batch decides.
+        With `part` on some of the batch's rows: what is right for another batch size than it was
+        exported with is right for its own. Where that does not hold the whole batch decides.
         """
-        rows = some_rows(self.module, args, kwargs) if served is None else None
+        last = served is not None and served.checked
+        part = part and (served is None or not self._by_shape(served, args, kwargs))
+        rows = some_rows(self.module, args, kwargs, last=last) if part else None
         call = rows or (args, kwargs)
         try:
             reference = self._reference(*call)
@@ -575,8 +605,10 @@ class Execution:
             reference = self._reference(*call)
         if served is None:
             served = self._make(args, kwargs, why, checked=not reference.drew)
-            if rows and (served.export.by_size or served.export.decisions):
-                return self._check(served, args, kwargs, why)
+            if rows and self._by_shape(served, args, kwargs):
+                return self._check(served, args, kwargs, why, part=False)
+        elif served.again and not reference.is_finite():
+            return served  # engines differ in what NaN becomes, and another batch will come
         tell("checking ORT against eager torch")
         if reference.wrote:
             names = ", ".join(sorted(reference.wrote)[:3])
@@ -585,12 +617,13 @@ class Execution:
             )
         if reference.drew and self._random(reference, *call):
             self._remark("not checked: forward draws random numbers besides dropout")
+            served.again = False
         else:
             try:
                 self._compare(reference, *call, served)
             except (ExportFailed, SelfCheckFailed):
                 if rows:
-                    return self._check(served, args, kwargs, why)
+                    return self._check(served, args, kwargs, why, part=False)
                 export = served.export
                 if served.checked or not (export.from_cache or export.weightless):
                     raise
@@ -600,6 +633,7 @@ class Execution:
                 why = f"the graph {how} was wrong"
                 served = self._make(args, kwargs, why, checked=False)
                 self._compare(reference, *call, served)
+            served.again = not served.checked
             if not served.checked:
                 self._keep(served.export)
         for each in (call, (args, kwargs)):
@@ -607,12 +641,19 @@ class Execution:
         self._checks += 1
         return served
 
+    def _by_shape(self, served: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it is another matter for some of the batch's rows."""
+        export, kind = served.export, self._kinds.get(self._kind(args, kwargs)[0])
+        return bool(export.by_size or export.decisions or (kind and kind.per_shape))
+
     def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
-        """What eager torch gives; ExportFailed where forward changes a parameter."""
+        """What eager torch gives; ExportFailed where forward changes what no graph would."""
         given = tensors([args, kwargs])
         parameters = dict(self.module.named_parameters())
         versions = [parameter._version for parameter in parameters.values()]
-        with NoDropout(), EagerOnly(), inputs_kept(given) as changed:
+        constants = self._guard.constants()
+        held = inputs_kept(list(constants.values()))
+        with NoDropout(), EagerOnly() as seen, inputs_kept(given) as changed, held as written:
             call = functools.partial(self.module, *args, **kwargs)
             reference = observe(
                 call,
@@ -620,12 +661,26 @@ class Execution:
                 inputs=_differentiable(given),
                 gradients=torch.is_grad_enabled(),
             )
+        # Torch counts an edit of .data with that alone.
+        edited = {id(owner) for owner, data in seen.data if data._version}
         for (name, parameter), version in zip(parameters.items(), versions, strict=True):
-            if parameter._version != version:
+            if parameter._version != version or id(parameter) in edited:
                 raise ExportFailed(
                     f"forward changes its parameter {name} in place (as max_norm of an embedding "
                     "does), which ORT's graph would not; use engine='eager'"
                 )
+        if written:
+            raise ExportFailed(
+                f"forward changes {list(constants)[written[0]]} in place, which is a constant in "
+                "ORT's graph; compute what it holds outside of forward, or use engine='eager'"
+            )
+        if reference.rebound:
+            name = reference.rebound[0]
+            raise ExportFailed(
+                f"forward puts another tensor in the place of its buffer {name}, which ORT's graph "
+                "would not; set it before the model is wrapped, outside of forward, or use "
+                "engine='eager'"
+            )
         if changed:
             shapes = ", ".join(str(list(given[i].shape)) for i in changed)
             self._remark(
@@ -673,18 +728,47 @@ class Execution:
             or autocast_now() is not None
             or any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
         )
+        held_against = functools.partial(compare, other=observed, low_precision=low_precision)
         try:
-            verdict: object = compare(reference, observed, low_precision=low_precision)
+            verdict: object = held_against(reference)
         except SelfCheckFailed as error:
+            found = self._with_plain_attention(reference, args, kwargs, held_against)
             told = not low_precision or self.settings.precision != "fp32"
-            if not (told and self._is_rounding(reference, observed, args, kwargs)):
+            if found is not None:
+                verdict = found
+            elif told and self._is_rounding(reference, observed, args, kwargs):
+                verdict = f"as near to eager torch in higher precision as eager torch is; {error}"
+            else:
                 raise SelfCheckFailed(
                     f"ORT would not train this model right: {error}; use engine='eager', "
                     "or fallback=True to go on in torch"
                 ) from None
-            verdict = f"as near to eager torch in higher precision as eager torch is; {error}"
         shapes = ", ".join(str(list(value.shape)) for value in given)
         self._note(f"checked on {shapes}: {verdict}")
+
+    def _with_plain_attention(
+        self,
+        reference: Observed,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        held_against: Callable[[Observed], Verdict],
+    ) -> Verdict | None:
+        """The verdict by gradients of torch's attention in plain operators, None where they differ.
+
+        Where a mask is the lowest finite number along a whole row, torch 2.13's flash attention on
+        a CPU goes back as if each weight of that row were 1, in double precision too.
+        """
+        try:
+            with sdpa_kernel(SDPBackend.MATH):
+                plain = self._reference(args, kwargs)
+            verdict = held_against(dataclasses.replace(reference, gradients=plain.gradients))
+        except RuntimeError:  # a SelfCheckFailed is one, and so is too little memory for the scores
+            return None
+        self._remark(
+            "torch's fused attention gives another gradient here than its plain one "
+            "(SDPBackend.MATH), as for rows that a mask hides whole: ORT gives the plain one's"
+        )
+        return verdict
 
     def _is_rounding(
         self,
@@ -777,3 +861,23 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
                 f"{name or type(child).__name__} has a backward hook, which ORT would never call; "
                 "remove it, or use engine='eager'"
             )
+
+
+def is_swapped(parameter: object) -> bool:
+    """Whether it is a plain tensor, as torch.func.functional_call has in a parameter's place."""
+    return isinstance(parameter, torch.Tensor) and not isinstance(parameter, nn.Parameter)
+
+
+def swapped(name: str) -> str:
+    """What to say of the parameter `name` that `is_swapped`."""
+    return (
+        f"{name} is a plain tensor in the place of a parameter, as torch.func.functional_call "
+        "gives it, and ORT would export the model for every such call; give that the model itself, "
+        "ortlab.unwrap(model), or use engine='eager'"
+    )
+
+
+def _refuse_swapped(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if is_swapped(parameter):
+            raise ExportFailed(swapped(name))

@@ -27,6 +27,7 @@ from ortlab.compat import (
     recompute,
     restoring,
     symbolics,
+    undifferentiated,
     weightless,
 )
 from ortlab.engines import cache, dropouts, options
@@ -52,6 +53,7 @@ class Export:
         self._as_it_is = False  # whether the session got that, and orders it anew
         self.plans: tuple[str, ...] = ()
         """What is computed again in the backward pass, see `ortlab.kernels.recompute`."""
+        self._rewritten = False  # for those, or for layers in the place of checkpointing
         self._optimized: bytes | None = None
         self._resting_bytes: int | None = None
         self._build_s = 0.0
@@ -63,7 +65,7 @@ class Export:
         self.decisions: tuple[decisions.Decision, ...] = ()
         """What the graph's last outputs are compared with after each run."""
         self.by_size = False
-        """Whether forward decides by the sizes of its input, which the graph then holds."""
+        """Whether forward goes by sizes of its input in Python: the graph holds the way it went."""
         self.left_out: tuple[str, ...] = ()
         """Results of the model that are None in the graph's."""
         self.without_kernels: str | None = None
@@ -139,7 +141,8 @@ class Export:
         manager = self.manager
         transitions = manager._graph_transition_manager
         runtime = manager._runtime_options
-        with exporting.EXPORT, symbolics.attention_as(_attention(runtime)):
+        attention = symbolics.attention_as(_attention(runtime))
+        with exporting.EXPORT, attention, undifferentiated.as_now():
             transitions.get_post_processed_model(args, kwargs)
         self.decisions, self.by_size = decisions.last_decisions(), decisions.last_by_size()
         self.left_out = outputs.last_left_out()
@@ -189,6 +192,8 @@ class Export:
             "versions": restoring.versions(),
             "default type": torch.get_default_dtype(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
+            # With which it was measured what kernels the graph has.
+            "threads": torch.get_num_threads(),
         }
 
     def keep(self) -> None:
@@ -224,25 +229,34 @@ class Export:
         `shapes` of the graph's inputs are those that other kernels are chosen for.
         """
         manager = self.manager
-        if self.gradient:
-            self.checkpointing = recompute.replace_checkpointing(manager)
         runtime = manager._runtime_options
+        self._rewritten = bool(self.plans)
+        if self.gradient and recompute.asks_for_checkpointing(manager):
+            if self.plans:
+                recompute.withdraw(manager)
+                self.checkpointing = recompute.CHOSEN
+            elif runtime.low_precision:  # which ORT's own kernels lack
+                self._rewritten = True
+            else:
+                self.checkpointing = recompute.replace_checkpointing(manager)
         if runtime.torch_kernels and self._let_go_of_memory is None:
             keep = runtime.enable_cpu_mem_arena
             self._let_go_of_memory = kernels.keep_memory_for(self, keep)
         planned = runtime.memory_optimizer_is_enabled()
+        if planned:
+            optimized = None  # of plans of modules, which were chosen before
         if planned and runtime.torch_kernels:  # gradient checkpointing has become a plan
             self._leave_kernels(runtime, "ORT's recompute plans know its own kernels alone")
         executed = optimized
-        if executed is None or not self.plans:
+        if executed is None or not self._rewritten:
             executed = restoring.open_session(manager, optimized, configure=configure)
         self._as_it_is = optimized is not None
         if runtime.torch_kernels and shapes is not None and executed is not None:
             executed = self._substituted(executed, shapes)
             self._as_it_is = True
-            if not self.plans:
+            if not self._rewritten:
                 restoring.open_session(manager, executed, configure=configure)
-        self._executed = self._recomputing(executed, configure) if self.plans else executed
+        self._executed = self._recomputing(executed, configure) if self._rewritten else executed
         # ORT's plans are the session's: what it made by them is no graph for another one.
         self._optimized = None if planned else executed
         self._check_outputs(manager._graph_transition_manager)
@@ -256,7 +270,8 @@ class Export:
     def _recomputing(self, graph: bytes | None, configure: Callable[[Any], None] | None) -> bytes:
         """Makes the session of a `graph` that was optimized, with its plans; returns what it runs.
 
-        UnknownPlan for one that does not fit the graph.
+        Without any, whole layers take the place of checkpointing. UnknownPlan for one that does not
+        fit the graph.
         """
         if graph is None:
             raise recomputing.UnknownPlan(
@@ -264,8 +279,10 @@ class Export:
                 "it tells on a CPU and without save_onnx; elsewhere choose ORT's own plans, as in "
                 "memory_level=1 or recompute='BiasGelu+:1:-1'"
             )
-        rewritten = recomputing.Plans(onnx.load_model_from_string(graph)).applied(self.plans)
-        executed = rewritten.SerializeToString()
+        plans = recomputing.Plans(onnx.load_model_from_string(graph))
+        if not self.plans:
+            self.checkpointing = recompute.LAYERS if plans.layers else recompute.NOTHING
+        executed = plans.applied(self.plans or plans.layers).SerializeToString()
         restoring.open_session(self.manager, executed, configure=configure, in_file_order=True)
         return bytes(executed)
 
@@ -398,7 +415,7 @@ class Export:
         }
         if self._executed is not None:
             executed = onnx.load_model_from_string(self._executed)
-            ordered = self._as_it_is and not self.plans
+            ordered = self._as_it_is and not self._rewritten
             found["execution"] = restoring.in_order(executed) if ordered else executed
         return found
 
@@ -467,7 +484,7 @@ class Export:
         """
         if self._executed is None:
             raise ValueError("ORT's sessions tell what they run on a CPU alone")
-        return onnx.load_model_from_string(self._executed), bool(self.plans)
+        return onnx.load_model_from_string(self._executed), self._rewritten
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """What the graph is given for such a call, parameters and buffers too, by its names."""

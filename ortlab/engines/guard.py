@@ -132,7 +132,7 @@ class _Photo:
     dictionaries: tuple[dict[Any, Any], ...]
     tensors: tuple[torch.Tensor, ...]
     layout: Hashable
-    constants: list[torch.Tensor]
+    constants: dict[str, torch.Tensor]
     versions: list[int]
     reads: list[Callable[[], Any]]
     read: list[Any]
@@ -169,6 +169,13 @@ class Guard:
             self.change = _difference(before.facts, self._photo.facts)
         return self._photo.key
 
+    def constants(self) -> dict[str, torch.Tensor]:
+        """The tensors that forward may read beside parameters and buffers, when last looked at.
+
+        By what the user would call them; a graph holds their values.
+        """
+        return {name.removeprefix("."): each for name, each in self._photo.constants.items()}
+
     def _remember(self, photo: _Photo) -> _Photo:
         """`photo`, with the very key object of an equal one: then a look-up compares identities."""
         known = self._remembered.pop(photo.key, None)
@@ -192,7 +199,7 @@ class Guard:
         return (
             list(map(type, photo.modules)) == photo.types
             and native.layout(photo.tensors) == photo.layout
-            and list(map(_version, photo.constants)) == photo.versions
+            and list(map(_version, photo.constants.values())) == photo.versions
             and all(get() is value for get, value in zip(photo.reads, photo.read, strict=True))
             and _hook_count(RemovableHandle) == photo.hook_count
             and list(map(len, photo.counted)) == photo.counts
@@ -218,7 +225,7 @@ class Guard:
 
         facts["hooks of all modules"] = tuple(atom(h) for kind in hooks for h in kind.values())
         tensors: dict[int, torch.Tensor] = {}
-        constants: dict[int, torch.Tensor] = {}
+        constants: dict[str, torch.Tensor] = {}
         classes: dict[type, None] = {}
         seen: set[int] = set()
         modules = list(self._module.named_modules())
@@ -259,7 +266,7 @@ class Guard:
         reads = _Elsewhere(modules, classes, hooks).reads
         read = [get() for get in reads.values()]
         for where, value in zip(reads, read, strict=True):
-            facts[where] = _fact(value, constants, atom)
+            facts[where] = _fact(where, value, constants, atom)
             if isinstance(value, dict | list | set):
                 look_inside("", {where: value})
         watched = tuple(tensors.values())
@@ -271,7 +278,7 @@ class Guard:
             dictionaries=tuple(place.values for place in places.all() if _is_dictionary(place)),
             tensors=watched,
             layout=native.layout(watched),
-            constants=list(constants.values()),
+            constants=constants,
             versions=list(map(_version, constants.values())),
             reads=list(reads.values()),
             read=read,
@@ -403,23 +410,27 @@ def _record(
     path: str,
     container: Any,
     facts: dict[str, Hashable],
-    constants: dict[int, torch.Tensor],
+    constants: dict[str, torch.Tensor],
     atom: Callable[[Any], Hashable],
 ) -> None:
     """Adds what `container` holds to `facts`, and the tensors in it to `constants`."""
     for name, value in _items(container).items():
-        facts[f"{path}.{name}"] = _fact(value, constants, atom)
+        where = f"{path}.{name}"
+        facts[where] = _fact(where, value, constants, atom)
 
 
 def _fact(
-    value: Any, constants: dict[int, torch.Tensor], atom: Callable[[Any], Hashable]
+    where: str,
+    value: Any,
+    constants: dict[str, torch.Tensor],
+    atom: Callable[[Any], Hashable],
 ) -> Hashable:
     if type(value) is list and len(value) <= _LONG and all(isinstance(v, _ATOMS) for v in value):
         # By what it holds: save_pretrained gives the configuration another list of the same names.
         return (list, atom(tuple(value)))
     if not isinstance(value, torch.Tensor):
         return atom(value)
-    constants[id(value)] = value
+    constants[where] = value
     return (_tensor(value, atom), _version(value))
 
 

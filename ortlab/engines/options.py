@@ -31,13 +31,23 @@ from ortlab.settings import EngineSettings, unknown_name
 UNUSED = {
     "ORTMODULE_CACHE_DIR": "it finds graphs by the printed model, which does not show its code",
     "ORTMODULE_FALLBACK_POLICY": "fallback=True lets torch go on where ORT cannot, and shows it",
+    "ORTMODULE_FALLBACK_RETRY": "fallback=True tries again where the model was edited",
+    "ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT": "checkpoints are traced through, and recomputed in ORT",
     "ORTMODULE_PRINT_INPUT_DENSITY": "only the sparsity optimizers measure it",
     "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": "ortlab's graphs take every weight as an input",
 }
 """Variables of ORTModule's that have no effect here, and why. One that is set is warned of."""
-_REFUSED_VARIABLES = {
+_ATTENTION = "the setting attention chooses, and graphs from the cache follow that alone"
+REFUSED = {
     "ORTMODULE_ENABLE_ZERO_STAGE3": "ORT's hooks import a name that DeepSpeed no longer has",
+    "ORTMODULE_ATEN_SDPA_FALLBACK": _ATTENTION,
+    "ORTMODULE_USE_EFFICIENT_ATTENTION": _ATTENTION,
+    "ORTMODULE_USE_FLASH_ATTENTION": _ATTENTION,
+    "ORTMODULE_TRITON_CONFIG_FILE": "graphs from the cache would not follow the file",
 }
+"""Variables of ORTModule's that cannot be on, and why."""
+_ON_BY_ANY_TEXT = ("ORTMODULE_ATEN_SDPA_FALLBACK", "ORTMODULE_TRITON_CONFIG_FILE")
+"""Those of them that ORT takes as on where they say 0, too."""
 _ON_CUDA = ("triton", "tuning", "tuning_ms", "tuning_results", "memory_stats")
 _PYTHON_LEVELS = {
     "verbose": logging.DEBUG,
@@ -104,8 +114,9 @@ def check(settings: EngineSettings) -> None:
                 f"{_said(settings, name)} cannot run: ORT marks sparse inputs by an "
                 "autograd.Function of its own, which prints in every step; leave it out"
             )
-    for variable, why in _REFUSED_VARIABLES.items():
-        if os.environ.get(variable, "0") != "0":
+    for variable, why in REFUSED.items():
+        off = "" if variable in _ON_BY_ANY_TEXT else "0"
+        if os.environ.get(variable, off) != off:
             raise ValueError(f"{variable} cannot be on: {why}; unset it")
     idle = [f"{variable}: {why}" for variable, why in UNUSED.items() if variable in os.environ]
     if not gpu and settings.conv_algo_search != "heuristic":

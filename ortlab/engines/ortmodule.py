@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -25,7 +25,7 @@ from ortlab.engines.base import (
     tell,
     unfit,
 )
-from ortlab.engines.execution import Execution
+from ortlab.engines.execution import Execution, is_swapped, swapped
 from ortlab.engines.processes import OneProcess, Processes
 from ortlab.engines.torch_native import TorchStepper, autocast_for, no_device, training_device
 from ortlab.settings import EngineSettings, FinetuneSettings
@@ -169,8 +169,22 @@ def _wrapper_class() -> type[nn.Module]:
         def __setattr__(self, name: str, value: Any) -> None:
             if name in _OF_ACCELERATE:
                 self.__dict__[name] = value
+            elif is_swapped(value) and name in execution_of(self).module._parameters:
+                raise ValueError(swapped(name))
             else:
                 super().__setattr__(name, value)
+
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            """The model's: ORTModule's own do without the arguments that torch has added."""
+            return execution_of(self).module.load_state_dict(*args, **kwargs)
+
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            """The model's."""
+            yield from execution_of(self).module.named_parameters(*args, **kwargs)
+
+        def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            """The model's."""
+            yield from execution_of(self).module.named_buffers(*args, **kwargs)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
             execution = execution_of(self)

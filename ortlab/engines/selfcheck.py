@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ortlab.compat import autograd, interop
+from ortlab.compat import autograd, interop, undifferentiated
 from ortlab.engines.batch import tensors
 from ortlab.errors import Concise
 from ortlab.randomness import RandomStates
@@ -94,7 +94,14 @@ def inputs_kept(inputs: Sequence[torch.Tensor]) -> Iterator[list[int]]:
 
 
 class EagerOnly(TorchFunctionMode):
-    """Raises NotInGraph where forward hooks a tensor: ORT's backward would never call the hook."""
+    """Raises NotInGraph where forward does what no graph would: ORT never calls a tensor's hook.
+
+    `data` gets each parameter whose ``.data`` forward reads, with that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_function__(
         self,
@@ -109,14 +116,25 @@ class EagerOnly(TorchFunctionMode):
                 f"forward calls {func.__name__} on a tensor that it computes, which ORT's backward "
                 "would ignore; remove it, or use engine='eager'"
             )
-        return func(*args, **(kwargs or {}))
+        if undifferentiated.sets_data(func):
+            raise NotInGraph(
+                "forward sets a tensor's .data, which ORT's graph would not; do that outside of "
+                "forward, or use engine='eager'"
+            )
+        result = func(*args, **(kwargs or {}))
+        if undifferentiated.is_data(func) and isinstance(args[0], nn.Parameter):
+            self.data.append((args[0], result))
+        return result
 
 
 _HOOKING = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
 class NoDropout(TorchFunctionMode):
-    """Within it, every dropout of torch is the identity; `used` tells whether there was any."""
+    """Within it, every dropout of torch is the identity; `used` tells whether there was any.
+
+    One that drops everything stays: it draws nothing, and in a graph it is no dropout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +149,7 @@ class NoDropout(TorchFunctionMode):
     ) -> Any:
         """Answers a dropout with its input, and passes everything else on."""
         named = dict(kwargs or {})
-        if func in _DROPOUTS:
+        if func in _DROPOUTS and (args[1] if len(args) > 1 else named.get("p")) != 1:
             self.used = True
             return args[0] if args else named["input"]
         if func is functional.scaled_dot_product_attention:
@@ -171,16 +189,17 @@ def undisturbed(module: nn.Module) -> Iterator[set[str]]:
     """Gives buffers, attributes, hooks and random states back. ``.grad`` is never written.
 
     The set that it yields is filled at the end, with the attributes that were set meanwhile, and
-    the lists, dictionaries and sets among them whose items changed.
+    the lists, dictionaries and sets among them whose items changed. Buffers are not among them.
     Random states are Python's, numpy's, torch's and CUDA's.
     """
     written: set[str] = set()
     modules = list(module.named_modules())
     attributes = [(name, child, dict(child.__dict__)) for name, child in modules]
+    registered_buffers = [(child._buffers, dict(child._buffers)) for _, child in modules]
     buffers = [
-        (child, name, buffer, buffer.detach().clone())
-        for _, child in modules
-        for name, buffer in child._buffers.items()
+        (buffer, buffer.detach().clone())
+        for _, before in registered_buffers
+        for buffer in before.values()
         if buffer is not None
     ]
     contents = [
@@ -210,9 +229,12 @@ def undisturbed(module: nn.Module) -> Iterator[set[str]]:
                 (held.extend if isinstance(held, list) else held.update)(before)
         for name, child, before in attributes:
             written.update(_put_back(name or type(child).__name__, child, before))
+        for registered, before in registered_buffers:
+            registered.clear()
+            registered.update(before)
         with torch.no_grad():
-            for child, name, buffer, value in buffers:
-                child._buffers[name] = buffer.copy_(value)
+            for buffer, value in buffers:
+                buffer.copy_(value)
         states.give_back()
 
 
@@ -232,12 +254,13 @@ def _put_back(path: str, module: nn.Module, before: Mapping[str, Any]) -> Iterat
 
 
 def some_rows(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A quarter of the batch, two rows at least, evenly spread; None where it has less than four.
 
-    Rows are what all tensors of the arguments have as many of, along their first dimension. With a
-    BatchNorm none will do: over few rows its gradient is mostly rounding.
+    They are the first of every four, or with `last` the last. Rows are what all tensors of the
+    arguments have as many of, along their first dimension. With a BatchNorm none will do: over few
+    rows its gradient is mostly rounding.
     """
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
         return None
@@ -245,7 +268,8 @@ def some_rows(
     if len(counts) != 1 or (count := counts.pop()) < _MANY_ROWS:
         return None
     number = max(2, count // 4)
-    taken = torch.arange(number) * (count // number)
+    apart = count // number
+    taken = torch.arange(number) * apart + (apart - 1 if last else 0)
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.index_select(0, taken.to(tensor.device)) if tensor.dim() else tensor
@@ -298,7 +322,8 @@ class Observed:
     """What one run of a module gave: outputs and gradients by name, and buffers afterwards.
 
     ``drew`` tells whether random numbers were drawn; with dropout off, another source of them.
-    ``wrote`` names the attributes that forward set.
+    ``wrote`` names the attributes that forward set, ``rebound`` the buffers that are other tensors
+    now, with other values.
     """
 
     outputs: dict[str, torch.Tensor]
@@ -306,6 +331,12 @@ class Observed:
     buffers: dict[str, torch.Tensor]
     drew: bool
     wrote: frozenset[str] = frozenset()
+    rebound: tuple[str, ...] = ()
+
+    def is_finite(self) -> bool:
+        """Whether no output and no gradient is infinite or NaN."""
+        values = (*self.outputs.values(), *self.gradients.values())
+        return all(bool(value.isfinite().all()) for value in values)
 
 
 def observe(
@@ -317,17 +348,26 @@ def observe(
     vectors depend on the outputs' order and shapes alone: two engines get the same ones.
     """
     with undisturbed(module) as wrote, interop.without_reentry():
-        before = RandomStates.now()
+        before, registered = RandomStates.now(), dict(module.named_buffers())
         with torch.enable_grad() if gradients else torch.no_grad():
             outputs = dict(_floating("output", call()))
             roots = {name: value for name, value in outputs.items() if value.requires_grad}
             found: dict[str, torch.Tensor] = {}
             if gradients and roots:
                 found = _gradients(module, roots, inputs)
-        buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        now = dict(module.named_buffers())
+        rebound = tuple(n for n in now if not _is_as_before(registered.get(n), now[n]))
+        buffers = {name: buffer.detach().clone() for name, buffer in now.items()}
         drew = not before.same_as(RandomStates.now())
     detached = {name: value.detach() for name, value in outputs.items()}
-    return Observed(detached, found, buffers, drew, frozenset(wrote))
+    return Observed(detached, found, buffers, drew, frozenset(wrote), rebound)
+
+
+def _is_as_before(before: torch.Tensor | None, now: torch.Tensor) -> bool:
+    """Whether it is the same tensor, or another one with the same values, as a table made anew."""
+    if now is before or before is None:
+        return now is before
+    return before.dtype == now.dtype and torch.equal(before, now.to(before.device))
 
 
 def depends_on_seed(

@@ -32,6 +32,8 @@ class Served:
 
     `made_of` are the shapes that it was exported with, `sizes` those that each dimension of each
     tensor had in the checks that it passed, and `made_with` are the settings that its graph is for.
+    `again` says that its next call is checked, too: what a graph keeps of the batch that it was
+    exported with, only another batch tells.
     """
 
     export: Export
@@ -40,6 +42,7 @@ class Served:
     buffers: list[torch.Tensor]
     made_with: str
     checked: bool = False
+    again: bool = False
     shapes: set[Shapes] = dataclasses.field(default_factory=set)
     sizes: dict[tuple[int, int], set[int]] = dataclasses.field(default_factory=dict)
     shapes_met: int = 0

@@ -42,6 +42,9 @@ MOST_NUMBERS = 5
 class RankFailed(Concise, RuntimeError):
     """A step that another rank could not take, so that no rank has; the message says which."""
 
+    follows = True
+    """Another error came first, and says why."""
+
 
 def refuses(settings: FinetuneSettings, size: int) -> str | None:
     """Why `size` ranks cannot train together under `settings`; None when they can."""
@@ -312,11 +315,14 @@ class Ranks(OneProcess):
         try:
             with self._drawing() if training else contextlib.nullcontext():
                 yield
-        except BaseException:
+        except BaseException as error:
             if training:  # it expects the backward of a forward that was in vain
                 self._parallel = None
             if not self._agreed:
                 self._agree([], failed=True)
+            elif training and not isinstance(error, RankFailed):
+                # Collectives may be under way, or weights changed in part.
+                error.midway = True  # type: ignore[attr-defined]
             raise
 
     @contextlib.contextmanager

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,11 @@ class Choice:
         self._new: dict[str, Timing] = {}
 
     def better(self, found: Found, graph: Graph) -> bool:
-        """Whether what was found is faster. Where sizes are not known it stays with the rest."""
+        """Whether what was found is faster.
+
+        What cannot be measured stays with the rest: of sizes that are not known, of more than
+        `_MOST_ELEMENTS` numbers, or with inputs that are no float32.
+        """
         feeds = self._feeds(found.replaced, graph)
         if feeds is None:
             return True
@@ -262,11 +267,28 @@ def table() -> Table[tuple[str, Timing]]:
 # ---- the user's file -----------------------------------------------------------------------------
 
 
+_elsewhere: Path | None = None
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """Meanwhile nothing is known of what was measured before, and nothing new is kept."""
+    global _elsewhere
+    before = _elsewhere
+    with tempfile.TemporaryDirectory(prefix="ortlab-choice-") as folder:
+        _elsewhere = Path(folder)
+        try:
+            yield
+        finally:
+            _elsewhere = before
+
+
 def path() -> Path:
     """The file of what was measured on this machine with these versions; it need not exist."""
     what = "\0".join((*restoring.versions().values(), str(torch.get_num_threads())))
     digest = hashlib.sha256(what.encode()).hexdigest()[:12]
-    return extensions.cache_folder().with_name("timings") / f"{digest}.json"
+    folder = _elsewhere or extensions.cache_folder().with_name("timings")
+    return folder / f"{digest}.json"
 
 
 def _read() -> dict[str, Timing]:

@@ -9,6 +9,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/Parallel.h>
+#include <ATen/WrapDimUtils.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/add.h>
@@ -81,6 +82,10 @@ class Pool {
       free_idle(2 * std::max(most_bytes_, used) - used);
       ++taken_;
       block.start = std::aligned_alloc(huge ? kHuge : kSmall, bytes);
+      if (block.start == nullptr) {  // what waits for another size is as much memory as any
+        free_idle(0);
+        block.start = std::aligned_alloc(huge ? kHuge : kSmall, bytes);
+      }
       TORCH_CHECK(block.start != nullptr, "not enough memory: ", bytes, " bytes");
       // Pages that the block fills, for others would be there whole as well.
       if (huge) madvise(block.start, bytes / kHuge * kHuge, MADV_HUGEPAGE);
@@ -185,8 +190,9 @@ template <typename F>
 Tensor mapped(const Tensor& given, const std::optional<Tensor>& bias, bool low, const F& f) {
   const Tensor x = given.contiguous();
   Tensor found = fresh(x.sizes(), type_of(low));
-  const int64_t columns = bias.has_value() ? bias->numel() : (x.dim() ? x.size(-1) : 1);
-  const float* plus = bias.has_value() ? bias->const_data_ptr<float>() : nullptr;
+  const Tensor dense = bias.has_value() ? bias->contiguous() : Tensor();
+  const int64_t columns = dense.defined() ? dense.numel() : (x.dim() ? x.size(-1) : 1);
+  const float* plus = dense.defined() ? dense.const_data_ptr<float>() : nullptr;
   reading(x, [&](const auto* in) {
     writing(found, [&](auto* out) {
       at::parallel_for(0, columns ? x.numel() / columns : 0, grain(columns), [&](int64_t begin, int64_t end) {
@@ -445,7 +451,8 @@ std::tuple<Tensor, Tensor> dropout_of(const Tensor& x, const Tensor& key, double
   return dropout_by(x, key_in(key), ratio, low);
 }
 
-Tensor dropout_backward(const Tensor& gradient, const Tensor& mask, double ratio, bool low) {
+Tensor dropout_backward(const Tensor& gradient, const Tensor& kept, double ratio, bool low) {
+  const Tensor mask = kept.contiguous();
   const uint8_t* keep = mask.const_data_ptr<uint8_t>();
   const float scale = scale_of_kept(ratio);
   return mapped(gradient, std::nullopt, low,
@@ -496,7 +503,7 @@ Tensor fast_gelu_backward(const Tensor& gradient, const Tensor& x, const std::op
 // By what relu gave.
 Tensor relu_backward(const Tensor& gradient, const Tensor& result, bool low) {
   return mapped_back(gradient, result, std::nullopt, low,
-                     [](float coming, float value) { return value > 0 ? coming : 0.0f; });
+                     [](float coming, float value) { return value <= 0 ? 0.0f : coming; });
 }
 
 Tensor add(const Tensor& a, const Tensor& b) {
@@ -533,7 +540,13 @@ Tensor permute(const Tensor& x, IntArrayRef axes) {
 }
 
 Tensor reduce_sum(const Tensor& x, IntArrayRef axes, bool keep) {
-  return at::sum(x, axes, keep, at::kFloat);
+  std::vector<bool> summed(x.dim());
+  for (const int64_t axis : axes) summed[at::maybe_wrap_dim(axis, x.dim())] = true;
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i < x.dim(); ++i)
+    if (keep || !summed[i]) sizes.push_back(summed[i] ? 1 : x.size(i));
+  Tensor found = fresh(sizes, at::kFloat);
+  return at::sum_out(found, x, axes, keep, at::kFloat);
 }
 
 // ---- rows ---------------------------------------------------------------------------------------
@@ -549,9 +562,10 @@ Tensor softmax_backward(const Tensor& gradient, const Tensor& found, int64_t axi
 }
 
 // Layer normalisation over the last dimension: the result, and mean and 1 / deviation of each row.
-std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& given, const Tensor& weight,
-                                              const Tensor& bias, double eps) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& given, const Tensor& given_weight,
+                                              const Tensor& given_bias, double eps) {
   const Tensor x = given.contiguous();
+  const Tensor weight = given_weight.contiguous(), bias = given_bias.contiguous();
   auto sizes = x.sizes().vec();
   const int64_t columns = sizes.back(), rows = columns ? x.numel() / columns : 0;
   sizes.back() = 1;
@@ -581,9 +595,12 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& given, const Tensor&
 
 // Gradients of x, weight and bias.
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& given, const Tensor& at_x,
-                                                       const Tensor& weight, const Tensor& mean,
-                                                       const Tensor& rstd) {
+                                                       const Tensor& given_weight,
+                                                       const Tensor& given_mean,
+                                                       const Tensor& given_rstd) {
   const Tensor gradient = given.contiguous(), x = at_x.contiguous();
+  const Tensor weight = given_weight.contiguous(), mean = given_mean.contiguous();
+  const Tensor rstd = given_rstd.contiguous();
   const int64_t columns = weight.numel(), rows = columns ? x.numel() / columns : 0;
   Tensor by_x = fresh(x.sizes(), at::kFloat);
   const int64_t threads = at::get_num_threads();
@@ -654,10 +671,11 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& given, const Tensor& labe
 }
 
 // The gradient of the logits, plus `more`; a single zero there stands for zeros.
-Tensor cross_entropy_backward(const Tensor& gradient, const Tensor& given, const Tensor& sums,
+Tensor cross_entropy_backward(const Tensor& gradient, const Tensor& given, const Tensor& given_sums,
                               const Tensor& labels, int64_t ignored, bool mean,
                               const std::optional<Tensor>& more, bool low) {
   const Tensor logits = given.contiguous(), targets = labels.contiguous();
+  const Tensor sums = given_sums.contiguous();
   const int64_t rows = logits.size(0), classes = logits.size(1);
   const bool adds = more.has_value() && more->numel() == logits.numel();
   const Tensor extra = adds ? more->contiguous() : Tensor();

@@ -6,6 +6,7 @@ Drawn without pyplot, as `picture` is.
 from __future__ import annotations
 
 import base64
+import html
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,8 +35,8 @@ _ACROSS = 4  # names of runs beside one another in the legend
 def bundle(comparison: RunComparison) -> tuple[dict[str, str], dict[str, Any]]:
     """What a cell shows of it: a page with the picture and the table, and both as text."""
     address = "data:image/png;base64," + base64.b64encode(png(comparison)).decode()
-    names = ", ".join(run.name for run in comparison.runs)
-    picture = f'<img src="{address}" alt="Curves of {names}" style="width: 960px; max-width: 100%">'
+    alt = html.escape("Curves of " + ", ".join(run.name for run in comparison.runs))
+    picture = f'<img src="{address}" alt="{alt}" style="width: 960px; max-width: 100%">'
     page = f"<div>{picture}{comparison._repr_html_()}</div>"
     return {"text/html": page, "text/plain": curves.text(comparison)}, {}
 
@@ -60,7 +61,7 @@ def png(comparison: RunComparison) -> bytes:
         drawn = _draw(figure.add_axes(place), title, across, name, comparison)
         handles = handles or drawn
     if handles:
-        figure.legend(
+        named = figure.legend(
             handles=handles,
             labels=names,
             loc="upper left",
@@ -71,6 +72,8 @@ def png(comparison: RunComparison) -> bytes:
             frameon=False,
             borderaxespad=0.2,
         )
+        for text in named.get_texts():
+            text.set_parse_math(False)  # names are the user's: a $ is a $
     return drawing.png(canvas)
 
 

@@ -63,7 +63,7 @@ class Names:
             return self.of("run") + [
                 entry.name
                 for entry in reversed(index.entries())
-                if entry.state in ("interrupted", "stopped", "failed") and entry.checkpoints
+                if entry.state in ("interrupted", "stopped", "failed") and entry.can_go_on
             ]
         if kind == "kept":
             return [entry.name for entry in reversed(index.entries())]

@@ -6,7 +6,8 @@ the model over the notebook's own connection; nothing is fetched and no port is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import anywidget
@@ -43,16 +44,13 @@ class InPage(anywidget.AnyWidget):
     def __init__(self, exported: Exported, form: str | None = None) -> None:
         self._exported, self._form = exported, form
         chosen = exported.forms[0] if form is None else exported[form]
-        if chosen.bytes > MOST_BYTES:
-            raise ValueError(
-                f"{chosen.file} has {size(chosen.bytes)}, and a page gets up to "
-                f"{size(MOST_BYTES)}; run it with onnxruntime-web from a server of yours"
-            )
         foreign = [p for p in (*exported.inputs, *exported.outputs) if not snippets.in_browser(p)]
         if foreign:
             raise ValueError(f"JavaScript has no numbers for {foreign[0]}; convert it in forward")
         file = exported.path / chosen.file
+        _check_size(file, [file])  # before it is read at all
         weights.check_places(file)
+        _check_size(file, weights.files(file))
         super().__init__(
             _esm=_bundled("inpage.js"),
             _css=_bundled("inpage.css"),
@@ -93,6 +91,19 @@ class InPage(anywidget.AnyWidget):
                 f"{count:,} numbers are too many to compare in a page; give less input"
             )
         return found, took_ms
+
+
+def _check_size(model: Path, files: Sequence[Path]) -> None:
+    """ValueError where the `files` of a model have more than a page gets, by what is on the disk.
+
+    What an export says of its sizes may be anybody's.
+    """
+    found = sum(file.stat().st_size for file in files)
+    if found > MOST_BYTES:
+        raise ValueError(
+            f"{model.name} has {size(found)}, and a page gets up to {size(MOST_BYTES)}; "
+            "run it with onnxruntime-web from a server of yours"
+        )
 
 
 def _field(port: Port) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def overall(recorder: Recorder, rate: str) -> float:
 
 
 def _summed(values: Values, window: int) -> Values:
-    values = np.nan_to_num(values)
+    values = np.where(np.isfinite(values), values, 0.0)
     if window == 1:
         return values
     total: Values = np.cumsum(values, axis=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -12,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ortlab.history import RunFolder, read_last
-from ortlab.past.notes import read_notes
+from ortlab import folders
+from ortlab.history import RunFolder, in_checkpoints, read_last
+from ortlab.past.notes import legible, read_notes
+from ortlab.tables import escaped
 from ortlab.telemetry import INDEX, NAN
 
 AT_WORK: Final = ("starting", "running", "paused", "stopping")
 """The states of a run that a process works on."""
-_NUMBERED = re.compile(r"run-(\d+)")
+_NUMBERED = re.compile(r"run-(\d{1,18})")
+_MOST: Final = 2**63
+"""What SQLite's whole numbers stay below."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,11 @@ class Entry:
         return self.state in AT_WORK
 
     @property
+    def can_go_on(self) -> bool:
+        """Whether there is a checkpoint to go on from: its own, or of the run that it continues."""
+        return bool(self.checkpoints or self.continues)
+
+    @property
     def resume(self) -> str:
         """The magic with which it goes on."""
         return f"%ort resume {self.number or self.name}"
@@ -84,7 +92,9 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> Entry | N
     known without reading its last steps or trying its lock.
     """
     about, settings = _read(path / "run.json"), _read(path / "settings.json")
-    if about is None or settings is None or about.get("name") != path.name:
+    if about is None or settings is None:
+        return None
+    if not about.get("name") == path.name == escaped(legible(path.name)):
         return None
     result = about.get("result") if so_far is None else so_far
     result = result if isinstance(result, Mapping) else _last_steps(path)
@@ -93,17 +103,17 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> Entry | N
     if so_far is None and state not in ("finished", "stopped", "failed"):
         state = "running" if RunFolder(path).held() else "interrupted"
     said = read_notes(path)
-    asked = str(about.get("engine_asked") or settings.get("engine", ""))
+    asked = legible(about.get("engine_asked") or settings.get("engine", ""))
     return Entry(
         name=path.name,
         number=numbered(path.name),
         state=state,
-        model=str(about.get("model", "")),
+        model=legible(about.get("model", "")),
         parameters=_whole(about, "parameters"),
         engine_asked=asked,
-        engine_used=str(about.get("engine_used") or asked),
-        fallback=str(about.get("fallback_reason") or ""),
-        precision=str(about.get("precision") or settings.get("precision", "")),
+        engine_used=legible(about.get("engine_used") or asked),
+        fallback=legible(about.get("fallback_reason") or ""),
+        precision=legible(about.get("precision") or settings.get("precision", "")),
         workers=_whole(about, "workers") or _whole(settings, "workers") or 1,
         steps=_whole(result, "steps"),
         loss=_number(result, "final_loss"),
@@ -112,20 +122,20 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> Entry | N
         samples_per_s=_number(result, "samples_per_s"),
         tokens_per_s=_number(result, "tokens_per_s"),
         peak_bytes=_number(result, "peak_bytes"),
-        created=str(about.get("created", "")),
+        created=legible(about.get("created", "")),
         wall_s=_number(result, "wall_s"),
         size_bytes=size_of(path),
         note=said.notes[-1].text if said.notes else "",
         tags=" ".join(said.tags),
-        error=str(about.get("error") or ""),
-        continues=str(about.get("continues") or ""),
-        checkpoints=_kept(path / "checkpoints"),
+        error=legible(about.get("error") or ""),
+        continues=legible(about.get("continues") or ""),
+        checkpoints=_kept(path),
         folder=path,
     )
 
 
 def numbered(name: str) -> int | None:
-    """3 of run-3; None of a name of the user's own."""
+    """3 of run-3; None of a name of the user's own, and of no number that anybody counts to."""
     match = _NUMBERED.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -155,18 +165,14 @@ def size_of(path: Path) -> int:
     return total
 
 
-def _kept(folder: Path) -> int:
-    with contextlib.suppress(OSError):
-        return sum(not name.startswith(".") for name in os.listdir(folder))
-    return 0
+def _kept(path: Path) -> int:
+    return sum(not each.name.startswith(".") for each in in_checkpoints(path))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        read = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return read if isinstance(read, dict) else None
+    with contextlib.suppress(OSError, ValueError):
+        return folders.read_object(path)
+    return None
 
 
 def _last_steps(path: Path) -> dict[str, Any]:
@@ -192,11 +198,14 @@ def _last_steps(path: Path) -> dict[str, Any]:
 
 
 def _whole(values: Mapping[str, Any], name: str) -> int:
-    """0 where it is not known, and of what is no number at all."""
+    """0 where it is not known, and of what is no number at all, or of nothing that is counted."""
     value = _number(values, name)
-    return 0 if math.isnan(value) else int(value)
+    return int(value) if abs(value) < _MOST else 0
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:
     value = values.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else NAN
+    with contextlib.suppress(OverflowError):  # JSON has whole numbers that no float holds
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    return NAN

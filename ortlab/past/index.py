@@ -1,10 +1,10 @@
 """The index of the history: what the folders of runs say, kept in SQLite so that listing is quick.
 
 ``index.sqlite`` lies beside the folders and is never the source of truth. Each row has the stamp
-(`entry.stamp`) of the folder that it was read from; a listing compares all stamps, reads what is
-new or changed and forgets what is gone. So an index that is missing, damaged, of another form or
-behind costs the reading of folders, and nothing else. Runs write their row when they begin and when
-they end; several processes may, SQLite has one wait for the other.
+(`entry.stamp`) of the folder that it was read from, and a checksum of all that; a listing compares
+all stamps, reads what is new or changed and forgets what is gone. So an index that is missing,
+damaged, of another form or behind costs the reading of folders, and nothing else. Runs write their
+row when they begin and when they end; several processes may, SQLite has one wait for the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -20,11 +21,14 @@ from typing import Any, Final
 from ortlab.history import runs_root
 from ortlab.past.entry import Entry, read_entry, stamp
 
-FORM: Final = 1
+FORM: Final = 2
 FILE: Final = "index.sqlite"
 _WAIT_S: Final = 10.0
 """For another process that writes; then the folders are read without an index."""
+_DAMAGED: Final = sqlite3.DatabaseError, UnicodeDecodeError
+"""What a file raises that SQLite did not write so."""
 _COLUMNS: Final = [field.name for field in fields(Entry) if field.name != "folder"]
+_ROW: Final = f"checksum, stamp, {', '.join(_COLUMNS)}"
 _NUMBERS: Final = {field.name for field in fields(Entry) if field.type == "float"}
 
 
@@ -77,13 +81,21 @@ def _known(root: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         with _opened(path) as database:
             if not _is_of_this_form(database):
                 return {}
-            rows = database.execute(f"SELECT stamp, {', '.join(_COLUMNS)} FROM runs").fetchall()
-    except sqlite3.OperationalError:  # locked for too long, or not to be read
+            rows = database.execute(f"SELECT {_ROW} FROM runs").fetchall()
+    except _DAMAGED as error:
+        if not _passes(error):
+            _discard(path)
         return {}
-    except sqlite3.DatabaseError:
+    # SQLite gives whatever a cell says that it is, and a bit makes another number of one.
+    if any(checksum != _checksum(row) for checksum, *row in rows):
         _discard(path)
         return {}
-    return {row[1]: (row[0], _values(row[1:])) for row in rows}
+    return {name: (stamp, _values((name, *values))) for _, stamp, name, *values in rows}
+
+
+def _checksum(row: Iterable[Any]) -> int:
+    """Of a row's stamp and values as SQLite gives them back, types included."""
+    return zlib.crc32(repr(list(row)).encode())
 
 
 def _values(row: tuple[Any, ...]) -> dict[str, Any]:
@@ -92,18 +104,27 @@ def _values(row: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _write(root: Path, fresh: list[tuple[Entry, str]], gone: Any) -> None:
-    """Puts rows in and takes rows out, in one transaction; without an index where that fails."""
+    """Puts rows in and takes rows out, in one transaction; without an index where that fails.
+
+    One that could not be used just now stays as it was.
+    """
     path = root / FILE
     try:
         try:
             _put(path, fresh, gone)
-        except sqlite3.OperationalError:  # locked for too long, or no room: it stays as it was
-            return
-        except sqlite3.DatabaseError:
+        except _DAMAGED as error:
+            if _passes(error):
+                return
             _discard(path)
             _put(path, fresh, gone)
     except (sqlite3.Error, OSError):  # a folder that cannot be written to, a full disk
         return
+
+
+def _passes(error: Exception) -> bool:
+    """Whether an index is whole and cannot be used just now: locked for too long, no room."""
+    damaged = sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY  # of a format unknown, to read or write
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode not in damaged
 
 
 def _discard(path: Path) -> None:
@@ -115,26 +136,31 @@ def _discard(path: Path) -> None:
 
 def _put(path: Path, fresh: list[tuple[Entry, str]], gone: Any) -> None:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would let others read it
-    marks = ", ".join("?" * (1 + len(_COLUMNS)))
+    marks = ", ".join("?" * (2 + len(_COLUMNS)))
+    rows = [_row(entry, now) for entry, now in fresh]
     with _opened(path) as database, database:
         database.execute("BEGIN IMMEDIATE")
         if not _is_of_this_form(database):
             database.execute("DROP TABLE IF EXISTS runs")
-            database.execute(
-                f"CREATE TABLE runs (stamp, {', '.join(_COLUMNS)}, PRIMARY KEY (name))"
-            )
+            database.execute(f"CREATE TABLE runs ({_ROW}, PRIMARY KEY (name))")
             database.execute(f"PRAGMA user_version = {FORM}")
-        database.executemany(
-            f"INSERT OR REPLACE INTO runs (stamp, {', '.join(_COLUMNS)}) VALUES ({marks})",
-            [(now, *(getattr(entry, name) for name in _COLUMNS)) for entry, now in fresh],
-        )
+        database.executemany(f"INSERT OR REPLACE INTO runs ({_ROW}) VALUES ({marks})", rows)
         database.executemany("DELETE FROM runs WHERE name = ?", [(name,) for name in gone])
+
+
+def _row(entry: Entry, now: str) -> tuple[Any, ...]:
+    """What stands for a run in the index; SQLite has no NaN."""
+    values = [getattr(entry, name) for name in _COLUMNS]
+    row = [now, *(None if value != value else value for value in values)]
+    return _checksum(row), *row
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     # Transactions are begun by hand: DDL and rows in one.
     database = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)
+    # SQLite's own says that it is not to be read now, where it never will be.
+    database.text_factory = bytes.decode
     try:
         yield database
     finally:
@@ -144,4 +170,4 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 def _is_of_this_form(database: sqlite3.Connection) -> bool:
     columns = [row[1] for row in database.execute("PRAGMA table_info(runs)")]
     (form,) = database.execute("PRAGMA user_version").fetchone()
-    return bool(form == FORM and columns == ["stamp", *_COLUMNS])
+    return bool(form == FORM and ", ".join(columns) == _ROW)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.history import Metrics, RunFolder
+from ortlab.history import Metrics, RunFolder, in_checkpoints
 from ortlab.memory import memory
 from ortlab.past import entry, notes
 from ortlab.tables import Column, Table
@@ -66,9 +67,11 @@ class Kept:
     def checkpoints(self) -> Table[KeptCheckpoint]:
         """The checkpoints in the run's folder, the newest last."""
         found = []
-        for path in (self.folder / "checkpoints").glob("*"):
+        for path in in_checkpoints(self.folder):
             # A file, or of a run on workers a folder; what begins with a dot is being written.
-            if not path.name.startswith(".") and not path.is_symlink():
+            if path.name.startswith(".") or path.is_symlink():
+                continue
+            with contextlib.suppress(FileNotFoundError):  # a run in another kernel has trimmed it
                 size = entry.size_of(path) if path.is_dir() else path.stat().st_size
                 written = datetime.datetime.fromtimestamp(path.stat().st_mtime).astimezone()
                 name = path.name.removesuffix(".safetensors")

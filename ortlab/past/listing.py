@@ -71,7 +71,7 @@ def _began(entry: Entry) -> str:
     """In the local time of whoever reads it."""
     try:
         return f"{datetime.datetime.fromisoformat(entry.created).astimezone():%Y-%m-%d %H:%M}"
-    except ValueError:
+    except (ValueError, OverflowError):  # no time, or one before or after all years
         return "-"
 
 
@@ -99,7 +99,7 @@ def _said(entry: Entry) -> str:
 
 def _waits(entry: Entry) -> bool:
     """Whether the run was cut off, can go on, and has not yet."""
-    cut_off = entry.state == "interrupted" and bool(entry.checkpoints)
+    cut_off = entry.state == "interrupted" and entry.can_go_on
     return cut_off and not entry.note.startswith(GOES_ON)
 
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ortlab import folders
+from ortlab.tables import escaped
+
 
 @dataclass(frozen=True)
 class Note:
@@ -33,7 +36,7 @@ class Said:
 def read_notes(folder: Path) -> Said:
     """What notes.jsonl of a run's folder says; lines that are not whole are left out."""
     try:
-        lines = (folder / "notes.jsonl").read_bytes().splitlines()
+        lines = folders.read(folder / "notes.jsonl").splitlines()
     except OSError:
         return Said()
     notes: list[Note] = []
@@ -46,12 +49,21 @@ def read_notes(folder: Path) -> Said:
         if not isinstance(value, dict):
             continue
         if "note" in value:
-            notes.append(Note(str(value.get("time", "")), str(value["note"])))
+            notes.append(Note(legible(value.get("time", "")), legible(value["note"])))
         elif "tag" in value:
-            tags[str(value["tag"])] = None
+            tags[legible(value["tag"])] = None
         elif "untag" in value:
-            tags.pop(str(value["untag"]), None)
+            tags.pop(legible(value["untag"]), None)
     return Said(tuple(notes), tuple(tags))
+
+
+def legible(value: object) -> str:
+    """`value` as text that files and screens take.
+
+    JSON and names of files may hold half of a surrogate pair, which UTF-8 has no bytes for, and
+    characters that a terminal obeys; lines stay lines.
+    """
+    return escaped(str(value).encode("utf-8", "replace").decode(), but="\n\t")
 
 
 def add_note(folder: Path, text: str) -> None:
@@ -81,7 +93,7 @@ def _checked(tag: str) -> str:
 def _append(folder: Path, value: dict[str, str]) -> None:
     # One write of one line: those of two processes do not mix.
     path = folder / "notes.jsonl"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = folders.plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(descriptor).st_size
         torn = bool(size) and os.pread(descriptor, 1, size - 1) != b"\n"

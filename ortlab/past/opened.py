@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,12 @@ class PastRun(Kept):
         """The numbers as the charts have them."""
         recorder = Recorder()
         recorder.restore(self.metrics.rows, self.metrics.events)
-        for rank in range(len(list(self.folder.glob("rank-*.jsonl")))):
-            of_rank = read_metrics(self.folder / f"rank-{rank}.jsonl")
+        # They come in order; those behind one that is missing belong to nobody who is known.
+        for rank in itertools.count():
+            try:
+                of_rank = read_metrics(self.folder / f"rank-{rank}.jsonl")
+            except FileNotFoundError:
+                return recorder
             recorder.rank(rank).restore(of_rank.rows, of_rank.events)
         return recorder
 
@@ -104,7 +109,7 @@ class PastRun(Kept):
         badges = [f"fallback to {entry.engine_used}: {entry.fallback}"] if entry.fallback else []
         if entry.state in ("interrupted", "running"):
             told = "its process ended before the run was over"
-            if entry.checkpoints:
+            if entry.can_go_on:
                 told += f"; {entry.resume} goes on from its checkpoint"
             badges.append(f"interrupted: {told}" if entry.state == "interrupted" else _ELSEWHERE)
         notes = [f"note: {note.text}" for note in self.notes]

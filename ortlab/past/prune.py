@@ -98,7 +98,7 @@ def _began(entry: Entry) -> datetime.datetime:
     """When it was created; where that is not told, when its folder was last changed."""
     try:
         return datetime.datetime.fromisoformat(entry.created).astimezone(datetime.UTC)
-    except ValueError:
+    except (ValueError, OverflowError):  # no time, or one before or after all years
         return datetime.datetime.fromtimestamp(entry.folder.stat().st_mtime, datetime.UTC)
 
 

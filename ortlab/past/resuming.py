@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ortlab.checkpoint import Checkpoint
-from ortlab.history import RunFolder
-from ortlab.keeping import BEST
+from ortlab.history import RunFolder, half_written, in_checkpoints
+from ortlab.keeping import BEST, remove
 from ortlab.loop import Evaluation
+from ortlab.past.entry import read_entry
 from ortlab.past.kept import Kept
 from ortlab.past.opened import PastRun, find
 from ortlab.telemetry import INDEX, NAN, Event, Rows
@@ -27,10 +28,14 @@ _NEWS: Final = ("eval", "change", "note", "warning")
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """A checkpoint of a run, with its ``path``; ``damaged`` says which newer ones are no use."""
+    """A checkpoint that a run goes on from, with its ``path`` and the ``settings`` that held last.
+
+    ``damaged`` says where it is not the newest that the run should have, and why.
+    """
 
     checkpoint: Checkpoint
     path: Path
+    settings: Mapping[str, Any]
     damaged: str = ""
 
 
@@ -39,7 +44,8 @@ class Earlier:
     """A run that another one goes on with: its numbers up to the checkpoint, and how it stood."""
 
     name: str
-    folder: Path
+    line: tuple[Path, ...]
+    """Its folder, and those of the runs that it went on with."""
     step: int
     rows: Rows
     events: tuple[Event, ...]
@@ -64,19 +70,21 @@ class Earlier:
     def carry_best(self, folder: RunFolder) -> Evaluation | None:
         """Takes its best checkpoint along to `folder`, and says of what evaluation it is.
 
-        None where it has none that is whole, or one of a step that is to be done again.
+        None where it has none that is whole, or those of steps that are to be done again.
         """
-        try:
-            best = Checkpoint.load(_file(self.folder, BEST))
-            if best.position.step > self.step:
-                return None
-            best.save(folder.checkpoint_path(BEST))
-        except (ValueError, RuntimeError):  # there is none, or no room for another
-            return None
+        for run in self.line:
+            with contextlib.suppress(ValueError, RuntimeError):  # there is none, or no room
+                best = Checkpoint.load(_file(run, BEST))
+                if best.position.step <= self.step:
+                    best.save(folder.checkpoint_path(BEST))
+                    return self._evaluation(best.position.step)
+        return None
+
+    def _evaluation(self, step: int) -> Evaluation | None:
         for each in self.events:
-            if each.kind == "eval" and each.step == best.position.step:
+            if each.kind == "eval" and each.step == step:
                 values = each.values
-                return Evaluation(each.step, values.get("loss", NAN), values.get("accuracy", NAN))
+                return Evaluation(step, values.get("loss", NAN), values.get("accuracy", NAN))
         return None
 
 
@@ -94,33 +102,69 @@ def beginning(resume_from: str | int | Path | Kept) -> Beginning:
             path = find(resume_from).folder
     if (path / "checkpoints").is_dir():
         return newest(path)
-    return Beginning(Checkpoint.load(path), path)
+    taken = Checkpoint.load(path)
+    return Beginning(taken, path, taken.settings)
 
 
 def newest(folder: Path) -> Beginning:
     """The newest checkpoint of the run in `folder` that is whole; that of its best evaluation last.
 
-    ValueError where none is.
+    A run that died before its first one has those of the run that it went on with. ValueError
+    where none is.
     """
-    found = [each.path for each in Kept(RunFolder(folder)).checkpoints]
+    line = _line(folder)
+    found = [path for run in line for path in _kept(run)]
     if not found:
+        if (kept := folder / "checkpoints").is_symlink():
+            raise ValueError(
+                f"{kept} is a link, which is not followed; resume_from takes the path of a "
+                "checkpoint where it leads"
+            )
+        before = f", nor is one left of {line[1].name}, which it went on with" if line[1:] else ""
         raise ValueError(
-            f"{folder.name} has kept no checkpoint: it had not come to the first one; "
+            f"{folder.name} has kept no checkpoint{before}: it had not come to the first one; "
             "checkpoint_every=N or checkpoint_minutes=M keep more of them"
         )
+    found.sort(key=lambda path: _age(path)[0] < 0)  # the best of all runs after all others
     wrong: list[str] = []
-    for path in sorted(found, key=_age, reverse=True):
+    for path in found:
+        called = _called(path, folder)
         try:
             taken = Checkpoint.load(path)
         except ValueError as error:
-            wrong.append(f"{path.name} is no use ({_short(error, path)})")
+            wrong.append(f"{called} is no use ({_short(error, path)})")
             continue
-        if not wrong:
-            return Beginning(taken, path)
-        step = taken.position.step
-        told = f"{'; '.join(wrong)}: {path.name} of step {step}, the one before, is used"
-        return Beginning(taken, path, told)
+        own = path.parent.parent == folder
+        settings = taken.settings if own else Kept(RunFolder(folder)).began_with
+        used, told = f"{called} of step {taken.position.step}", ""
+        if wrong:
+            told = f"{'; '.join(wrong)}: {used}, the one before, is used"
+        elif not own:
+            told = f"{folder.name} had come to no checkpoint of its own: {used} is used"
+        return Beginning(taken, path, settings, told)
     raise ValueError(f"no checkpoint of {folder.name} is whole: {'; '.join(wrong)}")
+
+
+def _line(folder: Path) -> tuple[Path, ...]:
+    """The run in `folder`, the one that it went on with, the one that this went on with, ..."""
+    line = [folder]
+    while (entry := read_entry(line[-1])) is not None and entry.continues:
+        before = folder.parent / Path(entry.continues).name
+        if before in line:
+            break
+        line.append(before)
+    return tuple(line)
+
+
+def _kept(folder: Path) -> list[Path]:
+    found = [each.path for each in Kept(RunFolder(folder)).checkpoints]
+    return sorted(found, key=_age, reverse=True)
+
+
+def _called(path: Path, folder: Path) -> str:
+    """A checkpoint's name, and whose it is where that is not the run in `folder`."""
+    run = path.parent.parent
+    return path.name if run == folder else f"{run.name}'s {path.name}"
 
 
 def _short(error: ValueError, path: Path) -> str:
@@ -153,9 +197,10 @@ def earlier(run: PastRun, begin: Beginning) -> Earlier:
     ]
     came = int(steps.max(initial=0))
     lost = f", which had come to step {came}" if came > position.step else ""
-    told = f"goes on with {run.name}{lost}, from {begin.path.name} of step {position.step}"
+    called = _called(begin.path, run.folder)
+    told = (("note", f"goes on with {run.name}{lost}, from {called} of step {position.step}"),)
     rows = metrics.rows[steps <= position.step]
-    return Earlier(run.name, run.folder, position.step, rows, tuple(events), (("note", told),))
+    return Earlier(run.name, _line(run.folder), position.step, rows, tuple(events), told)
 
 
 def resumable(name: str | int) -> PastRun:
@@ -173,9 +218,11 @@ def resumable(name: str | int) -> PastRun:
     return run
 
 
-def left_behind(run: PastRun) -> list[Path]:
-    """Files of checkpoints that a process was writing when it died; nobody else will."""
-    return [path for path in (run.folder / "checkpoints").glob(".*") if not path.is_symlink()]
+def clear(run: PastRun) -> None:
+    """Takes away the checkpoint that a process was writing when it died; nobody else will."""
+    for path in in_checkpoints(run.folder):
+        if half_written(path) and not path.is_symlink():
+            remove(path)
 
 
 def names_of(run: PastRun) -> dict[str, str]:

@@ -31,7 +31,7 @@ from tests.waiting import until
 BAR_S = 2.0
 ENDS = ("run.stop()", "stop button", "SIGTERM", "shutdown", "restart")
 TRAINS = """
-import os
+import os, time
 import ortlab, torch
 from torch import nn
 width = {width}
@@ -41,7 +41,7 @@ train, _ = ortlab.data.digits()
 run = ortlab.finetune(model, train, loss="cross_entropy", engine="eager", device="cpu",
                       batch_size=32, epochs=10**6)
 while run.step < 10:
-    pass
+    time.sleep(0.001)
 print(os.getpid(), run.folder, sum(p.numel() for p in model.parameters()))
 """
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
+from ortlab.engines.autocasting import autocast_now
 from ortlab.engines.calls import Form
-from ortlab.engines.execution import _autocast
 from ortlab.engines.guard import Guard
 
 ROUNDS, CALLS = 15, 200
@@ -38,7 +38,7 @@ def _call_us(guard: Guard, kwargs: dict[str, torch.Tensor]) -> list[float]:
         for _ in range(CALLS):
             guard.key()
             Form.of((), kwargs)
-            _autocast()
+            autocast_now()
         rounds.append((time.perf_counter() - started) / CALLS * 1e6)
     return sorted(rounds)
 

@@ -17,6 +17,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from tests.browser.lab import CHROMIUM_ARGUMENTS, Lab, Notebook, write_notebook
 from tests.chromium import find
+from tests.waiting import HANGS_S
 
 SETUP = """
 %load_ext ortlab
@@ -86,7 +87,7 @@ def measure(page: Page, lab: Lab, case: Case) -> tuple[int, list[float]]:
         page.evaluate("() => window.panel.content.widgets.at(-1).outputArea.model.clear()")
         page.wait_for_function("() => !document.querySelector('.ortlab-graph')")
         found.append(page.evaluate(MEASURE, [case.code, case.there]))
-        page.wait_for_function(f"() => {GRAPH}", timeout=60_000)
+        page.wait_for_function(f"() => {GRAPH}", timeout=1000 * HANGS_S)
     nodes = int(book.outputs()[0][-1]["text"])
     book.close()
     return nodes, found

@@ -20,8 +20,9 @@ from tests.browser.lab import (
     write_notebook,
 )
 from tests.chromium import find
+from tests.waiting import HANGS_S
 
-expect.set_options(timeout=60_000)  # as `tests.waiting`: other tests keep this machine busy
+expect.set_options(timeout=1000 * HANGS_S)
 
 LAST_WORDS = "Canceled future for create_subshell_request message before replies were done"
 """JupyterLab's own unhandled rejection, where a kernel ends that was just asked for a subshell (it
@@ -67,6 +68,7 @@ def lab(installed: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[La
 def page(chromium: Browser) -> Iterator[Page]:
     """A fresh page whose script errors fail the test."""
     context = chromium.new_context(viewport={"width": 1280, "height": 1000})
+    context.set_default_timeout(1000 * HANGS_S)
     page = context.new_page()
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(f"{error}\n{error.stack}"))

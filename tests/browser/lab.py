@@ -24,6 +24,7 @@ from playwright.sync_api import Locator, Page
 
 from ortlab import compat
 from ortlab.notebook.privacy import HOW as PRIVATE
+from tests.waiting import HANGS_S
 
 NEEDS_ORT = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 CHROMIUM_ARGUMENTS = [
@@ -82,7 +83,10 @@ class Lab:
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     )
 
-    def __init__(self, root: Path, *, theme: str | None = None) -> None:
+    def __init__(
+        self, root: Path, *, theme: str | None = None, without: Sequence[str] = ()
+    ) -> None:
+        """`without` are names of JupyterLab's own plugins that are switched off."""
         self.root = root
         self._temporary = tempfile.TemporaryDirectory(prefix="ortlab-lab-")
         self._folder = Path(self._temporary.name)
@@ -94,6 +98,9 @@ class Lab:
             path = self._folder / "settings" / f"{name}.jupyterlab-settings"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(value))
+        page = self._folder / "config" / "labconfig" / "page_config.json"
+        page.parent.mkdir(parents=True)
+        page.write_text(json.dumps({"disabledExtensions": dict.fromkeys(without, True)}))
 
     def __enter__(self) -> Self:
         with socket.socket() as probe:
@@ -127,7 +134,7 @@ class Lab:
             self._process.wait(15)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait(10)
+            self._process.wait(HANGS_S)
         self._log.close()
         self._temporary.cleanup()
 
@@ -179,7 +186,7 @@ class Lab:
         urllib.request.urlopen(urllib.request.Request(address, method=method), timeout=10).read()
 
     def _wait_until_up(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANGS_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 log = (self._folder / "lab.log").read_text()
@@ -188,7 +195,7 @@ class Lab:
                 return self._request("/api/status")
             time.sleep(0.1)
         self.__exit__()
-        raise TimeoutError(f"{self.module} did not start within a minute")
+        raise TimeoutError(f"{self.module} did not start within {HANGS_S:.0f} s")
 
 
 class Notebook7(Lab):
@@ -210,7 +217,7 @@ class Notebook:
         self._path = path
         self._file = lab.root / path
         page.goto(lab.address(path))
-        page.wait_for_function(OPENED, arg=path, timeout=60_000)
+        page.wait_for_function(OPENED, arg=path, timeout=1000 * HANGS_S)
         page.wait_for_function(IDLE)
 
     def start(self) -> None:
@@ -240,7 +247,7 @@ class Notebook:
         """The page forgets everything and opens the saved notebook again; the kernel goes on."""
         self.save()
         self.page.reload()
-        self.page.wait_for_function(OPENED, arg=self._path, timeout=60_000)
+        self.page.wait_for_function(OPENED, arg=self._path, timeout=1000 * HANGS_S)
 
     def run_next(self, code: str) -> None:
         """Appends a cell with this code and runs it; does not wait for it."""

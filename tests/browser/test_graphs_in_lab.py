@@ -26,12 +26,15 @@ STAGE = """
 %load_ext ortlab
 import onnx
 from ortlab.graph.capture import Graphs, Stage
-def stage(names):
+def stage(names, weights=()):
     nodes = [onnx.helper.make_node("Relu", [f"t{i}"], [f"t{i + 1}"], name=name)
              for i, name in enumerate(names)]
+    nodes += [onnx.helper.make_node("Add", ["t1", weight], [f"w{i}"], name=f"add {i}")
+              for i, weight in enumerate(weights)]
     x = onnx.helper.make_tensor_value_info("t0", onnx.TensorProto.FLOAT, ["n"])
-    return Stage("exported", onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [x], [])),
-                 frozenset(names) | {""})
+    kept = [onnx.helper.make_tensor(name, onnx.TensorProto.FLOAT, [1], [1.0]) for name in weights]
+    graph = onnx.helper.make_graph(nodes, "g", [x], [], initializer=kept)
+    return Stage("exported", onnx.helper.make_model(graph), frozenset(names) | {""})
 """
 SHOW = "%ort graph model"
 
@@ -252,14 +255,17 @@ def test_without_netron_there_is_the_outline(
 
 
 def test_odd_graphs(notebook: Opens, page: Page) -> None:
-    odd = "Graphs('<b>Net</b>', {'exported': stage(['</script><b>x</b>', '', '<img src=x>'])})"
+    named = "['</script><b>x</b>', '', '<img src=x>'], ['<img src=y onerror=alert(1)>']"
+    odd = f"Graphs('<b>Net</b>', {{'exported': stage({named})}})"
     flat = "Graphs('Flat', {'exported': stage([''] * 50_000)})"
     book = notebook([STAGE, odd, flat])
     book.run()
     page.wait_for_function("() => document.querySelectorAll('.ortlab-graph').length === 2")
     first, second = page.locator(".ortlab-graph").first, page.locator(".ortlab-graph").last
     relus = pane(first, "forward").locator(".graph-node")
-    expect(relus).to_have_count(3)
+    expect(relus).to_have_count(4)
+    click(relus.last)
+    expect(first).to_contain_text("<img src=y onerror=alert(1)>")
     click(relus.first)
     expect(first.locator(".ortlab-path")).to_have_text("</script><b>x</b>")
     click(relus.nth(1))

@@ -35,10 +35,10 @@ def test_runs_are_sorted_searched_and_compared(
     book = notebook([RUNS, "%ort runs", "live.stop()\nawait live", "%ort compare 1 2 3"])
     book.start()
     table = page.locator(".ortlab-history")
-    expect(table.locator("tbody tr")).to_have_count(4, timeout=60_000)
+    expect(table.locator("tbody tr")).to_have_count(4)
     expect(page.locator(".ortlab-history-live, .ortlab-history tr").first).to_be_visible()
     # The picture of the comparison is the last output.
-    expect(page.get_by_alt_text("Curves of run-1, run-2, run-3")).to_be_visible(timeout=60_000)
+    expect(page.get_by_alt_text("Curves of run-1, run-2, run-3")).to_be_visible()
     book.check()
     state = table.locator("tbody tr", has_text="run-4").locator("td").nth(1)
     expect(state).to_have_text("stopped")  # live: the run went on when the table was made

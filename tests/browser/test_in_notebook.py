@@ -43,7 +43,7 @@ def test_charts_panel_and_graphs(book: Notebook, page: Page, screenshot: Takes) 
     screenshot("notebook-7-run-light")
     run.get_by_role("button", name="Stop").click()
     expect(page.locator(".jp-OutputArea img")).to_be_visible()
-    expect(page.locator(".ortlab-graph")).to_be_visible(timeout=60_000)
+    expect(page.locator(".ortlab-graph")).to_be_visible()
     edge = pane(graph(book), "forward").locator(".edge-path").first
     expect(edge).to_have_css("stroke", BLACK)
     screenshot("notebook-7-graph-light")

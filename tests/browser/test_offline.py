@@ -42,11 +42,13 @@ def network() -> Iterator[Nowhere]:
 def server(
     network: Nowhere, installed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Lab]:
-    """A server in that network."""
+    """A server in that network, whose kernels may ask Hugging Face's hub, as a user's do."""
     root = tmp_path_factory.mktemp("tutorials")
     shutil.copytree(NOTEBOOKS[0].parent, root, dirs_exist_ok=True)
-    with Lab(root) as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("HF_HUB_OFFLINE")
+        with Lab(root) as server:
+            yield server
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +64,25 @@ def chromium(network: Nowhere, installed: str) -> Iterator[Browser]:
 
 ASKS = """
 import contextlib, urllib.request
+import huggingface_hub
 from IPython.display import Javascript
 with contextlib.suppress(OSError):
     urllib.request.urlopen("http://kernel.example/", timeout=1)
+with contextlib.suppress(Exception):
+    huggingface_hub.model_info("somebody/something")
 Javascript("fetch('http://198.51.100.9/page').catch(() => 0)")
 """
 
 
 def test_what_leaves_is_seen(network: Nowhere, server: Lab, page: Page) -> None:
-    """A kernel's question and a page's request, so that the other tests say something."""
+    """A kernel's questions and a page's request, so that the other tests say something."""
     write_notebook(server.root / "asks.ipynb", [ASKS])
     before = len(network.sent())
-    with page.expect_request("http://198.51.100.9/page"):
+    with page.expect_request("http://198.51.100.9/page", timeout=LONGEST_S * 1000):
         Notebook(page, server, "asks.ipynb").run()
     until(lambda: "tcp to 198.51.100.9:80" in network.sent()[before:])
-    assert any("asked for kernel.example" in each for each in network.sent()[before:])
+    for name in ("kernel.example", "huggingface.co"):
+        assert any(f"asked for {name}" in each for each in network.sent()[before:])
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in NOTEBOOKS])

@@ -68,7 +68,7 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     book.run()
     run = book.view()
     section = run.get_by_role("region", name="Workers")
-    expect(section).to_be_visible(timeout=60_000)
+    expect(section).to_be_visible()
     rows = section.locator(".ortlab-rank:not(.ortlab-rank-heads)")
     expect(rows).to_have_count(2)
     expect(section.get_by_role("row")).to_have_count(3)

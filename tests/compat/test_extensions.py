@@ -13,6 +13,7 @@ import pytest
 
 from ortlab import compat
 from ortlab.compat import OrtUnavailable, extensions
+from tests.waiting import HANGS_S
 
 pytestmark = pytest.mark.skipif(
     compat.unavailable() is not None, reason=compat.unavailable() or "can run"
@@ -57,7 +58,7 @@ def compiler(library: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_two_processes_build_it_once(compiler: Path, cache: Path) -> None:
     command = [sys.executable, "-c", BUILD]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = "".join(process.communicate(timeout=60)[0] for process in both)
+    said = "".join(process.communicate(timeout=HANGS_S)[0] for process in both)
     assert [process.returncode for process in both] == [0, 0]
     assert compiler.read_text() == "run\nrun\n"  # it compiles, and it links
     assert said.count("building ORT's aten_op_executor") == 1

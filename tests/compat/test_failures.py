@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,22 @@ class Determinant(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.linalg.det(self.layer(x))
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(4, 6)
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(self.bags((x > 0).long()))
+        return found
+
+
+class AndConstant(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), torch.ones(3)
 
 
 class Straight(torch.autograd.Function):
@@ -90,6 +107,20 @@ def test_an_operator_without_a_gradient(ort: compat.Ort) -> None:
     assert found.reason == "ORT has no gradient for Det"
 
 
+def test_an_operator_that_is_a_loop_in_onnx(ort: compat.Ort) -> None:
+    found = failure(ort, Bags())
+    assert found.operator == "aten::embedding_bag"
+    assert found.module == "bags"
+    assert found.source == line_of(Bags.forward, "self.bags(")
+    assert "use nn.Embedding" in found.reason
+
+
+def test_an_output_that_is_a_constant(ort: compat.Ort) -> None:
+    found = failure(ort, AndConstant(6, 6))
+    assert "in place 1, counted from 0, is a constant" in found.reason
+    assert "return it outside of the model" in found.reason
+
+
 def test_an_autograd_function_is_refused_by_name(ort: compat.Ort) -> None:
     found = failure(ort, Rounding(6, 6))
     assert found.operator == f"{__name__}.Straight"
@@ -104,8 +135,9 @@ def test_functions_are_refused_in_an_export_only(ort: compat.Ort) -> None:
     assert torch.equal(x.grad, torch.ones(3))
 
 
-def test_a_grouped_convolution_never_gets_orts_gradient(ort: compat.Ort) -> None:
-    """Not even where another package's rule has taken the place of ours."""
+@pytest.fixture
+def grouped(ort: compat.Ort) -> nn.Module:
+    """A grouped convolution, where another package's rule has taken the place of ours."""
     from torch.onnx import register_custom_op_symbolic
 
     from ortlab.compat import symbolics
@@ -113,12 +145,26 @@ def test_a_grouped_convolution_never_gets_orts_gradient(ort: compat.Ort) -> None
     model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1, groups=2))
     wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
     register_custom_op_symbolic("::_convolution", symbolics.stock("_convolution"), 17)
+    return wrapped
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_grouped_convolution_never_gets_orts_gradient(grouped: Any, training: bool) -> None:
+    """In evaluation mode neither, where ortlab's engine takes gradients as well."""
+    grouped.train(training)
+    grouped._torch_module.is_training = lambda: True
     with pytest.raises(RuntimeError) as caught:
-        wrapped(torch.randn(2, 4, 3))
+        grouped(torch.randn(2, 4, 3))
     found = compat.explain(caught.value)
     assert found.operator == "Conv"
     assert found.module == "1"
     assert "grouped convolution" in found.reason
+
+
+def test_a_grouped_convolution_without_a_gradient_runs(grouped: nn.Module) -> None:
+    x = torch.randn(2, 4, 3)
+    with torch.no_grad():
+        assert grouped(x).shape == x.shape
 
 
 def test_what_the_model_itself_raises(ort: compat.Ort) -> None:

@@ -266,6 +266,10 @@ BENDS: dict[str, Callable[[Tensor], Tensor]] = {
     "equal rows": lambda x: F.pairwise_distance(x, x.flip(0)),
     "equal rows, cubed": lambda x: F.pairwise_distance(x, x.flip(0), p=3.0, keepdim=True),
     "no direction": lambda x: F.cosine_similarity(x, x.floor(), dim=-1),
+    "spread of equal numbers": lambda x: x.std(0) + x.std(-1).sum(),
+    "spread and mean": lambda x: torch.add(*torch.std_mean(x, 0, correction=0)),
+    "to the 0th": lambda x: x**0 + x,
+    "to several powers": lambda x: x ** torch.arange(6) + x[:1] ** x.detach().sign().abs(),
 }
 
 
@@ -306,6 +310,14 @@ REST |= {
     "probabilities, smoothed": lambda x: F.cross_entropy(
         x[:, :, None], x.sin().softmax(-1)[:, :, None], weight=WEIGHT, label_smoothing=0.2
     ),
+    "negative log likelihood": of_each(
+        *(lambda x: F.nll_loss(x, some_targets(x)),),
+        *(lambda x: F.nll_loss(x, some_targets(x), weight=WEIGHT),),
+        *(lambda x: F.nll_loss(x, targets(x), ignore_index=1, reduction="sum"),),
+        *(lambda x: F.nll_loss(x, some_targets(x), reduction="none").sum(),),
+        *(lambda x: F.nll_loss(x[:, :, None], some_targets(x)[:, None], weight=WEIGHT),),
+    ),
+    "dropout of everything": lambda x: F.dropout(x.exp(), 1.0) + x,
     "smooth functions": of_each(
         *(torch.asinh, torch.atan, torch.cosh, torch.erfc, torch.exp2, torch.expm1, torch.sinh),
         *(torch.tan, lambda x: (x.abs() + 1.1).acosh(), lambda x: (x.abs() + 1).digamma()),
@@ -345,6 +357,121 @@ def test_rule(ort: Ort, name: str) -> None:
     compare(ort, Calling(REST[name]), torch.randn(4, 6), torch.randn(2, 6))
 
 
+ONCE, TWICE = torch.arange(4), torch.tensor([1, 1, 3, 3])
+INDEXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_add": lambda x, i: torch.zeros(4, 6).index_add(0, i, x),
+    "index_add, scaled": lambda x, i: x.sin().index_add(0, i, x, alpha=2),
+    "index_add along rows": lambda x, i: x.index_add(-1, i, x.sin()[:, 2:]),
+    "index_add to what is trained": lambda x, i: x.index_add(0, i, torch.ones_like(x)),
+    "index_add of whole numbers": lambda x, i: (
+        x * torch.zeros(4, 1, dtype=torch.long).index_add(0, i, torch.ones(4, 1, dtype=torch.long))
+    ),
+    "index_add_": lambda x, i: x.new_zeros(4, 6).index_add_(0, i, x),
+    "index_put": lambda x, i: torch.zeros(4, 6).index_put((i,), x, accumulate=True),
+    "index_put of pairs": lambda x, i: x.sin().index_put((i, i - 6), x[:, 0], accumulate=True),
+    "index_put of a number": lambda x, i: x.index_put((i,), torch.tensor(2.0), accumulate=True),
+    "index_put at a mask": lambda x, i: x.index_put((x > 0,), torch.tensor(2.0), accumulate=True),
+    "index_put of a block": lambda x, i: (
+        torch.zeros(4, 3, 2, 6)
+        .index_put((i[:, None], torch.arange(2)), x[:, None, None], accumulate=True)
+        .flatten(1)
+    ),
+    "index_copy": lambda x, i: x.sin().index_copy(1, i[::2] - ONCE[:2], x[:, :2]),
+    "index_fill": lambda x, i: x.index_fill(1, i - 6, 0.5),
+    "index_fill with what is trained": lambda x, i: x.sin().index_fill(0, i, x[0, 0]),
+    "scatter_add": lambda x, i: x.sin().scatter_add(0, i[:, None].expand(-1, 6), x),
+    **{
+        f"{function}, {reduce}": lambda x, i, function=function, reduce=reduce, whole=whole: (
+            getattr(torch.ones(4, 6), function)(
+                0,
+                i[:, None].expand(-1, 6) if function == "scatter_reduce" else i,
+                x,
+                reduce,
+                include_self=whole,
+            )
+        )
+        for function in ("scatter_reduce", "index_reduce")
+        for reduce, whole in (("mean", False), ("amax", True), ("prod", True))
+    },
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_index_that_occurs_twice(ort: Ort, name: str) -> None:
+    """A batch whose indices differ comes first, as the self-check's may."""
+    first, second = (torch.randn(4, 6) for _ in range(2))
+    compare(ort, Calling(INDEXED[name]), (first, ONCE), (second, TWICE))
+
+
+PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "pairs": lambda x, i: x[torch.arange(len(i)), i],
+    "pairs, both chosen": lambda x, i: x[i, i.int()],
+    "blocks": lambda x, i: x.view(-1, 2, 3)[i[:, None], torch.tensor([0, -1])],
+    "with a slice between": lambda x, i: x.view(-1, 2, 3)[torch.arange(len(i)), :, i],
+    "after a slice": lambda x, i: x.view(-1, 2, 3)[:, i // 2, i],
+    "with a mask": lambda x, i: x[i > -9, i],
+    "put": lambda x, i: x.index_put((torch.arange(len(i)), i), torch.tensor(2.0)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_index_below_zero(ort: Ort, name: str) -> None:
+    up = torch.tensor([0, 1, 2, 1])
+    compare(ort, Calling(PAIRS[name]), *((torch.randn(4, 6), each) for each in (up, up - 3)))
+
+
+FIXED = torch.rand(4, 6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.atan2(FIXED, x),
+        lambda x: torch.atan2(x, FIXED),
+        lambda x: FIXED.index_copy(0, ONCE, x),
+        lambda x: x.index_copy(0, ONCE[:2], FIXED[:2]),
+        lambda x: FIXED.index_reduce(0, TWICE, x.masked_fill(FIXED < 0.3, -torch.inf), "amax"),
+    ],
+)
+def test_one_of_two_is_trained(ort: Ort, function: Callable[[Tensor], Tensor]) -> None:
+    compare(ort, Calling(function), torch.rand(4, 6), torch.rand(4, 6))
+
+
+DIVISIONS: dict[str, Callable[..., Tensor]] = {
+    "//": lambda x, y: x // y,
+    "floor_divide": torch.floor_divide,
+    "%": lambda x, y: x % y,
+    "fmod": torch.fmod,
+    "div, floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "div, trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+}
+
+
+@pytest.mark.parametrize("by", [3, -3, 0.1, -0.7], ids=str)
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_division_below_zero(ort: Ort, name: str, by: float) -> None:
+    """A first batch without a number below 0, as the self-check's may be."""
+    divide = DIVISIONS[name]
+    whole, fractions = torch.arange(6).repeat(2, 1), torch.rand(2, 6)
+    edges = torch.tensor([1.0, 0.3, -0.1, -0.7, 2.1, -6.0]).repeat(2, 1)
+    model = Calling(
+        lambda x, n, f: x * (divide(n, by) + divide(f, by)) + x * divide(0 * n - 7, n + 1)
+    )
+    batches = (whole, fractions), (-2 - whole, edges)
+    compare(ort, model, *((torch.randn(2, 6), *batch) for batch in batches))
+
+
+@pytest.mark.parametrize("name", ["%", "fmod", "div, floor", "div, trunc"])
+def test_division_has_torchs_gradient(ort: Ort, name: str) -> None:
+    model = Calling(lambda x: DIVISIONS[name](x, x.cos() - 1.5) + x)
+    compare(ort, model, torch.rand(4, 6), torch.randn(4, 6))
+
+
+def test_division_of_sizes(ort: Ort) -> None:
+    model = Calling(lambda x: x[: x.shape[0] // 2].sum() + x[: -(-x.shape[0] // 3)].exp().sum())
+    compare(ort, model, *(torch.randn(rows, 6) for rows in (6, 4, 7, 1)))
+
+
 def test_transformer_encoder(ort: Ort) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -367,7 +494,9 @@ def test_activation(ort: Ort, name: str) -> None:
     compare(ort, Calling(ACTIVATIONS[name]), torch.randn(3, 4, 6), torch.randn(2, 4, 6))
 
 
-@pytest.mark.parametrize("name", ["celu", "elu", "mish", "prelu", "selu", "softplus"])
+@pytest.mark.parametrize(
+    "name", ["celu", "elu", "log sigmoid", "mish", "prelu", "selu", "softplus"]
+)
 def test_activation_where_it_bends(ort: Ort, name: str) -> None:
     x = torch.tensor([[-200.0, -1.0, 0.0, 0.0, 1.0, 200.0]])
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -376,6 +505,52 @@ def test_activation_where_it_bends(ort: Ort, name: str) -> None:
     wrapped(ours).sum().backward()
     model(theirs).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
+
+
+FAR = torch.tensor([-200.0, -25.0, -18.5, -15.0, 0.0, 0.0, 15.0, 18.5, 200.0])
+OF_ONES = torch.linspace(0.5, 3.0, 9)
+
+
+@pytest.mark.parametrize("target", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "none"},
+        {"reduction": "sum", "weight": OF_ONES.flip(0)},
+        {"pos_weight": OF_ONES},
+        {"pos_weight": OF_ONES, "weight": OF_ONES.flip(0), "reduction": "none"},
+    ],
+)
+def test_logits_far_from_zero(ort: Ort, target: float, options: dict[str, Any]) -> None:
+    """ORT's sigmoid is 0 from -18.5 on, and its log has a gradient that is NaN."""
+
+    def loss(x: Tensor) -> Tensor:
+        labels = torch.full_like(x, target)
+        return F.binary_cross_entropy_with_logits(x, labels, **options)
+
+    model = Calling(loss)
+    wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+    for rows in (torch.randn(4, 9), FAR.repeat(2, 1)):
+        ours, theirs = (rows.clone().requires_grad_() for _ in range(2))
+        found, wanted = wrapped(ours), model(theirs)
+        torch.testing.assert_close(found, wanted)
+        found.sum().backward()
+        wanted.sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_smoothed_labels_that_are_all_ignored(ort: Ort) -> None:
+    """The mean over none is NaN, its gradients are 0."""
+    model = Calling(lambda x, labels: F.cross_entropy(x, labels, label_smoothing=0.2))
+    wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
+    for labels in (torch.arange(4), torch.full((4,), -100)):
+        ours, theirs = (torch.ones(4, 6).requires_grad_() for _ in range(2))
+        found, wanted = wrapped(ours, labels), model(theirs, labels)
+        torch.testing.assert_close(found, wanted, equal_nan=True)
+        found.backward()
+        wanted.backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert wanted.isnan()
 
 
 class Recurrent(nn.Module):

@@ -1,8 +1,8 @@
 """What ortlab and ORT take from torch, looked up in the wheels of every torch that is supported.
 
 ``python -m tests.compat.torch_range`` reads the sources of each wheel of the registry, a few files
-at a time and without installing it, and writes `TABLE` anew. ``--compile`` compiles ORT's
-extensions against each wheel's headers, and writes nothing.
+at a time and without installing it, and writes `TABLE` anew. ``--compile`` compiles the
+extensions, ORT's and ours, against each wheel's headers, and writes nothing.
 """
 
 from __future__ import annotations
@@ -391,6 +391,9 @@ def renewed() -> dict[str, Any]:
 # ---- the extension -------------------------------------------------------------------------------
 
 
+_ON_CPU = (extensions.ATEN, extensions.INTEROP, extensions.NATIVE, extensions.KERNELS)
+
+
 def compiled(archive: zipfile.ZipFile) -> str:
     """What the compiler says of the extensions for the CPU against the headers in a wheel.
 
@@ -401,7 +404,7 @@ def compiled(archive: zipfile.ZipFile) -> str:
         for each in sorted(headers, key=lambda each: each.header_offset):
             archive.extract(each, folder)
         include = Path(folder, "torch/include")
-        return "".join(_compiled(e, include) for e in (extensions.ATEN, extensions.INTEROP))
+        return "".join(_compiled(each, include) for each in _ON_CPU)
 
 
 def _compiled(extension: extensions.Extension, include: Path) -> str:
@@ -418,8 +421,9 @@ def _compiled(extension: extensions.Extension, include: Path) -> str:
         if extension.python:
             places.append(extensions.python_header().parent)
         done = subprocess.run(
-            [*command, "-std=c++20", "-w", "-fsyntax-only", *(f"-I{place}" for place in places),
-             str(source)], capture_output=True, text=True, check=False,
+            [*command, "-std=c++20", "-w", "-fsyntax-only", *extension.flags,
+             *(f"-I{place}" for place in places), str(source)],
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
         return done.stderr if done.returncode else ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -365,6 +366,57 @@ def test_an_export_is_loaded_as_it_was(exported: Exported, tmp_path: Path) -> No
         Exported.load(tmp_path / "out")
 
 
+def _changed(path: Path, changes: dict[str, Any], form: dict[str, Any]) -> None:
+    facts = json.loads((path / folder.MANIFEST).read_text())
+    first, *others = facts["forms"]
+    facts |= {"forms": [first | form, *others]} | changes
+    (path / folder.MANIFEST).write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "form"),
+    [
+        *(({}, {"file": value}) for value in (3, None, "", "gone.onnx")),
+        *(({}, {"bytes": value}) for value in ("5", None, -1, 2**70, 5.0)),
+        *(({}, {"difference": value}) for value in ("x", None, 10**400)),
+        *(({}, {name: []}) for name in ("name", "relative", "worst", "accuracy")),
+        *(({"forms": value}, {}) for value in ([], 3, [3], {"a": 1})),
+        *(({name: 3}, {}) for name in ("model", "tried", "notes", "inputs", "outputs", "files")),
+        *(({name: [3]}, {}) for name in ("tried", "notes", "inputs", "files")),
+        ({"inputs": [{"name": 3, "type": "float32", "shape": [1]}]}, {}),
+        ({"inputs": [{"name": "x", "type": "float32", "shape": [None]}]}, {}),
+        ({"opset": "17"}, {}),
+        ({"files": {name: {"sha256": ""} for name in ("", "gone.onnx", "model.onnx")}}, {}),
+        ({"files": {"gone.onnx": {"sha256": ""}}}, {"file": "gone.onnx"}),
+        ({"files": {"": {"sha256": ""}}}, {"file": ""}),
+    ],
+)
+def test_a_manifest_that_no_export_has_is_refused(
+    beside: Exported, tmp_path: Path, changes: dict[str, Any], form: dict[str, Any]
+) -> None:
+    path = shutil.copytree(beside.path, tmp_path / "out")
+    _changed(path, changes, form)
+    told = "holds no export that can be read|is not the file that was exported|it is not read"
+    with pytest.raises(ValueError, match=told):
+        Exported.load(path)
+
+
+def test_a_manifest_that_is_no_json_or_no_plain_file(tmp_path: Path) -> None:
+    manifest = tmp_path / folder.MANIFEST
+    for text in ("[" * 100_000, "[1]", "9" * 5000):
+        manifest.write_text(text)
+        with pytest.raises(ValueError, match=r"holds no export: .* is damaged"):
+            Exported.load(tmp_path)
+    manifest.unlink()
+    manifest.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"holds no export: .*a link, which is not followed"):
+        Exported.load(tmp_path)
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.raises(ValueError, match=r"holds no export: .*no plain file"):
+        Exported.load(tmp_path)
+
+
 # ---- external data -------------------------------------------------------------------------------
 
 
@@ -479,3 +531,20 @@ def test_a_page_cannot_take_every_model(
     monkeypatch.setattr(charts, "STATIC", tmp_path)
     with pytest.raises(RuntimeError, match=r"pip install -e \. again"):
         exported.in_page()
+
+
+def test_a_page_gets_no_more_than_it_takes_whatever_the_manifest_says(
+    beside: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = tmp_path / "out"
+    shutil.copytree(beside.path, moved)
+    facts = json.loads((moved / folder.MANIFEST).read_text())
+    facts["forms"][0]["bytes"] = 5
+    (moved / folder.MANIFEST).write_text(json.dumps(facts))
+    os.truncate(moved / "model.onnx.data", 240 * 2**20)  # of which the disk holds nothing
+    with pytest.raises(ValueError, match=r"model\.onnx has 240\.0 MiB, and a page gets up to 64"):
+        Exported.load(moved).in_page()
+    monkeypatch.setattr(inpage, "MOST_BYTES", 2**6)
+    monkeypatch.setattr(weights, "check_places", None)  # a model that is too large is not read
+    with pytest.raises(ValueError, match=r"model\.onnx has .*, and a page gets up to 64 bytes"):
+        Exported.load(moved).in_page()

@@ -28,10 +28,11 @@ from torch.utils.data import TensorDataset
 
 from ortlab.batching import batches
 from ortlab.checkpoint import Checkpoint
+from ortlab.control import Control
 from ortlab.engines import adasum, sharded
 from ortlab.engines.base import Report, engine
 from ortlab.engines.torch_native import TorchStepper
-from ortlab.loop import Control, Course
+from ortlab.loop import Course
 from ortlab.settings import FinetuneSettings
 from ortlab.telemetry import Recorder
 

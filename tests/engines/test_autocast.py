@@ -123,6 +123,24 @@ def test_a_part_that_forward_keeps_in_float32_is_never_lowered(ort: Ort) -> None
         wrapped(x)
 
 
+class InBfloat16(Partly):
+    """Has an autocast of its own, and needs none around it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.second(self.first(x))
+
+
+def test_an_autocast_of_forwards_own_alone_is_refused(ort: Ort) -> None:
+    x = torch.randn(4, 6)
+    with pytest.raises(ExportFailed, match=r"no kernel for \w+ in first; use engine='eager'"):
+        ort.wrap(InBfloat16(), EngineSettings())(x)
+    model = InBfloat16()
+    falls_back = ort.wrap(model, EngineSettings(fallback=True))
+    torch.testing.assert_close(falls_back(x), model(x), rtol=0, atol=0)
+    assert ort.report(falls_back).engine_used == "eager"
+
+
 @pytest.mark.parametrize("make", [_mlp, Logits])
 def test_autocast_in_bfloat16_on_a_cpu(ort: Ort, make: Any) -> None:
     """Torch's products in the graph; types as in eager torch, values within bfloat16's rounding."""
@@ -172,6 +190,19 @@ def test_autocast_in_bfloat16_needs_torchs_kernels(ort: Ort) -> None:
     ):
         wrapped(x)
     assert wrapped(x).dtype == torch.float32, "without autocast it goes on"
+
+
+def test_autocast_in_bfloat16_without_torchs_kernels_falls_back(ort: Ort) -> None:
+    model = _mlp()
+    wrapped, x = ort.wrap(model, EngineSettings(kernels="ort", fallback=True)), _data(model)
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = wrapped(x), model(x)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    report = ort.report(wrapped)
+    assert report.engine_used == "eager"
+    assert "needs torch's kernels" in (report.fallback_reason or "")
 
 
 class FusedLayerNorm(nn.LayerNorm):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ortlab.engines import cache
+from tests.waiting import HANGS_S
 
 ENTRY = cache.Entry({"a.onnx": bytes(range(256)) * 40}, {"seconds": 1.5, "names": ["x"]})
 NAME = "0" * 64
@@ -157,7 +158,7 @@ def test_processes_that_write_one_entry_at_once() -> None:
     ]
     counts = []
     for writer in writers:
-        out, err = writer.communicate(timeout=60)
+        out, err = writer.communicate(timeout=HANGS_S)
         assert writer.returncode == 0, err
         counts.append(json.loads(out))
     assert all(stored > 5 and found > 0 for stored, found in counts), counts

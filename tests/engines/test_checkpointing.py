@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ortlab.engines.base import EngineUnavailable, engine
-from ortlab.engines.ortmodule import Ort
+from ortlab.engines.ortmodule import Ort, execution_of
 from ortlab.engines.selfcheck import SelfCheckFailed
+from ortlab.kernels.recompute import SUFFIX
 from ortlab.settings import EngineSettings
 
 RECOMPUTES = "gradient checkpointing: ORT recomputes activations in its place"
@@ -194,6 +195,67 @@ def test_plans_that_were_chosen_stay(ort: Ort) -> None:
     wrapped(torch.randn(3, 16)).sum().backward()
     (remark,) = ort.report(wrapped).remarks
     assert remark == "gradient checkpointing: the recompute plans that were chosen take its place"
+
+
+def test_plans_of_modules_that_were_chosen_stay(ort: Ort) -> None:
+    wrapped = ort.wrap(Blocks(without_reentry), EngineSettings(cache=False, recompute="layers"))
+    wrapped(torch.randn(3, 16)).sum().backward()
+    (export,) = execution_of(wrapped).exports()
+    assert export.without_kernels is None
+    (remark,) = ort.report(wrapped).remarks
+    assert remark == "gradient checkpointing: the recompute plans that were chosen take its place"
+
+
+@pytest.mark.parametrize("chosen", [("layers", "off", "layers"), ("off", "layers", "off")])
+def test_plans_that_are_chosen_and_left_again(ort: Ort, chosen: tuple[str, ...]) -> None:
+    model = Blocks(without_reentry)
+    wrapped, x = ort.wrap(model, EngineSettings(cache=False)), torch.randn(3, 16)
+    model(x).square().sum().backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    for recompute in chosen:
+        execution_of(wrapped).configure(EngineSettings(cache=False, recompute=recompute))
+        model.zero_grad()
+        wrapped(x).square().sum().backward()
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        (export,) = execution_of(wrapped).exports()
+        graph, _ = export.executed()
+        assert any(SUFFIX in node.name for node in graph.graph.node)
+
+
+@pytest.mark.parametrize("asked", ["precision", "autocast", "layers"])
+def test_in_bfloat16_on_a_cpu(ort: Ort, asked: str) -> None:
+    """ORT's own plans know no kernels for it: whole layers are computed again."""
+    model = transformer("bert", p=0.1)
+    with warnings.catch_warnings():  # transformers is about to rename it
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    chosen = {
+        "precision": {"precision": "bf16"},
+        "autocast": {},
+        "layers": {"precision": "bf16", "recompute": "layers"},
+    }[asked]
+    wrapped = ort.wrap(model, EngineSettings(cache=False, **chosen))
+    for batch in (text(4, 12), text(3, 9)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=asked == "autocast"):
+            loss = wrapped(**batch).loss
+        loss.backward()
+    report = ort.report(wrapped)
+    assert sum(note.startswith("checked on") for note in report.notes) == 2
+    how = "the recompute plans that were chosen take" if asked == "layers" else "each layer of a"
+    assert sum(r.startswith(f"gradient checkpointing: {how}") for r in report.remarks) == 1
+    (export,) = execution_of(wrapped).exports()
+    graph, in_file_order = export.executed()
+    assert in_file_order
+    assert any(SUFFIX in node.name for node in graph.graph.node)
+
+
+def test_in_bfloat16_without_a_list_of_layers(ort: Ort) -> None:
+    wrapped = ort.wrap(Plain(6, 4), EngineSettings(cache=False, precision="bf16"))
+    x = torch.randn(3, 6)
+    wrapped(x).sum().backward()
+    (remark,) = ort.report(wrapped).remarks
+    assert remark.startswith("gradient checkpointing saves no memory in ORT")
 
 
 def test_a_part_that_eager_torch_would_not_train(ort: Ort) -> None:

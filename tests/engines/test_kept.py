@@ -136,6 +136,19 @@ def test_dropout_drops_and_is_off_in_the_check(ort: Ort) -> None:
         assert torch.allclose(twin, reference(x), atol=1e-5)
 
 
+def test_another_number_of_threads_misses(ort: Ort) -> None:
+    """Other kernels may be the faster ones."""
+    before = torch.get_num_threads()
+    try:
+        for threads, hits in ((1, 0), (2, 0), (1, 1)):
+            torch.set_num_threads(threads)
+            wrapped = _wrap(ort, _net())
+            _numbers(wrapped, torch.randn(5, 6))
+            assert _hits(wrapped) == hits
+    finally:
+        torch.set_num_threads(before)
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "an attribute": lambda net: setattr(net.dropout, "p", 0.25),
     "a part": lambda net: setattr(net, "norm", nn.Identity()),

@@ -472,9 +472,18 @@ def test_what_has_no_effect_is_said(no_gpu: None, monkeypatch: pytest.MonkeyPatc
         ortlab.wrap(Net(), conv_algo_search="exhaustive")
 
 
-def test_zero_stage_3_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORTMODULE_ENABLE_ZERO_STAGE3", "1")
-    with pytest.raises(ValueError, match="ORTMODULE_ENABLE_ZERO_STAGE3 cannot be on"):
+def test_zero_is_off_where_ort_takes_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTMODULE_USE_FLASH_ATTENTION", "0")
+    ortlab.wrap(Net())
+    monkeypatch.setenv("ORTMODULE_ATEN_SDPA_FALLBACK", "0")  # `if os.getenv(...)`
+    with pytest.raises(ValueError, match="ORTMODULE_ATEN_SDPA_FALLBACK cannot be on"):
+        ortlab.wrap(Net())
+
+
+@pytest.mark.parametrize("variable", options.REFUSED)
+def test_a_variable_that_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match=f"{variable} cannot be on"):
         ortlab.wrap(Net())
 
 
@@ -533,18 +542,20 @@ def test_a_variable_that_cannot_be_is_named(no_gpu: None, monkeypatch: pytest.Mo
 
 
 def test_every_variable_of_orts_is_known() -> None:
-    """Those that ORT reads for a module are settings, or said to be without effect."""
+    """Those that ORT reads are settings, refused, or said to be without effect."""
     import onnxruntime
 
-    file = Path(onnxruntime.__file__).parent / "training/ortmodule/options.py"
-    read = set(re.findall(r'"(ORTMODULE_[A-Z0-9_]+)"', file.read_text()))
-    assert len(read) > 15
+    files = (Path(onnxruntime.__file__).parent / "training").rglob("*.py")
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    read = {name for text in texts for name in re.findall(r'"(ORTMODULE_[A-Z0-9_]+)"', text)}
+    assert len(read) > 25
     declared = {each.variable for each in EngineSettings.declarations().values()}
     elsewhere = {
-        "ORTMODULE_ENABLE_ZERO_STAGE3",  # refused
         "ORTMODULE_SAVE_ONNX_PATH",  # the folder of ortlab.torch_ort.DebugOptions
+        "ORTMODULE_JSON_CONFIG_PATH",  # for ORT's own reader of JSON, see options.from_json
+        "ORTMODULE_TRITON_DEBUG",  # what triton=True compiles is told of, and no graph changes
     }
-    assert read - declared - set(options.UNUSED) - elsewhere == set()
+    assert read - declared - set(options.UNUSED) - set(options.REFUSED) - elsewhere == set()
 
 
 # ---- models apart, and changes -------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ortlab.engines.base import EngineUnavailable, engine
 from ortlab.engines.execution import Execution
 from ortlab.engines.ortmodule import execution_of
 from tests import tiny
+from tests.waiting import HANGS_S
 
 IDS = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": torch.tensor([0, 1, 1])}
@@ -158,7 +159,7 @@ def test_a_run_tells_what_it_keeps_for_a_return() -> None:
     started = [""]
     run = ortlab.finetune(wrapper, data, loss=loss, batch_size=8, engine="ort", cache=False)
     started[0] = run.name
-    run.result(timeout=120)
+    run.result(timeout=HANGS_S)
     told = [re.sub(r"[\d.]+ KiB", "N KiB", each) for found in lines for each in found]
     assert "kept for a return: ort fp32 (N KiB)" in told
     assert "kept for a return: ort fp32 (N KiB), ort bf16 (N KiB)" in told

@@ -158,6 +158,15 @@ def test_no_dropout_is_left(name: str) -> None:
     assert torch.equal(quiet, same)
 
 
+@pytest.mark.parametrize("drop", [functools.partial(functional.dropout, p=1.0), nn.Dropout(1.0)])
+def test_a_dropout_of_everything_stays(drop: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """In a graph it is a product with 0."""
+    mode = NoDropout()
+    with mode:
+        assert not drop(torch.ones(3)).any()
+    assert not mode.used
+
+
 class Counts(nn.Module):
     """Changes a buffer and draws a random number."""
 

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import safetensors.torch
 import torch
 from google.protobuf.message import DecodeError, Message
 from IPython.core.error import UsageError
 from onnx import TensorProto, helper
 
+from ortlab import shards
 from ortlab.checkpoint import Checkpoint, Position
 from ortlab.deploy import weights
 from ortlab.deploy.exported import Exported
@@ -28,7 +30,12 @@ from ortlab.graph.capture import Stage
 from ortlab.graph.outline import Outline
 from ortlab.history import read_metrics
 from ortlab.notebook.commands import COMMANDS, command_called, split
+from ortlab.outline import Packed
+from ortlab.past import index
+from ortlab.past.entry import read_entry
+from ortlab.past.listing import history
 from ortlab.randomness import RandomStates
+from ortlab.settings import HistorySettings
 from ortlab.telemetry import COLUMNS
 
 
@@ -51,6 +58,10 @@ def _checkpoint(data: bytes, folder: Path) -> None:
 
 
 def _a_checkpoint(folder: Path) -> bytes:
+    return _made().save(folder / "seed.safetensors").read_bytes()
+
+
+def _made() -> Checkpoint:
     position = Position(
         step=3,
         epoch=0,
@@ -63,8 +74,40 @@ def _a_checkpoint(folder: Path) -> bytes:
         engine_seed=5,
     )
     model = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2)}
-    made = Checkpoint(model=model, optimizer={"state": {}}, position=position, settings={"lr": 0.1})
-    return made.save(folder / "seed.safetensors").read_bytes()
+    return Checkpoint(model=model, optimizer={"state": {}}, position=position, settings={"lr": 0.1})
+
+
+def _shards(data: bytes, folder: Path) -> None:
+    """A folder that a stranger made: what its file says of the shards is a line, a shard the rest.
+
+    Their digests fit, or nothing of it would be read.
+    """
+    place = folder / "given"
+    place.mkdir(exist_ok=True)
+    line, _, shard = data.partition(b"\n")
+    (place / _SHARD).write_bytes(shard)
+    try:
+        parts = json.loads(line)
+        parts["digests"][_SHARD] = shards.fingerprint(place / _SHARD)
+        _made()._save_file(place / "state.safetensors", parts)
+    except (IndexError, KeyError, RecursionError, TypeError, ValueError):
+        return  # what nobody can write
+    try:
+        found = Checkpoint.load(place)
+    except ValueError:
+        return
+    assert isinstance(found, Checkpoint)
+
+
+_SHARD = "shard-00001.safetensors"
+
+
+def _some_shards(folder: Path) -> bytes:
+    packed = Packed()
+    state = {"model": {"weight": torch.ones(2, 3)}, "optimizer": {"state": {0: {"step": 3.0}}}}
+    outline = {name: packed.pack(value, name) for name, value in state.items()}
+    parts = {"outline": outline, "digests": {_SHARD: ""}}
+    return json.dumps(parts).encode() + b"\n" + safetensors.torch.save(packed.tensors)
 
 
 def _metrics(data: bytes, folder: Path) -> None:
@@ -86,6 +129,55 @@ def _some_metrics(folder: Path) -> bytes:
         [1, 2, 3],
     ]
     return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+
+
+def _run(data: bytes, folder: Path) -> None:
+    """A folder of the history, which may be no run: run.json, settings.json, notes by the line."""
+    root = folder / "runs"
+    path = root / "run-1"
+    path.mkdir(parents=True, exist_ok=True)
+    (root / index.FILE).unlink(missing_ok=True)
+    about, settings, notes = (*data.split(b"\n", 2), b"", b"")[:3]
+    for name, part in (("run.json", about), ("settings.json", settings), ("notes.jsonl", notes)):
+        (path / name).write_bytes(part)
+    entry = read_entry(path)
+    expected = [] if entry is None else [repr(entry)]
+    for _ in ("from the folder", "from the index"):
+        assert [repr(each) for each in index.entries(root)] == expected
+    assert len(index._known(root)) == len(expected)
+    table = history(HistorySettings(), own=(), root=root)
+    assert f"{table!r}{table._repr_html_()}".encode()
+
+
+def _a_run(folder: Path) -> bytes:
+    """With numbers near their ends, and characters of two halves in JSON."""
+    best = {"step": 20, "loss": 0.5, "accuracy": 0.75}
+    result = {
+        "state": "finished",
+        "steps": 20,
+        "wall_s": 10**300,
+        "final_loss": 1e300,
+        "best": best,
+    }
+    about = {
+        "form": 1,
+        "name": "run-1",
+        "model": "Net \N{GRINNING FACE}",
+        "parameters": 1e18,
+        "created": "2026-01-02T03:04:05+00:00",
+        "state": "finished",
+        "continues": None,
+        "workers": 2,
+        "error": "ValueError: no",
+        "result": result,
+    }
+    said = [
+        {"note": "\N{GRINNING FACE}", "time": "2026-01-02"},
+        {"tag": "a"},
+        {"tag": "b"},
+        {"untag": "a"},
+    ]
+    return "\n".join(map(json.dumps, [about, {"engine": "eager"}, *said])).encode()
 
 
 def _manifest(data: bytes, folder: Path) -> None:
@@ -207,7 +299,9 @@ def _a_line(folder: Path) -> bytes:
 
 TARGETS = {
     "checkpoint": Target(_checkpoint, _a_checkpoint),
+    "shards": Target(_shards, _some_shards),
     "metrics": Target(_metrics, _some_metrics),
+    "run": Target(_run, _a_run),
     "manifest": Target(_manifest, _a_manifest),
     "cached": Target(_cached, _a_cached_graph),
     "graph": Target(_graph, _a_graph),

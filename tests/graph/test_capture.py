@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from transformers.models.bert import modeling_bert
 
 import ortlab
-from ortlab import compat
+from ortlab import compat, kernels
 from ortlab.engines import cache
 from ortlab.graph import STAGES, capture
 from ortlab.graph.capture import Graphs, Stage
@@ -223,6 +223,15 @@ def test_what_became_of_the_operators(graphs: Graphs) -> None:
     assert all(before != after for before, after in rows.values())
     assert not graphs.diff("forward", "forward")
     assert "same operators" in repr(graphs.diff("forward", "forward"))
+
+
+@pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
+def test_kernels_that_take_the_place_of_orts_are_named() -> None:
+    wrapped = called(*bert(), kernels="torch", cache=False)
+    stage = ortlab.graphs(wrapped).execution
+    ours = {op.rpartition(".")[2] for op in stage.ops if "ortlab_kernels." in op}
+    assert ours >= {"linear", "bias_gelu", "bias_gelu_backward"}
+    assert "ortlab_kernels.bias_gelu" in repr(stage)
 
 
 def test_what_is_not_there_is_explained() -> None:

@@ -34,6 +34,7 @@ from ortlab.graph.profile import MOST_MODULES, Profile
 from ortlab.graph.steps import PHASES, Step
 from ortlab.randomness import RandomStates
 from ortlab.session import session
+from tests.waiting import HANGS_S, eventually
 
 pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 
@@ -321,6 +322,7 @@ def test_the_model_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     given = torch.randn(6, 4)
     model = trained(Block(), given)
+    model(given).sum().backward()  # the second batch is checked, too
     own = ortlab.unwrap(model)
     execution = execution_of(model)
     (export,) = execution.exports()
@@ -418,7 +420,7 @@ def test_another_threads_calls_wait() -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(thread.join)
         stack.callback(over.set)
-        assert called.wait(60)
+        assert called.wait(HANGS_S)
         for _ in range(3):
             ortlab.profile(model, given, steps=1)
     assert int(norm.num_batches_tracked) == counted + calls
@@ -562,21 +564,14 @@ def test_a_model_in_training_is_refused_and_a_paused_one_not(ended: None) -> Non
     model = wrapped(Block())
     data = [(torch.randn(6, 4), torch.randint(2, (6,))) for _ in range(8)]
     run = ortlab.finetune(model, data, loss="cross_entropy", epochs=10_000)
-    assert wait_for(lambda: run.step > 2)
+    assert eventually(lambda: run.step > 2)
     with pytest.raises(ValueError, match=f"{run.name} is training this model; pause it"):
         ortlab.profile(model, data[0][:1], steps=1)
     run.pause()
-    assert wait_for(lambda: run.state == "paused")
+    assert eventually(lambda: run.state == "paused")
     step, weights = run.step, {n: v.clone() for n, v in model.state_dict().items()}
     assert ortlab.profile(model, data[0][:1], steps=1).ort is not None
     assert run.step == step
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     run.resume()
-    assert wait_for(lambda: run.step > step)
-
-
-def wait_for(condition: Any, timeout_s: float = 60) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    return bool(condition())
+    assert eventually(lambda: run.step > step)

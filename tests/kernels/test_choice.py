@@ -77,6 +77,17 @@ def test_other_sizes_are_measured_too_and_added() -> None:
     assert any("11x24" in name for name in second.keys() - first.keys())
 
 
+def test_what_was_measured_can_be_forgotten_for_a_while() -> None:
+    _trained()
+    kept, known = choice.path(), _kept()
+    with choice.forgotten():
+        assert not choice.path().exists()
+        _trained(rows=11)
+        assert _kept().keys() != known.keys()
+    assert choice.path() == kept
+    assert _kept() == known
+
+
 def test_its_names_tell_operator_and_sizes() -> None:
     _trained()
     (norm,) = [name for name in _kept() if name.startswith("LayerNormalization ")]

@@ -44,6 +44,22 @@ class Mlp(nn.Module):
         return nn.functional.cross_entropy(self.last((seen * x).sum(1)), labels)
 
 
+class Turned(nn.Module):
+    """Attention in a model whose batch is the second axis: ORT's products read it as it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 24)
+        self.query, self.key = nn.Linear(24, 16), nn.Linear(24, 16)
+        self.last = nn.Linear(24, 5)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids.T)
+        query, key = self.query(x).transpose(0, 1), self.key(x).transpose(0, 1)
+        seen = (query @ key.transpose(1, 2)).softmax(-1) @ x.transpose(0, 1)
+        return nn.functional.cross_entropy(self.last(seen.mean(1)), labels)
+
+
 MAKERS: dict[str, Callable[..., nn.Module]] = {"mlp": Mlp, "bert": tiny.bert, "gpt2": tiny.gpt2}
 MODELS = pytest.mark.parametrize("name", MAKERS)
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -433,6 +449,21 @@ def test_in_bf16_no_product_is_of_float32(ops: Any, name: str) -> None:
         if each in products:
             assert _reads_low(graph, node, 2), node.name
     assert any(each in (f"{PREFIX}attention",) for each in called) is (name != "mlp")
+
+
+def test_in_bf16_products_of_turned_batches_are_none_of_float32(ops: Any) -> None:
+    torch.manual_seed(0)
+    model = Turned()
+    given = [_wrap(model, precision=precision) for precision in ("fp32", "bf16")]
+    for rows, length in ((3, 9), (5, 13)):
+        batch = _batch("mlp", rows, length)
+        for wrapped, tolerance in zip(given, (FP32, BF16), strict=True):
+            _assert_near(_step(wrapped, batch), _step(model, batch), tolerance)
+    plain, low = map(nodes, given)
+    turned = [each for each in plain if any("transBatch" in a.name and a.i for a in each.attribute)]
+    assert len(turned) >= 2
+    assert not {"MatMul", "FusedMatMul", "Gemm"} & set(map(operator, low))
+    assert len({each.name for each in low}) == len(low)
 
 
 @MODELS
