@@ -732,14 +732,29 @@ while run.step < 3:
 """
 
 
+SLEEPS = "print('ready', flush=True)\ntime.sleep(600)\n"
+# An interrupt before the wait has begun would be the program's, not the wait's.
+WAITS = """
+import threading
+def codes(frame):
+    return {frame.f_code} | codes(frame.f_back) if frame else set()
+def says_ready(main):
+    waits = {Run.result.__code__, threading.Event.wait.__code__}
+    while not waits <= codes(sys._current_frames()[main]):
+        time.sleep(0.01)
+    print("ready", flush=True)
+threading.Thread(target=says_ready, args=[threading.get_ident()], daemon=True).start()
+run.result()
+"""
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("waits", ["run.result()", "import time; time.sleep(600)"])
+@pytest.mark.parametrize("waits", [WAITS, SLEEPS], ids=["result", "sleep"])
 def test_a_signal_stops_the_run_in_order(tmp_path: Path, ends: signal.Signals, waits: str) -> None:
     """A scheduler's SIGTERM and Ctrl-C in a terminal, twice where the run's end is waited for."""
-    code = f"{SCRIPT}print('ready', flush=True)\n{waits}\n"
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
+        [sys.executable, "-c", SCRIPT + waits, str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -747,7 +762,7 @@ def test_a_signal_stops_the_run_in_order(tmp_path: Path, ends: signal.Signals, w
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(ends)
-        if ends == signal.SIGINT and waits == "run.result()":
+        if ends == signal.SIGINT and waits == WAITS:
             assert "goes on" in process.stdout.readline()
             process.send_signal(ends)
         process.communicate(timeout=HANGS_S)
