@@ -83,7 +83,7 @@ class Batches:
     ``length`` is the number of items in an epoch, None where only reading tells. ``generators`` are
     those that the user's loader draws its order from, where it has any of its own;
     ``workers_stay`` says whether its workers outlive an epoch, and ``once`` whether what was read
-    cannot be read again.
+    cannot be read again. ``names(n, places)`` says which samples of a Dataset epoch `n` has there.
     """
 
     open: Callable[[int, int], Read]
@@ -93,6 +93,7 @@ class Batches:
     generators: tuple[torch.Generator, ...] = ()
     workers_stay: bool = False
     once: bool = False
+    names: Callable[[int, Sequence[int]], str] | None = None
 
     def within(self, around: Callable[[], AbstractContextManager[None]]) -> Batches:
         """The same data, each read of it within what `around` gives."""
@@ -246,6 +247,8 @@ def _told(place: Any) -> str | None:
         return f"index {place}"
     if not isinstance(place, list) or not place or not isinstance(place[0], int):
         return None
+    if len(place) == 1:
+        return _told(place[0])
     some = ", ".join(map(str, place[:8]))
     return f"indices {some}" + (f" and {len(place) - 8} more" if len(place) > 8 else "")
 
@@ -298,12 +301,18 @@ def _batched(
     if length is None or isinstance(data, IterableDataset):
         return Batches(_reader(data, "samples"), None, settings.batch_size)
 
+    def order(number: int) -> Sequence[int]:
+        return _shuffled(length, settings.seed, number) if shuffle else range(length)
+
     def begin(number: int, skip: int) -> Read:
-        order = _shuffled(length, settings.seed, number) if shuffle else range(length)
-        left = itertools.islice(order, skip, None)
+        left = itertools.islice(order(number), skip, None)
         return lambda count: _fetched(data, list(itertools.islice(left, count)))
 
-    return Batches(begin, length, settings.batch_size)
+    def names(number: int, places: Sequence[int]) -> str:
+        found = [order(number)[place] for place in places]
+        return f"{_told(found)} of the {type(data).__name__}"
+
+    return Batches(begin, length, settings.batch_size, names=names)
 
 
 def _shuffled(length: int, seed: int, epoch: int) -> list[int]:

@@ -31,17 +31,32 @@ def first_bad(
 
     Looked for in this order: the batch itself, the weights, the outputs of the modules as they are
     called, the loss, the gradients as backward comes to them. `model` is called as it is, in eager
-    torch; weights, ``.grad``, buffers and random states are afterwards what they were.
+    torch; weights, ``.grad``, buffers and random states are afterwards what they were. Where that
+    fails, which it may as the step did, in any way, the cause says so.
     """
+    try:
+        with _as_it_was(model), undisturbed_random():
+            return _first_bad(model, loss, micro_batches, settings)
+    except Exception as error:  # noqa: BLE001 - the user's model raises what it likes
+        return Cause.unknown(error)
+
+
+def _first_bad(
+    model: nn.Module,
+    loss: LossFunction | None,
+    micro_batches: Sequence[Batch],
+    settings: FinetuneSettings,
+) -> Cause | None:
     device = next(model.parameters()).device
-    with _as_it_was(model), undisturbed_random():
-        for number, batch in enumerate(micro_batches, 1):
-            own = batches.to_device(batch, device)
-            in_batch = _in_batch(own)
-            found = in_batch or _in_weights(model) or _in_pass(model, loss, own, settings)
-            if found:
-                told = found if len(micro_batches) == 1 else f"micro-batch {number}: {found}"
-                return Cause(told, in_data=bool(in_batch))
+    before = 0
+    for number, batch in enumerate(micro_batches, 1):
+        own = batches.to_device(batch, device)
+        in_batch, rows = _in_batch(own)
+        found = in_batch or _in_weights(model) or _in_pass(model, loss, own, settings)
+        if found:
+            told = found if len(micro_batches) == 1 else f"micro-batch {number}: {found}"
+            return Cause(told, bool(in_batch), [before + row for row in rows])
+        before += batches.count(own)[0]
     return None
 
 
@@ -62,7 +77,8 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _in_batch(batch: Batch) -> str:
+def _in_batch(batch: Batch) -> tuple[str, list[int]]:
+    """What of `batch` is not finite, and in which of its samples."""
     named = batch.items() if isinstance(batch, dict) else enumerate(batches.tensors(batch), 1)
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or _good(tensor):
@@ -70,8 +86,8 @@ def _in_batch(batch: Batch) -> str:
         what = f"{name!r}" if isinstance(name, str) else f"item {name}"
         bad = ~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1) if tensor.dim() else None
         rows = [] if bad is None else bad.nonzero().flatten().tolist()
-        return f"the data has {_kind(tensor)} in {what} of the batch{_samples(rows)}"
-    return ""
+        return f"the data has {_kind(tensor)} in {what} of the batch{_samples(rows)}", rows
+    return "", []
 
 
 def _samples(rows: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from ortlab.engines.base import Batch
+    from ortlab.engines.base import Batch, Stepper
     from ortlab.settings import FinetuneSettings
 
 _SHORT_OF_MEMORY: Final = (
@@ -24,10 +24,20 @@ _SHORT_OF_MEMORY: Final = (
 
 @dataclass(frozen=True)
 class Cause:
-    """Where a step was first not finite, in words; with ``in_data`` the batch itself is."""
+    """Where a step was first not finite, in words.
+
+    With ``in_data`` the batch itself is, in the samples ``rows``, counted from 0 over the step's
+    micro-batches; none where it does not tell which.
+    """
 
     told: str
     in_data: bool = False
+    rows: Sequence[int] = ()
+
+    @classmethod
+    def unknown(cls, error: Exception) -> Cause:
+        """That looking for it failed."""
+        return cls(f"where it began could not be found: {error}")
 
 
 @dataclass(frozen=True)
@@ -35,14 +45,16 @@ class Faults:
     """What a run does about errors that need not end it.
 
     With ``waits`` somebody is there who can let it go on, as in a notebook: it then waits where a
-    script's run ends with the error. ``examine`` is given the micro-batches of a step that was not
-    finite, and says where that began; None where it cannot tell. ``peak_bytes`` predicts what a
-    step takes under settings; None where nothing does.
+    script's run ends with the error. ``examine`` is given the micro-batches of a step of the
+    stepper that was not finite, and says where that began; None where it cannot tell.
+    ``peak_bytes`` predicts what a step takes under settings, on workers of each; None where nothing
+    does. ``far`` says whether workers may be on other machines, whose memory nobody knows here.
     """
 
     waits: bool = False
-    examine: Callable[[Sequence[Batch], FinetuneSettings], Cause | None] = lambda *_: None
+    examine: Callable[[Stepper, Sequence[Batch], FinetuneSettings], Cause | None] = lambda *_: None
     peak_bytes: Callable[[FinetuneSettings], int | None] = lambda _: None
+    far: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)

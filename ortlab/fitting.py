@@ -102,20 +102,40 @@ def foretold(
     """Why a step of `model` will not fit, before one was made; None where it may.
 
     By the graph's memory plan where there is one, and else by what is there whatever the batch:
-    weights, gradients and the optimizer's state.
+    weights, gradients and the optimizer's state. Processes of their own have that beside the
+    weights that are here: on the host all of them, each on a GPU of its own.
     """
-    there = sum(p.nbytes for p in model.parameters() if p.device.type == device)
     whole, what = peak_bytes(settings), "a step, by the memory plan,"
     if whole is None:
-        weights = sum(p.nbytes for p in model.parameters())
-        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        whole = weights + trained * (1 + _STATE_WORDS[settings.optimizer])
+        whole = _state_bytes(model, settings, device)
         what = f"weights, gradients and {settings.optimizer}'s state alone"
-    room = available_bytes(device) + there
+    room = available_bytes(device)
+    if not settings.elsewhere:
+        room += sum(p.nbytes for p in model.parameters() if p.device.type == device)
+    elif device == "cpu" and settings.workers > 1:
+        whole *= settings.workers
+        what += f" on {settings.workers} workers"
     if whole <= room:
         return None
     told = f"{what} take {memory(whole)}, and there are {memory(room)}: it will not fit"
     return told + _shared_out(settings, device)
+
+
+def _state_bytes(model: nn.Module, settings: FinetuneSettings, device: str) -> int:
+    """What a process has of weights, gradients and the optimizer's state on `device`.
+
+    ZeRO's stages share them out one after the other (arXiv:1910.02054, section 5).
+    """
+    model_parts = settings.tensor_parallel * settings.pipeline_stages
+    sharing = settings.workers // model_parts
+    weights = sum(p.nbytes for p in model.parameters())
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    state = trained * _STATE_WORDS[settings.optimizer]
+    if settings.offload_optimizer and device == "cuda":
+        state = 0
+    each = (3, weights), (2, trained), (1, state)
+    held = sum(size // sharing if settings.zero_stage >= stage else size for stage, size in each)
+    return held // model_parts
 
 
 def hint(changes: Mapping[str, Any], settings: FinetuneSettings, device: str) -> str:

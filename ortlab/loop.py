@@ -24,10 +24,11 @@ from ortlab.batching import Batches, Epoch
 from ortlab.checkpoint import Checkpoint, Order, Position, Unit
 from ortlab.control import Control
 from ortlab.engines import base
+from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, Cost, NotFinite, RankStep, Stepper, StepperLost, StepResult
 from ortlab.engines.torch_native import training_device
 from ortlab.errors import forget_locals, message
-from ortlab.faults import Cause, Faults, Hold, out_of_memory, typed
+from ortlab.faults import Faults, Hold, out_of_memory, typed
 from ortlab.memory import Memory, Meter
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
@@ -732,14 +733,9 @@ class Course:
 
         They count, as those that a loss scale has skipped; no weight has changed in them.
         """
-        cause = None
-        if not self.settings.elsewhere:
-            try:
-                cause = self._faults.examine(group, self.settings)
-            except Exception as again:  # noqa: BLE001 - it may fail as the step did, in any way
-                cause = Cause(f"where it began could not be found: {again}")
-            if cause is not None:
-                error.add_note(f"in eager torch {cause.told}")
+        cause = self._faults.examine(self.stepper, group, self.settings)
+        if cause is not None:
+            error.add_note(f"in eager torch {cause.told}{self._called(cause.rows, group)}")
         first = self.step + 1
         if self._prepare is None or self.step == self._began_at:
             raise error
@@ -765,6 +761,13 @@ class Course:
         span = f"step {first}" if first == made else f"steps {first} to {made}"
         self._tell("note", f"{span} changed no weight; the run goes on after that")
         return True
+
+    def _called(self, rows: Sequence[int], group: Sequence[Batch]) -> str:
+        """What the user's Dataset calls the samples `rows` of a step's micro-batches."""
+        if self._train.names is None or not rows:
+            return ""
+        first = self._read - sum(batches.count(batch)[0] for batch in group)
+        return f": {self._train.names(self._epoch, [first + row for row in rows])}"
 
     def _keeps_every(self) -> int | None:
         """Every how many steps a checkpoint is to be kept."""

@@ -702,7 +702,7 @@ class Run(Kept):
 
     def _foretell(self, work: _Work) -> None:
         """Says before the first step where it will not fit into memory."""
-        if self.settings.elsewhere:
+        if self.settings.elsewhere and work.faults.far():
             return
         device = training_device(self.settings.device).type
         peak_bytes = work.faults.peak_bytes

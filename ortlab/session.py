@@ -282,10 +282,20 @@ class Session:
                 for settings, size in engine_called(name).kept(module).items()
             }
 
-        def examine(micro_batches: Sequence[Any], settings: FinetuneSettings) -> Cause | None:
+        def examine(
+            stepper: Stepper, micro_batches: Sequence[Any], settings: FinetuneSettings
+        ) -> Cause | None:
+            if settings.elsewhere:
+                from ortlab.cluster.remote import RemoteStepper
+
+                assert isinstance(stepper, RemoteStepper)
+                return stepper.first_bad(micro_batches, settings)
             from ortlab.diagnosis import first_bad
 
             return first_bad(original, function, micro_batches, settings)
+
+        def far() -> bool:
+            return self.workers is not None and self.workers.profile is not None
 
         def peak_bytes(settings: FinetuneSettings) -> int | None:
             from ortlab import whatif
@@ -303,7 +313,7 @@ class Session:
             prepare,
             train,
             kept=kept,
-            faults=Faults(waits, examine, peak_bytes),
+            faults=Faults(waits, examine, peak_bytes, far),
             evaluation=eval_data,
             settings=chosen,
             show=self.show,

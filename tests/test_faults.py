@@ -33,7 +33,7 @@ from ortlab.engines.ortmodule import execution_of
 from ortlab.errors import concise
 from ortlab.faults import out_of_memory
 from ortlab.history import RunFolder
-from ortlab.memory import SAMPLER
+from ortlab.memory import SAMPLER, memory
 from ortlab.past import index
 from ortlab.runs import Run
 from ortlab.session import session
@@ -531,10 +531,12 @@ def test_numbers_that_fail_are_held_with_the_layer_and_the_last_good_weights() -
 def test_a_batch_that_is_nan_is_named_and_left_out() -> None:
     table = Table()
     table.inputs[7, 2] = math.nan
-    run = ortlab.finetune(network(), table, hold=True, **{**CHOSEN, "epochs": 1})
+    chosen = {**CHOSEN, "epochs": 1, "batch_size": 2, "accumulation": 2}
+    run = ortlab.finetune(network(), table, hold=True, **chosen)
     with pytest.raises(NotFinite) as raised:
         run.result(60)
-    assert "the data has NaN in item 1 of the batch, sample" in raised.value.__notes__[0]
+    told = r"the data has NaN in item 1 of the batch, sample [01]: index 7 of the Table"
+    assert re.search(told, raised.value.__notes__[0])
     assert run.advice == {}
     run.resume()
     assert run.result(60).steps == 12
@@ -888,8 +890,17 @@ def test_a_model_that_cannot_fit_is_told_before_the_first_step() -> None:
         model = nn.Linear(10**6, 10**6)
     said = fitting.foretold(model, settings, "cpu", lambda _: None)
     assert said is not None
-    assert "weights, gradients and adamw's state alone take" in said
+    weights = sum(p.nbytes for p in model.parameters())
+    assert f"weights, gradients and adamw's state alone take {memory(4 * weights)}" in said
+    isolated = settings.replace(isolated=True)
+    assert fitting.foretold(model, isolated, "cpu", lambda _: None) == said
+    for stage, copies in enumerate((8, 6, 5, 4)):
+        several = settings.replace(workers=2, zero_stage=stage)
+        said = fitting.foretold(model, several, "cpu", lambda _: None)
+        assert said is not None
+        assert f"adamw's state alone on 2 workers take {memory(copies * weights)}" in said
     assert fitting.foretold(network(), settings, "cpu", lambda _: None) is None
+    assert fitting.foretold(network(), isolated, "cpu", lambda _: None) is None
     room = fitting.available_bytes("cpu")
     assert "by the memory plan, take" in (
         fitting.foretold(network(), settings, "cpu", lambda _: 2 * room) or ""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -20,10 +22,11 @@ from torch import nn
 import ortlab
 from ortlab import batching
 from ortlab.cluster.call import RankError
-from ortlab.engines.base import StepperLost
+from ortlab.engines.base import NotFinite, StepperLost
 from ortlab.runs import Run
 from ortlab.session import session
 from tests.test_on_workers import (
+    CHOSEN,
     TOLERANCE,
     Network,
     begin,
@@ -76,6 +79,21 @@ class Greedy(Crashing):
 
     def fail(self) -> None:
         torch.ones(1 << 30)  # 4 GiB
+
+
+class Overflowing(Network):
+    """From its ninth step on what its first layer is given is infinite, though no weight is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        if self.calls > 16:
+            x = x * 3e38
+        return super().forward(x)
 
 
 class Wide(Network):
@@ -213,6 +231,27 @@ def test_memory_that_does_not_suffice_for_an_evaluation_there() -> None:
         at_most.format(13, 6), at_most.format(6, 3)
     ]  # fmt: skip
     assert run.state == "finished"
+
+
+@pytest.mark.parametrize("where", [{"isolated": True}, {"workers": 2, "zero_stage": 2}])
+def test_numbers_that_fail_there_are_named_as_in_the_kernel(where: dict[str, Any]) -> None:
+    """The layer, and of data the sample; the run goes on with the weights before."""
+    run = begin(Overflowing(), hold=True, max_steps=20, **where)
+    with pytest.raises(NotFinite, match="not finite at step") as raised:
+        run.result(HANGS_S)
+    notes = "\n".join(raised.value.__notes__)
+    assert "micro-batch 1: what first (Linear) is given is the first that is infinite" in notes
+    run.stop()
+    run.result(HANGS_S)
+    given = data()
+    given.tensors[0][7, 2] = math.nan
+    run = ortlab.finetune(Network(), given, hold=True, **{**CHOSEN, "max_steps": 20}, **where)
+    with pytest.raises(NotFinite) as raised:
+        run.result(HANGS_S)
+    told = r"micro-batch [12]: the data has NaN in item 1 of the batch, sample \d+: index 7 of the "
+    assert re.search(told + "TensorDataset", "\n".join(raised.value.__notes__))
+    run.resume()
+    assert run.result(HANGS_S).steps == 20
 
 
 def test_what_cannot_be_isolated_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,6 +27,7 @@ from ortlab.engines.base import (
     StepResult,
     tell,
 )
+from ortlab.faults import Cause
 from ortlab.settings import FinetuneSettings
 from ortlab.shards import Shards
 
@@ -70,7 +71,7 @@ class RemoteStepper:
         name: str = "a run",
     ) -> None:
         self._workers = workers
-        self._owner = model
+        self._owner, self._loss = model, loss
         self._number = next(_NUMBERS)
         self._lost = self._ahead = self._closed = False
         self._report: Report | None = None
@@ -78,11 +79,18 @@ class RemoteStepper:
         with contextlib.ExitStack() as stack:
             self._group = stack.enter_context(workers.rendezvous(name))
             tell(f"preparing on {len(workers)} worker{'s' * (len(workers) > 1)}")
-            file = self._group.folder / "model.safetensors"
-            packed = packing.pack((model, loss), file)
-            self._hear(self._ask(training.prepare, self._number, packed, str(file), settings))
-            file.unlink()
+            with self._packed() as (packed, file):
+                self._hear(self._ask(training.prepare, self._number, packed, file, settings))
             self._leaving = stack.pop_all()
+
+    @contextlib.contextmanager
+    def _packed(self) -> Iterator[tuple[bytes, str]]:
+        """Model and loss for `packing.unpack` on the ranks."""
+        file = self._group.folder / "model.safetensors"
+        try:
+            yield packing.pack((self._owner, self._loss), file), str(file)
+        finally:
+            file.unlink(missing_ok=True)
 
     def _ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """What `function` gives on every rank."""
@@ -142,6 +150,12 @@ class RemoteStepper:
         """See `Stepper.report`: what rank 0 has to say."""
         assert self._report is not None
         return self._report
+
+    def first_bad(self, micro_batches: Sequence[Batch], settings: FinetuneSettings) -> Cause | None:
+        """See `ortlab.diagnosis.first_bad`; found on rank 0, which has a step's room."""
+        self.state_dict()
+        with self._packed() as (packed, file):
+            return self._ask(training.first_bad, packed, file, list(micro_batches), settings)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`; under ``shards`` where the ranks have written it."""

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ortlab import shards
+import torch
+
+from ortlab import diagnosis, shards
 from ortlab.arenas import trim
 from ortlab.cluster import packing
 from ortlab.engines import sharded
@@ -23,6 +25,8 @@ from ortlab.engines.base import (
     StepResult,
     engine_for,
 )
+from ortlab.engines.torch_native import training_device
+from ortlab.faults import Cause
 from ortlab.memory import SAMPLER, Memory, Meter
 from ortlab.settings import FinetuneSettings
 
@@ -143,6 +147,20 @@ def evaluate(number: int, batch: Batch) -> tuple[EvalResult, Told]:
     result = trainee.stepper.evaluate(batch)
     loss = None if result.loss is None else result.loss.cpu()
     return dataclasses.replace(result, loss=loss), trainee.told()
+
+
+def first_bad(
+    packed: bytes, file: str, micro_batches: list[Batch], settings: FinetuneSettings
+) -> Cause | None:
+    """See `ortlab.diagnosis.first_bad`, of the model that `packing.pack` gave: rank 0 looks."""
+    if torch.distributed.get_rank():
+        return None
+    try:
+        model, loss = packing.unpack(packed, Path(file))
+        model.to(training_device(settings.device))
+    except Exception as error:  # noqa: BLE001 - a rank that fails alone takes the others along
+        return Cause.unknown(error)
+    return diagnosis.first_bad(model, loss, micro_batches, settings)
 
 
 def write_state(number: int, folder: str) -> Any:
