@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import reprlib
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -186,8 +187,11 @@ class Session:
             None,
             settings,
         )
-        past.note(f"{GOES_ON}{goes_on.name}")
-        resuming.clear(past)
+        try:
+            past.note(f"{GOES_ON}{goes_on.name}")
+            resuming.clear(past)
+        except OSError as error:  # the run trains already, and its handle is the user's
+            warnings.warn(f"{past.name} does not say that it goes on: {error}", stacklevel=3)
         return goes_on
 
     def _names(self) -> Mapping[str, Any]:

@@ -480,7 +480,9 @@ def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_the_one_before
     assert ortlab.list_runs().hint == ""
 
 
-def test_the_best_of_the_run_before_goes_along(died: PastRun, died_again: PastRun) -> None:
+def test_the_best_of_the_run_before_goes_along(
+    died: PastRun, died_again: PastRun, tmp_path: Path
+) -> None:
     checkpoints = died.folder / "checkpoints"
     shutil.copy(checkpoints / "last-6.safetensors", checkpoints / "best.safetensors")
     RunFolder(died_again.folder).checkpoint_path("best").unlink()
@@ -488,6 +490,18 @@ def test_the_best_of_the_run_before_goes_along(died: PastRun, died_again: PastRu
     folder = RunFolder.create()
     before.carry_best(folder)
     assert step_of(folder.path, "best") == 6
+    other = RunFolder.create()
+    checkpoints.rename(tmp_path / "elsewhere")
+    checkpoints.symlink_to(tmp_path / "elsewhere")
+    before.carry_best(other)
+    assert not other.checkpoint_path("best").exists(), "what lies behind a link is not the run's"
+
+
+def test_a_note_that_cannot_be_written_leaves_the_run_that_goes_on(died: PastRun) -> None:
+    (died.folder / "notes.jsonl").symlink_to("/dev/null")
+    with pytest.warns(UserWarning, match="run-1 does not say that it goes on: .*a link"):
+        run = ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
+    assert run.result().steps == 12
 
 
 def test_of_a_run_that_is_gone_nothing_goes_on(died: PastRun, died_again: PastRun) -> None:
