@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ortlab
+from ortlab import remarks
 from ortlab.bench import BenchSettings, PaperSettings, StepSettings
 from ortlab.bench.models import MODELS
 from ortlab.bench.papers import PAPERS
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     if given.command == "cache":
         return _cache(clear=given.action == "clear")
+    remarks.are_seen()  # a benchmark's table has them
     if given.command in ("bench", "kernelspec"):
         run: Callable[[argparse.Namespace], int] = given.run
         return run(given)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ortlab import diagnosis, shards
+from ortlab import diagnosis, remarks, shards
 from ortlab.arenas import trim
 from ortlab.cluster import packing
 from ortlab.engines import sharded
@@ -106,6 +106,7 @@ _trainees: dict[int, _Trainee] = {}
 def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -> Told:
     """Makes a stepper of what `packing.pack` gave: (model, loss)."""
     _dies_first()
+    remarks.are_seen()
     chosen = engine_for(settings)
     sharded.load(settings)  # a library that comes along is not the model's memory
     trim()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ortlab import compat, kernels
+from ortlab import compat, kernels, remarks
 from ortlab.compat import interop
 from ortlab.compat.decisions import OtherDecision
 from ortlab.engines import options
@@ -387,6 +387,7 @@ class Execution:
         # What forward has set by now belongs to the model that fell back.
         self._fallback = (self._guard.key(), reason)
         self._fallbacks += 1
+        remarks.say(type(self.module).__name__, f"fallback to eager torch: {reason}")
         return outputs
 
     def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -818,6 +819,7 @@ class Execution:
         if text not in self._remarks:
             self._remarks.append(text)
             self._note(text)
+            remarks.say(f"{type(self.module).__name__} in engine 'ort'", text)
 
     def _note(self, text: str) -> None:
         if len(self._notes) < _MOST_NOTES:

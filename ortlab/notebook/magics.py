@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
+from ortlab import remarks
 from ortlab.engines import cache
 from ortlab.fleet import ZeroPlan, zero_plan
 from ortlab.notebook import cells, completion, privacy
@@ -607,6 +608,7 @@ class Extension:
         shell.events.register("pre_run_cell", cell_begins)
         session.viewers.append(self._show)
         session.waits = True
+        remarks.are_seen()
         session.wrapped.namespace = shell.user_ns
         self._text_formatter().for_type_by_name(*_COMPARISON, _print_comparison)
         if _has_front_end(shell):
@@ -623,6 +625,7 @@ class Extension:
         shell.events.unregister("pre_run_cell", cell_begins)
         session.viewers.remove(self._show)
         session.waits = False
+        remarks.are_seen(by_themselves=True)
         while self._live:
             self._live.pop().close()
         session.wrapped.namespace = None
