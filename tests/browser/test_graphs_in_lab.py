@@ -99,6 +99,26 @@ def test_a_click_selects_the_partner(notebook: Opens, screenshot: Takes) -> None
     expect(forward.locator(".graph-node.select")).to_contain_text("BiasGelu")
 
 
+def test_a_closed_view_leaves_no_graph_in_the_page(notebook: Opens, page: Page) -> None:
+    """JupyterLab keeps the models of widgets that are closed."""
+    book = notebook([MODEL, SHOW])
+    book.run()
+    watched = page.context.new_cdp_session(page)
+    watched.send("Performance.enable")
+
+    def buffers() -> float:
+        graph(book)
+        watched.send("HeapProfiler.collectGarbage")
+        held = watched.send("Performance.getMetrics")["metrics"]
+        return next(each["value"] for each in held if each["name"] == "ArrayBufferContents")
+
+    counted = []
+    for _ in range(9):
+        counted.append(buffers())
+        book.run_cell(1)
+    assert counted[-1] - counted[2] < 3, counted
+
+
 def click(what: Locator) -> None:
     """Clicks when the page has settled: where a frame was until then, it still takes the click."""
     what.scroll_into_view_if_needed()

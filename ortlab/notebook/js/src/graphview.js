@@ -38,6 +38,15 @@ function netron(model) {
   return globalThis[key];
 }
 
+/**
+ * Empties a model that is closed: JupyterLab 4.6 keeps those of all widgets while their kernel lives
+ * (CommHandler listens to its status for ever). Twice, since a model has its state before, too.
+ */
+function forget(model) {
+  const empty = { graph: new DataView(new ArrayBuffer(0)), modules: {} };
+  for (let i = 0; i < 2; i++) model.set(empty, { silent: true });
+}
+
 const painted = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
 
 class View {
@@ -329,8 +338,11 @@ class View {
   }
 }
 
-/** anywidget calls this once for a model; a model may have several views. */
+/** anywidget initializes a model once, and cleans up when it is closed; it may have several views. */
 export default {
+  initialize({ model }) {
+    return () => forget(model);
+  },
   render({ model, el }) {
     const view = new View(model, el);
     return () => view.close();
