@@ -591,9 +591,9 @@ class Execution:
         With `part` on some of the batch's rows: what is right for another batch size than it was
         exported with is right for its own. Where that does not hold the whole batch decides.
         """
-        last = served is not None and served.checked
+        again = served is not None and served.checked
         part = part and (served is None or not self._by_shape(served, args, kwargs))
-        rows = some_rows(self.module, args, kwargs, last=last) if part else None
+        rows = some_rows(self.module, args, kwargs, again=again) if part else None
         call = rows or (args, kwargs)
         try:
             reference = self._reference(*call)

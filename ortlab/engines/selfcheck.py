@@ -254,22 +254,23 @@ def _put_back(path: str, module: nn.Module, before: Mapping[str, Any]) -> Iterat
 
 
 def some_rows(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool = False
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, again: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A quarter of the batch, two rows at least, evenly spread; None where it has less than four.
 
-    They are the first of every four, or with `last` the last. Rows are what all tensors of the
-    arguments have as many of, along their first dimension. With a BatchNorm none will do: over few
-    rows its gradient is mostly rounding.
+    They are the first of every four. Where a graph is looked at `again`, for what it keeps of the
+    batch before, an eighth will do, and one row: the last of every eight. Rows are what all tensors
+    of the arguments have as many of, along their first dimension. With a BatchNorm none will do:
+    over few rows its gradient is mostly rounding.
     """
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
         return None
     counts = {tensor.shape[0] for tensor in tensors([args, kwargs]) if tensor.dim() > 0}
     if len(counts) != 1 or (count := counts.pop()) < _MANY_ROWS:
         return None
-    number = max(2, count // 4)
+    number = max(1, count // 8) if again else max(2, count // 4)
     apart = count // number
-    taken = torch.arange(number) * apart + (apart - 1 if last else 0)
+    taken = torch.arange(number) * apart + (apart - 1 if again else 0)
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.index_select(0, taken.to(tensor.device)) if tensor.dim() else tensor

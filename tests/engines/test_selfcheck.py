@@ -243,10 +243,18 @@ def test_rows_are_a_quarter_of_the_batch() -> None:
     [(4, [0, 2]), (7, [0, 3]), (9, [0, 4]), (12, [0, 4, 8]), (19, [0, 4, 8, 12])],
 )
 def test_rows_are_two_at_least_and_spread(count: int, taken: list[int]) -> None:
-    ids = torch.arange(count)
-    found = some_rows(nn.Linear(4, 4), (ids,), {})
+    assert rows_of(count) == taken
+
+
+@pytest.mark.parametrize(("count", "taken"), [(4, [3]), (9, [8]), (16, [7, 15]), (19, [8, 17])])
+def test_a_second_look_takes_half_as_many(count: int, taken: list[int]) -> None:
+    assert rows_of(count, again=True) == taken
+
+
+def rows_of(count: int, **looks: bool) -> list[int]:
+    found = some_rows(nn.Linear(4, 4), (torch.arange(count),), {}, **looks)
     assert found is not None
-    assert found[0][0].tolist() == taken
+    return found[0][0].tolist()
 
 
 @pytest.mark.parametrize(
