@@ -19,7 +19,7 @@ from ortlab.engines.guard import Guard
 ROUNDS, CALLS = 15, 200
 
 
-def _bert(layers: int, width: int) -> nn.Module:
+def bert(layers: int, width: int) -> nn.Module:
     return BertForSequenceClassification(
         BertConfig(
             hidden_size=width,
@@ -50,8 +50,8 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(64, 500), nn.ReLU(), nn.Linear(500, 10))
     models: dict[str, tuple[nn.Module, dict[str, torch.Tensor]]] = {
         "NeuralNet": (net, {"x": torch.zeros(16, 64)}),
-        "BERT 2 x 128": (_bert(2, 128), batch),
-        "BERT 12 x 256": (_bert(12, 256), batch),
+        "BERT 2 x 128": (bert(2, 128), batch),
+        "BERT 12 x 256": (bert(12, 256), batch),
     }
     print("model          submodules parameters  median us (min-max)   bar us")
     for name, (model, kwargs) in models.items():

@@ -25,7 +25,7 @@ from tests.zoo.outcome import FAILED, OK, REFUSED, WRONG, Outcome
 
 WANTED: Final = 0.98
 _WORKERS: Final = 2
-_LIMIT_S: Final = 120.0
+_LIMIT_S: Final = 300.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,90 @@
+"""What it costs a step to notice numbers that are not finite: python -m tests.bench.finite
+
+Steps of engine eager in turn with the same steps that look at nothing: no norm of the gradients, no
+flag, no statistics kept from before. The gradient's norm is a number of the charts, and what
+``clip_norm`` takes, too; without that alone is the third column.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ortlab.engines.base import engine
+from ortlab.engines.torch_native import TorchStepper
+from ortlab.settings import FinetuneSettings
+from tests.bench.guard import bert
+
+ROUNDS, STEPS, WARMUP = 15, 10, 5
+
+
+def _blind(stepper: TorchStepper, *, norm: bool) -> None:
+    """Has `stepper` look at nothing, or at the norm alone."""
+
+    def update(_: torch.Tensor, lr: float) -> tuple[Any, None, None]:
+        gradients = [p.grad for p in stepper._parameters if p.grad is not None]
+        found = stepper._processes.norm(gradients) if norm else None
+        for group in stepper._optimizer.param_groups:
+            group["lr"] = lr
+        stepper._optimizer.step()
+        return found, None, None
+
+    stepper._changing = []
+    stepper._update = update  # type: ignore[method-assign]
+
+
+def _steppers(model: nn.Module, loss: Any) -> tuple[TorchStepper, TorchStepper, TorchStepper]:
+    settings = FinetuneSettings(engine="eager", device="cpu")
+    made = [engine("eager").prepare(copy.deepcopy(model), loss, settings) for _ in range(3)]
+    looks, blind, normed = made
+    assert isinstance(looks, TorchStepper)
+    assert isinstance(blind, TorchStepper)
+    assert isinstance(normed, TorchStepper)
+    _blind(blind, norm=False)
+    _blind(normed, norm=True)
+    return looks, blind, normed
+
+
+def _step_ms(stepper: TorchStepper, batch: Any) -> float:
+    started = time.perf_counter()
+    stepper.step([batch], lr=1e-4)
+    stepper.finite()
+    return (time.perf_counter() - started) * 1e3
+
+
+def main() -> None:
+    """Prints a line for each model: medians of all rounds, and the ranges of the ratios."""
+    net = nn.Sequential(nn.Linear(64, 500), nn.BatchNorm1d(500), nn.ReLU(), nn.Linear(500, 10))
+    ids = torch.randint(0, 1000, (8, 64))
+    cases: dict[str, tuple[nn.Module, Any, Any]] = {
+        "NeuralNet": (net, functional.cross_entropy, (torch.randn(32, 64), torch.arange(32) % 10)),
+        "BERT 4 x 256": (bert(4, 256), None, {"input_ids": ids, "labels": ids[:, 0] % 2}),
+    }
+    print("model           step, ms   beside one that looks at nothing   beside one with a norm")
+    for name, (model, loss, batch) in cases.items():
+        steppers = _steppers(model, loss)
+        for _ in range(WARMUP):
+            for each in steppers:
+                _step_ms(each, batch)
+        rounds = []
+        for _ in range(ROUNDS):
+            turns = [[_step_ms(each, batch) for each in steppers] for _ in range(STEPS)]
+            rounds.append([statistics.median(taken) for taken in zip(*turns, strict=True)])
+        step_ms = statistics.median(looks for looks, _, _ in rounds)
+        bare = sorted(looks / blind for looks, blind, _ in rounds)
+        normed = sorted(looks / norm for looks, _, norm in rounds)
+        print(f"{name:15} {step_ms:8.2f}   {_spread(bare):32}   {_spread(normed)}")
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.3f} ({ratios[3]:.3f} to {ratios[-4]:.3f})"
+
+
+if __name__ == "__main__":
+    main()
