@@ -309,8 +309,8 @@ def _batched(
         return lambda count: _fetched(data, list(itertools.islice(left, count)))
 
     def names(number: int, places: Sequence[int]) -> str:
-        found = [order(number)[place] for place in places]
-        return f"{_told(found)} of the {type(data).__name__}"
+        given = order(number)
+        return f"{_told([given[place] for place in places])} of the {type(data).__name__}"
 
     return Batches(begin, length, settings.batch_size, names=names)
 

@@ -31,32 +31,19 @@ def first_bad(
 
     Looked for in this order: the batch itself, the weights, the outputs of the modules as they are
     called, the loss, the gradients as backward comes to them. `model` is called as it is, in eager
-    torch; weights, ``.grad``, buffers and random states are afterwards what they were. Where that
-    fails, which it may as the step did, in any way, the cause says so.
+    torch; weights, ``.grad``, buffers and random states are afterwards what they were.
     """
-    try:
-        with _as_it_was(model), undisturbed_random():
-            return _first_bad(model, loss, micro_batches, settings)
-    except Exception as error:  # noqa: BLE001 - the user's model raises what it likes
-        return Cause.unknown(error)
-
-
-def _first_bad(
-    model: nn.Module,
-    loss: LossFunction | None,
-    micro_batches: Sequence[Batch],
-    settings: FinetuneSettings,
-) -> Cause | None:
     device = next(model.parameters()).device
     before = 0
-    for number, batch in enumerate(micro_batches, 1):
-        own = batches.to_device(batch, device)
-        in_batch, rows = _in_batch(own)
-        found = in_batch or _in_weights(model) or _in_pass(model, loss, own, settings)
-        if found:
-            told = found if len(micro_batches) == 1 else f"micro-batch {number}: {found}"
-            return Cause(told, bool(in_batch), [before + row for row in rows])
-        before += batches.count(own)[0]
+    with _as_it_was(model), undisturbed_random():
+        for number, batch in enumerate(micro_batches, 1):
+            own = batches.to_device(batch, device)
+            in_batch, rows = _in_batch(own)
+            found = in_batch or _in_weights(model) or _in_pass(model, loss, own, settings)
+            if found:
+                told = found if len(micro_batches) == 1 else f"micro-batch {number}: {found}"
+                return Cause(told, bool(in_batch), [before + row for row in rows])
+            before += batches.count(own)[0]
     return None
 
 

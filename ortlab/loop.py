@@ -28,7 +28,7 @@ from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, Cost, NotFinite, RankStep, Stepper, StepperLost, StepResult
 from ortlab.engines.torch_native import training_device
 from ortlab.errors import forget_locals, message
-from ortlab.faults import Faults, Hold, out_of_memory, typed
+from ortlab.faults import Cause, Faults, Hold, out_of_memory, typed
 from ortlab.memory import Memory, Meter
 from ortlab.randomness import RandomStates, seeded, undisturbed_random
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
@@ -733,7 +733,12 @@ class Course:
 
         They count, as those that a loss scale has skipped; no weight has changed in them.
         """
-        cause = self._faults.examine(self.stepper, group, self.settings)
+        try:
+            cause = self._faults.examine(self.stepper, group, self.settings)
+        except StepperLost:
+            raise
+        except Exception as again:  # noqa: BLE001 - it may fail as the step did, in any way
+            cause = Cause.unknown(again)
         if cause is not None:
             error.add_note(f"in eager torch {cause.told}{self._called(cause.rows, group)}")
         first = self.step + 1

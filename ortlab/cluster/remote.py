@@ -153,14 +153,9 @@ class RemoteStepper:
 
     def first_bad(self, micro_batches: Sequence[Batch], settings: FinetuneSettings) -> Cause | None:
         """See `ortlab.diagnosis.first_bad`; found on rank 0, which has a step's room."""
-        try:
-            self.state_dict()
-            with self._packed() as (packed, file):
-                return self._ask(training.first_bad, packed, file, list(micro_batches), settings)[0]
-        except StepperLost:
-            raise
-        except Exception as error:  # noqa: BLE001 - a full disk, or what cannot be sent
-            return Cause.unknown(error)
+        self.state_dict()
+        with self._packed() as (packed, file):
+            return self._ask(training.first_bad, packed, file, list(micro_batches), settings)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`; under ``shards`` where the ranks have written it."""

@@ -159,9 +159,9 @@ def first_bad(
     try:
         model, loss = packing.unpack(packed, Path(file))
         model.to(training_device(settings.device))
+        return diagnosis.first_bad(model, loss, micro_batches, settings)
     except Exception as error:  # noqa: BLE001 - a rank that fails alone takes the others along
         return Cause.unknown(error)
-    return diagnosis.first_bad(model, loss, micro_batches, settings)
 
 
 def write_state(number: int, folder: str) -> Any:

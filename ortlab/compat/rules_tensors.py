@@ -364,11 +364,9 @@ def _detach(g: Graph, x: Value) -> Value:
     # forward decides by: ORT goes back from those, too, and fails at what it meets.
     if dtype(x).is_floating_point and not may_have_gradient(x):
         return x
-    if x.node().kind() == "prim::Param":
-        x = aten(
-            g, DETACHED, x
-        )  # ORT asks the first node at a parameter for a gradient all the same
-    return ranked_like_output(g, aten(g, DETACHED, x))
+    # ORT asks the first node at a parameter for a gradient all the same.
+    first = aten(g, DETACHED, x) if x.node().kind() == "prim::Param" else x
+    return ranked_like_output(g, aten(g, DETACHED, first))
 
 
 @rule("unflatten", "the exporter computes the rank in the graph: no gradient")

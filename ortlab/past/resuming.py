@@ -72,12 +72,11 @@ class Earlier:
 
         None where it has none that is whole, or those of steps that are to be done again.
         """
-        found = [path for run in self.line for path in _kept(run) if _stem(path) == BEST]
-        for path in found:
-            with contextlib.suppress(
-                ValueError, RuntimeError
-            ):  # it is damaged, or there is no room
-                best = Checkpoint.load(path)
+        for each in (each for run in self.line for each in Kept(RunFolder(run)).checkpoints):
+            if each.name != BEST:
+                continue
+            with contextlib.suppress(ValueError, RuntimeError):  # damaged, or there is no room
+                best = Checkpoint.load(each.path)
                 if best.position.step <= self.step:
                     best.save(folder.checkpoint_path(BEST))
                     return self._evaluation(best.position.step)
@@ -177,14 +176,9 @@ def _short(error: ValueError, path: Path) -> str:
 
 def _age(path: Path) -> tuple[float, str]:
     """By step, as the names tell it: the end is the newest, the best one may be of any step."""
-    name = _stem(path)
+    name = path.name.removesuffix(".safetensors")
     match = _STEP.fullmatch(name)
     return (int(match[1]) if match else math.inf if name == "final" else -1.0), name
-
-
-def _stem(path: Path) -> str:
-    """A checkpoint's name without its ending, which a folder has none of."""
-    return path.name.removesuffix(".safetensors")
 
 
 def earlier(run: PastRun, begin: Beginning) -> Earlier:
