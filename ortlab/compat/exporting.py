@@ -7,6 +7,7 @@ traced forward changes (buffers, random numbers, file descriptors) is as before 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -277,10 +278,17 @@ def streams_filtered(enable: bool = True, *, noise: bytes = _NOISE, **_log: Any)
     with EXPORT, contextlib.ExitStack() as stack:
         sys.stdout.flush()
         sys.stderr.flush()
+        _flush()
         for stream in (1, 2):
             with contextlib.suppress(OSError):  # closed, as in a daemon
                 stack.enter_context(_filtered(stream, noise))
         yield
+
+
+def _flush() -> None:
+    """Has C's streams written: what they hold of a graph's text would come later, and in halves."""
+    with contextlib.suppress(OSError, TypeError):  # Windows, which ORT's training is not for
+        ctypes.CDLL(None).fflush(None)
 
 
 @contextlib.contextmanager
@@ -291,6 +299,7 @@ def _filtered(stream: int, noise: bytes) -> Iterator[None]:
             os.dup2(sink.fileno(), stream)
             yield
         finally:
+            _flush()
             os.dup2(kept, stream)
             os.close(kept)
             sink.seek(0)

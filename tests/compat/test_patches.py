@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import onnx
@@ -157,6 +158,29 @@ def test_what_is_printed_meanwhile_is_kept(capfd: pytest.CaptureFixture[str]) ->
         os.write(2, b"progress: 3%\n")
         assert capfd.readouterr() == ("", "")
     assert capfd.readouterr() == ("a line of the user's\n", "progress: 3%\n")
+
+
+def test_what_c_holds_back_is_filtered_and_not_said_in_halves() -> None:
+    """Where standard output is no terminal C writes 4096 bytes at a time: as long as two texts."""
+    code = """
+        import ctypes, os
+        from ortlab.compat import exporting
+        libc = ctypes.CDLL(None)
+        graph = b"Exported graph: graph(%x : Float)" + b"x" * 2000 + b"\\n  return (%y)\\n"
+        libc.printf(b"%s", b"before\\n")
+        for _ in range(3):
+            with exporting.streams_filtered():
+                libc.printf(b"%s", graph + b"a line of the user's\\n")
+            os.write(1, b"after\\n")
+    """
+    # With that Python has C hold nothing back.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, check=False, env=buffered,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "before\n" + 3 * "a line of the user's\nafter\n"
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
