@@ -364,9 +364,13 @@ def _detach(g: Graph, x: Value) -> Value:
     # forward decides by: ORT goes back from those, too, and fails at what it meets.
     if dtype(x).is_floating_point and not may_have_gradient(x):
         return x
+    return ranked_like_output(g, _detached(g, x))
+
+
+def _detached(g: Graph, value: Value) -> Value:
     # ORT asks the first node at a parameter for a gradient all the same.
-    first = aten(g, DETACHED, x) if x.node().kind() == "prim::Param" else x
-    return ranked_like_output(g, aten(g, DETACHED, first))
+    first = aten(g, DETACHED, value) if value.node().kind() == "prim::Param" else value
+    return aten(g, DETACHED, first)
 
 
 @rule("unflatten", "the exporter computes the rank in the graph: no gradient")
@@ -451,7 +455,7 @@ def _whole_times(g: Graph, x: Value, y: Value, *, down: bool) -> Value:
 def _without_gradient(g: Graph, value: Value) -> Value:
     if not any(inputs_of(value)):
         return value
-    kept = aten(g, DETACHED, value)
+    kept = _detached(g, value)
     kept.setType(value.type().with_sizes([None] * rank(value)))
     return kept
 

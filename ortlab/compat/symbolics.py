@@ -202,7 +202,10 @@ def number(value: Value) -> float:
 
 
 def cast(g: Graph, value: Value, to: torch.dtype) -> Value:
-    """`value` with elements of type `to`."""
+    """`value` with elements of type `to`; itself where it is known to have those."""
+    kind = value.type()
+    if kind.kind() == "TensorType" and kind.dtype() == to:
+        return value
     return g.op("Cast", value, to_i=JitScalarType.from_dtype(to).onnx_type())
 
 

@@ -445,6 +445,7 @@ DIVISIONS: dict[str, Callable[..., Tensor]] = {
     "div, floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
     "div, trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
 }
+WITH_GRADIENT = ("%", "fmod", "div, floor", "div, trunc")
 
 
 @pytest.mark.parametrize("by", [3, -3, 0.1, -0.7], ids=str)
@@ -461,10 +462,27 @@ def test_division_below_zero(ort: Ort, name: str, by: float) -> None:
     compare(ort, model, *((torch.randn(2, 6), *batch) for batch in batches))
 
 
-@pytest.mark.parametrize("name", ["%", "fmod", "div, floor", "div, trunc"])
+@pytest.mark.parametrize("name", WITH_GRADIENT)
 def test_division_has_torchs_gradient(ort: Ort, name: str) -> None:
     model = Calling(lambda x: DIVISIONS[name](x, x.cos() - 1.5) + x)
     compare(ort, model, torch.rand(4, 6), torch.randn(4, 6))
+
+
+class Dividing(nn.Module):
+    """By a parameter and of one, as they are."""
+
+    def __init__(self, divide: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.divide = divide
+        self.by = nn.Parameter(torch.tensor([0.7, -0.3, 1.3, 0.4, -2.0, 0.9]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by + self.divide(x, self.by) + self.divide(self.by, x.cos() - 1.5)
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENT)
+def test_division_by_a_parameter(ort: Ort, name: str) -> None:
+    compare(ort, Dividing(DIVISIONS[name]), torch.rand(4, 6), torch.randn(4, 6))
 
 
 def test_division_of_sizes(ort: Ort) -> None:
