@@ -238,6 +238,10 @@ def undisturbed(module: nn.Module) -> Iterator[set[str]]:
         states.give_back()
 
 
+_HOOKED = "_output_capturing_hooks_installed"
+"""Where transformers notes that a model has its hooks, which are put back as well."""
+
+
 def _items(held: list[Any] | dict[Any, Any] | set[Any]) -> list[Any]:
     return [*held, *held.values()] if isinstance(held, dict) else list(held)
 
@@ -246,7 +250,8 @@ def _put_back(path: str, module: nn.Module, before: Mapping[str, Any]) -> Iterat
     now = module.__dict__
     for name in [name for name in now if name not in before]:
         del now[name]
-        yield f"{path}.{name}"
+        if name != _HOOKED:
+            yield f"{path}.{name}"
     for name, value in before.items():
         if now.get(name) is not value:
             now[name] = value

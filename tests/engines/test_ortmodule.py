@@ -23,6 +23,7 @@ from ortlab.engines.selfcheck import SelfCheckFailed
 from ortlab.engines.served import ExportFailed
 from ortlab.settings import EngineSettings, FinetuneSettings
 from tests import tiny
+from tests.zoo import specs
 
 
 @pytest.fixture
@@ -399,6 +400,14 @@ def test_what_forward_sets_is_put_back_and_told(ort: Ort) -> None:
     assert _exported_again(report) == 0
     assert any("forward sets Remembers.last" in note for note in report.notes)
     assert model.last is None
+
+
+def test_what_transformers_notes_of_its_own_hooks_is_no_remark(ort: Ort) -> None:
+    cell = next(each for each in specs.cells() if each.name == "segformer/segmentation/sdpa/0.0")
+    model, (batch, *_) = specs.model(cell), specs.batches(cell)
+    wrapped = _wrap(ort, model)
+    wrapped(**batch).loss.backward()
+    assert ort.report(wrapped).remarks == ()
 
 
 def test_a_buffer_that_forward_replaces_is_given_back(ort: Ort) -> None:
