@@ -225,6 +225,36 @@ def test_gradients_of_inputs_are_compared_too() -> None:
     assert x.grad is None
 
 
+def test_every_place_of_a_large_output_counts_by_another_number() -> None:
+    scale = nn.Parameter(torch.ones(3 * 65_537 + 5))
+    model = nn.Module()
+    model.register_parameter("scale", scale)
+    seen = observe(lambda: scale * 1.0, model, inputs=[], gradients=True)
+    cotangent = seen.gradients["scale"]  # of y = scale
+    assert (cotangent != 0).all()
+    assert cotangent[:1000].unique().numel() > 990
+    rows = cotangent[: 3 * 65_536].reshape(3, -1)
+    assert not torch.equal(rows[0], rows[1])
+    assert abs(float(cotangent.std()) - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        ([1.0, -2.0], True),
+        ([3e38, 3e38], True),  # whose sum is not
+        ([float("inf"), 1.0], False),
+        ([float("inf"), float("-inf")], False),
+        ([float("nan"), 1.0], False),
+        ([], True),
+    ],
+    ids=str,
+)
+def test_finite_are_all_numbers_or_none(values: list[float], finite: bool) -> None:
+    assert _observed(gradients={"weight": torch.tensor(values)}).is_finite() is finite
+    assert _observed(outputs={"output": torch.tensor(values)}).is_finite() is finite
+
+
 def test_rows_are_a_quarter_of_the_batch() -> None:
     ids, mask = torch.arange(36).reshape(9, 4), torch.ones(9, 4, requires_grad=True)
     found = some_rows(nn.Linear(4, 4), (ids, 0.5), {"more": {"mask": [mask], "name": "x"}})
