@@ -15,7 +15,7 @@ import dataclasses
 import math
 import operator
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,9 @@ _TOLERANCES = {
     "gradient": GRADIENT_TOLERANCE,
 }
 _NEAR = 3.0
+_NUDGE = 2.0**-21
+"""The most that a parameter is off by in one of `nudged`, of itself: a few roundings."""
+_NUDGES = 8
 # A gradient that is zero in exact arithmetic (an attention key's bias) is rounding noise on both
 # sides, so errors are never taken relative to less than this share of the whole gradient's norm.
 SMALLEST = 1e-3
@@ -301,6 +304,31 @@ def in_double(
         return None
 
 
+def nudged(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    """A copy of `module` and the call's arguments, its parameters each time off by a few roundings.
+
+    None comes where there is no copy.
+    """
+    try:
+        copied = copy.deepcopy(module)
+    except Exception:  # noqa: BLE001 - as in `in_double`
+        return
+    parameters = [(each, each.detach().clone()) for each in copied.parameters()]
+    for i in range(_NUDGES):
+        generator = torch.Generator().manual_seed(_SEED + i // 2)
+        most = _NUDGE * (-1) ** i  # one of two that are off by the opposite takes the other side
+        with torch.no_grad():
+            for parameter, before in parameters:
+                by = torch.rand(before.shape, generator=generator).sub_(0.5).mul_(2 * most)
+                parameter.copy_(before * (1 + by.to(before.device)))
+        call = _changed(args, kwargs, torch.clone)
+        if call is None:
+            return
+        yield copied, *call
+
+
 def _changed(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -478,6 +506,24 @@ def is_rounding(reference: Observed, other: Observed, exact: Observed) -> bool:
         for kind, errors in ours.items()
         for name, error in errors.items()
     )
+
+
+def is_at_a_kink(exact: Observed, other: Observed, nudged: Iterable[Observed]) -> bool:
+    """Whether a few roundings move a gradient of eager torch by about as much as `other` is off.
+
+    Each of `nudged` is eager's with such parameters, `exact` is that in double precision. Where a
+    model has millions of ReLUs one may be so near to its kink that engines take different sides of
+    it, and all gradients before it differ; outputs and buffers do not. Off by more than 5e-2 is
+    none of that.
+    """
+    exact = _in_double(exact)
+    errors = _all_errors(exact, _in_double(other))
+    most = {**_TOLERANCES, "gradient": LOW_PRECISION_TOLERANCE}
+    if not all(error <= most[kind] for kind, found in errors.items() for error in found.values()):
+        return False
+    off = max(errors["gradient"].values(), default=0.0)
+    moved = (_all_errors(exact, _in_double(each))["gradient"].values() for each in nudged)
+    return any(off <= _NEAR * max(found, default=0.0) for found in moved)
 
 
 def _in_double(observed: Observed) -> Observed:

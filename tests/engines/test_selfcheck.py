@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,9 @@ from ortlab.engines.selfcheck import (
     SelfCheckFailed,
     compare,
     in_double,
+    is_at_a_kink,
     is_rounding,
+    nudged,
     observe,
     some_rows,
 )
@@ -232,7 +236,7 @@ def test_every_place_of_a_large_output_counts_by_another_number() -> None:
     seen = observe(lambda: scale * 1.0, model, inputs=[], gradients=True)
     cotangent = seen.gradients["scale"]  # of y = scale
     assert (cotangent != 0).all()
-    assert cotangent[:1000].unique().numel() > 990
+    assert len(set(cotangent[:1000].tolist())) > 990
     rows = cotangent[: 3 * 65_536].reshape(3, -1)
     assert not torch.equal(rows[0], rows[1])
     assert abs(float(cotangent.std()) - 1) < 0.02
@@ -323,6 +327,71 @@ def test_an_error_is_rounding_where_eager_torch_has_one_like_it(
         seen[name] = _observed(gradients={**exact.gradients, "bias": bias})
     doubled = selfcheck._in_double(exact)
     assert is_rounding(seen["eager"], seen["ort"], doubled) is rounding
+
+
+def _wide(activation: nn.Module) -> tuple[nn.Sequential, torch.Tensor]:
+    """Of its 131,072 numbers between the layers one is zero, up to a rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 2048), activation, nn.Linear(2048, 1))
+    x = torch.randn(64, 8)
+    _shift(model, -model[0](x)[0, 0].item())
+    return model, x
+
+
+def _shift(model: nn.Sequential, by: float) -> None:
+    first = model[0]
+    assert isinstance(first, nn.Linear)
+    with torch.no_grad():
+        first.bias[0] += by
+
+
+def _seen(model: nn.Module, x: torch.Tensor) -> Observed:
+    return observe(functools.partial(model, x), model, inputs=[], gradients=True)
+
+
+def _at_a_kink(model: nn.Module, x: torch.Tensor, other: Observed) -> bool:
+    call = in_double(model, (x,), {})
+    assert call is not None
+    exact = _seen(call[0], *call[1])
+    return is_at_a_kink(exact, other, (_seen(m, *args) for m, args, _ in nudged(model, (x,), {})))
+
+
+@pytest.mark.parametrize("side", [-1e-6, 1e-6], ids=["below", "above"])
+def test_either_side_of_a_relu_near_zero_is_right(side: float) -> None:
+    model, x = _wide(nn.ReLU())
+    twin = copy.deepcopy(model)
+    _shift(twin, side)
+    assert _at_a_kink(model, x, _seen(twin, x))
+
+
+def test_one_side_of_a_relu_is_told_from_the_other() -> None:
+    """So that the test above asks something."""
+    model, x = _wide(nn.ReLU())
+    seen = []
+    for side in (-1e-6, 1e-6):
+        twin = copy.deepcopy(model)
+        _shift(twin, side)
+        seen.append(_seen(twin, x))
+    with pytest.raises(SelfCheckFailed):
+        compare(*seen, low_precision=False)
+
+
+@pytest.mark.parametrize(
+    ("activation", "kind", "off"),
+    [
+        (nn.GELU(), "gradients", 2e-3),  # has no kink
+        (nn.ReLU(), "gradients", 6e-2),
+        (nn.ReLU(), "gradients", float("nan")),
+        (nn.ReLU(), "outputs", 2e-4),  # which no kink changes
+    ],
+    ids=str,
+)
+def test_what_no_kink_makes_is_an_error(activation: nn.Module, kind: str, off: float) -> None:
+    model, x = _wide(activation)
+    seen = _seen(model, x)
+    (name, value), *rest = getattr(seen, kind).items()
+    changed: dict[str, Any] = {kind: {name: value * (1 + off), **dict(rest)}}
+    assert not _at_a_kink(model, x, dataclasses.replace(seen, **changed))
 
 
 def test_another_number_of_outputs_is_no_rounding() -> None:
