@@ -54,7 +54,8 @@ heard, end = b"", time.monotonic() + asked["seconds"]
 while time.monotonic() < end and not os.path.exists(asked["over"]):
     for socket, _ in poller.poll(100):
         heard += b"".join(socket.recv_multipart())
-print(json.dumps({"opened": opened, "uid": os.getuid(), "heard": heard.decode(errors="replace")}))
+told = {"opened": opened, "uid": os.getuid(), "heard": heard.decode(errors="replace")}
+print(json.dumps(told), flush=True)
 os._exit(0)
 """
 """Another user, who tries each file, and listens and asks at each port."""
