@@ -787,31 +787,33 @@ class Execution:
         torch's own under autocast.
         """
 
-        def eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
-            with NoDropout(), autocast_for(self.settings.precision, torch.device("cpu")):
-                return observe(
-                    functools.partial(module, *args, **kwargs),
-                    module,
-                    inputs=_differentiable(tensors([args, kwargs])),
-                    gradients=torch.is_grad_enabled(),
-                )
+        def eager(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Observed | None:
+            try:
+                with NoDropout(), autocast_for(self.settings.precision, torch.device("cpu")):
+                    return observe(
+                        functools.partial(module, *args, **kwargs),
+                        module,
+                        inputs=_differentiable(tensors([args, kwargs])),
+                        gradients=torch.is_grad_enabled(),
+                    )
+            except Exception:  # noqa: BLE001 - forward may mix the types, and then nothing is told
+                return None
 
         nearer = "as near to eager torch in higher precision as eager torch is"
-        try:
-            if self.settings.precision != "fp32":
-                other = eager(self.module, args, kwargs)
-                return nearer if is_rounding(other, observed, reference) else ""
-            call = in_double(self.module, args, kwargs)
-            if call is None:
-                return ""
-            exact = eager(*call)
-            if is_rounding(reference, observed, exact):
-                return nearer
-            others = (eager(*each) for each in nudged(self.module, args, kwargs))
-            if is_at_a_kink(exact, observed, others):
-                return "as near to eager torch as that is with parameters off by a few roundings"
-        except Exception:  # noqa: BLE001 - forward may mix the types, and then nothing is told
-            pass
+        if self.settings.precision != "fp32":
+            lowered = eager(self.module, args, kwargs)
+            return nearer if lowered and is_rounding(lowered, observed, reference) else ""
+        call = in_double(self.module, args, kwargs)
+        exact = call and eager(*call)
+        if not exact:
+            return ""
+        if is_rounding(reference, observed, exact):
+            return nearer
+        others = (eager(*each) for each in nudged(self.module, args, kwargs))
+        if is_at_a_kink(exact, observed, filter(None, others)):
+            return "as near to eager torch as that is with parameters off by a few roundings"
         return ""
 
     def _cannot_run(self, error: Exception) -> ExportFailed:

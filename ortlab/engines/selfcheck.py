@@ -508,22 +508,24 @@ def is_rounding(reference: Observed, other: Observed, exact: Observed) -> bool:
     )
 
 
-def is_at_a_kink(exact: Observed, other: Observed, nudged: Iterable[Observed]) -> bool:
+def is_at_a_kink(exact: Observed, other: Observed, moved: Iterable[Observed]) -> bool:
     """Whether a few roundings move a gradient of eager torch by about as much as `other` is off.
 
-    Each of `nudged` is eager's with such parameters, `exact` is that in double precision. Where a
-    model has millions of ReLUs one may be so near to its kink that engines take different sides of
-    it, and all gradients before it differ; outputs and buffers do not. Off by more than 5e-2 is
+    Each of `moved` is eager's with parameters `nudged`, `exact` its own in double precision. Where
+    a model has millions of ReLUs one may be so near to its kink that engines take different sides
+    of it, and all gradients before it differ; outputs and buffers do not. Off by more than 5e-2 is
     none of that.
     """
+    if len(exact.outputs) != len(other.outputs):
+        return False
     exact = _in_double(exact)
     errors = _all_errors(exact, _in_double(other))
     most = {**_TOLERANCES, "gradient": LOW_PRECISION_TOLERANCE}
     if not all(error <= most[kind] for kind, found in errors.items() for error in found.values()):
         return False
     off = max(errors["gradient"].values(), default=0.0)
-    moved = (_all_errors(exact, _in_double(each))["gradient"].values() for each in nudged)
-    return any(off <= _NEAR * max(found, default=0.0) for found in moved)
+    by = (_all_errors(exact, _in_double(each))["gradient"].values() for each in moved)
+    return any(off <= _NEAR * max(found, default=0.0) for found in by)
 
 
 def _in_double(observed: Observed) -> Observed:

@@ -329,51 +329,54 @@ def test_an_error_is_rounding_where_eager_torch_has_one_like_it(
     assert is_rounding(seen["eager"], seen["ort"], doubled) is rounding
 
 
-def _wide(activation: nn.Module) -> tuple[nn.Sequential, torch.Tensor]:
-    """Of its 131,072 numbers between the layers one is zero, up to a rounding."""
+def _wide(activation: nn.Module, hidden: int = 2048) -> tuple[nn.Sequential, torch.Tensor]:
+    """Of its numbers between the layers, 64 for each hidden one, one is zero but for a rounding."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 2048), activation, nn.Linear(2048, 1))
-    x = torch.randn(64, 8)
+    model = nn.Sequential(nn.Linear(8, hidden), activation, nn.Linear(hidden, 1))
+    x = 4 * torch.randn(64, 8)
     _shift(model, -model[0](x)[0, 0].item())
     return model, x
 
 
-def _shift(model: nn.Sequential, by: float) -> None:
+def _shift(model: nn.Sequential, by: float) -> nn.Sequential:
     first = model[0]
     assert isinstance(first, nn.Linear)
     with torch.no_grad():
         first.bias[0] += by
+    return model
 
 
 def _seen(model: nn.Module, x: torch.Tensor) -> Observed:
     return observe(functools.partial(model, x), model, inputs=[], gradients=True)
 
 
-def _at_a_kink(model: nn.Module, x: torch.Tensor, other: Observed) -> bool:
+def _exact(model: nn.Module, x: torch.Tensor) -> Observed:
     call = in_double(model, (x,), {})
     assert call is not None
-    exact = _seen(call[0], *call[1])
-    return is_at_a_kink(exact, other, (_seen(m, *args) for m, args, _ in nudged(model, (x,), {})))
+    return _seen(call[0], *call[1])
 
 
-@pytest.mark.parametrize("side", [-1e-6, 1e-6], ids=["below", "above"])
+def _at_a_kink(model: nn.Module, x: torch.Tensor, other: Observed) -> bool:
+    moved = (_seen(one, *args) for one, args, _ in nudged(model, (x,), {}))
+    return is_at_a_kink(_exact(model, x), other, moved)
+
+
+@pytest.mark.parametrize("side", [-1.0, 1.0], ids=["below", "above"])
 def test_either_side_of_a_relu_near_zero_is_right(side: float) -> None:
+    """Where eager torch is on the right one, as double precision tells."""
     model, x = _wide(nn.ReLU())
-    twin = copy.deepcopy(model)
-    _shift(twin, side)
-    assert _at_a_kink(model, x, _seen(twin, x))
-
-
-def test_one_side_of_a_relu_is_told_from_the_other() -> None:
-    """So that the test above asks something."""
-    model, x = _wide(nn.ReLU())
-    seen = []
-    for side in (-1e-6, 1e-6):
-        twin = copy.deepcopy(model)
-        _shift(twin, side)
-        seen.append(_seen(twin, x))
+    eager = _seen(_shift(model, -1e-7 * side), x)
+    other = _seen(_shift(copy.deepcopy(model), 1e-6 * side), x)
     with pytest.raises(SelfCheckFailed):
-        compare(*seen, low_precision=False)
+        compare(eager, other, low_precision=False)
+    assert not is_rounding(eager, other, _exact(model, x))
+    assert _at_a_kink(model, x, other)
+
+
+def test_a_kink_that_moves_much_is_an_error() -> None:
+    model, x = _wide(nn.ReLU(), hidden=8)
+    _shift(model, -1e-7)
+    assert not _at_a_kink(model, x, _seen(_shift(copy.deepcopy(model), 1e-6), x))
 
 
 @pytest.mark.parametrize(
@@ -389,14 +392,24 @@ def test_one_side_of_a_relu_is_told_from_the_other() -> None:
 def test_what_no_kink_makes_is_an_error(activation: nn.Module, kind: str, off: float) -> None:
     model, x = _wide(activation)
     seen = _seen(model, x)
-    (name, value), *rest = getattr(seen, kind).items()
-    changed: dict[str, Any] = {kind: {name: value * (1 + off), **dict(rest)}}
+    *rest, (name, value) = getattr(seen, kind).items()
+    changed: dict[str, Any] = {kind: {**dict(rest), name: value * (1 + off)}}
     assert not _at_a_kink(model, x, dataclasses.replace(seen, **changed))
+
+
+def test_parameters_are_nudged_by_the_opposite_in_turn() -> None:
+    model = nn.Linear(8, 8)
+    off = [one.weight - model.weight for one, _, _ in nudged(model, (), {})]
+    assert len({tuple(each.flatten().tolist()) for each in off}) == len(off) == 8
+    for one, other in zip(off[::2], off[1::2], strict=True):
+        torch.testing.assert_close(one, -other, rtol=0, atol=1e-7)
+        assert 1e-8 < one.abs().max() <= 2**-20 * model.weight.abs().max()
 
 
 def test_another_number_of_outputs_is_no_rounding() -> None:
     exact = selfcheck._in_double(_observed())
     assert not is_rounding(_observed(), _observed(outputs={}), exact)
+    assert not is_at_a_kink(exact, _observed(outputs={}), [_observed()])
 
 
 def test_double_precision_is_that_of_a_copy() -> None:
