@@ -1066,6 +1066,7 @@ def test_what_ends_in_the_middle_of_a_trace_is_no_part_of_it(ops: Any) -> None:
         users.clear()
         return x * 2
 
-    graph = str(torch.jit.trace(forward, torch.ones(2), check_trace=False).graph)
+    traced = torch.jit.trace(forward, torch.ones(2), check_trace=False).graph
+    graph = traced.str(print_source_ranges=False)  # a clone's folder may be called ortlab, too
     assert "aten::mul" in graph
     assert "ortlab" not in graph
