@@ -203,11 +203,17 @@ def _group_norm(
 # ---- dropout -------------------------------------------------------------------------------------
 
 
-@rule("dropout", "of everything, p = 1: ORT's kernel fails")
+@rule(
+    "dropout",
+    "of everything, p = 1: ORT's kernel fails; in half precision on a CPU: its gradient comes as "
+    "operators that keep the ratio of the export",
+)
 def _dropout(g: Graph, x: Value, ratio: Value, training: Value) -> Value:
-    if number(ratio) == 1 and literal(training, "b"):
+    if not literal(training, "b"):
+        return x
+    if number(ratio) == 1:
         return g.op("Mul", x, constant(g, 0.0, dtype(x)))
-    return stock("dropout")(g, x, ratio, training)
+    return dropout(g, x, number(ratio))
 
 
 # ---- recurrence ----------------------------------------------------------------------------------

@@ -219,8 +219,10 @@ def ranked_like_output(g: Graph, value: Value) -> Value:
 def dropout(g: Graph, x: Value, ratio: float) -> Value:
     """Dropout with the mask output that ORT's gradient needs."""
     training = constant(g, True, torch.bool)
-    kept, _mask = g.op("Dropout", x, constant(g, ratio, torch.float32), training, outputs=2)
-    return kept
+    halved = dtype(x) == torch.float16 and x.type().device() == torch.device("cpu")
+    given = cast(g, x, torch.float32) if halved else x
+    kept, _mask = g.op("Dropout", given, constant(g, ratio, torch.float32), training, outputs=2)
+    return cast(g, kept, torch.float16) if halved else kept
 
 
 def backwards(g: Graph, x: Value, axis: int) -> Value:

@@ -46,6 +46,11 @@ def switch_off(graph: onnx.GraphProto) -> int:
     return len(nodes)
 
 
+def draws(graph: onnx.GraphProto) -> bool:
+    """Whether a dropout of ORT's is in `graph`."""
+    return any(node.op_type in _DRAWING for node in graph.node)
+
+
 def seed(graph: onnx.GraphProto) -> None:
     """Gives every dropout of ORT's in `graph` a seed, and with it a generator of its own.
 

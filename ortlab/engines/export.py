@@ -6,10 +6,11 @@ manager of its own, so a backward pass under way keeps the graph of its forward 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,16 @@ class Export:
         runtime = manager._runtime_options
         if not runtime.torch_kernels:
             return
-        on_cpu = all(parameter.device.type == "cpu" for parameter in self._module.parameters())
         if manager._debug_options.save_onnx_models.save:
             self._leave_kernels(runtime, "save_onnx writes the graphs that ORT's own kernels run")
-        elif not on_cpu:
+        elif not self._on_cpu:
             self._leave_kernels(runtime, None)
         elif (reason := kernels.unavailable()) is not None:
             self._leave_kernels(runtime, reason)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return all(parameter.device.type == "cpu" for parameter in self._module.parameters())
 
     def _leave_kernels(self, runtime: Any, why: str | None) -> None:
         self.without_kernels = why
@@ -249,7 +253,8 @@ class Export:
             self._leave_kernels(runtime, "ORT's recompute plans know its own kernels alone")
         executed = optimized
         if executed is None or not self._rewritten:
-            executed = restoring.open_session(manager, optimized, configure=configure)
+            with self._dropouts_of_ours() if optimized is None else contextlib.nullcontext():
+                executed = restoring.open_session(manager, optimized, configure=configure)
         self._as_it_is = optimized is not None
         if runtime.torch_kernels and shapes is not None and executed is not None:
             executed = self._substituted(executed, shapes)
@@ -266,6 +271,33 @@ class Export:
                 manager._flattened_module,
                 manager._graph_info,
             )
+
+    @property
+    def draws_poorly(self) -> bool:
+        """Whether ORT's own dropouts draw masks on a CPU, where they draw them badly."""
+        built = self.manager._onnx_models.optimized_model
+        return self._on_cpu and kernels.unavailable() is not None and dropouts.draws(built.graph)
+
+    @contextlib.contextmanager
+    def _dropouts_of_ours(self) -> Iterator[None]:
+        """Meanwhile the graph that was built has no dropouts of ORT's, whatever else it has."""
+        models = self.manager._onnx_models
+        built = models.optimized_model
+        models.optimized_model = self._drawing(built)
+        try:
+            yield
+        finally:
+            models.optimized_model = built
+
+    def _drawing(self, built: onnx.ModelProto) -> onnx.ModelProto:
+        """`built` with kernels of ours in the place of ORT's dropouts, where there are any."""
+        if not (self._on_cpu and dropouts.draws(built.graph)) or kernels.unavailable():
+            return built
+        from ortlab.kernels import substitutes
+
+        copied = onnx.ModelProto()
+        copied.CopyFrom(built)
+        return substitutes.substitute(copied, low=False, rules=substitutes.DROPOUT)
 
     def _recomputing(self, graph: bytes | None, configure: Callable[[Any], None] | None) -> bytes:
         """Makes the session of a `graph` that was optimized, with its plans; returns what it runs.
@@ -474,7 +506,7 @@ class Export:
         if self._optimized is not None:
             copied.ParseFromString(self._optimized)
         else:
-            copied.CopyFrom(self.manager._onnx_models.optimized_model)
+            copied.CopyFrom(self._drawing(self.manager._onnx_models.optimized_model))
         return copied
 
     def executed(self) -> tuple[onnx.ModelProto, bool]:

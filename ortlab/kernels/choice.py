@@ -24,7 +24,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ortlab import folders
 from ortlab.compat import extensions, restoring
-from ortlab.engines import cache, dropouts
+from ortlab.engines import cache
 from ortlab.graph.sizes import follows, size_of
 from ortlab.kernels import DOMAIN
 from ortlab.kernels.substitutes import Found, Graph, Value, attributes, substitute
@@ -184,17 +184,15 @@ def _measure(found: Found, feeds: Mapping[str, tuple[int, ...]], graph: Graph) -
     times: list[list[float]] = [[], []]
     before = torch.ones(2**18)
     began = time.perf_counter()
-    # Ours draw random numbers from torch's generator, which is not theirs to move here.
-    with torch.random.fork_rng(devices=[]):
-        for turn in range(_ROUNDS):
-            for call, taken in zip(calls, times, strict=True):
-                before.add_(1)
-                started = time.perf_counter()
-                call()
-                taken.append(time.perf_counter() - started)
-            spent = turn > 1 and time.perf_counter() - began > _MOST_S
-            if spent or (turn > 0 and _is_clear(times)):
-                break
+    for turn in range(_ROUNDS):
+        for call, taken in zip(calls, times, strict=True):
+            before.add_(1)
+            started = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - started)
+        spent = turn > 1 and time.perf_counter() - began > _MOST_S
+        if spent or (turn > 0 and _is_clear(times)):
+            break
     ort_us, torch_us = (min(taken) * 1e6 for taken in times)
     return Timing(round(ort_us, 1), round(torch_us, 1))
 
@@ -235,7 +233,6 @@ def _call(
         opset_imports=graph.model.opset_import,
         ir_version=graph.model.ir_version,
     )
-    dropouts.seed(model.graph)  # the generators of the models stay where they are
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

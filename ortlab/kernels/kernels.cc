@@ -343,9 +343,7 @@ uint32_t threshold(double ratio) {
   return static_cast<uint32_t>(std::min(ratio * 4294967296.0, 4294967295.0));
 }
 
-float scale_of_kept(double ratio) {
-  return ratio < 1.0 ? static_cast<float>(1.0 / (1.0 - ratio)) : 0.0f;
-}
+double scale_of_kept(double ratio) { return ratio < 1.0 ? 1.0 / (1.0 - ratio) : 0.0; }
 
 // ---- products -----------------------------------------------------------------------------------
 
@@ -413,6 +411,10 @@ Tensor add_product(const Tensor& a, const Tensor& b, const Tensor& c, bool trans
 // x with each element zero with probability `ratio`, else scaled up; and which were kept, as 0, 1.
 std::tuple<Tensor, Tensor> dropout_by(const Tensor& given, Key key, double ratio, bool low) {
   const Tensor x = given.contiguous();
+  if (x.scalar_type() == at::kDouble) {
+    const Tensor mask = std::get<1>(dropout_by(at::ones(x.sizes(), at::kFloat), key, ratio, false));
+    return {x.mul(mask).mul_(scale_of_kept(ratio)), mask};
+  }
   Tensor found = fresh(x.sizes(), type_of(low)), mask = fresh(x.sizes(), at::kByte);
   uint8_t* keep = mask.mutable_data_ptr<uint8_t>();
   const uint32_t least = threshold(ratio);
@@ -452,6 +454,7 @@ std::tuple<Tensor, Tensor> dropout_of(const Tensor& x, const Tensor& key, double
 }
 
 Tensor dropout_backward(const Tensor& gradient, const Tensor& kept, double ratio, bool low) {
+  if (gradient.scalar_type() == at::kDouble) return gradient.mul(kept).mul_(scale_of_kept(ratio));
   const Tensor mask = kept.contiguous();
   const uint8_t* keep = mask.const_data_ptr<uint8_t>();
   const float scale = scale_of_kept(ratio);

@@ -45,7 +45,8 @@ _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 _NOT_AGAIN = frozenset(
     {"If", "Loop", "Scan", "PythonOp", "TritonOp", "BatchNormalization", "BatchNormInternal"}
     | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli"}
-    | {"Multinomial", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "BiasSoftmaxDropout"}
+    | {"Multinomial", "Dropout", "BiasDropout", "BitmaskDropout", "BitmaskBiasDropout"}
+    | {"BiasSoftmaxDropout"}
 )
 """Operators that draw random numbers, write beside their results, or hold a graph or code."""
 _PRODUCTS = frozenset({"MatMul", "FusedMatMul", "Gemm", "Conv", "matmul", "linear"})
@@ -348,8 +349,6 @@ class _Rewriting:
         if (kernel := called(node)) in _KEYED:
             self._draw_by_key(at, kernel)
         twin = _copy(node)
-        if node.op_type == "Dropout":
-            _drop_the_same(twin, node)
         twin.name = node.name + SUFFIX
         twin.input[:] = [self._again.get(name, name) for name in twin.input]
         for place, name in enumerate(twin.output):
@@ -460,21 +459,10 @@ def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
     return copied
 
 
-def _drop_the_same(twin: onnx.NodeProto, node: onnx.NodeProto) -> None:
-    """ORT's dropout draws from a generator; its gradient drops by the mask that was kept.
-
-    ContribOperators.md: DropoutGrad(dY, mask, ratio, training_mode).
-    """
-    inputs = [node.input[0], node.output[1], *node.input[1:]]
-    twin.CopyFrom(helper.make_node("DropoutGrad", inputs, [node.output[0]], domain="com.microsoft"))
-
-
 def _repeats(node: onnx.NodeProto) -> bool:
     """Whether a node gives the same when it is run again, and does nothing else."""
     if node.op_type in _NOT_AGAIN:
         return False
-    if node.op_type == "Dropout":
-        return len(node.output) > 1 and bool(node.output[1])
     if node.op_type != "ATen":
         return True
     name = operator(node)

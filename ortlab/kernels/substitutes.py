@@ -339,24 +339,36 @@ def _sum(graph: Graph, node: onnx.NodeProto) -> Found | None:
 
 @_rule("Dropout")
 def _dropout(graph: Graph, node: onnx.NodeProto) -> Found | None:
-    """With its gradient: ours holds the mask as bytes, ORT's as truth values."""
-    if len(node.input) != 3 or len(node.output) != 2 or not graph.are_float(node.input[:2]):
+    """With its gradient: ours holds the mask as bytes, ORT's as truth values.
+
+    Always, faster or not: ORT seeds a linear congruential engine anew for each mask, with the
+    last one's seed and one (dropout_op.h), and the first numbers of such engines are as good as
+    the same. One that has a seed of its own is asked to draw just that.
+    """
+    if len(node.input) != 3 or "seed" in attributes(node) or not graph.are_float(node.input[1:2]):
         return None
     training = graph.constant(node.input[2])
     if training is None or not bool(training) or graph.constant(node.input[1]) is None:
         return None
-    gradients = graph.readers[node.output[1]]
-    if any(each.op_type != "DropoutGrad" for each in gradients):
+    found = graph.value(node.input[0])
+    mask = [*node.output, ""][1] or f"{node.output[0]}_mask"
+    gradients = graph.readers[mask]
+    if found.kind not in (TensorProto.FLOAT, TensorProto.DOUBLE) or any(
+        each.op_type != "DropoutGrad" for each in gradients
+    ):
         return None
-    mask = node.output[1]
-    made = [graph.call("dropout", [*node.input[:2], graph.wide], node)]
+    made = [graph.call("dropout", [*node.input[:2], graph.wide], node, [node.output[0], mask])]
     made += [
         graph.call("dropout_backward", [*each.input[:3], graph.wide], each) for each in gradients
     ]
-    tells = ((mask, Value(TensorProto.UINT8, graph.value(node.output[0]).sizes)),)
-    return Found((node, *gradients), tuple(made), always=graph.low, tells=tells)
+    results = [node.output[0], *(each.output[0] for each in gradients)]
+    tells = [(name, Value(found.kind, graph.value(name).sizes)) for name in results]
+    tells.append((mask, Value(TensorProto.UINT8, graph.value(node.output[0]).sizes)))
+    return Found((node, *gradients), tuple(made), always=True, tells=tuple(tells))
 
 
+DROPOUT: Final[Mapping[str, Rule]] = {"Dropout": _dropout}
+"""What stands in for the one kernel that ORT gets wrong on a CPU."""
 _ELEMENTWISE: Final = {
     "BiasGelu": "bias_gelu",
     "BiasGeluGrad_dX": "bias_gelu_backward",
@@ -510,16 +522,18 @@ def substitute(
     *,
     low: bool,
     better: Callable[[Found, Graph], bool] = lambda _found, _graph: True,
+    rules: Mapping[str, Rule] = RULES,
 ) -> onnx.ModelProto:
     """`model`, a session's graph, with other kernels where `better` says so; changed in place.
 
-    With `low` every float32 product takes bfloat16, whether that is faster or not.
+    With `low` every float32 product takes bfloat16, whether that is faster or not. `rules` are
+    those that may apply: `DROPOUT` where ORT's own kernels are to compute all that they get right.
     """
     graph = Graph(model, low=low)
     taken: dict[int, list[onnx.NodeProto]] = {}  # what comes in the place of a node
     for node in graph.nodes:
         _describe(graph, node)
-        rule = RULES.get(node.op_type)
+        rule = rules.get(node.op_type)
         found = rule(graph, node) if rule is not None and id(node) not in taken else None
         if found is None:
             continue
