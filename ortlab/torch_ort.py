@@ -93,8 +93,8 @@ class ORTModule(nn.Module, metaclass=_Wrapping):
     """``ORTModule(model)`` behaves as `model` does and runs in ONNX Runtime.
 
     It shares the model's parameters and gives its attributes; ``state_dict`` has the model's own
-    names. ORT's dropout starts from torch's seed as it is by then. Further keyword arguments are
-    settings of `ortlab.wrap`, which also says what is raised.
+    names. ORT's own dropout, on a GPU, starts from torch's seed as it is by then. Further keyword
+    arguments are settings of `ortlab.wrap`, which also says what is raised.
     """
 
     def __init_subclass__(cls) -> None:
@@ -102,7 +102,7 @@ class ORTModule(nn.Module, metaclass=_Wrapping):
 
 
 def set_seed(seed: int) -> None:
-    """Restarts the random numbers of ORT's dropout, which torch.manual_seed does not reach."""
+    """Restarts ORT's own random numbers, of dropout on a GPU, which torch.manual_seed misses."""
     from ortlab import compat
 
     compat.ortmodule(on_progress=tell).set_seed(seed)

@@ -37,8 +37,8 @@ class OrtUnavailable(RuntimeError):
 class Ort:
     """What engines need of ONNX Runtime's training package, patched and ready.
 
-    The classes and enumerations are ORT's own. ``set_seed`` restarts the generator of ORT's
-    dropout, which torch's seeds do not reach.
+    The classes and enumerations are ORT's own. ``set_seed`` restarts the generator of ORT's own
+    dropout, which draws on a GPU and which torch's seeds do not reach.
     """
 
     ORTModule: Any

@@ -61,6 +61,7 @@ def generate(
         except Exception as error:
             said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             raise NotDifferentiable(said[0]) from error
+    _draw_masks(folder / TRAINING)
     _drop_unread(folder / EVAL)
     if optimizer == "adamw":
         _as_torch_does(folder / OPTIMIZER)
@@ -131,6 +132,36 @@ def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
         model, auto_merge=True, guess_output_rank=True
     )
     return found
+
+
+def _draw_masks(file: Path) -> None:
+    """Has dropouts draw from a generator that goes on; see `ortlab.kernels.substitutes` for why.
+
+    ORT's Dropout seeds its own anew for each mask, so that it drops some elements by rote.
+    """
+    model = onnx.load(file)
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        if node.op_type != "Dropout":
+            nodes.append(node)
+            continue
+        x, ratio, training = node.input
+        mask = node.output[1]
+        made, drawn = onnx.helper.make_node, f"{mask}_drawn"
+        nodes += [
+            made("RandomUniformLike", [x], [drawn], name=drawn, dtype=onnx.TensorProto.FLOAT),
+            made("GreaterOrEqual", [drawn, ratio], [mask], name=mask),
+            made(
+                "DropoutGrad",  # zeros what is masked out, and scales the rest
+                [x, mask, ratio, training],
+                node.output[:1],
+                name=node.name,
+                domain="com.microsoft",
+            ),
+        ]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    onnx.save(model, file)
 
 
 def _drop_unread(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""The dropouts of a graph, ORT's and those of `ortlab.kernels`: switched off, or seeded."""
+"""The dropouts of a graph, ORT's and those of `ortlab.kernels`: found, switched off, or seeded."""
 
 from __future__ import annotations
 

@@ -125,7 +125,10 @@ class Ort:
 
 
 def reseed(seed: int) -> None:
-    """Restarts the generator of ORT's dropout, which torch's seeds do not reach."""
+    """Restarts the generator of ORT's own dropout, which torch's seeds do not reach.
+
+    It draws on a GPU; on a CPU torch's generator does.
+    """
     compat.ortmodule().set_seed(seed)
 
 

@@ -33,8 +33,8 @@ class OrtLabCallback(TrainerCallback):
     A Trainer whose ``train`` raises does not say so: the run then counts as failed when the next
     one begins, or Python ends. `ortlab.hf.Trainer` tells.
 
-    ORT's dropout goes on from a seed of its own at the beginning and at each checkpoint, so that
-    a run that is resumed there draws what the undisturbed one did.
+    ORT's own dropout, on a GPU, goes on from a seed of its own at the beginning and at each
+    checkpoint, so that a run that is resumed there draws what the undisturbed one did.
     """
 
     def __init__(self, name: str | None = None) -> None:

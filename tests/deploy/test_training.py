@@ -119,6 +119,34 @@ class Words(nn.Module):
         return found
 
 
+class Masked(nn.Module):
+    """The gradient of its weight is what a dropout made of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = nn.Linear(640, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.sum(nn.functional.dropout(x, 0.1, self.training))
+        return found.sum()
+
+
+def test_each_element_is_dropped_as_often_as_any(tmp_path: Path) -> None:
+    """Within six standard errors; ORT's own Dropout drops the first by rote."""
+    batch, calls = torch.ones(1, 640), 1000
+    found = ortlab.export(Masked(), tmp_path / "out", batch, trainable="*")
+    assert isinstance(found, TrainingArtifacts)
+    device = artifacts.Device(found.path)
+    sums = [np.zeros((1, 640), np.float32)]
+    for _ in range(calls):
+        device.loss({found.inputs[0]: batch.numpy()})
+        sums.append(device.gradients(["sum.weight"])["sum.weight"].reshape(1, 640))
+    dropped = np.abs(np.diff(np.concatenate(sums), axis=0)) < 0.5
+    error = (0.1 * 0.9 / calls) ** 0.5
+    assert np.abs(dropped.mean(0) - 0.1).max() < 6 * error
+    assert abs(dropped.mean(0).std() / error - 1) < 6 / (2 * 640) ** 0.5
+
+
 def test_dropout_padding_and_what_is_frozen(tmp_path: Path) -> None:
     torch.manual_seed(2)
     model = Words()

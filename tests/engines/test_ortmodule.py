@@ -220,7 +220,7 @@ def test_a_backward_after_another_export_uses_its_own_graph(ort: Ort) -> None:
 
 
 def test_the_check_disturbs_nothing(ort: Ort) -> None:
-    """Buffers, random numbers, .grad and ORT's dropout are as an unchecked call leaves them."""
+    """Buffers, random numbers, .grad and dropout are as an unchecked call leaves them."""
     from ortlab import compat
 
     outcomes = []
