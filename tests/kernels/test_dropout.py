@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import onnx
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import ortlab
 from ortlab import kernels
+from ortlab.bench import models
 from ortlab.engines.ortmodule import execution_of
 from tests.kernels.nodes import PREFIX, operators
 
@@ -34,7 +38,7 @@ class Dropped(nn.Module):
         self.weight = nn.Parameter(torch.ones(SIZE))
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(self.weight * x, RATIO, self.training)
+        return functional.dropout(self.weight * x, RATIO, self.training)
 
 
 def _are_as_chance_has_them(call: Callable[[], Tensor]) -> None:
@@ -103,6 +107,75 @@ def test_double_precision_is_as_exact_as_torchs(ops: Any) -> None:
     torch.testing.assert_close(found, x * mask * (1 / (1 - RATIO)))
     back = ops.dropout_backward(gradient, mask, RATIO, False)
     torch.testing.assert_close(back, gradient * mask * (1 / (1 - RATIO)))
+
+
+def _dropout(
+    ops: Any, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Eager torch's, with a mask of the kernel's."""
+    if not training or p == 0:
+        return x
+    return x * ops.dropout(torch.ones(x.shape), p, False)[1] / (1 - p)
+
+
+def _attention(
+    ops: Any,
+    kernel: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Eager torch's in plain operators; attention's kernel keeps its mask as signs."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ key.transpose(-1, -2) * scale
+    given = [each.detach() for each in (query, key, value)]
+    more = (attn_mask, dropout_p, is_causal, scale, False, False)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros(attn_mask.shape).masked_fill(~attn_mask, -torch.inf)
+    weights = (scores if attn_mask is None else scores + attn_mask).softmax(-1)
+    if not kernel:
+        return _dropout(ops, weights, dropout_p) @ value
+    kept = ~ops.attention(*given, *more)[1].signbit().view(weights.shape)
+    return weights * kept / (1 - dropout_p) @ value
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        *itertools.product(("bert-768", "gpt2-768", "vit-small"), ("measured", "ort")),
+        ("t5-small", "measured"),  # with ORT's, encoder and decoder take turns
+    ],
+)
+def test_a_step_is_eager_torchs_with_the_same_masks(ops: Any, name: str, chosen: str) -> None:
+    """Both draw by the same seed, in the order of their dropouts."""
+    model, batch = models.build(name, quick=True)
+    parameters = list(model.parameters())
+
+    def trained(module: nn.Module, seed: int = 6) -> tuple[float, list[Tensor]]:
+        torch.manual_seed(seed)
+        loss = module(**batch).loss
+        return float(loss.detach()), list(torch.autograd.grad(loss, parameters))
+
+    attention = functools.partial(_attention, ops, chosen == "measured")
+    with (
+        mock.patch.object(functional, "dropout", functools.partial(_dropout, ops)),
+        mock.patch.object(functional, "scaled_dot_product_attention", attention),
+    ):
+        expected, gradients = trained(model)
+    wrapped = ortlab.wrap(model, kernels=chosen)
+    trained(wrapped)
+    loss, found = trained(wrapped)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert trained(wrapped, seed=7)[0] != pytest.approx(expected, rel=1e-6)
+    most = max(float(each.norm()) for each in gradients)
+    for a, b in zip(gradients, found, strict=True):
+        assert float((a - b).norm()) <= 1e-3 * max(float(a.norm()), 1e-3 * most)
 
 
 def test_where_there_are_no_kernels_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
