@@ -309,13 +309,13 @@ def test_dropout_follows_torchs_seed() -> None:
         found.append(model(X))
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
-    set_seed(7)
+    torch.manual_seed(7)
     first = model(X)
     assert not torch.equal(model(X), first)
-    set_seed(7)
+    set_seed(7)  # of ORT's own, which draws on a GPU
+    assert not torch.equal(model(X), first)
+    torch.manual_seed(7)
     assert torch.equal(model(X), first)
-    set_seed(0)  # whose numbers ORT's generator makes twice
-    assert not torch.equal(model(X), model(X))
 
 
 def test_the_seed_that_torch_has_when_ort_comes_repeats_no_mask() -> None:
