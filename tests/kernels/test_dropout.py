@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import onnx
 import pytest
@@ -20,6 +19,7 @@ from ortlab import kernels
 from ortlab.bench import models
 from ortlab.engines.ortmodule import execution_of
 from tests.kernels.nodes import PREFIX, operators
+from tests.zoo.dropout import drawing
 
 RATIO, SIZE, CALLS = 0.1, 640, 2000
 WAYS: dict[str, dict[str, Any]] = {
@@ -109,40 +109,14 @@ def test_double_precision_is_as_exact_as_torchs(ops: Any) -> None:
     torch.testing.assert_close(back, gradient * mask * (1 / (1 - RATIO)))
 
 
-def _dropout(
-    ops: Any, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Eager torch's, with a mask of the kernel's."""
-    if not training or p == 0:
-        return x
-    return x * ops.dropout(torch.ones(x.shape), p, False)[1] / (1 - p)
-
-
-def _attention(
-    ops: Any,
-    kernel: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    """Eager torch's in plain operators; attention's kernel keeps its mask as signs."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = query @ key.transpose(-1, -2) * scale
-    given = [each.detach() for each in (query, key, value)]
-    more = (attn_mask, dropout_p, is_causal, scale, False, False)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros(attn_mask.shape).masked_fill(~attn_mask, -torch.inf)
-    weights = (scores if attn_mask is None else scores + attn_mask).softmax(-1)
-    if not kernel:
-        return _dropout(ops, weights, dropout_p) @ value
-    kept = ~ops.attention(*given, *more)[1].signbit().view(weights.shape)
-    return weights * kept / (1 - dropout_p) @ value
+def _masks(ops: Any, shape: Sequence[int], ratio: float, *, attention: bool) -> Tensor:
+    """Of the kernels, by the next draw of torch's; attention's keeps its own as signs."""
+    if not (attention and len(shape) == 4):
+        return ops.dropout(torch.ones(tuple(shape)), ratio, False)[1].bool()
+    *heads, queries, keys = shape
+    query, key = torch.zeros(*heads, queries, 1), torch.zeros(*heads, keys, 1)
+    weights = ops.attention(query, key, key, None, ratio, False, 1.0, False, False)[1]
+    return ~weights.signbit().view(tuple(shape))
 
 
 @pytest.mark.parametrize(
@@ -162,11 +136,7 @@ def test_a_step_is_eager_torchs_with_the_same_masks(ops: Any, name: str, chosen:
         loss = module(**batch).loss
         return float(loss.detach()), list(torch.autograd.grad(loss, parameters))
 
-    attention = functools.partial(_attention, ops, chosen == "measured")
-    with (
-        mock.patch.object(functional, "dropout", functools.partial(_dropout, ops)),
-        mock.patch.object(functional, "scaled_dot_product_attention", attention),
-    ):
+    with drawing(functools.partial(_masks, ops, attention=chosen == "measured")):
         expected, gradients = trained(model)
     wrapped = ortlab.wrap(model, kernels=chosen)
     trained(wrapped)

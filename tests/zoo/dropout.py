@@ -17,7 +17,6 @@ from unittest import mock
 
 import numpy
 import onnx
-import onnxruntime
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -51,7 +50,7 @@ class Replay:
                 result = process(*inputs)
                 info = transitions._post_export_processed_model_info
                 graph = info._post_export_processed_model.graph
-                replay._draws[id(export)] = [_draw(s) for s in replay._seed(graph)]
+                replay._draws[id(export)] = [drawn_by_ort(s) for s in replay._seed(graph)]
                 return result
 
             transitions.get_post_processed_model = process_and_seed
@@ -105,26 +104,38 @@ class Replay:
             without.append(torch.ones(tuple(shape), requires_grad=True))
             return without[-1]
 
-        with contextlib.ExitStack() as stack:
-            for module, name, replaced in (
-                (functional, "dropout", _dropout),
-                (functional, "scaled_dot_product_attention", _attention),
-                (torch._VF, "lstm", _recurrence),
-                (torch._VF, "gru", _recurrence),
-            ):
-                call = functools.partial(replaced, draw, getattr(module, name))
-                stack.enter_context(mock.patch.object(module, name, call))
+        with drawing(draw):
             yield
         if waiting:
             raise DropoutDiffers(f"ORT calls dropout {len(waiting)} times more than eager torch")
+
+
+@contextlib.contextmanager
+def drawing(draw: Draw) -> Iterator[None]:
+    """Within it eager torch's dropouts have the masks of `draw`, in their order."""
+    with contextlib.ExitStack() as stack:
+        for module, name, replaced in (
+            (functional, "dropout", _dropout),
+            (functional, "scaled_dot_product_attention", _attention),
+            (torch._VF, "lstm", _recurrence),
+            (torch._VF, "gru", _recurrence),
+        ):
+            call = functools.partial(replaced, draw, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, call))
+        yield
 
 
 def _ratio(constant: onnx.NodeProto) -> float:
     return float(onnx.numpy_helper.to_array(constant.attribute[0].t))
 
 
-def _draw(seed: int) -> Draw:
-    node = onnx.helper.make_node("Dropout", ["x", "ratio", "on"], ["y", "mask"], seed=seed)
+def drawn_by_ort(seed: int | None) -> Draw:
+    """Masks of ORT's own kernel, by this seed; by that of ORT's generator for all with None."""
+    import onnxruntime  # which is not wherever tests are collected
+
+    node = onnx.helper.make_node("Dropout", ["x", "ratio", "on"], ["y", "mask"])
+    if seed is not None:
+        node.attribute.append(onnx.helper.make_attribute("seed", seed))
     number, truth = onnx.TensorProto.FLOAT, onnx.TensorProto.BOOL
     value = onnx.helper.make_tensor_value_info
     given = [value("x", number, None), value("ratio", number, []), value("on", truth, [])]

@@ -176,7 +176,7 @@ def test_steps_that_differ_are_wrong(trial: Any) -> None:
 
 
 def test_masks_are_drawn_at_their_rate() -> None:
-    draw = dropout._draw(1)
+    draw = dropout.drawn_by_ort(1)
     first, second = draw((100, 1000), 0.1), draw((100, 1000), 0.1)
     for mask in (first, second):  # of 1e5 draws: five standard deviations are 0.0047
         assert abs(float(mask.float().mean()) - 0.9) < 0.005
