@@ -55,7 +55,7 @@ int64_t grain(int64_t columns) { return std::max<int64_t>(1, kGrain / std::max<i
 // every few kilobytes. It holds at most twice what was once in use at a time; what has waited for
 // longest goes first. Huge pages are not asked for: in a virtual machine that gives its host what is
 // free, the first touch of them takes about a millisecond for each megabyte, four times that of small
-// ones, and steps after that are faster by 2% at most.
+// ones, and steps after that are faster by 4% at most.
 class Pool {
  public:
   static Pool& get() {
