@@ -167,6 +167,27 @@ Tensor as(const Tensor& x, at::ScalarType type) {
 inline float number(float x) { return x; }
 inline float number(BFloat16 x) { return static_cast<float>(x); }
 
+// Loops become vectors as long as nothing in them branches: these two select by bits.
+union Bits {
+  float value;
+  uint32_t bits;
+};
+
+// x or, where it is not kept, zero.
+inline float where(bool kept, float x) {
+  Bits found = {x};
+  found.bits &= -static_cast<uint32_t>(kept);
+  return found.value;
+}
+
+inline float negated_where(bool negates, float x) {
+  Bits found = {x};
+  found.bits ^= static_cast<uint32_t>(negates) << 31;
+  return found.value;
+}
+
+inline bool is_negative(float x) { return Bits{x}.bits >> 31; }
+
 // Calls f with the elements of x, whichever type they are of.
 template <typename F>
 void reading(const Tensor& x, const F& f) {
@@ -190,16 +211,18 @@ Tensor mapped(const Tensor& given, const std::optional<Tensor>& bias, bool low, 
   const Tensor x = given.contiguous();
   Tensor found = fresh(x.sizes(), type_of(low));
   const Tensor dense = bias.has_value() ? bias->contiguous() : Tensor();
-  const int64_t columns = dense.defined() ? dense.numel() : (x.dim() ? x.size(-1) : 1);
   const float* plus = dense.defined() ? dense.const_data_ptr<float>() : nullptr;
+  const int64_t count = x.numel(), columns = std::max<int64_t>(1, plus ? dense.numel() : std::min(count, kGrain));
   reading(x, [&](const auto* in) {
     writing(found, [&](auto* out) {
-      at::parallel_for(0, columns ? x.numel() / columns : 0, grain(columns), [&](int64_t begin, int64_t end) {
-        if (!plus)
-          for (int64_t i = begin * columns; i < end * columns; ++i) out[i] = f(i, number(in[i]));
-        else
-          for (int64_t row = begin; row < end; ++row)
-            for (int64_t i = row * columns, j = 0; j < columns; ++i, ++j) out[i] = f(i, number(in[i]) + plus[j]);
+      at::parallel_for(0, (count + columns - 1) / columns, grain(columns), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t first = row * columns, here = std::min(columns, count - first);
+          if (plus)
+            for (int64_t i = first, j = 0; j < here; ++i, ++j) out[i] = f(i, number(in[i]) + plus[j]);
+          else
+            for (int64_t i = first, j = 0; j < here; ++i, ++j) out[i] = f(i, number(in[i]));
+        }
       });
     });
   });
@@ -218,9 +241,9 @@ Tensor mapped_back(const Tensor& given, const Tensor& x, const std::optional<Ten
   return found;
 }
 
-// e^x for x <= 0, to about 1e-7: 2^n by the exponent, the rest by a polynomial.
-inline float exp_negative(float x) {
-  const float scaled = std::max(x, -87.0f) * 1.44269504f;
+// e^x for x <= 0, to about 1e-7, and e^-87 below -87: 2^n by the exponent, the rest by a polynomial.
+inline float exp_clamped(float x) {
+  const float scaled = (x < -87.0f ? -87.0f : x) * 1.44269504f;
   const float whole = std::nearbyint(scaled), rest = scaled - whole;
   float found = 1.5403530e-4f;
   found = found * rest + 1.3333558e-3f;
@@ -229,12 +252,12 @@ inline float exp_negative(float x) {
   found = found * rest + 2.4022651e-1f;
   found = found * rest + 6.9314718e-1f;
   found = found * rest + 1.0f;
-  union {
-    int32_t bits;
-    float value;
-  } power = {(static_cast<int32_t>(whole) + 127) << 23};
-  return x < -87.0f ? 0.0f : found * power.value;
+  Bits power;
+  power.bits = (static_cast<int32_t>(whole) + 127) << 23;
+  return found * power.value;
 }
+
+inline float exp_negative(float x) { return x < -87.0f ? 0.0f : exp_clamped(x); }
 
 // The normal distribution's function and density: Abramowitz and Stegun, 7.1.26, off by 1.5e-7 at
 // most, which is what torch's vectorized erf is made of as well.
@@ -426,12 +449,10 @@ std::tuple<Tensor, Tensor> dropout_by(const Tensor& given, Key key, double ratio
         for (int64_t block = begin; block < end; ++block) {
           if (ratio > 0) philox(key, static_cast<uint64_t>(block), random);
           const int64_t start = block * kBlock;
-          const auto spread = [&](int here) {
-            for (int i = 0; i < here; ++i) {
-              const bool kept = random[i] >= least;
-              keep[start + i] = kept;
-              out[start + i] = kept ? number(in[start + i]) * scale : 0.0f;
-            }
+          const auto spread = [=, &random](int here) {  // by copies, which no mask can alias
+            for (int i = 0; i < here; ++i) keep[start + i] = random[i] >= least;
+            for (int i = 0; i < here; ++i)
+              out[start + i] = where(random[i] >= least, number(in[start + i]) * scale);
           };
           if (start + kBlock <= count)
             spread(kBlock);
@@ -458,7 +479,7 @@ Tensor dropout_backward(const Tensor& gradient, const Tensor& kept, double ratio
   const uint8_t* keep = mask.const_data_ptr<uint8_t>();
   const float scale = scale_of_kept(ratio);
   return mapped(gradient, std::nullopt, low,
-                [&](int64_t i, float value) { return keep[i] ? value * scale : 0.0f; });
+                [&](int64_t i, float value) { return where(keep[i], value * scale); });
 }
 
 Tensor bias_gelu(const Tensor& x, const Tensor& bias, bool low) {
@@ -480,8 +501,8 @@ Tensor bias_gelu_backward(const Tensor& gradient, const Tensor& x, const Tensor&
 constexpr float kCubic = 0.044715f, kRoot = 0.79788456f;  // the root of 2 / pi
 
 inline float hyperbolic_tangent(float x) {
-  const float power = exp_negative(-2.0f * std::fabs(x)), found = (1.0f - power) / (1.0f + power);
-  return x < 0 ? -found : found;
+  const float power = exp_clamped(-2.0f * std::fabs(x));
+  return std::copysign((1.0f - power) / (1.0f + power), x);
 }
 
 // GELU's approximation by tanh.
@@ -780,13 +801,17 @@ void weigh(Tensor& scores, Tensor& kept, const Mask& mask, IntArrayRef sizes, Ke
       for (int64_t block = 0; block < blocks; ++block) {
         if (ratio > 0) philox(key, static_cast<uint64_t>(row * blocks + block), random);
         const int64_t start = block * kBlock;
-        const int here = static_cast<int>(std::min<int64_t>(kBlock, keys - start));
-        for (int i = 0; i < here; ++i) {
-          const float weight = values[start + i] * inverse;
-          const bool stays = random[i] >= least;
-          softmax[start + i] = static_cast<T>(stays ? weight : -weight);
-          weights[start + i] = static_cast<T>(stays ? weight * up : 0.0f);
-        }
+        const auto spread = [=, &random](int64_t here) {
+          for (int64_t i = 0; i < here; ++i) {
+            const float weight = values[start + i] * inverse;
+            softmax[start + i] = static_cast<T>(negated_where(random[i] < least, weight));
+            weights[start + i] = static_cast<T>(where(random[i] >= least, weight * up));
+          }
+        };
+        if (start + kBlock <= keys)
+          spread(kBlock);
+        else
+          spread(keys - start);
       }
     }
   });
@@ -803,7 +828,7 @@ Tensor weights_of(const Tensor& kept, double ratio) {
   at::parallel_for(0, kept.numel(), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const float value = number(in[i]);
-      out[i] = static_cast<T>(std::signbit(value) ? 0.0f : value * up);
+      out[i] = static_cast<T>(where(!is_negative(value), value * up));
     }
   });
   return found;
@@ -826,7 +851,7 @@ void weigh_backward(Tensor& gradient, const Tensor& kept, double ratio) {
 #pragma omp simd reduction(+ : total)
       for (int64_t j = 0; j < keys; ++j) {
         const float signed_weight = number(softmax[j]);
-        by_weight[j] = std::signbit(signed_weight) ? 0.0f : number(given[j]) * up;
+        by_weight[j] = where(!is_negative(signed_weight), number(given[j]) * up);
         total += by_weight[j] * std::fabs(signed_weight);
       }
       for (int64_t j = 0; j < keys; ++j)
