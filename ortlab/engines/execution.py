@@ -43,7 +43,7 @@ from ortlab.engines.selfcheck import (
     is_rounding,
     nudged,
     observe,
-    some_rows,
+    parts_of,
     undisturbed,
 )
 from ortlab.engines.served import OF_A_KIND, ExportFailed, Kind, Served, Shapes, bucket
@@ -570,8 +570,8 @@ class Execution:
                 raise
             if known and isinstance(error, SelfCheckFailed):
                 raise SelfCheckFailed(
-                    "ORT's graph is right for the batch that it was exported with, and not for the "
-                    f"next, so by more than its shape: {error}"
+                    "ORT's graph is right for what was checked of the batch that it was exported "
+                    f"with, and not for the next, so by more than its shape: {error}"
                 ) from None
             if known:
                 raise
@@ -595,25 +595,28 @@ class Execution:
     ) -> Served:
         """Compares the export with eager torch, after making it where there is none.
 
-        With `part` on some of the batch's rows: what is right for another batch size than it was
-        exported with is right for its own. Where that does not hold the whole batch decides.
+        With `part` on a part of the batch: what is right for other sizes than it was exported with
+        is right for its own. Where that does not hold the whole batch decides.
         """
         again = served is not None and served.checked
         part = part and (served is None or not self._by_shape(served, args, kwargs))
-        rows = some_rows(self.module, args, kwargs, again=again) if part else None
-        call = rows or (args, kwargs)
-        try:
-            reference = self._reference(*call)
-        except NotInGraph:
-            raise
-        except Exception as error:  # whatever forward raises where it needs the whole batch
-            if rows is None or out_of_memory(error):
+        whole = (args, kwargs)
+        parts = parts_of(self.module, args, kwargs, again=again) if part else []
+        for call in (*parts, whole):
+            try:
+                reference = self._reference(*call)
+            except NotInGraph:
                 raise
-            rows, call = None, (args, kwargs)
-            reference = self._reference(*call)
+            except Exception as error:  # whatever forward raises where it needs the whole batch
+                if call is whole or out_of_memory(error):
+                    raise
+            else:
+                # The loss of a few tokens is no number where none of them has a label.
+                if call is whole or again or reference.is_finite():
+                    break
         if served is None:
             served = self._make(args, kwargs, why, checked=not reference.drew)
-            if rows and self._by_shape(served, args, kwargs):
+            if call is not whole and self._by_shape(served, args, kwargs):
                 return self._check(served, args, kwargs, why, part=False)
         elif served.again and not reference.is_finite():
             return served  # engines differ in what NaN becomes, and another batch will come
@@ -630,7 +633,7 @@ class Execution:
             try:
                 self._compare(reference, *call, served)
             except (ExportFailed, SelfCheckFailed):
-                if rows:
+                if call is not whole:
                     return self._check(served, args, kwargs, why, part=False)
                 export = served.export
                 if served.checked or not (export.from_cache or export.weightless):
@@ -644,7 +647,7 @@ class Execution:
             served.again = not served.checked
             if not served.checked:
                 self._keep(served.export)
-        for each in (call, (args, kwargs)):
+        for each in (call, whole):
             served.passed(self._kind(*each)[1])
         self._checks += 1
         return served

@@ -47,6 +47,8 @@ _NUDGES = 8
 SMALLEST = 1e-3
 
 _MANY_ROWS = 4
+_FEW_TOKENS = 32
+_TOKENS_APART = 8
 _SEED = 20210301
 _DRAWN = 65_537
 """Random numbers of a cotangent, again and again: a prime, so that no two rows get the same."""
@@ -263,29 +265,70 @@ def _put_back(path: str, module: nn.Module, before: Mapping[str, Any]) -> Iterat
             yield f"{path}.{name}"
 
 
-def some_rows(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, again: bool = False
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A quarter of the batch, two rows at least, evenly spread; None where it has less than four.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a module is called with: positional arguments and named ones."""
 
-    They are the first of every four. Where a graph is looked at `again`, for what it keeps of the
-    batch before, an eighth will do, and one row: the last of every eight. Rows are what all tensors
+
+def parts_of(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, again: bool = False
+) -> list[Call]:
+    """Calls with a part of the batch, the smallest first; none where only the whole will do.
+
+    A quarter of the rows, two at least and all where there are less than four, evenly spread; and
+    where the batch is of token ids, an eighth of their tokens, 32 at least, spread as evenly. Where
+    a graph is looked at `again`, for what it keeps of the batch before, it is an eighth of the
+    rows, one at least, with all their tokens: the last of every eight. Rows are what all tensors
     of the arguments have as many of, along their first dimension. With a BatchNorm none will do:
     over few rows its gradient is mostly rounding.
     """
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
-        return None
-    counts = {tensor.shape[0] for tensor in tensors([args, kwargs]) if tensor.dim() > 0}
-    if len(counts) != 1 or (count := counts.pop()) < _MANY_ROWS:
-        return None
-    number = max(1, count // 8) if again else max(2, count // 4)
+        return []
+    given = [tensor for tensor in tensors([args, kwargs]) if tensor.dim() > 0]
+    counts = {tensor.shape[0] for tensor in given}
+    if len(counts) != 1:
+        return []
+    count, number = counts.pop(), None
+    if count >= _MANY_ROWS:
+        number = max(1, count // 8) if again else max(2, count // 4)
+    rows = None if number is None else _spread(count, number, last=again)
+    apart = 1 if again else _apart_in(given)
+    found = []
+    if apart > 1:
+        found.append(_changed(args, kwargs, lambda each: _taken(each, rows, apart)))
+    if rows is not None:
+        found.append(_changed(args, kwargs, lambda each: _taken(each, rows)))
+    return [call for call in found if call is not None]
+
+
+def _spread(count: int, number: int, *, last: bool) -> torch.Tensor:
+    """Indices of `number` of `count` rows, evenly spread: the first of every few, or the last."""
     apart = count // number
-    taken = torch.arange(number) * apart + (apart - 1 if again else 0)
+    return torch.arange(number) * apart + (apart - 1 if last else 0)
 
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.index_select(0, taken.to(tensor.device)) if tensor.dim() else tensor
 
-    return _changed(args, kwargs, rows)
+def _apart_in(given: Sequence[torch.Tensor]) -> int:
+    """Of how many tokens one will do; 1 where the tensors' second dimension is not that of tokens.
+
+    It is where all that have two have as many there, of integers or truths: ids, masks and labels.
+    Any of a row's tokens in their order are a row of tokens, whose padding has the same share.
+    """
+    wide = [tensor for tensor in given if tensor.dim() > 1]
+    sizes = {tensor.shape[1] for tensor in wide}
+    if len(sizes) != 1 or any(tensor.dim() > 2 or not _counts(tensor) for tensor in wide):
+        return 1
+    return min(_TOKENS_APART, max(1, sizes.pop() // _FEW_TOKENS))
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _taken(tensor: torch.Tensor, rows: torch.Tensor | None, apart: int = 1) -> torch.Tensor:
+    """A copy with these rows, all where there are none, and one of every few columns."""
+    if tensor.dim() == 0:
+        return tensor
+    taken = tensor if rows is None else tensor.index_select(0, rows.to(tensor.device))
+    return taken[:, ::apart].contiguous() if apart > 1 and tensor.dim() > 1 else taken
 
 
 def in_double(
@@ -333,7 +376,7 @@ def _changed(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     change: Callable[[torch.Tensor], torch.Tensor],
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> Call | None:
     """Arguments with `change` made to all tensors; None where they may be in what is not known."""
 
     def each(value: Any) -> Any:

@@ -617,12 +617,52 @@ def test_the_second_batch_is_checked_too(ort: Ort, rows: int) -> None:
     extreme[-1] = -30.0
     wrapped = _wrap(ort, LogOfSigmoid())
     wrapped(mild)
-    with pytest.raises(SelfCheckFailed, match="right for the batch that it was exported with, and"):
+    with pytest.raises(SelfCheckFailed, match="right for what was checked of the batch"):
         wrapped(extreme)
     fitting = _wrap(ort, LogOfSigmoid())
     for factor, checks in ((1.0, 1), (float("nan"), 1), (1.0, 2), (1.0, 2)):
         fitting(factor * torch.randn(rows, 3))
         assert _checks(ort.report(fitting)) == checks, "what is not finite tells nothing"
+
+
+class Tagger(nn.Module):
+    """A class for each token, and their mean loss; with `places` one for all, by every token."""
+
+    def __init__(self, *, places: int = 0) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+        self.classes = nn.Linear(4 * max(1, places), 3)
+        self.places = places
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found = self.table(ids)
+        scores = self.classes(found.flatten(1) if self.places else found.flatten(0, 1))
+        return functional.cross_entropy(scores, labels.flatten())
+
+
+_LABELLED = torch.full((8, 64), -100)
+_LABELLED[:, 1] = 1
+
+
+@pytest.mark.parametrize(
+    ("places", "labels", "checked"),
+    [
+        (0, torch.ones(8, 64, dtype=torch.int64), "[2, 32], [2, 32]"),
+        (0, _LABELLED, "[2, 64], [2, 64]"),
+        (0, _LABELLED.roll(1, 1), "[2, 32], [2, 32]"),
+        (64, torch.ones(8, dtype=torch.int64), "[2, 64], [2]"),
+    ],
+    ids=["every token", "none among the few", "one among the few", "all at once"],
+)
+def test_the_first_check_is_of_a_few_tokens_where_they_will_do(
+    ort: Ort, places: int, labels: torch.Tensor, checked: str
+) -> None:
+    ids = torch.arange(512).reshape(8, 64) % 9
+    wrapped = _wrap(ort, Tagger(places=places))
+    eager = copy.deepcopy(ort.unwrap(wrapped))(ids, labels)
+    torch.testing.assert_close(wrapped(ids, labels), eager)
+    first = next(note for note in ort.report(wrapped).notes if "checked on" in note)
+    assert first.startswith(f"checked on {checked}: ")
 
 
 # --- what torch has added to a module's methods since ORTModule

@@ -24,7 +24,7 @@ from ortlab.engines.selfcheck import (
     is_rounding,
     nudged,
     observe,
-    some_rows,
+    parts_of,
 )
 
 
@@ -261,9 +261,8 @@ def test_finite_are_all_numbers_or_none(values: list[float], finite: bool) -> No
 
 def test_rows_are_a_quarter_of_the_batch() -> None:
     ids, mask = torch.arange(36).reshape(9, 4), torch.ones(9, 4, requires_grad=True)
-    found = some_rows(nn.Linear(4, 4), (ids, 0.5), {"more": {"mask": [mask], "name": "x"}})
-    assert found is not None
-    (rows, number), named = found
+    call = (ids, 0.5), {"more": {"mask": [mask], "name": "x"}}
+    (((rows, number), named),) = parts_of(nn.Linear(4, 4), *call)
     assert torch.equal(rows, ids[[0, 4]])
     assert (number, named["more"]["name"]) == (0.5, "x")
     (taken,) = named["more"]["mask"]
@@ -286,9 +285,39 @@ def test_a_second_look_takes_half_as_many(count: int, taken: list[int]) -> None:
 
 
 def rows_of(count: int, **looks: bool) -> list[int]:
-    found = some_rows(nn.Linear(4, 4), (torch.arange(count),), {}, **looks)
-    assert found is not None
-    return found[0][0].tolist()
+    ((args, _),) = parts_of(nn.Linear(4, 4), (torch.arange(count),), {}, **looks)
+    return args[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "taken"),
+    [(4, 256, (2, 32)), (8, 1024, (2, 128)), (8, 100, (2, 34)), (2, 256, (2, 32))],
+)
+def test_of_token_ids_an_eighth_will_do(rows: int, tokens: int, taken: tuple[int, int]) -> None:
+    ids, mask = torch.arange(rows * tokens).reshape(rows, tokens), torch.ones(rows, tokens) > 0
+    given = {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(rows)}
+    (_, few), *more = parts_of(nn.Linear(4, 4), (), given)
+    assert few["input_ids"].shape == few["attention_mask"].shape == taken
+    first, second = few["input_ids"][:, :2].unbind(1)
+    assert (second - first == (tokens - 1) // (taken[1] - 1)).all()
+    assert few["labels"].tolist() == [0, rows // 2 if rows > 3 else 1]
+    assert [call["input_ids"].shape for _, call in more] == [(2, tokens)] * (rows > 3)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (torch.ones(8, 256),),
+        (torch.ones(8, 256, dtype=torch.int64), torch.ones(8, 256, 4)),
+        (torch.ones(8, 256, dtype=torch.int64), torch.ones(8, 64, dtype=torch.int64)),
+        (torch.ones(8, 63, dtype=torch.int64),),
+        (torch.ones(8, dtype=torch.int64),),
+    ],
+    ids=["features", "embeddings", "two lengths", "short", "numbers"],
+)
+def test_all_of_what_may_be_no_token_stays(given: tuple[torch.Tensor, ...]) -> None:
+    ((args, _),) = parts_of(nn.Linear(4, 4), given, {})
+    assert [each.shape[1:] for each in args] == [each.shape[1:] for each in given]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +332,7 @@ def rows_of(count: int, **looks: bool) -> list[int]:
     ids=["few", "another dimension", "an object", "a number", "BatchNorm"],
 )
 def test_no_rows_where_they_cannot_be_told(module: nn.Module, args: tuple[Any, ...]) -> None:
-    assert some_rows(module, args, {}) is None
+    assert parts_of(module, args, {}) == []
 
 
 @pytest.mark.parametrize(
