@@ -612,7 +612,7 @@ class Execution:
                     raise
             else:
                 # The loss of a few tokens is no number where none of them has a label.
-                if call is whole or again or reference.is_finite():
+                if call is whole or again or reference.has_finite_outputs():
                     break
         if served is None:
             served = self._make(args, kwargs, why, checked=not reference.drew)

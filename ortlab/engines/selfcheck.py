@@ -414,9 +414,16 @@ class Observed:
 
     def is_finite(self) -> bool:
         """Whether no output and no gradient is infinite or NaN."""
-        values = (*self.outputs.values(), *self.gradients.values())
-        # A sum tells in a fraction of the time, unless it overflows.
-        return all(bool(value.sum().isfinite() or value.isfinite().all()) for value in values)
+        return self.has_finite_outputs() and _are_finite(self.gradients)
+
+    def has_finite_outputs(self) -> bool:
+        """Whether no output is infinite or NaN."""
+        return _are_finite(self.outputs)
+
+
+def _are_finite(values: Mapping[str, torch.Tensor]) -> bool:
+    # A sum tells in a fraction of the time, unless it overflows.
+    return all(bool(each.sum().isfinite() or each.isfinite().all()) for each in values.values())
 
 
 def observe(

@@ -32,11 +32,9 @@ from ortlab.tables import Column, Table
 
 _ROUNDS = 8
 _MOST_S = 0.03
-"""Of one pair's rounds; three are made in any case, two where it is clear by then.
-
-Two will also do where they took three times as long: chance weighs little in calls of 20 ms.
-"""
+"""Of one pair's rounds, see `_suffices`."""
 _CLEAR = 1.3
+_FAR = 3.0
 """Times that the slower one's shortest call takes as long as the faster one's longest."""
 _DRAWN = 2**16
 """Random numbers of an input, again and again: a kernel's time does not depend on them."""
@@ -187,23 +185,33 @@ def _measure(found: Found, feeds: Mapping[str, tuple[int, ...]], graph: Graph) -
     times: list[list[float]] = [[], []]
     before = torch.ones(2**18)
     began = time.perf_counter()
-    for turn in range(_ROUNDS):
+    for _ in range(_ROUNDS):
         for call, taken in zip(calls, times, strict=True):
             before.add_(1)
             started = time.perf_counter()
             call()
             taken.append(time.perf_counter() - started)
-        spent = time.perf_counter() - began > _MOST_S * (3 if turn < 2 else 1)
-        if turn > 0 and (spent or _is_clear(times)):
+        if _suffices(times, time.perf_counter() - began):
             break
     ort_us, torch_us = (min(taken) * 1e6 for taken in times)
     return Timing(round(ort_us, 1), round(torch_us, 1))
 
 
-def _is_clear(times: Sequence[Sequence[float]]) -> bool:
-    """Whether one's calls are all shorter than the other's, and by more than chance."""
+def _suffices(times: Sequence[Sequence[float]], spent_s: float) -> bool:
+    """Whether it is known by now which is faster.
+
+    Three rounds are enough after `_MOST_S`. Two are where each call of one was shorter than all of
+    the other's, by more than chance, or after three times as long: chance weighs little in calls of
+    20 ms. One is after `_MOST_S` where they are far from each other.
+    """
     fast, slow = sorted(times, key=min)
-    return max(fast) * _CLEAR < min(slow)
+    apart = min(slow) / max(fast)
+    match len(fast):
+        case 1:
+            return spent_s > _MOST_S and apart > _FAR
+        case 2:
+            return spent_s > 3 * _MOST_S or apart > _CLEAR
+    return spent_s > _MOST_S
 
 
 def _call(

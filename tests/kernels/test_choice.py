@@ -128,6 +128,27 @@ def test_one_of_them_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ort_ms", "ours_ms", "enough"),
+    [
+        ([60.0], [2.0], True),
+        ([60.0], [25.0], False),  # chance may make twice of one call
+        ([6.0], [0.2], False),  # an ORT thread that had to wake up may, too
+        ([30.0, 28.0], [24.0, 23.0], True),
+        ([9.0, 3.0], [4.0, 4.1], False),
+        ([9.0, 8.0], [4.0, 4.1], True),
+        ([9.0, 3.0, 9.0], [4.0, 4.1, 4.0], True),
+        ([1.0, 1.1, 1.2], [1.0, 1.1, 1.2], False),
+    ],
+)
+def test_rounds_end_when_they_tell_which_is_faster(
+    ort_ms: list[float], ours_ms: list[float], enough: bool
+) -> None:
+    spent_s = (sum(ort_ms) + sum(ours_ms)) / 1000
+    assert choice._suffices([ort_ms, ours_ms], spent_s) is enough
+    assert choice._suffices([ours_ms, ort_ms], spent_s) is enough
+
+
+@pytest.mark.parametrize(
     "damage",
     [
         "",
