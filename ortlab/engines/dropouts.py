@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import onnx
 
 from ortlab.kernels.nodes import operator
@@ -47,8 +49,8 @@ def switch_off(graph: onnx.GraphProto) -> int:
 
 
 def draws(graph: onnx.GraphProto) -> bool:
-    """Whether a dropout of ORT's is in `graph`."""
-    return any(node.op_type in _DRAWING for node in graph.node)
+    """Whether a dropout of ORT's without a seed of its own is in `graph`."""
+    return next(_without_seed(graph), None) is not None
 
 
 def seed(graph: onnx.GraphProto) -> None:
@@ -56,9 +58,14 @@ def seed(graph: onnx.GraphProto) -> None:
 
     Those that ATen nodes call draw from torch's, which can be put back.
     """
+    for node in _without_seed(graph):
+        node.attribute.append(onnx.helper.make_attribute("seed", 0))
+
+
+def _without_seed(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     for node in graph.node:
         if node.op_type in _DRAWING and not any(each.name == "seed" for each in node.attribute):
-            node.attribute.append(onnx.helper.make_attribute("seed", 0))
+            yield node
 
 
 def _ratio(node: onnx.NodeProto) -> int:

@@ -490,10 +490,10 @@ class Execution:
         why = export.without_kernels
         if why is not None and why == kernels.unavailable():
             self._remark(f"ORT's own kernels compute alone: {why}")
-        if export.draws_poorly:
+        if (poorly := export.draws_poorly) is not None:
             self._remark(
                 "ORT's own dropout draws poor random numbers, some elements are dropped by rote: "
-                f"without ortlab's kernels there is no other ({kernels.unavailable()})"
+                f"{poorly}"
             )
         in_torch = self.settings.precision in ("bf16", "fp16")
         if not in_torch or export.manager._runtime_options.low_precision:

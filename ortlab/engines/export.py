@@ -273,10 +273,16 @@ class Export:
             )
 
     @property
-    def draws_poorly(self) -> bool:
-        """Whether ORT's own dropouts draw masks on a CPU, where they draw them badly."""
+    def draws_poorly(self) -> str | None:
+        """Why ORT's own dropouts draw masks on a CPU, where they draw them badly; None: none do."""
         built = self.manager._onnx_models.optimized_model
-        return self._on_cpu and kernels.unavailable() is not None and dropouts.draws(built.graph)
+        if not (self._on_cpu and dropouts.draws(built.graph)):
+            return None
+        if (why := kernels.unavailable()) is not None:
+            return f"without ortlab's kernels there is no other ({why})"
+        drawing = self._drawing(built) if self._executed is None else self.executed()[0]
+        left = "there is one whose mask has other readers than its gradient, or of unknown type"
+        return left if dropouts.draws(drawing.graph) else None
 
     @contextlib.contextmanager
     def _dropouts_of_ours(self) -> Iterator[None]:

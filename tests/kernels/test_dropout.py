@@ -18,6 +18,7 @@ import ortlab
 from ortlab import kernels
 from ortlab.bench import models
 from ortlab.engines.ortmodule import execution_of
+from ortlab.kernels import substitutes
 from tests.kernels.nodes import PREFIX, operators
 from tests.zoo.dropout import drawing
 
@@ -160,3 +161,14 @@ def test_where_there_are_no_kernels_it_is_said(monkeypatch: pytest.MonkeyPatch) 
         notes = [note for note in execution_of(wrapped).report().notes if "random numbers" in note]
         assert len(notes) == isinstance(model, Dropped)
         assert all("no compiler" in note for note in notes)
+
+
+def test_where_one_of_orts_stays_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no rule fits it; none of the sweep's models has such a one."""
+    x = torch.ones(SIZE)
+    for rules, told in ((substitutes.DROPOUT, 0), ({}, 1)):
+        monkeypatch.setattr(substitutes, "DROPOUT", rules)
+        wrapped = ortlab.wrap(Dropped(), cache=False, kernels="ort")
+        wrapped(x).sum().backward()
+        notes = execution_of(wrapped).report().notes
+        assert sum("other readers than its gradient" in note for note in notes) == told
