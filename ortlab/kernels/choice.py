@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ _OF_NO_MATTER = frozenset(
     | {"alpha", "beta", "epsilon", "keepdims", "noop_with_empty_axes", "transBatchA", "transBatchB"}
 )
 """Attributes that a kernel's time does not depend on, where a rule applies."""
+_TOLD = "means"
+"""What a timing is, by which those of another kind are not believed."""
 _RANDOM = {TensorProto.FLOAT: np.float32}
 
 
@@ -164,10 +167,11 @@ def _name(found: Found, feeds: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _measure(found: Found, feeds: Mapping[str, tuple[int, ...]], graph: Graph) -> Timing:
-    """The best of a few rounds, the first ones among them: what else there is only adds to it.
+    """What a call takes in a few rounds, the first ones among them, see `_typical`.
 
     Each call comes after one of torch's, as in a graph whose other nodes are torch's: torch's
-    threads still wait for work, on the cores that ORT's are to wake up on.
+    threads still wait for work, on the cores that ORT's are to wake up on. Where that makes half of
+    ORT's calls take twice as long it does so in training, too, so the best call tells little.
     """
     import onnxruntime  # for the processes that choose
 
@@ -193,14 +197,19 @@ def _measure(found: Found, feeds: Mapping[str, tuple[int, ...]], graph: Graph) -
             taken.append(time.perf_counter() - started)
         if _suffices(times, time.perf_counter() - began):
             break
-    ort_us, torch_us = (min(taken) * 1e6 for taken in times)
+    ort_us, torch_us = (_typical(taken) * 1e6 for taken in times)
     return Timing(round(ort_us, 1), round(torch_us, 1))
+
+
+def _typical(taken: Sequence[float]) -> float:
+    """The mean; of four or more without the longest, which something else may have held up."""
+    return fmean(sorted(taken)[:-1] if len(taken) > 3 else taken)
 
 
 def _suffices(times: Sequence[Sequence[float]], spent_s: float) -> bool:
     """Whether it is known by now which is faster.
 
-    Three rounds are enough after `_MOST_S`. Two are where each call of one was shorter than all of
+    Four rounds are enough after `_MOST_S`. Two are where each call of one was shorter than all of
     the other's, by more than chance, or after three times as long: chance weighs little in calls of
     20 ms. One is after `_MOST_S` where they are far from each other.
     """
@@ -211,6 +220,8 @@ def _suffices(times: Sequence[Sequence[float]], spent_s: float) -> bool:
             return spent_s > _MOST_S and apart > _FAR
         case 2:
             return spent_s > 3 * _MOST_S or apart > _CLEAR
+        case 3:
+            return spent_s > 3 * _MOST_S
     return spent_s > _MOST_S
 
 
@@ -293,7 +304,7 @@ def forgotten() -> Iterator[None]:
 
 def path() -> Path:
     """The file of what was measured on this machine with these versions; it need not exist."""
-    what = "\0".join((*restoring.versions().values(), str(torch.get_num_threads())))
+    what = "\0".join((*restoring.versions().values(), str(torch.get_num_threads()), _TOLD))
     digest = hashlib.sha256(what.encode()).hexdigest()[:12]
     folder = _elsewhere or extensions.cache_folder().with_name("timings")
     return folder / f"{digest}.json"
