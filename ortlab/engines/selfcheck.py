@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import operator
 import random
@@ -48,7 +49,7 @@ SMALLEST = 1e-3
 
 _MANY_ROWS = 4
 _FEW_TOKENS = 32
-_TOKENS_APART = 8
+_MOST_STRIDE = 8
 _SEED = 20210301
 _DRAWN = 65_537
 """Random numbers of a cotangent, again and again: a prime, so that no two rows get the same."""
@@ -287,26 +288,20 @@ def parts_of(
     counts = {tensor.shape[0] for tensor in given}
     if len(counts) != 1:
         return []
-    count, number = counts.pop(), None
+    rows, count = None, counts.pop()
     if count >= _MANY_ROWS:
         number = max(1, count // 8) if again else max(2, count // 4)
-    rows = None if number is None else _spread(count, number, last=again)
-    apart = 1 if again else _apart_in(given)
-    found = []
-    if apart > 1:
-        found.append(_changed(args, kwargs, lambda each: _taken(each, rows, apart)))
-    if rows is not None:
-        found.append(_changed(args, kwargs, lambda each: _taken(each, rows)))
+        apart = count // number
+        rows = torch.arange(number) * apart + (apart - 1 if again else 0)
+    stride = 1 if again else _token_stride(given)
+    strides = [stride] * (stride > 1) + [1] * (rows is not None)
+    found = (
+        _changed(args, kwargs, functools.partial(_part, rows=rows, stride=each)) for each in strides
+    )
     return [call for call in found if call is not None]
 
 
-def _spread(count: int, number: int, *, last: bool) -> torch.Tensor:
-    """Indices of `number` of `count` rows, evenly spread: the first of every few, or the last."""
-    apart = count // number
-    return torch.arange(number) * apart + (apart - 1 if last else 0)
-
-
-def _apart_in(given: Sequence[torch.Tensor]) -> int:
+def _token_stride(given: Sequence[torch.Tensor]) -> int:
     """Of how many tokens one will do; 1 where the tensors' second dimension is not that of tokens.
 
     It is where all that have two have as many there, of integers or truths: ids, masks and labels.
@@ -314,21 +309,18 @@ def _apart_in(given: Sequence[torch.Tensor]) -> int:
     """
     wide = [tensor for tensor in given if tensor.dim() > 1]
     sizes = {tensor.shape[1] for tensor in wide}
-    if len(sizes) != 1 or any(tensor.dim() > 2 or not _counts(tensor) for tensor in wide):
+    if len(sizes) != 1 or any(
+        each.dim() > 2 or each.is_floating_point() or each.is_complex() for each in wide
+    ):
         return 1
-    return min(_TOKENS_APART, max(1, sizes.pop() // _FEW_TOKENS))
+    return min(_MOST_STRIDE, max(1, sizes.pop() // _FEW_TOKENS))
 
 
-def _counts(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _taken(tensor: torch.Tensor, rows: torch.Tensor | None, apart: int = 1) -> torch.Tensor:
-    """A copy with these rows, all where there are none, and one of every few columns."""
-    if tensor.dim() == 0:
-        return tensor
-    taken = tensor if rows is None else tensor.index_select(0, rows.to(tensor.device))
-    return taken[:, ::apart].contiguous() if apart > 1 and tensor.dim() > 1 else taken
+def _part(tensor: torch.Tensor, *, rows: torch.Tensor | None, stride: int) -> torch.Tensor:
+    """With these rows, all where there are none, and of its columns the first of every `stride`."""
+    if rows is not None and tensor.dim() > 0:
+        tensor = tensor.index_select(0, rows.to(tensor.device))
+    return tensor[:, ::stride].contiguous() if stride > 1 and tensor.dim() > 1 else tensor
 
 
 def in_double(

@@ -167,7 +167,7 @@ Tensor as(const Tensor& x, at::ScalarType type) {
 inline float number(float x) { return x; }
 inline float number(BFloat16 x) { return static_cast<float>(x); }
 
-// Loops become vectors as long as nothing in them branches: these two select by bits.
+// Loops become vectors as long as nothing in them branches: what follows selects by bits.
 union Bits {
   float value;
   uint32_t bits;
@@ -361,6 +361,15 @@ inline void philox(Key key, uint64_t block, uint32_t* out) {
 }
 #endif
 
+// f for as many elements as are left, kBlock at most: a whole block's number is known to the compiler.
+template <typename F>
+void in_block(int64_t left, const F& f) {
+  if (left >= kBlock)
+    f(kBlock);
+  else
+    f(left);
+}
+
 uint32_t threshold(double ratio) {
   return static_cast<uint32_t>(std::min(ratio * 4294967296.0, 4294967295.0));
 }
@@ -449,15 +458,12 @@ std::tuple<Tensor, Tensor> dropout_by(const Tensor& given, Key key, double ratio
         for (int64_t block = begin; block < end; ++block) {
           if (ratio > 0) philox(key, static_cast<uint64_t>(block), random);
           const int64_t start = block * kBlock;
-          const auto spread = [=, &random](int here) {  // by copies, which no mask can alias
-            for (int i = 0; i < here; ++i) keep[start + i] = random[i] >= least;
-            for (int i = 0; i < here; ++i)
+          const auto spread = [=, &random](int64_t here) {  // by copies, which no mask can alias
+            for (int64_t i = 0; i < here; ++i) keep[start + i] = random[i] >= least;
+            for (int64_t i = 0; i < here; ++i)
               out[start + i] = where(random[i] >= least, number(in[start + i]) * scale);
           };
-          if (start + kBlock <= count)
-            spread(kBlock);
-          else
-            spread(static_cast<int>(count - start));
+          in_block(count - start, spread);
         }
       });
     });
@@ -808,10 +814,7 @@ void weigh(Tensor& scores, Tensor& kept, const Mask& mask, IntArrayRef sizes, Ke
             weights[start + i] = static_cast<T>(where(random[i] >= least, weight * up));
           }
         };
-        if (start + kBlock <= keys)
-          spread(kBlock);
-        else
-          spread(keys - start);
+        in_block(keys - start, spread);
       }
     }
   });
