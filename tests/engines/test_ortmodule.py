@@ -626,6 +626,25 @@ def test_the_second_batch_is_checked_too(ort: Ort, rows: int) -> None:
         assert _checks(ort.report(fitting)) == checks, "what is not finite tells nothing"
 
 
+class LogOfTokens(nn.Module):
+    """Right for token 0, and for token 1 as `LogOfSigmoid` is far below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding.from_pretrained(torch.tensor([[0.0], [-30.0]]), freeze=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.table(ids)).log()
+
+
+def test_what_the_first_check_left_out_of_rows_is_refused_in_the_second_step(ort: Ort) -> None:
+    ids = torch.arange(512).reshape(8, 64) % 2  # every second token is left out
+    wrapped = _wrap(ort, LogOfTokens())
+    wrapped(ids)
+    with pytest.raises(SelfCheckFailed, match="and not for the next"):
+        wrapped(ids)
+
+
 class Tagger(nn.Module):
     """A class for each token, and their mean loss; with `places` one for all, by every token."""
 
