@@ -113,6 +113,7 @@ if __name__ == '__main__':
 OURS = "from ortlab.torch_ort import ORTModule, DebugOptions, LogLevel"
 
 DISTRIBUTED = """
+import gc
 import sys
 import torch
 import torch.distributed as dist
@@ -133,6 +134,8 @@ for _ in range(4):
     torch.nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
 torch.save(model.module.state_dict(), f"{folder}/{sys.argv[3]}-{rank}.pt")
+del model  # it holds the group, whose threads abort where they outlive the interpreter
+gc.collect()
 dist.destroy_process_group()
 """
 
