@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import statistics
@@ -140,6 +141,8 @@ def _by_hand(given: argparse.Namespace) -> None:
         steps_s.append(time.perf_counter() - began)
     if rank == 0:
         print(json.dumps({"steps_s": steps_s[WARMUP:]}))
+    del parallel, loss  # they hold the group, whose threads abort in the interpreter's end
+    gc.collect()
     dist.destroy_process_group()
 
 
