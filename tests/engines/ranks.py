@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
+import gc
 import hashlib
 import itertools
 import json
@@ -669,12 +670,11 @@ def main(cases: Mapping[str, Case]) -> None:
         except Exception:  # noqa: BLE001 - the case's test fails with it
             found[name] = {"failed": traceback.format_exc()}
         (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
+    # What holds a group keeps gloo's threads, which abort a process where they drop what backward
+    # gave them in the interpreter's end: pytorch's issue 190489.
+    gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # What holds a group keeps gloo's threads, which abort a process where they drop what backward
-    # gave them in the interpreter's end (pytorch's issue 190489); DeepSpeed holds some for good.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
