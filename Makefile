@@ -26,7 +26,7 @@ FRONT_END := $(shell find ortlab/notebook/js -type f -not -path '*/node_modules/
 
 demo: $(DONE)/demo $(DONE)/extension
 ifneq ($(filter-out 0,$(HEADLESS)),)
-	$(BIN)/python -m tests.headless build
+	$(BIN)/python -m tests.support.headless build
 else
 	$(BIN)/jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
 	    --KernelManager.transport_encryption=auto --KernelManager.shutdown_wait_time=60 \
@@ -34,13 +34,13 @@ else
 endif
 
 test: $(DONE)/test $(DONE)/extension lint
-	$(BIN)/python -m tests.chromium
-	$(BIN)/python -m tests.node
+	$(BIN)/python -m tests.support.chromium
+	$(BIN)/python -m tests.support.node
 	$(BIN)/python -m pytest $(TWO_AT_A_TIME)
 
 nightly: $(DONE)/test $(DONE)/extension lint
-	$(BIN)/python -m tests.chromium
-	$(BIN)/python -m tests.node
+	$(BIN)/python -m tests.support.chromium
+	$(BIN)/python -m tests.support.node
 	$(BIN)/python -m pytest -m ''
 
 lint: $(DONE)/test

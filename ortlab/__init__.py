@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from ortlab import data, hf, optim, squad
-    from ortlab.deploy.write import export
-    from ortlab.fleet import zero_plan
+    from ortlab import data, hf, optim
+    from ortlab.data import squad
+    from ortlab.deploy.inference import export
+    from ortlab.deploy.torchrun_script import script
     from ortlab.orttrainer import ORTTrainer, ORTTrainerOptions
-    from ortlab.runs import Run
+    from ortlab.plan.zero_memory import zero_plan
     from ortlab.session import (
         check_setup,
         compare_runs,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         workers,
         wrap,
     )
-    from ortlab.standalone import script
+    from ortlab.training.run import Run
 
     last_run: Run | None
 
@@ -80,19 +81,26 @@ __all__ = [
 ]
 
 
+_MODULES = {
+    "data": "ortlab.data",
+    "hf": "ortlab.hf",
+    "optim": "ortlab.optim",
+    "squad": "ortlab.data.squad",
+}
+"""Public modules, by the name under which they are public."""
 _ELSEWHERE = {
     "ORTTrainer": "ortlab.orttrainer",
     "ORTTrainerOptions": "ortlab.orttrainer",
-    "export": "ortlab.deploy.write",
-    "script": "ortlab.standalone",
-    "zero_plan": "ortlab.fleet",
+    "export": "ortlab.deploy.inference",
+    "script": "ortlab.deploy.torchrun_script",
+    "zero_plan": "ortlab.plan.zero_memory",
 }
 """Public functions that need nothing of the session where they are looked up."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "hf", "optim", "squad"):
-        return importlib.import_module(f"ortlab.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name == "last_run":
         return importlib.import_module("ortlab.session").session.last_run
     if name in _ELSEWHERE:
@@ -108,13 +116,13 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """What ``%load_ext ortlab`` calls: gives `shell` the magics, completion and the charts."""
-    from ortlab.notebook import magics
+    from ortlab.notebook.magics import magics
 
     magics.load(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """What ``%unload_ext ortlab`` calls: takes back all that loading gave."""
-    from ortlab.notebook import magics
+    from ortlab.notebook.magics import magics
 
     magics.unload(shell)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ortlab
-from ortlab import remarks
 from ortlab.bench import BenchSettings, PaperSettings, StepSettings
 from ortlab.bench.models import MODELS
 from ortlab.bench.papers import PAPERS
-from ortlab.errors import Concise
 from ortlab.settings import Declaration, Settings
+from ortlab.utils import warn_once
+from ortlab.utils.errors import Concise
 
 if TYPE_CHECKING:
     from ortlab.bench.paper_report import PaperBench
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     if given.command == "cache":
         return _cache(clear=given.action == "clear")
-    remarks.are_seen()  # a benchmark's table has them
+    warn_once.are_seen()  # a benchmark's table has them
     if given.command in ("bench", "kernelspec"):
         run: Callable[[argparse.Namespace], int] = given.run
         return run(given)
@@ -107,7 +107,7 @@ def _add_kernelspec(commands: Any) -> None:
 
 
 def _install_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    from ortlab.compat import doctor
+    from ortlab.engines.ortmodule.compat import doctor
     from ortlab.notebook import kernelspec
 
     try:
@@ -268,9 +268,9 @@ def _add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> N
 
 
 def _bench_kernels(given: argparse.Namespace) -> int:  # noqa: ARG001 - it has no options
-    from ortlab.kernels import choice
+    from ortlab.engines import kernel_choice
 
-    print(choice.table())
+    print(kernel_choice.table())
     return 0
 
 
@@ -360,15 +360,15 @@ def _tell(result: EngineBench | PaperBench | StepBench, given: argparse.Namespac
 
 
 def _cache(*, clear: bool) -> int:
-    from ortlab.engines import cache
+    from ortlab.engines.ortmodule import graph_cache
 
-    print(f"removed {cache.clear()}" if clear else cache.usage())
+    print(f"removed {graph_cache.clear()}" if clear else graph_cache.usage())
     return 0
 
 
 def _doctor(*, build: bool) -> int:
-    from ortlab import compat
-    from ortlab.compat import doctor, extensions
+    from ortlab.engines.ortmodule import compat
+    from ortlab.engines.ortmodule.compat import doctor, extensions
 
     # What keeps ORTModule from running altogether is in the table below.
     if build and doctor.obstacle() is None:

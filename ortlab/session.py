@@ -13,9 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from ortlab import wrapping
-from ortlab.errors import brief
-from ortlab.recent import Recent
+from ortlab.engines import wrapped_models
 from ortlab.settings import (
     LOSSES,
     EngineSettings,
@@ -28,36 +26,38 @@ from ortlab.settings import (
     TuneSettings,
     unknown_name,
 )
-from ortlab.tables import Column, Table
+from ortlab.utils.errors import brief
+from ortlab.utils.tables import Column, Table
+from ortlab.utils.weak_list import Recent
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
-    from ortlab.checkpoint import Checkpoint
+    from ortlab.checkpoint.checkpoint import Checkpoint
     from ortlab.cluster.workers import Workers
-    from ortlab.compat.doctor import Finding
     from ortlab.engines.base import LossFunction, Stepper
-    from ortlab.faults import Cause
+    from ortlab.engines.ortmodule.compat.doctor import Finding
     from ortlab.graph.capture import Graphs, Overlay, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
-    from ortlab.hardware import Fact
     from ortlab.hf.following import TrainerRun
-    from ortlab.past.comparison import RunComparison
-    from ortlab.past.kept import Kept
-    from ortlab.past.listing import History
-    from ortlab.past.opened import PastRun
-    from ortlab.past.prune import Pruning
-    from ortlab.past.resuming import Beginning, Earlier
-    from ortlab.runs import Run
+    from ortlab.history.comparison import RunComparison
+    from ortlab.history.listing import History
+    from ortlab.history.prune import Pruning
+    from ortlab.history.run_files import Kept
+    from ortlab.history.saved_run import PastRun
+    from ortlab.metrics.recorder import Watched
     from ortlab.search.comparison import Prefer
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
-    from ortlab.telemetry import Watched
-    from ortlab.tracking import Tracker
+    from ortlab.training.failures import Cause
+    from ortlab.training.resume import Beginning, Earlier
+    from ortlab.training.run import Run
+    from ortlab.training.tracker import Tracker
+    from ortlab.utils.hardware import Fact
 
 B = TypeVar("B")
 """A batch, whatever a loader gives."""
@@ -79,7 +79,7 @@ class Session:
         self.viewers: list[Callable[[Watched | Race | Tune], None]] = []
         self.waits = False
         """Whether somebody is there to let a run go on that is held: in a notebook."""
-        self.wrapped = wrapping.Wrapped()
+        self.wrapped = wrapped_models.Wrapped()
         self.runs: Recent[Run] = Recent(last=True)
         # Not even the last: the error of one that failed keeps its Trainer and model alive.
         self.trainers: Recent[TrainerRun] = Recent(last=False)
@@ -103,11 +103,11 @@ class Session:
 
     def bind_cell(
         self,
-        namespace: wrapping.Namespace,
+        namespace: wrapped_models.Namespace,
         bound: Iterable[str],
         names: Sequence[str] = (),
         settings: EngineSettings | None = None,
-    ) -> wrapping.CellReport:
+    ) -> wrapped_models.CellReport:
         """Wraps the models that a cell bound and binds their names to the wrappers.
 
         `bound` are the names that the cell bound. Of their values the trainable modules are
@@ -134,8 +134,8 @@ class Session:
         **settings: Any,
     ) -> Run:
         """See `finetune` below."""
-        from ortlab.checkpoint import Checkpoint
-        from ortlab.past.resuming import beginning
+        from ortlab.checkpoint.checkpoint import Checkpoint
+        from ortlab.training.resume import beginning
 
         begin: Beginning | Checkpoint | None
         if resume_from is None or isinstance(resume_from, Checkpoint):
@@ -155,10 +155,10 @@ class Session:
         **settings: Any,
     ) -> Run:
         """See `resume` below."""
-        from ortlab.past import resuming
-        from ortlab.past.kept import Kept
-        from ortlab.past.listing import GOES_ON
-        from ortlab.past.opened import run_name
+        from ortlab.history.listing import GOES_ON
+        from ortlab.history.run_files import Kept
+        from ortlab.history.saved_run import run_name
+        from ortlab.training import resume
 
         given = {"model": model, "train": train, "eval_data": eval_data, "loss": loss}
         name = run.name if isinstance(run, Kept) else run_name(run)
@@ -171,14 +171,14 @@ class Session:
                 )
             alive.resume()
             return alive
-        past = resuming.resumable(name)
-        found = resuming.found_by_name(past, given, self._names())
-        begin = resuming.newest(past.folder)
-        before = resuming.earlier(past, begin)
+        past = resume.resumable(name)
+        found = resume.found_by_name(past, given, self._names())
+        begin = resume.newest(past.folder)
+        before = resume.earlier(past, begin)
         if found["eval_data"] is None and before.evaluated:
             before = before.saying("it is evaluated no more: eval_data=... was not given")
         goes_on = self._finetune(
-            wrapping.check_model(resuming.names_of(past).get("model", "model"), found["model"]),
+            wrapped_models.check_model(resume.names_of(past).get("model", "model"), found["model"]),
             found["train"],
             found["eval_data"],
             found["loss"],
@@ -189,7 +189,7 @@ class Session:
         )
         try:
             past.note(f"{GOES_ON}{goes_on.name}")
-            resuming.clear(past)
+            resume.clear(past)
         except OSError as error:  # the run trains already, and its handle is the user's
             warnings.warn(f"{past.name} does not say that it goes on: {error}", stacklevel=3)
         return goes_on
@@ -222,15 +222,15 @@ class Session:
         hold: bool | None,
         settings: dict[str, Any],
     ) -> Run:
-        from ortlab.batching import of_samples, unevenly
-        from ortlab.checkpoint import check_model
+        from ortlab.checkpoint.checkpoint import check_model
         from ortlab.engines.base import engine as engine_called
         from ortlab.engines.base import engine_for, tell
-        from ortlab.faults import Faults
-        from ortlab.past.resuming import Beginning
-        from ortlab.runs import Run
+        from ortlab.training.data_loading import of_samples, unevenly
+        from ortlab.training.failures import Faults
+        from ortlab.training.resume import Beginning
+        from ortlab.training.run import Run
 
-        module = wrapping.check_model("the first argument", model)
+        module = wrapped_models.check_model("the first argument", model)
         entry = self.wrapped.entry(module)
         begin = given.checkpoint if isinstance(given, Beginning) else given
         own = {} if entry is None else entry.settings.as_dict()
@@ -294,7 +294,7 @@ class Session:
 
                 assert isinstance(stepper, RemoteStepper)
                 return stepper.first_bad(micro_batches, settings)
-            from ortlab.diagnosis import first_bad
+            from ortlab.engines.nonfinite import first_bad
 
             return first_bad(original, function, micro_batches, settings)
 
@@ -302,12 +302,12 @@ class Session:
             return self.workers is not None and self.workers.profile is not None
 
         def peak_bytes(settings: FinetuneSettings) -> int | None:
-            from ortlab import whatif
+            from ortlab.training import settings_preview
 
             try:
                 plan, of = self.plan_for(run if shared else module, settings)
                 size = settings.batch_size if of_samples(train) else None
-                return whatif.foreseen(plan, of, settings, batch=size)[0]
+                return settings_preview.foreseen(plan, of, settings, batch=size)[0]
             except (ValueError, MemoryError):  # no graph yet, or none that tells
                 return None
 
@@ -395,7 +395,7 @@ class Session:
         """
         from ortlab.engines.base import unfit
 
-        module = wrapping.check_model("the first argument", model)
+        module = wrapped_models.check_model("the first argument", model)
         original = self._original(module)
         if (reason := unfit(original)) is not None:
             raise ValueError(f"cannot train this {type(module).__name__}: it {reason}")
@@ -495,7 +495,7 @@ class Session:
 
     def track(self, loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
         """See `track` below."""
-        from ortlab.tracking import Tracker
+        from ortlab.training.tracker import Tracker
 
         return Tracker(loader, name=name, show=self.show)
 
@@ -542,7 +542,7 @@ class Session:
         from ortlab.graph import profiler
 
         chosen = ProfileSettings.of(settings)
-        module = wrapping.check_model("the first argument", model)
+        module = wrapped_models.check_model("the first argument", model)
         busy = self.training(module)
         if busy is not None and busy.state != "paused":
             raise ValueError(
@@ -584,17 +584,17 @@ class Session:
         or else the one that is in use; nothing is exported. ValueError where ORT has made
         none yet, or cannot compute that again.
         """
-        from ortlab.engines import offload, options
-        from ortlab.engines.ortmodule import execution_of
+        from ortlab.engines.ortmodule import fused_engine, options
+        from ortlab.engines.ortmodule.engine import execution_of
         from ortlab.graph.capture import capture
         from ortlab.graph.memory import plan
-        from ortlab.runs import Run
+        from ortlab.training.run import Run
 
         model: nn.Module | None
         if isinstance(target, Run):
             shared = dict(self._executed.get(target) or {})
             whole = shared.get("offload") if settings.engine == "offload" else None
-            model = shared.get("ort") if whole is None else offload.with_loss(whole)
+            model = shared.get("ort") if whole is None else fused_engine.with_loss(whole)
         else:
             entry = self.wrapped.entry(target)
             model = target if entry is not None and entry.engine.name == "ort" else None
@@ -646,14 +646,14 @@ class Session:
 
     def history(self, **settings: Any) -> History:
         """See `list_runs` below."""
-        from ortlab.past import listing
+        from ortlab.history import listing
 
         return listing.history(HistorySettings.of(settings), [*self.runs])
 
     def open_run(self, run: str | int | Kept) -> Run | PastRun:
         """See `open_run` below."""
-        from ortlab.past.kept import Kept
-        from ortlab.past.opened import PastRun, find, run_name
+        from ortlab.history.run_files import Kept
+        from ortlab.history.saved_run import PastRun, find, run_name
 
         if isinstance(run, Kept):
             return cast("Run | PastRun", run)
@@ -663,7 +663,7 @@ class Session:
 
     def compare_runs(self, *runs: str | int | Kept) -> RunComparison:
         """See `compare_runs` below."""
-        from ortlab.past.comparison import RunComparison
+        from ortlab.history.comparison import RunComparison
 
         return RunComparison([self.open_run(run) for run in runs])
 
@@ -693,7 +693,7 @@ def _moves(runs: Iterable[R], model: nn.Module) -> R | None:
 
 def _left(name: str) -> str | None:
     """What to do where only a folder is left of the run called `name`; None without one."""
-    from ortlab.past.opened import find
+    from ortlab.history.saved_run import find
 
     try:
         find(name)
@@ -780,7 +780,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return session.wrapped.unwrap(model)
 
 
-def models() -> Table[wrapping.ModelRow]:
+def models() -> Table[wrapped_models.ModelRow]:
     """The wrapped models: engine asked for and used, device, precision, size, time to export.
 
     Below them which could not be checked, and what ``%%ort`` left as it was, and why.
@@ -846,7 +846,7 @@ def list_runs(**settings: Any) -> History:
 
     `settings` are those of `HistorySettings`: ``sort="loss"``, ``engine="ort"``,
     ``state="finished"``, ``model="Bert"``, ``tag="paper"``, ``limit=50``. It is a sequence of
-    `ortlab.past.entry.Entry`, the runs of this process that go on first; metrics are not read.
+    `ortlab.history.entry.Entry`, the runs of this process that go on first; metrics are not read.
     ValueError for an unknown setting.
     """
     return session.history(**settings)
@@ -888,7 +888,7 @@ def prune_runs(
     tag) choose which runs are looked at. Runs in training, in any process, stay. ValueError where
     nothing says what is to go.
     """
-    from ortlab.past.prune import prune
+    from ortlab.history.prune import prune
 
     given = {"older_than": older_than, "keep": keep, "max_size": max_size, "yes": yes}
     return prune(PruneSettings.of(given), HistorySettings.of(filters))
@@ -896,7 +896,7 @@ def prune_runs(
 
 def check_setup() -> Table[Finding]:
     """What this machine has, what it lacks for ORTModule and the charts, and how to mend it."""
-    from ortlab.compat import doctor
+    from ortlab.engines.ortmodule.compat import doctor
 
     findings = doctor.checks()
     return Table(
@@ -908,7 +908,7 @@ def check_setup() -> Table[Finding]:
 
 def device() -> Table[Fact]:
     """Where this kernel computes: processor, threads, memory and its limits, GPUs, engines."""
-    from ortlab import hardware
+    from ortlab.utils import hardware
 
     facts = hardware.facts()
     return Table(facts, _FACT_COLUMNS, notes=hardware.advice())
@@ -943,9 +943,9 @@ def finetune(
     with ``checkpoints/final.safetensors`` in its folder), or a run, by its name, number or folder:
     of that the newest checkpoint that is whole. The run goes on there, with the same
     settings where no others are given (but for those that name files or leave out a check, which
-    are this session's own), on the same data (see `ortlab.batching.batches` for how its
-    place is found again). Weights and losses are, to the last bit, those of the run that took it
-    and went on, where the engine computes with the same kernels. ValueError for a file that is
+    are this session's own), on the same data (see `ortlab.training.data_loading.batches` for how
+    its place is found again). Weights and losses are, to the last bit, those of the run that took
+    it and went on, where the engine computes with the same kernels. ValueError for a file that is
     damaged or foreign, and for another model, optimizer, order or amount of data.
     """
     return session.finetune(

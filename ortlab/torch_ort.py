@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ortlab.engines import options
 from ortlab.engines.base import tell
-from ortlab.engines.ortmodule import is_wrapped
+from ortlab.engines.ortmodule import options
+from ortlab.engines.ortmodule.engine import is_wrapped
 from ortlab.session import session, wrap
 
 __all__ = ["DebugOptions", "LogLevel", "ORTModule", "load_from_json", "set_seed"]
@@ -103,7 +103,7 @@ class ORTModule(nn.Module, metaclass=_Wrapping):
 
 def set_seed(seed: int) -> None:
     """Restarts ORT's own random numbers, of dropout on a GPU, which torch.manual_seed misses."""
-    from ortlab import compat
+    from ortlab.engines.ortmodule import compat
 
     compat.ortmodule(on_progress=tell).set_seed(seed)
 
@@ -112,7 +112,8 @@ def load_from_json(model: nn.Module, path: str | None = None) -> None:
     """Sets a wrapped `model`'s options from a file of ORTModule's JSON form, for its next call on.
 
     As in ``torch_ort.experimental.json_config`` the variable ORTMODULE_JSON_CONFIG_PATH comes
-    before `path`. ValueError without either, or for what `ortlab.engines.options` refuses.
+    before `path`. ValueError without either, or for what `ortlab.engines.ortmodule.options`
+    refuses.
     """
     path = os.environ.get("ORTMODULE_JSON_CONFIG_PATH") or path
     if path is None:

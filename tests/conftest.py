@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ortlab import compat
-from ortlab.compat import extensions
-from ortlab.engines import cache
-from ortlab.notebook import drawing
+from ortlab.engines.ortmodule import compat, graph_cache
+from ortlab.engines.ortmodule.compat import extensions
+from ortlab.notebook.static_views import drawing
 
 # Read when the libraries are imported, so these cannot wait for a fixture. The kernels and scripts
 # that tests start inherit them.
@@ -34,10 +33,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONG = (
-    *("test_notebooks.py", "engines/test_contract.py", "zoo/test_sweep.py", "test_on_workers.py"),
-    *("engines/test_deepspeed.py", "engines/test_tensor.py", "test_bench.py", "test_race.py"),
-    *("browser/test_ranks_in_lab.py", "browser/test_charts_in_lab.py", "test_resume.py"),
-    *("browser/test_graphs_in_lab.py", "browser/test_panel_in_lab.py", "test_standalone.py"),
+    "test_notebooks.py",
+    "engines/test_contract.py",
+    "zoo/test_sweep.py",
+    "cluster/test_training.py",
+    "engines/distributed/test_deepspeed.py",
+    "engines/distributed/test_tensor_parallel.py",
+    "bench/test_bench.py",
+    "search/test_race.py",
+    "browser/test_ranks_in_lab.py",
+    "browser/test_charts_in_lab.py",
+    "training/test_resume.py",
+    "browser/test_graphs_in_lab.py",
+    "browser/test_panel_in_lab.py",
+    "deploy/test_torchrun_script.py",
 )
 """Files that take about a minute or more each, the longest first."""
 
@@ -98,7 +107,7 @@ def little_to_collect() -> None:
 @pytest.fixture(autouse=True)
 def no_graph_cached(own_cache: None) -> None:
     """No test finds what another one exported."""
-    cache.clear()
+    graph_cache.clear()
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
-from tests.binder import PINS, ROOT, pinned, wanted
-from tests.waiting import HANGS_S
+from tests.support.binder import PINS, ROOT, pinned, wanted
+from tests.support.waiting import HANGS_S
 
 REPO2DOCKER = Path(sys.executable).with_name("jupyter-repo2docker")
 
@@ -57,7 +57,9 @@ def test_everything_is_pinned_to_a_version_that_is_allowed() -> None:
     stored = pins()
     for requirement in wanted("demo"):
         version = stored[canonicalize_name(requirement.name)]
-        assert requirement.specifier.contains(version), f"{requirement}: run python -m tests.binder"
+        assert requirement.specifier.contains(version), (
+            f"{requirement}: run python -m tests.support.binder"
+        )
 
 
 def test_cpu_builds_alone() -> None:
@@ -66,7 +68,7 @@ def test_cpu_builds_alone() -> None:
         r"^torch==(\S+)$", (ROOT / "binder" / "requirements.txt").read_text(), re.MULTILINE
     )
     assert torch.endswith("+cpu")
-    assert stored["torch"] == torch, "run python -m tests.binder"
+    assert stored["torch"] == torch, "run python -m tests.support.binder"
     cuda = {name for name in stored if name.startswith(("nvidia-", "triton"))}
     assert cuda == {"nvidia-ml-py"}  # reads the driver, has none of its own
 
@@ -75,7 +77,7 @@ def test_what_is_needed_by_what_is_needed_is_pinned() -> None:
     """By the metadata of what is installed here: jupyterlab brings its server, and so on."""
     found = pinned(r for r in wanted("demo") if r.name in ("jupyterlab", "ipywidgets", "nbclient"))
     assert {"jupyter-server", "tornado", "traitlets", "widgetsnbextension"} <= set(found)
-    assert set(found) <= set(pins()), "run python -m tests.binder"
+    assert set(found) <= set(pins()), "run python -m tests.support.binder"
 
 
 def test_an_extra_of_our_own_is_resolved() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import ortlab
-from ortlab import compat
-from ortlab.engines import cache
+from ortlab.engines.ortmodule import compat, graph_cache
 
 COMMAND = Path(sys.executable).with_name("ortlab")
 
@@ -54,12 +53,12 @@ def test_doctor_where_it_cannot(tmp_path: Path) -> None:
 
 
 def test_cache() -> None:
-    cache.store("0" * 64, cache.Entry({"a.onnx": b"graph"}, {}))
+    graph_cache.store("0" * 64, graph_cache.Entry({"a.onnx": b"graph"}, {}))
     shown = run("cache").stdout
-    assert shown == f"{cache.usage()}\n"
+    assert shown == f"{graph_cache.usage()}\n"
     assert shown.startswith("1 exported graph, ")
     assert run("cache", "clear").stdout == f"removed {shown}"
-    assert cache.usage().graphs == 0
+    assert graph_cache.usage().graphs == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.headless import NOTEBOOKS, Executed, execute
+from tests.support.headless import NOTEBOOKS, Executed, execute
 
 
 @functools.cache

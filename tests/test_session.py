@@ -21,8 +21,8 @@ from ortlab.engines.base import EngineUnavailable, engine
 from ortlab.session import Session
 from ortlab.session import session as the_session
 from ortlab.settings import ENGINES, EngineSettings
-from ortlab.tables import Column, Table
-from tests.waiting import HANGS_S
+from ortlab.utils.tables import Column, Table
+from tests.support.waiting import HANGS_S
 
 # torch.compile wraps without compiling before the first call, so it is the quick engine whose
 # wrapper is another object than the model.
@@ -320,16 +320,16 @@ def test_unwrapping_what_is_not_wrapped(session: Session) -> None:
 def test_an_engine_that_fails_to_wrap_leaves_every_name(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ortlab.engines import torch_native
+    from ortlab.engines.torch import stepper
 
-    wrap = torch_native.Compile.wrap
+    wrap = stepper.Compile.wrap
 
     def second_fails(self: Any, model: nn.Module, settings: EngineSettings) -> nn.Module:
         if isinstance(model, MarginLoss):
             raise RuntimeError("no")
         return wrap(self, model, settings)
 
-    monkeypatch.setattr(torch_native.Compile, "wrap", second_fails)
+    monkeypatch.setattr(stepper.Compile, "wrap", second_fails)
     values = {"net": Net(), "other": MarginLoss()}
     with pytest.raises(RuntimeError, match="no"):
         bind(session, "net", "other", **values)

@@ -18,9 +18,9 @@ from torch import nn
 
 import ortlab
 from ortlab.engines.base import EngineUnavailable, engine
-from ortlab.engines.ortmodule import execution_of
+from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.torch_ort import DebugOptions, LogLevel, ORTModule, load_from_json, set_seed
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 from tests.zoo.dropout import drawn_by_ort
 
 # The training loop of torch_ort's documentation and of ONNX Runtime's MNIST sample, on
@@ -336,7 +336,7 @@ def test_the_seed_that_torch_has_when_ort_comes_repeats_no_mask() -> None:
     """Of 0, as of any other: ORT's import takes torch's."""
     script = (
         "import torch; torch.manual_seed(0)\n"
-        "from ortlab import compat; compat.ortmodule()\n"
+        "from ortlab.engines.ortmodule import compat; compat.ortmodule()\n"
         "from tests.zoo.dropout import drawn_by_ort; draw = drawn_by_ort(None)\n"
         "print(torch.equal(draw((4, 16), 0.5), draw((4, 16), 0.5)))"
     )

@@ -36,7 +36,7 @@ def papers(**options: Any) -> PaperBench:
     """
     from ortlab.bench import paper_report, timing
     from ortlab.bench.papers import PAPERS, models
-    from ortlab.engines.torch_native import training_device
+    from ortlab.engines.torch.stepper import training_device
 
     device = training_device(PaperSettings.of(options).device).type
     settings = PaperSettings.on(device, options)

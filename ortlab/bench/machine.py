@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ortlab.hardware import processor
+from ortlab.utils.hardware import processor
 
 _IDLE = 0.5
 """The most that a machine's load is while it does nothing to speak of."""

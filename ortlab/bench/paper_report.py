@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ortlab.bench.interleaved import Spread
 from ortlab.bench.papers import PAPERS, Paper, Shape
 from ortlab.bench.result import EngineBench, table
-from ortlab.turns import Spread
 
 FORM = 1
 NONE = "not found"

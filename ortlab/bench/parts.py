@@ -20,23 +20,23 @@ from typing import Any, Self
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ortlab import history, turns
-from ortlab.bench import models, timing
+from ortlab.bench import interleaved, models, timing
 from ortlab.bench.machine import Machine, machine
 from ortlab.bench.report import Operator, SessionPhase, StepBench, StepParts
 from ortlab.bench.settings import StepSettings
-from ortlab.compat import profiling
 from ortlab.engines.base import Stepper, engine, tell
 from ortlab.engines.batch import arguments
-from ortlab.engines.calls import Form
-from ortlab.engines.guard import Guard
-from ortlab.engines.ortmodule import execution_of
+from ortlab.engines.kernel_choice import Timing, kept
+from ortlab.engines.ortmodule.call_signature import Form
+from ortlab.engines.ortmodule.compat import profiling
+from ortlab.engines.ortmodule.engine import execution_of
+from ortlab.engines.ortmodule.guard import Guard
 from ortlab.graph import profile_ort
 from ortlab.graph.profile_ort import NodeTime
-from ortlab.graph.steps import Step
-from ortlab.kernels.choice import Timing, kept
-from ortlab.randomness import undisturbed_random
+from ortlab.graph.timed_step import Step
+from ortlab.history import run_folder
 from ortlab.settings import FinetuneSettings
+from ortlab.utils.rng import undisturbed_random
 
 EAGER, ORT, OTHER = "eager", "ort", "other"
 MOST_PROFILED = 20
@@ -66,7 +66,7 @@ def _measured(trial: Trial, settings: StepSettings, here: Machine) -> StepBench:
     return StepBench(
         settings=settings,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        environment=history.environment(),
+        environment=run_folder.environment(),
         machine=here,
         model=models.MODELS[settings.model].about,
         parameters=len(trial.trained),
@@ -136,11 +136,11 @@ class Trial:
 
     def race(self) -> list[dict[str, StepParts]]:
         """The rounds that count, after some to warm up; in each of them all have a turn."""
-        orders = turns.rounds((EAGER, ORT, OTHER), turns.WARMUP + self._settings.steps)
-        tell(f"{self._settings.model}: {turns.WARMUP} rounds to warm up")
-        for order in itertools.islice(orders, turns.WARMUP):
+        orders = interleaved.rounds((EAGER, ORT, OTHER), interleaved.WARMUP + self._settings.steps)
+        tell(f"{self._settings.model}: {interleaved.WARMUP} rounds to warm up")
+        for order in itertools.islice(orders, interleaved.WARMUP):
             step_ms = self._round(order)[EAGER].step_ms
-            self.steps = max(self.steps, turns.enough(step_ms, quick=self._settings.quick))
+            self.steps = max(self.steps, interleaved.enough(step_ms, quick=self._settings.quick))
         found = []
         began = time.perf_counter()
         for number, order in enumerate(orders, start=1):
@@ -177,7 +177,7 @@ class Trial:
         """ORT's own profile of some steps more, forward and backward alone."""
         tell(f"{self._settings.model}: {self.profiled_steps} steps with ORT's profile")
         taken = Step(self._model, self._args, self._kwargs)
-        with turns.no_gc():
+        with interleaved.no_gc():
             return profile_ort.profile(taken, self.export, self.profiled_steps, torch.device("cpu"))
 
     def timings(self) -> dict[str, Timing]:
@@ -190,7 +190,7 @@ class Trial:
         gc.collect()
         found = {}
         for name in order:
-            time.sleep(turns.PAUSE_S)
+            time.sleep(interleaved.PAUSE_S)
             found[name] = self._turn(EAGER) if name == EAGER else self._ort_turn(name)
         return found
 
@@ -219,7 +219,7 @@ class Trial:
     def _turn(self, name: str) -> StepParts:
         stepper, number = self.steppers[name], self.steps
         results = []
-        with turns.no_gc():
+        with interleaved.no_gc():
             started = time.perf_counter()
             for _ in range(number):
                 results.append(stepper.step([self._batch], lr=0.0))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from ortlab.bench.interleaved import Spread
 from ortlab.bench.machine import Machine
 from ortlab.bench.result import milliseconds, origin, table, warnings
 from ortlab.bench.settings import StepSettings
-from ortlab.turns import Spread
 
 FORM = 1
 MOST_OPERATORS = 12

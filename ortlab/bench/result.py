@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from ortlab.bench.interleaved import Spread
 from ortlab.bench.machine import Machine
 from ortlab.bench.settings import BenchSettings
 from ortlab.bench.settings import Cell as Key
 from ortlab.settings import IN_ORT, REFERENCE
-from ortlab.turns import Spread
 
 FORM = 1
 _TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2}

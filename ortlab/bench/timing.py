@@ -22,18 +22,18 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ortlab import history
 from ortlab.bench import models
+from ortlab.bench.interleaved import SHORTEST_MS, WARMUP, Lane, enough, reasons, rounds, take_turns
 from ortlab.bench.machine import machine
 from ortlab.bench.result import Cell, EngineBench
 from ortlab.bench.settings import BenchSettings
 from ortlab.bench.settings import Cell as Key
+from ortlab.engines import kernel_choice
 from ortlab.engines.base import engine, tell
-from ortlab.engines.torch_native import training_device
-from ortlab.kernels import choice
-from ortlab.randomness import undisturbed_random
+from ortlab.engines.torch.stepper import training_device
+from ortlab.history import run_folder
 from ortlab.settings import IN_ORT, REFERENCE, FinetuneSettings
-from ortlab.turns import SHORTEST_MS, WARMUP, Lane, enough, reasons, rounds, take_turns
+from ortlab.utils.rng import undisturbed_random
 
 _INTERRUPTED = "interrupted before it was timed"
 
@@ -50,7 +50,7 @@ def engines(
         result = EngineBench(
             settings=settings,
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-            environment=history.environment(),
+            environment=run_folder.environment(),
             machine=machine(device),
             models={name: known[name].about for name in chosen},
             cells=(),
@@ -145,7 +145,9 @@ class Race:
         name, precision = key
         tell(f"{self.name}: first step of {name} in {precision}")
         settings = _finetune(key, self._device, self._settings)
-        nothing_known = contextlib.nullcontext() if self._settings.quick else choice.forgotten()
+        nothing_known = (
+            contextlib.nullcontext() if self._settings.quick else kernel_choice.forgotten()
+        )
         with reasons(lambda reason: self.refuse(key, reason)), nothing_known:
             # An engine that cannot run says so before the model is copied.
             chosen = engine(name)

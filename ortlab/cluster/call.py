@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ortlab.cluster.rank import Failure
-from ortlab.errors import Concise
+from ortlab.utils.errors import Concise
 
 _POLL_S: Final = 0.05
 _LAST_WORDS_S: Final = 2.0

@@ -24,8 +24,8 @@ from typing import Any, Final, TypeVar
 
 import psutil
 
-from ortlab.arenas import Thread
 from ortlab.settings import unknown_name
+from ortlab.utils.threads import Thread
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ class Failure:
 
     ``at_s`` is the worker's clock in seconds, to tell what came first. ``interrupted`` says that it
     was asked to end, ``follows`` that another rank's failure made it fail, and ``midway`` that it
-    has left the ranks in the middle of a step (see `ortlab.engines.sharded`).
+    has left the ranks in the middle of a step (see `ortlab.engines.distributed.data_parallel`).
     """
 
     error: str
@@ -88,7 +88,7 @@ def call_together(payload: bytes) -> bytes | Failure:
 
 
 def _failure(error: BaseException) -> Failure:
-    from ortlab.errors import concise
+    from ortlab.utils.errors import concise
 
     message, *lines = concise(error)
     place = error.__traceback__

@@ -11,7 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from ortlab import shards
+from ortlab.checkpoint import sharded
+from ortlab.checkpoint.sharded import Shards
 from ortlab.cluster import packing, training
 from ortlab.cluster.call import RankError
 from ortlab.cluster.training import Told
@@ -27,9 +28,8 @@ from ortlab.engines.base import (
     StepResult,
     tell,
 )
-from ortlab.faults import Cause
 from ortlab.settings import FinetuneSettings
-from ortlab.shards import Shards
+from ortlab.training.failures import Cause
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,7 +53,8 @@ def check(model: nn.Module, loss: LossFunction | None) -> None:
 class RemoteStepper:
     """Trains copies of `model` on all `workers`, which nobody else has meanwhile; a `Stepper`.
 
-    Every rank is given every batch and takes its own rows; see `ortlab.engines.sharded.prepare`.
+    Every rank is given every batch and takes its own rows; see
+    `ortlab.engines.distributed.data_parallel.prepare`.
     The model here has the weights of the last `state_dict`, and of the end.
 
     StepperLost where a rank died, failed alone, or in the middle of a step that all had agreed on:
@@ -152,7 +153,7 @@ class RemoteStepper:
         return self._report
 
     def first_bad(self, micro_batches: Sequence[Batch], settings: FinetuneSettings) -> Cause | None:
-        """See `ortlab.diagnosis.first_bad`; found on rank 0, which has a step's room."""
+        """See `ortlab.engines.nonfinite.first_bad`; found on rank 0, which has a step's room."""
         self.state_dict()
         with self._packed() as (packed, file):
             return self._ask(training.first_bad, packed, file, list(micro_batches), settings)[0]
@@ -161,14 +162,14 @@ class RemoteStepper:
         """See `Stepper.state_dict`; under ``shards`` where the ranks have written it."""
         folder = Shards.place(self._group.folder.parent)
         outline, *_ = self._ask(training.write_state, self._number, str(folder))
-        state = shards.read(folder, outline)
+        state = sharded.read(folder, outline)
         self._owner.load_state_dict(state["model"])
         self._ahead = False
         return {**state, "shards": Shards(folder, outline)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`; from the files where there are ``shards``."""
-        lies = state.get("shards") or shards.lay(
+        lies = state.get("shards") or sharded.lay(
             {name: value for name, value in state.items() if name != "shards"},
             self._group.folder.parent,
         )

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from ortlab import diagnosis, remarks, shards
-from ortlab.arenas import trim
+from ortlab.checkpoint import sharded as shards
 from ortlab.cluster import packing
-from ortlab.engines import sharded
+from ortlab.engines import nonfinite
 from ortlab.engines.base import (
     Batch,
     EvalResult,
@@ -25,10 +24,13 @@ from ortlab.engines.base import (
     StepResult,
     engine_for,
 )
-from ortlab.engines.torch_native import training_device
-from ortlab.faults import Cause
-from ortlab.memory import SAMPLER, Memory, Meter
+from ortlab.engines.distributed import data_parallel
+from ortlab.engines.torch.stepper import training_device
 from ortlab.settings import FinetuneSettings
+from ortlab.training.failures import Cause
+from ortlab.utils import warn_once
+from ortlab.utils.process_memory import SAMPLER, Memory, Meter
+from ortlab.utils.threads import trim
 
 
 @dataclass(frozen=True)
@@ -106,15 +108,15 @@ _trainees: dict[int, _Trainee] = {}
 def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -> Told:
     """Makes a stepper of what `packing.pack` gave: (model, loss)."""
     _dies_first()
-    remarks.are_seen()
+    warn_once.are_seen()
     chosen = engine_for(settings)
-    sharded.load(settings)  # a library that comes along is not the model's memory
+    data_parallel.load(settings)  # a library that comes along is not the model's memory
     trim()
     meter = SAMPLER.start()
     base_bytes = meter.take().rss_bytes
     try:
         model, loss = packing.unpack(packed, Path(file))
-        stepper = sharded.prepare(chosen, model, loss, settings)
+        stepper = data_parallel.prepare(chosen, model, loss, settings)
     except BaseException:
         SAMPLER.end(meter)
         raise
@@ -153,19 +155,19 @@ def evaluate(number: int, batch: Batch) -> tuple[EvalResult, Told]:
 def first_bad(
     packed: bytes, file: str, micro_batches: list[Batch], settings: FinetuneSettings
 ) -> Cause | None:
-    """See `ortlab.diagnosis.first_bad`, of the model that `packing.pack` gave: rank 0 looks."""
+    """See `ortlab.engines.nonfinite.first_bad`; rank 0 looks at the model that `pack` gave."""
     if torch.distributed.get_rank():
         return None
     try:
         model, loss = packing.unpack(packed, Path(file))
         model.to(training_device(settings.device))
-        return diagnosis.first_bad(model, loss, micro_batches, settings)
+        return nonfinite.first_bad(model, loss, micro_batches, settings)
     except Exception as error:  # noqa: BLE001 - a rank that fails alone takes the others along
         return Cause.unknown(error)
 
 
 def write_state(number: int, folder: str) -> Any:
-    """Writes this rank's shard of `Stepper.state_dict`; what is in them, see `ortlab.shards`."""
+    """Write this rank's shard of `Stepper.state_dict`; see `ortlab.checkpoint.sharded`."""
     return shards.write(_trainees[number].stepper.state_dict(), Path(folder))
 
 

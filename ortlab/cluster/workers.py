@@ -23,15 +23,15 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import psutil
 
-from ortlab import folders
 from ortlab.cluster import facts
 from ortlab.cluster import rank as on_rank
 from ortlab.cluster.call import Call, RankDied
 from ortlab.cluster.launch import LOOPBACK, Cluster
 from ortlab.engines.base import tell
-from ortlab.fitting import available_bytes
-from ortlab.memory import memory
-from ortlab.tables import Column, Table
+from ortlab.training.memory_advice import available_bytes
+from ortlab.utils import files
+from ortlab.utils.process_memory import memory
+from ortlab.utils.tables import Column, Table
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -386,9 +386,9 @@ class Workers:
         """A private folder that every rank sees."""
         if self.local:
             return Path(tempfile.mkdtemp(prefix="ortlab-group-"))
-        from ortlab.history import runs_root
+        from ortlab.history.run_folder import runs_root
 
-        home = folders.private(runs_root().parent)
+        home = files.private(runs_root().parent)
         folder = Path(tempfile.mkdtemp(prefix="group-", dir=home))
         for rank, seen in enumerate(self.run(on_rank.sees, str(folder))):
             if not seen:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ortlab import batching
 from ortlab.deploy import check
 from ortlab.deploy.call import Call
 from ortlab.deploy.exported import Form
 from ortlab.engines.base import Batch, tell
 from ortlab.engines.batch import Forward, hits, target_of, to_device
 from ortlab.settings import FinetuneSettings
+from ortlab.training import data_loading
 
 
 def measured(call: Call, folder: Path, forms: Sequence[Form], data: Iterable[Any]) -> list[Form]:
@@ -25,10 +25,10 @@ def measured(call: Call, folder: Path, forms: Sequence[Form], data: Iterable[Any
     """
     sessions = [check.session(folder / form.file) for form in forms]
     right, total = [0] * (len(forms) + 1), 0
-    found = batching.batches(data, FinetuneSettings(engine="eager"))
+    found = data_loading.batches(data, FinetuneSettings(engine="eager"))
     device = next(iter(call.tensors.values())).device
     tell("measuring the accuracy")
-    for batch in batching.Epoch(found.open(0, 0), found.size, 0):
+    for batch in data_loading.Epoch(found.open(0, 0), found.size, 0):
         target = target_of(batch)
         tensors = Call.of(call.module, to_device(batch, device)).tensors
         answers: list[Mapping[str, torch.Tensor]] = [call(tensors)]

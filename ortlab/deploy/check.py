@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ortlab import compat
 from ortlab.deploy import weights
 from ortlab.deploy.axes import Axis
 from ortlab.deploy.call import Call
 from ortlab.deploy.inputs import Trial
-from ortlab.errors import Concise
+from ortlab.engines.ortmodule import compat
+from ortlab.utils.errors import Concise
 
 TOLERANCE = 1e-4
 """Of an output's largest difference, relative to its largest value, or to 1 where that is less."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ortlab import batching
 from ortlab.engines.base import Batch
 from ortlab.engines.batch import signature, tensors
-from ortlab.engines.ortmodule import execution_of, is_wrapped
-from ortlab.randomness import RandomStates
+from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
 from ortlab.settings import FinetuneSettings
+from ortlab.training import data_loading
+from ortlab.utils.rng import RandomStates
 
 
 def of(model: nn.Module, module: nn.Module, given: Any) -> Batch:
@@ -50,11 +50,11 @@ def first(given: Any) -> Batch:
         return given
     if isinstance(given, list) and given and isinstance(given[0], torch.Tensor):
         return given
-    found = batching.batches(given, FinetuneSettings(engine="eager"))
+    found = data_loading.batches(given, FinetuneSettings(engine="eager"))
     states = RandomStates.now()
     generators = [(each, each.get_state()) for each in found.generators]
     try:
-        taken = batching.Epoch(found.open(0, 0), found.size, 0).take(1)
+        taken = data_loading.Epoch(found.open(0, 0), found.size, 0).take(1)
     finally:
         states.give_back()
         for generator, state in generators:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ortlab.checkpoint.sharded import fingerprint
 from ortlab.deploy import check, folder, weights
 from ortlab.deploy.graph import Port
-from ortlab.shards import fingerprint
-from ortlab.tables import Column, Table
+from ortlab.utils.tables import Column, Table
 
 if TYPE_CHECKING:
-    from ortlab.notebook.inpage import InPage
+    from ortlab.notebook.views.in_page import InPage
 
 MODEL = "model.onnx"
 _MOST = 2**63
@@ -189,7 +189,7 @@ class Exported:
 
         ValueError for what a page cannot take, RuntimeError where ortlab was installed without it.
         """
-        from ortlab.notebook.inpage import InPage
+        from ortlab.notebook.views.in_page import InPage
 
         return InPage(self, form)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ortlab import folders
-from ortlab.history import folder_beside
-from ortlab.shards import fingerprint
+from ortlab.checkpoint.sharded import fingerprint
+from ortlab.history.run_folder import folder_beside
+from ortlab.utils import files as folders
 
 MANIFEST = "export.json"
 """What an export is: its ports, differences, and every other file with its size and hash."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from ortlab.compat import inference
-from ortlab.compat.decisions import Place
 from ortlab.deploy.axes import Axes
 from ortlab.deploy.call import Call
 from ortlab.engines.base import tell
-from ortlab.engines.selfcheck import NotInGraph
-from ortlab.errors import place
+from ortlab.engines.ortmodule.compat import inference
+from ortlab.engines.ortmodule.compat.decisions import Place
+from ortlab.engines.ortmodule.self_check import NotInGraph
+from ortlab.utils.errors import place
 
 
 def trace(

@@ -8,17 +8,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from ortlab.errors import Concise
 from ortlab.settings import OF_ANY_ENGINE, EngineSettings, unknown_name
+from ortlab.utils.errors import Concise
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ortlab.engines.processes import Processes
-    from ortlab.engines.torch_native import TorchStepper
-    from ortlab.memory import Memory
+    from ortlab.engines.single_process import Processes
+    from ortlab.engines.torch.stepper import TorchStepper
     from ortlab.settings import FinetuneSettings
+    from ortlab.utils.process_memory import Memory
 
 Batch = Any
 """What forward takes: a mapping (keyword arguments), a tuple or list (inputs, target), a tensor."""
@@ -328,7 +328,7 @@ class Engine(Protocol):
 
         `model` is the user's module, or what this engine's `wrap` gave, which goes on with what it
         has compiled or exported. `processes` says how several take each step, and `stepper` what
-        becomes of their gradients; see `ortlab.engines.sharded.prepare`.
+        becomes of their gradients; see `ortlab.engines.distributed.data_parallel.prepare`.
         """
         ...
 
@@ -393,13 +393,15 @@ def engine(name: str) -> Engine:
 
 
 def _engine(name: str) -> Engine:
-    from ortlab.engines import offload, ortmodule, torch_native
+    from ortlab.engines.ortmodule import engine as ortmodule
+    from ortlab.engines.ortmodule import fused_engine
+    from ortlab.engines.torch import stepper as torch_native
 
     engines: dict[str, Engine] = {
         "eager": torch_native.Eager(),
         "compile": torch_native.Compile(),
         "ort": ortmodule.Ort(),
-        "offload": offload.Offload(),
+        "offload": fused_engine.Offload(),
     }
     if name not in engines:
         raise ValueError(f"engine={name!r}: {unknown_name(name, engines)}")
@@ -413,9 +415,9 @@ def refusal(settings: EngineSettings) -> str | None:
     workers = getattr(settings, "workers", 1)
     if reason is not None or workers == 1:
         return reason
-    from ortlab.engines import sharded
+    from ortlab.engines.distributed import data_parallel
 
-    return sharded.refuses(cast("FinetuneSettings", settings), workers)
+    return data_parallel.refuses(cast("FinetuneSettings", settings), workers)
 
 
 def ignored(settings: EngineSettings, name: str) -> str | None:

@@ -15,15 +15,15 @@ from typing import Final
 import onnx
 from torch import nn
 
-from ortlab.compat.failures import module_path
 from ortlab.engines.base import Batch
 from ortlab.engines.batch import arguments, signature
-from ortlab.engines.execution import Execution
-from ortlab.engines.ortmodule import execution_of, is_wrapped
+from ortlab.engines.ortmodule.compat.failures import module_path
+from ortlab.engines.ortmodule.dispatch import Execution
+from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
 from ortlab.graph import STAGES
-from ortlab.graph.sizes import bytes_of, follows, size_of
 from ortlab.settings import EngineSettings, unknown_name
-from ortlab.tables import Column, Table
+from ortlab.utils.onnx_shapes import bytes_of, follows, size_of
+from ortlab.utils.tables import Column, Table
 
 _ROOT = "_original_module"
 _YIELD = "YieldOp"

@@ -17,12 +17,13 @@ import numpy as np
 import onnx
 from torch import nn
 
-from ortlab.graph import bars, timeline
+from ortlab.graph import timeline
 from ortlab.graph.capture import Graphs, Node, Overlay, Stage
 from ortlab.graph.lifetimes import HOLD_SIZES, KINDS, SCOPE, STATE, Tensor, lifetimes
-from ortlab.memory import memory, parse_bytes
 from ortlab.settings import unknown_name
-from ortlab.tables import Column, Table
+from ortlab.utils import svg_bars
+from ortlab.utils.process_memory import memory, parse_bytes
+from ortlab.utils.tables import Column, Table
 
 LARGEST = 10
 _IDLE = ("parameter", "optimizer state", "batch")
@@ -227,7 +228,7 @@ class MemoryPlan:
 
     def _repr_html_(self) -> str:
         alt = f"Memory over the nodes of a step, peak {memory(self.peak_bytes())}"
-        return f"{bars.hoverable(self.picture(), alt)}{self.table()._repr_html_()}"
+        return f"{svg_bars.hoverable(self.picture(), alt)}{self.table()._repr_html_()}"
 
     def _notes(self, held: Sequence[Held], sizes: Mapping[str, int]) -> list[str]:
         known = {**self.dims, **sizes}

@@ -12,11 +12,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from ortlab.graph import bars, profile_ort
+from ortlab.graph import profile_ort
 from ortlab.graph.capture import Overlay, Stage
 from ortlab.graph.profile_ort import NodeTime, Ort, PhaseTime
 from ortlab.graph.profile_torch import Eager
-from ortlab.tables import Column, Table
+from ortlab.utils import svg_bars
+from ortlab.utils.tables import Column, Table
 
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
@@ -171,7 +172,7 @@ class Profile:
             series = {f"ORT {phase}": us for phase, us in row.ort_us.items()}
             eager = {f"eager {phase}": us for phase, us in row.eager_us.items()}
             rows.append((row.module, [series, eager] if self.ort else [eager]))
-        return bars.svg(rows, _SERIES)
+        return svg_bars.svg(rows, _SERIES)
 
     def __repr__(self) -> str:
         return "\n\n".join(["\n".join([self.headline, *self.notes]), *map(repr, self._tables())])
@@ -179,7 +180,7 @@ class Profile:
     def _repr_html_(self) -> str:
         notes = "<p>" + "<br>".join(map(html.escape, self.notes)) + "</p>"
         tables = "<br>".join(table._repr_html_() for table in self._tables())
-        picture = bars.image(self.picture(), self.headline)
+        picture = svg_bars.image(self.picture(), self.headline)
         return f"<p><b>{html.escape(self.headline)}</b></p>{notes}{picture}{tables}"
 
     @property

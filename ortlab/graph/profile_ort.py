@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from ortlab.compat import profiling
-from ortlab.compat.profiling import Ran
-from ortlab.engines.export import Export
+from ortlab.engines.ortmodule.compat import profiling
+from ortlab.engines.ortmodule.compat.profiling import Ran
+from ortlab.engines.ortmodule.export import Export
 from ortlab.graph.capture import Node, Stage
-from ortlab.graph.steps import WARMUP, Clock, Step
+from ortlab.graph.timed_step import WARMUP, Clock, Step
 
 _ADDED = re.compile(r"(/\w*Fusion/|_recompute)$")
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ortlab.compat import autograd
-from ortlab.graph.steps import PHASES, WARMUP, Clock, Step
+from ortlab.engines.ortmodule.compat import autograd
+from ortlab.graph.timed_step import PHASES, WARMUP, Clock, Step
 
 Owner = str | None
 """A module's path, empty for the model itself; None is nobody."""

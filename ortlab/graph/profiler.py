@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from ortlab.compat import interop
 from ortlab.engines.base import Batch, tell
 from ortlab.engines.batch import arguments, describe, signature, tensors
-from ortlab.engines.execution import Execution
-from ortlab.engines.selfcheck import inputs_kept, undisturbed
+from ortlab.engines.ortmodule.compat import interop
+from ortlab.engines.ortmodule.dispatch import Execution
+from ortlab.engines.ortmodule.self_check import inputs_kept, undisturbed
 from ortlab.graph import profile_ort, profile_torch
 from ortlab.graph.capture import execution_behind
 from ortlab.graph.profile import Profile
 from ortlab.graph.profile_ort import Ort
 from ortlab.graph.profile_torch import Eager
-from ortlab.graph.steps import Step
+from ortlab.graph.timed_step import Step
 
 _FAR = 1.5
 _ALONE = threading.Lock()

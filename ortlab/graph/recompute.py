@@ -1,8 +1,9 @@
 """What each recompute plan saves and costs, before it is run.
 
 A plan names modules whose activations are computed again in the backward pass, see
-`ortlab.kernels.recompute`. The memory is read from the graph that the plan makes, as in `memory`;
-the time is that of the kernels that run twice, from a profile of the model's own steps.
+`ortlab.engines.ortmodule.kernels.recompute`. The memory is read from the graph that the plan makes,
+as in `memory`; the time is that of the kernels that run twice, from a profile of the model's own
+steps.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Final
 from torch import nn
 
 from ortlab.engines.base import Batch
+from ortlab.engines.ortmodule.kernels.recompute import LAYERS, SUFFIX, Plans
 from ortlab.graph import profiler
 from ortlab.graph.capture import capture, execution_behind
 from ortlab.graph.memory import MemoryPlan, plan_of
-from ortlab.kernels.recompute import LAYERS, SUFFIX, Plans
-from ortlab.memory import memory, parse_bytes
 from ortlab.settings import EngineSettings
-from ortlab.tables import Column, Table
+from ortlab.utils.process_memory import memory, parse_bytes
+from ortlab.utils.tables import Column, Table
 
 OFF: Final = "off"
 _YIELD: Final = "com.microsoft.YieldOp"

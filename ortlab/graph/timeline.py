@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ortlab.graph.bars import FONT, TEXT
+from ortlab.utils.svg_bars import FONT, TEXT
 
 WIDTH, HEIGHT = 900, 340
 LEFT, RIGHT, TOP, BOTTOM = 64, 8, 40, 24

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ortlab.engines.ortmodule import execution_of, is_wrapped, reseed
+from ortlab.engines.ortmodule.engine import execution_of, is_wrapped, reseed
 from ortlab.hf.following import TrainerRun
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings

@@ -15,15 +15,15 @@ import torch
 
 from ortlab.engines.base import Report
 from ortlab.engines.batch import count
-from ortlab.engines.ortmodule import execution_of, is_wrapped
-from ortlab.history import RunFolder, environment
-from ortlab.loop import Evaluation, best
-from ortlab.memory import SAMPLER, Meter
-from ortlab.past import index
-from ortlab.past.kept import Kept
-from ortlab.runs import RunResult
-from ortlab.telemetry import INDEX, NAN, Event, Recorder, Sample, State, Status
-from ortlab.tracking import INTERCEPTION, Turn
+from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
+from ortlab.history import sqlite_index
+from ortlab.history.run_files import Kept
+from ortlab.history.run_folder import RunFolder, environment
+from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
+from ortlab.training.run import RunResult
+from ortlab.training.tracker import INTERCEPTION, Turn
+from ortlab.training.trainer import Evaluation, best
+from ortlab.utils.process_memory import SAMPLER, Meter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +62,7 @@ class Step(Turn):
 class TrainerRun(Kept):
     """What `OrtLabCallback` knows of one call of ``train``; a `telemetry.Watched`.
 
-    It is kept as a run is (see `ortlab.history`), with ``trainer.json`` for the Trainer's own
+    It is kept as a run is (see `history.run_folder`), with ``trainer.json`` for the Trainer's own
     arguments and without checkpoints, which lie where the Trainer puts them. Pause and stop work
     where ``train`` was called in a thread of its own: a kernel busy with it hears no button.
     """
@@ -105,7 +105,7 @@ class TrainerRun(Kept):
         self._folder.write_json("trainer", arguments)
         self._folder.write_json("environment", environment())
         self._write_about(None)
-        index.note(self.folder)
+        sqlite_index.note(self.folder)
         self.recorder = Recorder(sinks=[self._folder.metrics()])
         """The numbers of the run."""
         self._meter: Meter = SAMPLER.start()
@@ -236,7 +236,7 @@ class TrainerRun(Kept):
         self._write_about(self._result())
         self.recorder.close()
         self._folder.release()
-        index.note(self.folder)
+        sqlite_index.note(self.folder)
         self._engine = None  # which holds the model
         self._over.set()
 

@@ -13,9 +13,9 @@ from transformers.trainer_callback import PrinterCallback
 
 from ortlab.hf import zero
 from ortlab.hf.callback import FP16_ON_CPU, OrtLabCallback
-from ortlab.interrupts import until
 from ortlab.session import session
 from ortlab.settings import EngineSettings
+from ortlab.utils.interrupts import until
 
 if TYPE_CHECKING:
     from torch import nn

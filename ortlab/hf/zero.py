@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from ortlab.engines import deepspeed
+from ortlab.engines.distributed import deepspeed
 from ortlab.settings import EngineSettings
 
 STAGES = (0, 1, 2, 3)

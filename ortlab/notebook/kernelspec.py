@@ -19,10 +19,10 @@ from ipykernel.kernelspec import get_kernel_dict
 from jupyter_client.kernelspec import KernelSpecManager
 
 import ortlab
-from ortlab.compat import doctor
-from ortlab.hardware import best_threads
+from ortlab.engines.ortmodule.compat import doctor
 from ortlab.settings import unknown_name
-from ortlab.tables import Column, Table
+from ortlab.utils.hardware import best_threads
+from ortlab.utils.tables import Column, Table
 
 OURS = "ortlab"
 """The key in a kernel's metadata that says that ortlab installed it, and which version did."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum, unique
 from typing import Any, ClassVar
 
-from ortlab.errors import brief
 from ortlab.settings import unknown_name
+from ortlab.utils.errors import brief
 
 Group = Mapping[str, Any]
 
@@ -128,7 +128,7 @@ class AdamConfig(OptimizerConfig):
 
 
 class LambConfig(OptimizerConfig):
-    """LAMB (You et al. 2020, arXiv:1904.00962), see `ortlab.engines.lamb`.
+    """LAMB (You et al. 2020, arXiv:1904.00962), see `ortlab.engines.torch.lamb`.
 
     As `AdamConfig`; ``ratio_min`` and ``ratio_max`` bound the trust ratio.
     """

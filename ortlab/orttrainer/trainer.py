@@ -15,18 +15,24 @@ import onnx
 import torch
 from torch import nn
 
-from ortlab.checkpoint import Checkpoint, Position, check_kept, check_model, check_optimizer
+from ortlab.checkpoint.checkpoint import (
+    Checkpoint,
+    Position,
+    check_kept,
+    check_model,
+    check_optimizer,
+)
 from ortlab.engines.base import EngineUnavailable, NotFinite, engine, refusal, unfit
 from ortlab.engines.batch import TARGETS, signature_names
-from ortlab.engines.ortmodule import execution_of, reseed
-from ortlab.engines.torch_native import modes_of, set_modes
-from ortlab.engines.whole import WholeStep
-from ortlab.errors import brief
+from ortlab.engines.ortmodule.engine import execution_of, reseed
+from ortlab.engines.ortmodule.fused_step import WholeStep
+from ortlab.engines.torch.stepper import modes_of, set_modes
 from ortlab.optim.config import DecayMode, OptimizerConfig
 from ortlab.orttrainer.description import Described, Description
 from ortlab.orttrainer.options import GRAPHS, ORTTrainerOptions
-from ortlab.randomness import RandomStates
 from ortlab.settings import FinetuneSettings, unknown_name
+from ortlab.utils.errors import brief
+from ortlab.utils.rng import RandomStates
 
 Loss = Callable[..., torch.Tensor]
 _STATE = {"exp_avg": "Moment_1", "exp_avg_sq": "Moment_2", "step": "Update_Count"}
@@ -325,7 +331,7 @@ class ORTTrainer:
         Inputs and outputs are called and sized as in `model_desc`. The file is run in onnxruntime
         beside torch before it is there, see `ortlab.export`. ValueError before the first step.
         """
-        from ortlab.deploy import write
+        from ortlab.deploy import inference
         from ortlab.deploy.axes import Axes, Axis
         from ortlab.deploy.call import Call
 
@@ -346,7 +352,7 @@ class ORTTrainer:
             size = given[at[0][0]].shape[at[0][1]]
             axes.append(Axis(name, size, tuple(at), (size + 1, max(size - 1, 1))))
         module = _Inference(self._objective)
-        write.one_file(self.model, Call(module, (), given), Axes(axes), path)
+        inference.one_file(self.model, Call(module, (), given), Axes(axes), path)
 
     def _fitting(self, weights: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
         """What the model loads of `weights`: all of its own, or not `strict` what both have."""
@@ -538,7 +544,7 @@ def _optimizer(config: Any, parameters: Mapping[str, nn.Parameter]) -> torch.opt
     if config.name == "AdamOptimizer":
         made = [{"params": own, **_adam(values)} for values, own in groups]
         return torch.optim.AdamW(made, lr=config.lr)
-    from ortlab.engines.lamb import Lamb  # its library takes seconds to import
+    from ortlab.engines.torch.lamb import Lamb  # its library takes seconds to import
 
     kinds = [
         {"params": kind, **_lamb(values)}

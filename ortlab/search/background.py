@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar, Generic, TypeVar
 
-from ortlab.arenas import Thread
 from ortlab.engines.base import progress
-from ortlab.errors import shorten
-from ortlab.interrupts import until
+from ortlab.utils.errors import shorten
+from ortlab.utils.interrupts import until
+from ortlab.utils.threads import Thread
 
 R = TypeVar("R")
 

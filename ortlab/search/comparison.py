@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import torch
 from torch import nn
 
-from ortlab import history, turns
+from ortlab.bench import interleaved
 from ortlab.bench.machine import machine
 from ortlab.engines.base import LossFunction, engine_for
-from ortlab.engines.torch_native import training_device
-from ortlab.memory import free_bytes, parse_bytes
+from ortlab.engines.torch.stepper import training_device
+from ortlab.history import run_folder
 from ortlab.search.background import Background
-from ortlab.search.entrant import PLAIN, Entrant
+from ortlab.search.candidate import PLAIN, Entrant
 from ortlab.search.feed import Feed
 from ortlab.search.result import Entry, Result
 from ortlab.settings import FinetuneSettings, SearchSettings
-from ortlab.tables import Table
+from ortlab.utils.process_memory import free_bytes, parse_bytes
+from ortlab.utils.tables import Table
 
 if TYPE_CHECKING:
     from ortlab.cluster.workers import Workers
-    from ortlab.runs import Run
+    from ortlab.training.run import Run
 
 R = TypeVar("R", bound=Result[Any])
 E = TypeVar("E", bound=Entry)
@@ -166,7 +167,7 @@ class Comparison(Background[R], Generic[R, E]):
             "samples": self._feed.samples,
             "budget_bytes": self._budget,
             "shared": self._shared,
-            "environment": history.environment(),
+            "environment": run_folder.environment(),
             "machine": machine(self._device.type),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }
@@ -210,4 +211,4 @@ class Comparison(Background[R], Generic[R, E]):
     ) -> dict[K, float]:
         """See `turns.take_turns`; what trains beside it is noted."""
         self._disturbed |= dict.fromkeys(self._around.beside())
-        return turns.take_turns(order, turn, fail)
+        return interleaved.take_turns(order, turn, fail)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ortlab import batching
 from ortlab.engines.base import Batch
 from ortlab.engines.batch import count
-from ortlab.randomness import undisturbed_random
 from ortlab.settings import FinetuneSettings
+from ortlab.training import data_loading
+from ortlab.utils.rng import undisturbed_random
 
 
 class Feed:
@@ -30,7 +30,7 @@ class Feed:
                 "list, a Dataset or a DataLoader"
             )
         with undisturbed_random():
-            source = batching.batches(data, settings)
+            source = data_loading.batches(data, settings)
             states = [generator.get_state() for generator in source.generators]
             wanted = number * settings.accumulation
             read = list(itertools.islice(source.epoch(0), wanted))

@@ -18,18 +18,18 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ortlab import turns
+from ortlab.bench import interleaved
 from ortlab.engines.base import LossFunction, Stepper
 from ortlab.engines.batch import forward, to_device
-from ortlab.memory import memory
-from ortlab.search import footprint
+from ortlab.search import memory as footprint
+from ortlab.search.candidate import PLAIN, Entrant
 from ortlab.search.comparison import ALONE, Comparison, Surroundings
-from ortlab.search.entrant import PLAIN, Entrant
 from ortlab.search.feed import Feed
-from ortlab.search.footprint import Line
+from ortlab.search.memory import Line
 from ortlab.search.prune import among
 from ortlab.search.result import DONE, Cell, RaceResult
 from ortlab.settings import REFERENCE, FinetuneSettings, RaceSettings
+from ortlab.utils.process_memory import memory
 
 PRESETS: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
     # The columns of ORT's training examples: onnxruntime-training-examples, README.md. All of them
@@ -147,7 +147,7 @@ class Race(Comparison[RaceResult, Cell]):
     def _begin(self, label: str) -> None:
         """The first step of a set-up, everything cold, and a second one that is measured."""
         self._now(label, f"{label}: first step", "first step")
-        with turns.reasons(functools.partial(self._refuse, label)):
+        with interleaved.reasons(functools.partial(self._refuse, label)):
             changes, micro = self._cells[label].settings, self._micro(label)
             entrant = self._enter(label, changes, micro=micro)
             self._change(label, first_step_s=entrant.lane.first_step_s, doing="second step")
@@ -170,12 +170,12 @@ class Race(Comparison[RaceResult, Cell]):
 
     def _race(self) -> None:
         """Rounds to warm up, and those that count."""
-        number = turns.WARMUP + self._settings.rounds
+        number = interleaved.WARMUP + self._settings.rounds
         began = time.perf_counter()
-        for place, order in enumerate(turns.rounds(list(self._entrants), number)):
+        for place, order in enumerate(interleaved.rounds(list(self._entrants), number)):
             self._go_on()
-            warming = place < turns.WARMUP
-            counted = place - turns.WARMUP + 1
+            warming = place < interleaved.WARMUP
+            counted = place - interleaved.WARMUP + 1
             if counted == 1:
                 began = time.perf_counter()
             left_s = (time.perf_counter() - began) / max(counted - 1, 1) * (number - place)
@@ -194,7 +194,7 @@ class Race(Comparison[RaceResult, Cell]):
         """Makes a turn long enough to time, as long for all."""
         reference_ms = took.get(next(iter(self._cells)))
         if self._settings.steps is None and reference_ms is not None:
-            most = max(self._result.turn_steps, turns.enough(reference_ms))
+            most = max(self._result.turn_steps, interleaved.enough(reference_ms))
             self._result = dataclasses.replace(self._result, turn_steps=most)
 
     def _round(self, order: Sequence[str]) -> dict[str, float]:
@@ -217,7 +217,7 @@ class Race(Comparison[RaceResult, Cell]):
         for label, entrant in list(self._entrants.items()):
             self._go_on()
             finite = entrant.lane.stepper.finite()
-            with turns.reasons(functools.partial(self._remark, label)):
+            with interleaved.reasons(functools.partial(self._remark, label)):
                 loss = judge.loss_of(entrant.lane.stepper)
                 self._change(label, loss=loss if finite else math.nan, finite=finite)
 
@@ -227,7 +227,7 @@ class Race(Comparison[RaceResult, Cell]):
         for label, entrant in list(self._entrants.items()):
             self._go_on()
             self._now(label, f"{label}: the largest batch in {within}", "largest batch")
-            with turns.reasons(functools.partial(self._remark, label)):
+            with interleaved.reasons(functools.partial(self._remark, label)):
                 if entrant.plan is not None:
                     most = entrant.max_batch(self._budget)
                 else:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ortlab.graph import bars
-from ortlab.tables import rounded
-from ortlab.turns import Spread
+from ortlab.bench.interleaved import Spread
+from ortlab.utils import svg_bars
+from ortlab.utils.tables import rounded
 
 COLOUR = "#4a86cf"
 ROW, LABEL, NUMBER, LETTERS = 20, 220, 160, 36
-ROOM = bars.WIDTH - LABEL - NUMBER
+ROOM = svg_bars.WIDTH - LABEL - NUMBER
 """Of the picture, in its pixels: a row, the labels, the numbers, the bars; letters of a label."""
 
 
@@ -31,19 +31,21 @@ def picture(rows: Sequence[tuple[str, Spread | None, str]], unit: str) -> str:
     parts = []
     for place, (label, rate, words) in enumerate(rows):
         middle = ROW * place + ROW / 2
-        parts.append(bars.text(LABEL - 8, middle, label[:LETTERS], anchor="end"))
+        parts.append(svg_bars.text(LABEL - 8, middle, label[:LETTERS], anchor="end"))
         if rate is None:
-            parts.append(bars.text(LABEL, middle, words[:LETTERS]))
+            parts.append(svg_bars.text(LABEL, middle, words[:LETTERS]))
             continue
-        parts.append(bars.box(LABEL, middle - 6, rate.median * scale, 12, (COLOUR, 0.8)))
+        parts.append(svg_bars.box(LABEL, middle - 6, rate.median * scale, 12, (COLOUR, 0.8)))
         low, high = LABEL + rate.low * scale, LABEL + rate.high * scale
-        parts.append(bars.box(low, middle - 0.75, max(high - low, 1.0), 1.5, (bars.TEXT, 1)))
+        parts.append(
+            svg_bars.box(low, middle - 0.75, max(high - low, 1.0), 1.5, (svg_bars.TEXT, 1))
+        )
         for end in (low, high):
-            parts.append(bars.box(end - 0.75, middle - 4, 1.5, 8, (bars.TEXT, 1)))
-        parts.append(bars.text(high + 6, middle, f"{rounded(rate.median)} {unit}/s"))
+            parts.append(svg_bars.box(end - 0.75, middle - 4, 1.5, 8, (svg_bars.TEXT, 1)))
+        parts.append(svg_bars.text(high + 6, middle, f"{rounded(rate.median)} {unit}/s"))
     height = ROW * len(rows)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {bars.WIDTH} {height}" '
-        f'width="{bars.WIDTH}" height="{height}" font-family="sans-serif" '
-        f'font-size="{bars.FONT}">{"".join(parts)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {svg_bars.WIDTH} {height}" '
+        f'width="{svg_bars.WIDTH}" height="{height}" font-family="sans-serif" '
+        f'font-size="{svg_bars.FONT}">{"".join(parts)}</svg>'
     )

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+from ortlab.bench.interleaved import Spread
 from ortlab.bench.machine import Machine
 from ortlab.bench.result import origin
-from ortlab.graph import bars
-from ortlab.memory import memory
 from ortlab.search import rates
-from ortlab.tables import Column, Table, rounded
-from ortlab.turns import Spread
+from ortlab.utils import svg_bars
+from ortlab.utils.process_memory import memory
+from ortlab.utils.tables import Column, Table, rounded
 
 FORM = 1
 DONE = "done"
@@ -101,7 +101,7 @@ class Result(abc.ABC, Generic[E]):
         return f"{self.headline}\n\n{self.table()!r}"
 
     def _repr_html_(self) -> str:
-        picture = bars.image(self.picture(), self.headline)
+        picture = svg_bars.image(self.picture(), self.headline)
         return f"<p><b>{html.escape(self.headline)}</b></p>{picture}{self.table()._repr_html_()}"
 
     def _circumstances(self) -> Iterator[str]:

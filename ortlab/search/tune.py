@@ -14,18 +14,19 @@ from typing import Any
 
 from torch import nn
 
-from ortlab import batching, turns
+from ortlab.bench import interleaved
 from ortlab.engines.base import LossFunction
 from ortlab.engines.batch import count
-from ortlab.memory import memory
-from ortlab.search import footprint
+from ortlab.search import memory as footprint
+from ortlab.search.candidate import PLAIN, Entrant
 from ortlab.search.comparison import ALONE, Comparison, Surroundings
-from ortlab.search.entrant import PLAIN, Entrant
 from ortlab.search.feed import Feed
-from ortlab.search.footprint import Line
+from ortlab.search.memory import Line
 from ortlab.search.prune import Candidate, Found, Search, Setup, settings_of
 from ortlab.search.result import Row, TuneResult
 from ortlab.settings import REFERENCE, FinetuneSettings, TuneSettings
+from ortlab.training import data_loading
+from ortlab.utils.process_memory import memory
 
 STEPS = 4
 """Different steps of data, which all candidates go through in turn."""
@@ -67,7 +68,7 @@ class Tune(Comparison[TuneResult, Row]):
             around=around,
         )
         self._settings = settings
-        self._loader_s_own = () if batching.of_samples(data) else ("batch_size",)
+        self._loader_s_own = () if data_loading.of_samples(data) else ("batch_size",)
         self._peaks: dict[Candidate, float] = {}
         self._failures: dict[Candidate, str] = {}
         self._turn_steps = settings.steps or 1
@@ -116,7 +117,7 @@ class Tune(Comparison[TuneResult, Row]):
         self._go_on()
         self._tell(f"{setup}: first step")
         reasons: list[str] = []
-        with turns.reasons(reasons.append):
+        with interleaved.reasons(reasons.append):
             changes = settings_of(Candidate(setup, micro), self._feed.samples)
             self._enter(setup, changes, micro=micro)
             self._note_peak(Candidate(setup, micro))
@@ -135,7 +136,7 @@ class Tune(Comparison[TuneResult, Row]):
             self._failures[candidate] = reason
             rates.pop(candidate, None)
 
-        for place, order in enumerate(turns.rounds(candidates, 1 + number)):
+        for place, order in enumerate(interleaved.rounds(candidates, 1 + number)):
             self._go_on()
             took = self._take_turns([c for c in order if c in rates], self._turn, fail)
             for candidate, ms in took.items():
@@ -172,7 +173,7 @@ class Tune(Comparison[TuneResult, Row]):
         """The first turn of all says how many steps one is."""
         first = next(iter(self._entrants))
         if self._settings.steps is None and self._turn_steps == 1 and candidate.setup == first:
-            self._turn_steps = turns.enough(ms)
+            self._turn_steps = interleaved.enough(ms)
 
     def _note_peak(self, candidate: Candidate) -> None:
         """What a step takes: by its graph, which the first step made, or by one step more."""
@@ -220,7 +221,7 @@ def _feed(
     data: Any, base: FinetuneSettings, settings: TuneSettings
 ) -> tuple[Feed, list[int], tuple[str, ...]]:
     """Global batches of `data`, the micro-batches that there may be, and what is to be said."""
-    if batching.of_samples(data):
+    if data_loading.of_samples(data):
         samples = settings.global_batch or base.batch_size
         feed = Feed(data, base.replace(batch_size=samples), STEPS)
         return feed, list(_halves(feed.samples, settings.sizes)), ()

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from ortlab.engines import cache
+from ortlab.engines.ortmodule import graph_cache
 from tests.bench.children import found_by, nothing_cached
 
 MODELS = ((12, 256), (4, 768))
@@ -31,7 +31,7 @@ def _child(layers: int, width: int, dropout: float) -> dict[str, Any]:
     from transformers import BertConfig, BertForSequenceClassification
 
     import ortlab
-    from ortlab.engines.ortmodule import execution_of
+    from ortlab.engines.ortmodule.engine import execution_of
 
     torch.manual_seed(0)
     config = BertConfig(
@@ -103,7 +103,7 @@ def _measure(layers: int, width: int, dropout: float, rounds: int) -> bool:
     child = ("tests.bench.cache", "--child", layers, width, dropout)
     without, with_cache = [], []
     for _ in range(rounds):
-        cache.clear()
+        graph_cache.clear()
         without.append(found_by(*child))
         with_cache.append(found_by(*child))
         for name, found in (("uncached", without[-1]), ("cached", with_cache[-1])):
@@ -121,7 +121,7 @@ def _measure(layers: int, width: int, dropout: float, rounds: int) -> bool:
             ("check_s", [*without, *with_cache]),
         )
     )
-    size = cache.usage()
+    size = graph_cache.usage()
     verdict = "met" if b <= BAR * a else "MISSED"
     line = f"BERT {layers} x {width}, dropout {dropout}: {a:.2f} s uncached, {b:.2f} s cached"
     print(f"{line}, ratio {b / a:.2f}: bar {BAR:.2f} {verdict}; {size}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ortlab.compat import extensions
+from ortlab.engines.ortmodule.compat import extensions
 
 
 def found_by(

@@ -23,10 +23,10 @@ import psutil
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 
-from ortlab.history import RunFolder
-from ortlab.tables import Column, Table
-from ortlab.telemetry import INDEX
-from tests.waiting import until
+from ortlab.history.run_folder import RunFolder
+from ortlab.metrics.recorder import INDEX
+from ortlab.utils.tables import Column, Table
+from tests.support.waiting import until
 
 BAR_S = 2.0
 ENDS = ("run.stop()", "stop button", "SIGTERM", "shutdown", "restart")

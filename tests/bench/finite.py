@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from ortlab.engines.base import engine
-from ortlab.engines.torch_native import TorchStepper
+from ortlab.engines.torch.stepper import TorchStepper
 from ortlab.settings import FinetuneSettings
 from tests.bench.guard import bert
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from ortlab.engines.autocasting import autocast_now
-from ortlab.engines.calls import Form
-from ortlab.engines.guard import Guard
+from ortlab.engines.ortmodule.autocast import autocast_now
+from ortlab.engines.ortmodule.call_signature import Form
+from ortlab.engines.ortmodule.guard import Guard
 
 ROUNDS, CALLS = 15, 200
 

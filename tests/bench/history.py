@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ortlab.history import RunFolder, environment
+from ortlab.history.run_folder import RunFolder, environment
+from ortlab.metrics.recorder import COLUMNS, INDEX, Event
 from ortlab.settings import FinetuneSettings
-from ortlab.telemetry import COLUMNS, INDEX, Event
 
 DISTINCT = 10
 KNOWN = (
@@ -36,7 +36,7 @@ OPEN = """
 import sys, time
 from pathlib import Path
 import ortlab, torch
-from ortlab.notebook.historyview import HistoryView
+from ortlab.notebook.views.history_view import HistoryView
 began = time.perf_counter()
 history = ortlab.list_runs()
 text, page, view = repr(history), history._repr_html_(), HistoryView(history)
@@ -47,7 +47,7 @@ print(took)
 CHARTS = """
 import time
 import ortlab
-from ortlab.notebook import charts
+from ortlab.notebook.views import charts
 began = time.perf_counter()
 run = ortlab.open_run("run-1")
 assert run.recorder.count, "nothing in it"

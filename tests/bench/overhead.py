@@ -20,7 +20,7 @@ import numpy as np
 from playwright.sync_api import sync_playwright
 
 from tests.browser.lab import CHROMIUM_ARGUMENTS, Lab, Notebook, write_notebook
-from tests.chromium import find
+from tests.support.chromium import find
 
 SETUP = """
 %load_ext ortlab
@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 import ortlab
-from ortlab import loop
+from ortlab.training import trainer as loop
 from ortlab.engines.base import engine
 from ortlab.settings import FinetuneSettings
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.compat import profiling
-from ortlab.engines.ortmodule import execution_of
+from ortlab.engines.ortmodule.compat import profiling
+from ortlab.engines.ortmodule.engine import execution_of
 
 LAYERS, WIDTH, ROWS = (4, 40, 120), 8, 4
 ROUNDS, CALLS, WARMUP = 15, 40, 40

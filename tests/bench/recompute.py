@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 import ortlab
-from ortlab.engines.ortmodule import execution_of
+from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.graph.memory import MemoryPlan
 from tests.bench.children import found_by
 from tests.bench.memory import Case, Training, batch_of, give_back_at_once, resident

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nbformat
 
-from tests.headless import NOTEBOOKS, execute
+from tests.support.headless import NOTEBOOKS, execute
 
 FIGURES = {
     "02_finetune_bert": {"accuracy, %": r"after: (\S+)%"},

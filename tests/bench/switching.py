@@ -28,12 +28,12 @@ from typing import Any
 import numpy as np
 
 import ortlab
+from ortlab.bench.interleaved import Spread
 from ortlab.bench.machine import machine
 from ortlab.bench.result import origin, table, warnings
-from ortlab.changes import refusals
-from ortlab.history import environment
-from ortlab.telemetry import INDEX, Event
-from ortlab.turns import Spread
+from ortlab.history.run_folder import environment
+from ortlab.metrics.recorder import INDEX, Event
+from ortlab.metrics.setting_changes import refusals
 from tests.bench import memory
 from tests.bench.children import found_by, nothing_cached
 

@@ -25,14 +25,14 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ortlab
+from ortlab.bench.interleaved import Spread
 from ortlab.bench.machine import machine
 from ortlab.bench.result import origin, table, warnings
-from ortlab.engines.processes import OneProcess
-from ortlab.engines.torch_native import optimizer_for
-from ortlab.history import environment
+from ortlab.engines.single_process import OneProcess
+from ortlab.engines.torch.stepper import optimizer_for
+from ortlab.history.run_folder import environment
+from ortlab.metrics.recorder import INDEX
 from ortlab.settings import FinetuneSettings
-from ortlab.telemetry import INDEX
-from ortlab.turns import Spread
 from tests.bench import memory
 from tests.bench.children import found_by
 

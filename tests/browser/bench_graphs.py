@@ -16,14 +16,14 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 from tests.browser.lab import CHROMIUM_ARGUMENTS, Lab, Notebook, write_notebook
-from tests.chromium import find
-from tests.waiting import HANGS_S
+from tests.support.chromium import find
+from tests.support.waiting import HANGS_S
 
 SETUP = """
 %load_ext ortlab
 import torch, ortlab
 from transformers import BertConfig, BertForSequenceClassification
-from ortlab.notebook import graphview
+from ortlab.notebook.views import graph_view as graphview
 model = BertForSequenceClassification(BertConfig(
     num_hidden_layers={layers}, hidden_size={width}, num_attention_heads=4,
     intermediate_size=4 * {width}, vocab_size=1000))

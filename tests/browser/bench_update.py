@@ -24,8 +24,8 @@ LIMIT_MS, LIMIT_BYTES = 2.0, 1024
 SETUP = """
 import json, time
 import numpy as np
-from ortlab.notebook import charts
-from ortlab.telemetry import NAN, Recorder, Sample, Status
+from ortlab.notebook.views import charts
+from ortlab.metrics.recorder import NAN, Recorder, Sample, Status
 
 CUDA = {cuda}
 PER_UPDATE = {per_update}    # steps between two updates

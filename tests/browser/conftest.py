@@ -19,8 +19,8 @@ from tests.browser.lab import (
     Takes,
     write_notebook,
 )
-from tests.chromium import find
-from tests.waiting import HANGS_S
+from tests.support.chromium import find
+from tests.support.waiting import HANGS_S
 
 expect.set_options(timeout=1000 * HANGS_S)
 

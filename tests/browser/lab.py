@@ -22,9 +22,9 @@ import psutil
 import pytest
 from playwright.sync_api import Locator, Page
 
-from ortlab import compat
+from ortlab.engines.ortmodule import compat
 from ortlab.notebook.privacy import HOW as PRIVATE
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 NEEDS_ORT = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 CHROMIUM_ARGUMENTS = [
@@ -172,7 +172,7 @@ class Lab:
         for name in folders.values():
             (self._folder / name).mkdir(exist_ok=True)
         own = {variable: str(self._folder / name) for variable, name in folders.items()}
-        source = str(Path(__file__).parents[2])  # for `tests.practice` in the kernel
+        source = str(Path(__file__).parents[2])  # for `tests.support.practice` in the kernel
         return {
             **os.environ,
             **own,

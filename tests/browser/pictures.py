@@ -16,7 +16,7 @@ from PIL import Image
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
 from tests.browser.lab import CHROMIUM_ARGUMENTS, Lab, Notebook, write_notebook
-from tests.chromium import find
+from tests.support.chromium import find
 
 FOLDER = Path(__file__).parents[2] / "notebooks" / "images"
 WIDTH, HEIGHT = 1280, 1500

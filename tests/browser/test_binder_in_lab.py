@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.binder import ROOT
 from tests.browser.lab import Lab, Takes
+from tests.support.binder import ROOT
 
 pytestmark = pytest.mark.browser
 

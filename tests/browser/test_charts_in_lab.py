@@ -13,8 +13,8 @@ from tests.browser.lab import Opens, Takes
 pytestmark = pytest.mark.browser
 
 START = """
-from tests.practice import Practice
-from ortlab.notebook import charts
+from tests.support.practice import Practice
+from ortlab.notebook.views import charts
 run = Practice({options}).start()
 charts.show(run)
 """

@@ -263,7 +263,7 @@ def test_without_netron_there_is_the_outline(
     notebook: Opens, screenshot: Takes, breaks: str, says: str
 ) -> None:
     show = "Graphs('Net', {'exported': stage(['/_original_module/relu/Relu'])})"
-    book = notebook([STAGE, f"from ortlab.notebook import netron\n{breaks}", show])
+    book = notebook([STAGE, f"from ortlab.notebook.views import netron\n{breaks}", show])
     book.run()
     view = book.page.locator(".ortlab-graph")
     expect(view.get_by_role("status").first).to_contain_text("The graph is not drawn: ")

@@ -14,8 +14,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.browser.lab import CHROMIUM_ARGUMENTS, NEEDS_ORT, Lab, Notebook, Takes, write_notebook
 from tests.browser.nowhere import Nowhere, nowhere
-from tests.headless import NOTEBOOKS
-from tests.waiting import until
+from tests.support.headless import NOTEBOOKS
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.browser,

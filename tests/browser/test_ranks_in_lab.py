@@ -132,7 +132,8 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
 def test_a_run_in_one_process_has_no_such_section_until_there_are_ranks(notebook: Opens) -> None:
     book = notebook(
         [
-            "from tests.practice import Practice\nfrom ortlab.notebook import charts\n"
+            "from tests.support.practice import Practice\n"
+            "from ortlab.notebook.views import charts\n"
             "run = Practice(steps=60).start(); run.wait_over(); view = charts.view(run); view"
         ]
     )

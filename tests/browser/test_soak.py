@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import CDPSession, Page
 
 from tests.browser.lab import NEEDS_ORT, Lab, Opens, Takes
-from tests.soaking import COUNTED
+from tests.support.soaking import COUNTED
 
 pytestmark = [pytest.mark.browser, pytest.mark.nightly, NEEDS_ORT]
 MINUTES = float(os.environ.get("ORTLAB_SOAK_MINUTES", "120"))
@@ -33,7 +33,7 @@ MODEL = f"""
 import itertools
 import ortlab, torch
 from torch import nn
-from tests import soaking
+from tests.support import soaking
 model = nn.Sequential(nn.Linear(64, 500), nn.ReLU(), nn.Linear(500, 10))
 train, valid = map(soaking.Read, ortlab.data.digits())
 seen = ortlab.wrap(nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10)))

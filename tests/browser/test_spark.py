@@ -11,8 +11,8 @@ import pytest
 from playwright.sync_api import Browser
 
 import ortlab
-from ortlab.notebook.rankfeed import drawn
-from ortlab.telemetry import NAN
+from ortlab.metrics.recorder import NAN
+from ortlab.notebook.views.rank_feed import drawn
 
 pytestmark = pytest.mark.browser
 

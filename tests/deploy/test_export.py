@@ -18,16 +18,15 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab import compat
 from ortlab.deploy import axes, check, folder, weights
 from ortlab.deploy.call import Call
 from ortlab.deploy.exported import Exported
-from ortlab.engines.ortmodule import execution_of
-from ortlab.engines.selfcheck import NotInGraph
-from ortlab.notebook import charts, inpage
-from tests import tiny
-from tests.deploy import parity
-from tests.test_magics import Typist, ip  # noqa: F401 - a fixture
+from ortlab.engines.ortmodule import compat
+from ortlab.engines.ortmodule.engine import execution_of
+from ortlab.engines.ortmodule.self_check import NotInGraph
+from ortlab.notebook.views import charts, in_page
+from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture
+from tests.support import parity, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -525,7 +524,7 @@ def test_a_page_cannot_take_every_model(
     with pytest.raises(ValueError, match="JavaScript has no numbers for input float16"):
         half.in_page()
     with monkeypatch.context() as smaller:
-        smaller.setattr(inpage, "MOST_BYTES", 2**10)
+        smaller.setattr(in_page, "MOST_BYTES", 2**10)
         with pytest.raises(ValueError, match=r"KiB, and a page gets up to 1.0 KiB"):
             exported.in_page()
     monkeypatch.setattr(charts, "STATIC", tmp_path)
@@ -544,7 +543,7 @@ def test_a_page_gets_no_more_than_it_takes_whatever_the_manifest_says(
     os.truncate(moved / "model.onnx.data", 240 * 2**20)  # of which the disk holds nothing
     with pytest.raises(ValueError, match=r"model\.onnx has 240\.0 MiB, and a page gets up to 64"):
         Exported.load(moved).in_page()
-    monkeypatch.setattr(inpage, "MOST_BYTES", 2**6)
+    monkeypatch.setattr(in_page, "MOST_BYTES", 2**6)
     monkeypatch.setattr(weights, "check_places", None)  # a model that is too large is not read
     with pytest.raises(ValueError, match=r"model\.onnx has .*, and a page gets up to 64 bytes"):
         Exported.load(moved).in_page()

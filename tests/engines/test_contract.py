@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ortlab.engines.base import Engine, EngineUnavailable, NotFinite, engine
 from ortlab.settings import ENGINES, EngineSettings, FinetuneSettings
-from tests import tiny
+from tests.support import tiny
 
 LOSS_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3

@@ -21,22 +21,22 @@ from google.protobuf.message import DecodeError, Message
 from IPython.core.error import UsageError
 from onnx import TensorProto, helper
 
-from ortlab import shards
-from ortlab.checkpoint import Checkpoint, Position
+from ortlab.checkpoint import sharded
+from ortlab.checkpoint.checkpoint import Checkpoint, Position
+from ortlab.checkpoint.serialization import Packed
 from ortlab.deploy import weights
 from ortlab.deploy.exported import Exported
-from ortlab.engines import cache
+from ortlab.engines.ortmodule import graph_cache
 from ortlab.graph.capture import Stage
-from ortlab.graph.outline import Outline
-from ortlab.history import read_metrics
-from ortlab.notebook.commands import COMMANDS, command_called, split
-from ortlab.outline import Packed
-from ortlab.past import index
-from ortlab.past.entry import read_entry
-from ortlab.past.listing import history
-from ortlab.randomness import RandomStates
+from ortlab.graph.module_tree import Outline
+from ortlab.history import sqlite_index
+from ortlab.history.entry import read_entry
+from ortlab.history.listing import history
+from ortlab.history.run_folder import read_metrics
+from ortlab.metrics.recorder import COLUMNS
+from ortlab.notebook.magics.commands import COMMANDS, command_called, split
 from ortlab.settings import HistorySettings
-from ortlab.telemetry import COLUMNS
+from ortlab.utils.rng import RandomStates
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _shards(data: bytes, folder: Path) -> None:
     (place / _SHARD).write_bytes(shard)
     try:
         parts = json.loads(line)
-        parts["digests"][_SHARD] = shards.fingerprint(place / _SHARD)
+        parts["digests"][_SHARD] = sharded.fingerprint(place / _SHARD)
         _made()._save_file(place / "state.safetensors", parts)
     except (IndexError, KeyError, RecursionError, TypeError, ValueError):
         return  # what nobody can write
@@ -136,15 +136,15 @@ def _run(data: bytes, folder: Path) -> None:
     root = folder / "runs"
     path = root / "run-1"
     path.mkdir(parents=True, exist_ok=True)
-    (root / index.FILE).unlink(missing_ok=True)
+    (root / sqlite_index.FILE).unlink(missing_ok=True)
     about, settings, notes = (*data.split(b"\n", 2), b"", b"")[:3]
     for name, part in (("run.json", about), ("settings.json", settings), ("notes.jsonl", notes)):
         (path / name).write_bytes(part)
     entry = read_entry(path)
     expected = [] if entry is None else [repr(entry)]
     for _ in ("from the folder", "from the index"):
-        assert [repr(each) for each in index.entries(root)] == expected
-    assert len(index._known(root)) == len(expected)
+        assert [repr(each) for each in sqlite_index.entries(root)] == expected
+    assert len(sqlite_index._known(root)) == len(expected)
     table = history(HistorySettings(), own=(), root=root)
     assert f"{table!r}{table._repr_html_()}".encode()
 
@@ -216,11 +216,11 @@ def _a_manifest(folder: Path) -> bytes:
 
 
 def _cached(data: bytes, folder: Path) -> None:
-    place = cache.folder()
+    place = graph_cache.folder()
     assert folder in place.parents, "the user's own cache is left alone"
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     (place / "given.zip").write_bytes(data)
-    found = cache.load("given")
+    found = graph_cache.load("given")
     assert found is not None or not (place / "given.zip").exists()
 
 

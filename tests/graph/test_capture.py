@@ -14,8 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from transformers.models.bert import modeling_bert
 
 import ortlab
-from ortlab import compat, kernels
-from ortlab.engines import cache
+from ortlab.engines.ortmodule import compat, graph_cache, kernels
 from ortlab.graph import STAGES, capture
 from ortlab.graph.capture import Graphs, Stage
 
@@ -205,7 +204,7 @@ def test_sizes_are_read_without_eval() -> None:
 
 
 def test_a_graph_from_the_cache_has_the_same_stages() -> None:
-    cache.clear()
+    graph_cache.clear()
     found = []
     for _ in range(2):
         wrapped = called(*bert())

@@ -17,12 +17,12 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import ortlab
-from ortlab import compat
+from ortlab.engines.ortmodule import compat
 from ortlab.graph import timeline
 from ortlab.graph.capture import Stage
 from ortlab.graph.lifetimes import KINDS, Tensor
 from ortlab.graph.memory import MemoryPlan
-from ortlab.memory import memory, parse_bytes
+from ortlab.utils.process_memory import memory, parse_bytes
 from tests.bench import memory as bench
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))

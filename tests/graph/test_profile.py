@@ -25,16 +25,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification
 
 import ortlab
-from ortlab import compat
-from ortlab.compat import profiling
-from ortlab.engines.ortmodule import execution_of
-from ortlab.graph import bars, profile_torch, profiler
+from ortlab.engines.ortmodule import compat
+from ortlab.engines.ortmodule.compat import profiling
+from ortlab.engines.ortmodule.engine import execution_of
+from ortlab.graph import profile_torch, profiler
 from ortlab.graph.capture import Stage
 from ortlab.graph.profile import MOST_MODULES, Profile
-from ortlab.graph.steps import PHASES, Step
-from ortlab.randomness import RandomStates
+from ortlab.graph.timed_step import PHASES, Step
 from ortlab.session import session
-from tests.waiting import HANGS_S, eventually
+from ortlab.utils import svg_bars
+from ortlab.utils.rng import RandomStates
+from tests.support.waiting import HANGS_S, eventually
 
 pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 
@@ -155,29 +156,29 @@ def test_it_is_shown(bert: tuple[nn.Module, Profile]) -> None:
 
 def test_the_picture_escapes_names() -> None:
     rows = [("<b>&\"'", [{"a": 1000.0, "b": 500.0}]), ("x" * 100, [{"a": 3000.0}])]
-    picture = bars.svg(rows, {"a": ("#123456", 1.0), "b": ("#123456", 0.5)})
+    picture = svg_bars.svg(rows, {"a": ("#123456", 1.0), "b": ("#123456", 0.5)})
     root = ElementTree.fromstring(picture)
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "<b>&\"'" in texts
     assert {"1.50 ms", "3.00 ms"} <= set(texts)
-    assert all(len(text) <= bars.LETTERS for text in texts)
+    assert all(len(text) <= svg_bars.LETTERS for text in texts)
     widths = [float(e.get("width", 0)) for e in root.iter("{http://www.w3.org/2000/svg}rect")]
     *_, first, second, third = widths
     assert first == pytest.approx(2 * second, abs=0.1)
-    assert third == pytest.approx(bars.WIDTH - bars.LABELS - bars.NUMBERS, abs=0.1)
+    assert third == pytest.approx(svg_bars.WIDTH - svg_bars.LABELS - svg_bars.NUMBERS, abs=0.1)
 
 
 def test_a_picture_with_a_limit() -> None:
     """Beyond the longest bar; the sums are told in another unit."""
     series = {"a": ("#123456", 1.0)}
-    picture = bars.svg([("one", [{"a": 5.0}])], series, told=lambda b: f"{b:g} B", limit=10.0)
+    picture = svg_bars.svg([("one", [{"a": 5.0}])], series, told=lambda b: f"{b:g} B", limit=10.0)
     root = ElementTree.fromstring(picture)
     space = "{http://www.w3.org/2000/svg}"
     assert {"5 B", "10 B"} <= {element.text for element in root.iter(f"{space}text")}
     (line,) = root.iter(f"{space}line")
     *_, bar = root.iter(f"{space}rect")
-    room = bars.WIDTH - bars.LABELS - bars.NUMBERS
-    assert float(line.get("x1", 0)) == pytest.approx(bars.LABELS + room, abs=0.1)
+    room = svg_bars.WIDTH - svg_bars.LABELS - svg_bars.NUMBERS
+    assert float(line.get("x1", 0)) == pytest.approx(svg_bars.LABELS + room, abs=0.1)
     assert float(bar.get("width", 0)) == pytest.approx(room / 2, abs=0.1)
 
 

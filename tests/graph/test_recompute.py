@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ortlab
-from ortlab import kernels
-from ortlab.engines.ortmodule import execution_of
+from ortlab.engines.ortmodule import kernels
+from ortlab.engines.ortmodule.engine import execution_of
+from ortlab.engines.ortmodule.kernels.recompute import UnknownPlan
 from ortlab.graph.recompute import RecomputePlans
-from ortlab.kernels.recompute import UnknownPlan
 from ortlab.session import session
-from tests import tiny
+from tests.support import tiny
 
 BATCH = {
     "input_ids": torch.randint(0, 50, (4, 24), generator=torch.Generator().manual_seed(0)),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ortlab.engines.export import Export
+from ortlab.engines.ortmodule.export import Export
 
 Draw = Callable[[Sequence[int], float], Tensor]
 """Gives the next mask, True where an element is kept, for a shape and a ratio."""

@@ -4,7 +4,7 @@ import gc
 
 import transformers
 
-from ortlab import compat
+from ortlab.engines.ortmodule import compat
 from tests.zoo import (
     specs,
     trial,  # noqa: F401

@@ -13,8 +13,8 @@ import onnx
 import pytest
 import torch
 
-from ortlab import compat
-from tests.readme import ROOT
+from ortlab.engines.ortmodule import compat
+from tests.support.readme import ROOT
 from tests.zoo import dropout, specs, sweep
 from tests.zoo.outcome import FAILED, OK, REFUSED, WRONG, Outcome
 
@@ -146,7 +146,9 @@ def test_another_ratio_is_wrong(trial: Any, monkeypatch: pytest.MonkeyPatch, rat
 
 
 def test_a_missing_dropout_is_wrong(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ortlab.compat.rules_attention.dropout", lambda g, x, ratio: x)
+    monkeypatch.setattr(
+        "ortlab.engines.ortmodule.compat.symbolics.attention.dropout", lambda g, x, ratio: x
+    )
     outcome = trial.trial(CELLS[MASKED])
     assert outcome.status == WRONG
     assert "more often than ORT" in outcome.reason

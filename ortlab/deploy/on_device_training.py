@@ -1,0 +1,340 @@
+"""A model's training leaves for a device: graphs and weights for ORT's on-device training API."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import nn
+
+from ortlab.deploy import axes, folder, weights
+from ortlab.deploy.call import Call
+from ortlab.deploy.check import CheckFailed
+from ortlab.deploy.exported import size
+from ortlab.deploy.trace import trace
+from ortlab.engines.base import Batch, LossFunction, tell
+from ortlab.engines.batch import forward, signature_names
+from ortlab.engines.ortmodule import dropout
+from ortlab.engines.ortmodule.compat import artifacts, decisions
+from ortlab.engines.ortmodule.compat.artifacts import Device, NotDifferentiable
+from ortlab.engines.ortmodule.self_check import NoDropout, NotInGraph, undisturbed
+from ortlab.settings import unknown_name
+from ortlab.utils.tables import Column, Table
+
+OPTIMIZERS = ("adamw", "sgd")
+_TOLERANCE = 1e-3
+"""Of a gradient's norm, as in the engines' self-check."""
+_SCALE = 1e-6
+"""A gradient below this share of the largest is rounding: that of a key's bias is 0 in truth."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the folder: what it is for, and its size in bytes."""
+
+    name: str
+    what: str
+    bytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingArtifacts:
+    """What a device trains with: ``path`` is the folder, ``trained`` the parameters that move.
+
+    ``inputs`` are what a batch has, in order; ``off_by`` is how far the gradient that is furthest
+    from eager torch's is, relative to its norm.
+    """
+
+    path: Path
+    inputs: tuple[str, ...]
+    trained: tuple[str, ...]
+    off_by: float
+    notes: tuple[str, ...]
+
+    @property
+    def files(self) -> list[File]:
+        """The files, with what each is for."""
+        return [
+            File(name, what, (self.path / name).stat().st_size)
+            for name, what in _FILES.items()
+            if (self.path / name).exists()
+        ]
+
+    def table(self) -> Table[File]:
+        """The files as a table."""
+        columns: list[Column[File]] = [
+            Column("file", lambda each: each.name),
+            Column("for", lambda each: each.what),
+            Column("size", lambda each: size(each.bytes), number=True),
+        ]
+        notes = [
+            f"{len(self.trained)} parameters are trained, by {', '.join(self.inputs)}; gradients "
+            f"within {self.off_by:.1e} of eager torch",
+            *self.notes,
+        ]
+        return Table(self.files, columns, notes=notes)
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+_FILES = {
+    artifacts.TRAINING: "a step's loss and gradients",
+    artifacts.EVAL: "the loss without dropout",
+    artifacts.OPTIMIZER: "the update of the weights",
+    artifacts.CHECKPOINT: "the weights",
+    "README.md": "how to train them",
+}
+
+
+class _Objective(nn.Module):
+    """`model` and its loss, called with a batch's tensors by their names; gives them by name."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None, batch: Batch) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+        self.is_mapping = isinstance(batch, Mapping)
+        self.training = model.training
+
+    def forward(self, **named: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss, and the scores where there are any."""
+        batch = dict(named) if self.is_mapping else list(named.values())
+        found = forward(self.model, batch, self.loss)
+        return {"loss": found.loss} | ({} if found.scores is None else {"scores": found.scores})
+
+
+def export(
+    module: nn.Module,
+    target: Path,
+    batch: Batch,
+    trainable: str | Sequence[str],
+    *,
+    loss: LossFunction | None,
+    optimizer: str,
+    weight_decay: float,
+) -> TrainingArtifacts:
+    """Writes the files of ORT's on-device training API for `module` into the folder `target`.
+
+    See `ortlab.export`. `trainable` are names of parameters, or patterns such as "classifier.*".
+    NotInGraph where a device could not compute it; CheckFailed where a gradient would be wrong.
+    """
+    names = chosen(module, trainable)
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r}: {unknown_name(optimizer, OPTIMIZERS)}")
+    if not math.isfinite(weight_decay) or weight_decay < 0:
+        raise ValueError(f"weight_decay={weight_decay!r} must be at least 0")
+    if optimizer == "sgd" and weight_decay:
+        raise ValueError("weight_decay has no effect with optimizer='sgd'; leave it out")
+    objective = _Objective(module, loss, batch)
+    named = _named(module, batch)
+    frozen = [name for name, _ in module.named_parameters() if name not in names]
+    with folder.filled(target) as made, undisturbed(module):
+        call = Call(objective, (), named)
+        module.eval()
+        with torch.no_grad():
+            objective(**named)  # what is wrong with the batch is torch's to say
+        tell("looking which sizes may vary")
+        found = axes.tried(call)
+        module.train()
+        fixed = _fix_statistics(module)
+        with decisions.reads() as known:
+            call(call.tensors)
+        traced, found = trace(module, call, found, opset=artifacts.OPSET, known=frozenset(known))
+        model = artifacts.with_shapes(traced.model)
+        weights.put_in(model.graph, traced.weights)
+        notes = [*found.notes, *fixed]
+        off_by = _check(module, call, model, names, frozen, notes)
+        tell("writing the training graphs")
+        _generate(model, made, names, frozen, optimizer=optimizer, weight_decay=weight_decay)
+        inputs = Device(made).names()
+        notes.append(f"the optimizer is {optimizer}, with the rate that set_learning_rate gives")
+        if weight_decay:
+            notes.append(f"weight decay {weight_decay:g} holds for all that is trained")
+        result = TrainingArtifacts(made, tuple(inputs), tuple(names), off_by, tuple(notes))
+        (made / "README.md").write_text(_readme(result, type(module).__name__, call))
+        folder.describe(made, {"trained": names, "inputs": inputs, "off_by": off_by})
+    return dataclasses.replace(result, path=target)
+
+
+def chosen(module: nn.Module, trainable: str | Sequence[str]) -> list[str]:
+    """The parameters that names and patterns mean; ValueError for one that means none."""
+    patterns = [trainable] if isinstance(trainable, str) else list(trainable)
+    known = [name for name, _ in module.named_parameters()]
+    found = set()
+    for pattern in patterns:
+        fitting = fnmatch.filter(known, pattern)
+        if not fitting:
+            raise ValueError(f"trainable={pattern!r}: {unknown_name(pattern, known)}")
+        found.update(fitting)
+    if not found:
+        raise ValueError("trainable names no parameter; give some, or '*' for all")
+    return [name for name in known if name in found]
+
+
+def _fix_statistics(module: nn.Module) -> list[str]:
+    """Lets BatchNorm compute as in evaluation: the checkpoint of that API has no buffers."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    norms = {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
+    for norm in norms.values():
+        norm.eval()
+    return [f"{', '.join(norms)}: BatchNorm keeps its running statistics"] if norms else []
+
+
+def _named(module: nn.Module, batch: Batch) -> dict[str, Any]:
+    """A batch's tensors by name: a tuple's by forward's parameters, the last one as target."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    values = list(batch) if isinstance(batch, tuple | list) else [batch]
+    names = signature_names(module)[: len(values) - 1]
+    return dict(zip([*names, "target"] if len(values) > 1 else ["input"], values, strict=True))
+
+
+def _generate(
+    model: onnx.ModelProto,
+    made: Path,
+    trained: Sequence[str],
+    frozen: Sequence[str],
+    *,
+    optimizer: str,
+    weight_decay: float,
+) -> None:
+    copied = onnx.ModelProto()
+    copied.CopyFrom(model)  # it is used up
+    known = {each.name for each in copied.graph.initializer}
+    if missing := [name for name in trained if name not in known]:
+        raise ValueError(f"the loss does not depend on {', '.join(missing[:3])}; leave it out")
+    try:
+        artifacts.generate(
+            copied,
+            made,
+            trained=trained,
+            frozen=[name for name in frozen if name in known],
+            optimizer=optimizer,
+            weight_decay=weight_decay,
+        )
+    except NotDifferentiable as error:
+        raise NotInGraph(
+            f"ORT makes no training graph of it: {error}; train with ortlab.finetune instead"
+        ) from error
+
+
+def _check(
+    module: nn.Module,
+    call: Call,
+    model: onnx.ModelProto,
+    trained: Sequence[str],
+    frozen: Sequence[str],
+    notes: list[str],
+) -> float:
+    """How far the gradients without dropout are from eager torch's; CheckFailed where too far."""
+    tell("checking loss and gradients beside eager torch")
+    without = onnx.ModelProto()
+    without.CopyFrom(model)
+    dropout.switch_off(without.graph)
+    batch = {name: tensor.numpy() for name, tensor in call.tensors.items()}
+    with tempfile.TemporaryDirectory() as scratch:
+        _generate(without, Path(scratch), trained, frozen, optimizer="sgd", weight_decay=0.0)
+        device = Device(Path(scratch))
+        inputs = {name: batch[name] for name in device.names()}
+        loss = device.loss(inputs)
+        found = device.gradients(trained)
+    expected, gradients = _eager(module, call, trained)
+    if not math.isclose(loss, expected, rel_tol=1e-4, abs_tol=1e-6):
+        raise CheckFailed(f"the training graph's loss is {loss:g}, and eager torch's {expected:g}")
+    largest = max((float(each.norm()) for each in gradients.values()), default=0.0)
+    worst = 0.0
+    for name, wanted in gradients.items():
+        ours = torch.from_numpy(found[name].reshape(wanted.shape)).clone()
+        padding = _padding(module, name)
+        if padding is not None and ours[padding].any():
+            ours[padding] = 0
+            notes.append(f"{name}: a device trains the padding's row too, which torch leaves")
+        off = float((ours - wanted).norm()) / max(float(wanted.norm()), _SCALE * largest, 1e-12)
+        if not off <= _TOLERANCE:
+            raise CheckFailed(f"the gradient of {name} is off by {off:.1e} from eager torch's")
+        worst = max(worst, off)
+    return worst
+
+
+def _eager(
+    module: nn.Module, call: Call, trained: Sequence[str]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients in training mode without dropout."""
+    parameters = dict(module.named_parameters())
+    needed = [parameters[name] for name in trained]
+    before = [(p, p.requires_grad) for p in needed]
+    with NoDropout(), torch.enable_grad():
+        for parameter in needed:
+            parameter.requires_grad_(True)
+        loss = call.results(list(call.tensors.values()))[0]
+        found = torch.autograd.grad(loss, needed, allow_unused=True)
+    for parameter, required in before:
+        parameter.requires_grad_(required)
+    return float(loss.detach()), {
+        name: torch.zeros_like(p) if each is None else each
+        for name, p, each in zip(trained, needed, found, strict=True)
+    }
+
+
+def _padding(module: nn.Module, name: str) -> int | None:
+    """The row of an embedding's weight that torch does not train."""
+    owner = module.get_submodule(name.rpartition(".")[0]) if "." in name else module
+    return owner.padding_idx if isinstance(owner, nn.Embedding) else None
+
+
+def _readme(made: TrainingArtifacts, model: str, call: Call) -> str:
+    from ortlab.deploy.readme import escaped
+
+    values = {name: call.tensors[name] for name in made.inputs}
+    batch = "\n".join(
+        f"batch[{name!r}] = np.{'full' if tensor.is_floating_point() else 'ones'}"
+        f"({list(tensor.shape)!r}, {_fill(tensor)}dtype=np.{tensor.numpy().dtype.name})"
+        for name, tensor in values.items()
+    )
+    rows = "\n".join(f"| {each.name} | {each.what} |" for each in made.files)
+    notes = "\n".join(f"- {escaped(note)}" for note in made.notes)
+    return f"""# {escaped(model)}, to be trained on
+
+For ONNX Runtime's on-device training (onnxruntime-training 1.19): gradients of the
+{len(made.trained)} trained parameters are within {made.off_by:.1e} of eager torch's.
+
+| file | for |
+| --- | --- |
+{rows}
+
+{notes}
+
+```python
+import numpy as np
+from onnxruntime.training.api import CheckpointState, Module, Optimizer
+
+batch = {{}}  # made-up values
+{batch}
+state = CheckpointState.load_checkpoint("{artifacts.CHECKPOINT}")
+module = Module("{artifacts.TRAINING}", state, "{artifacts.EVAL}")
+optimizer = Optimizer("{artifacts.OPTIMIZER}", module)
+optimizer.set_learning_rate(1e-3)
+for step in range(3):
+    module.train()
+    loss, *_ = module(*(batch[name] for name in module.input_names()))
+    optimizer.step()
+    module.lazy_reset_grad()
+    print(float(loss))
+CheckpointState.save_checkpoint(state, "trained", include_optimizer_state=True)
+```
+"""
+
+
+def _fill(tensor: torch.Tensor) -> str:
+    return "0.5, " if tensor.is_floating_point() else ""

@@ -1,0 +1,143 @@
+"""Adasum, a sum of gradients that adapts to their angle (Maleki et al. 2021, arXiv:2006.02924).
+
+Of two vectors a and b it is (1 - ab/2aa) a + (1 - ab/2bb) b: their sum where they are orthogonal,
+their mean where they are parallel. Of more it is that of the halves', tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from ortlab.engines.distributed.comm_timer import Clock
+
+
+def refuses(size: int) -> str | None:
+    """Why Adasum cannot combine what `size` ranks have; None when it can."""
+    if size & (size - 1) == 0:
+        return None
+    below = 1 << (size.bit_length() - 1)
+    return (
+        f"reduction='adasum' halves the ranks again and again, and {size} is no power of two; "
+        f"train with {below} or {2 * below} workers, or choose reduction='mean'"
+    )
+
+
+def combine(flat: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Puts the Adasum of all ranks' `flat` [elements] into it, the same in every bit on each.
+
+    It holds tensors of `sizes` elements one after the other, and each has coefficients of its own.
+    The ranks of `group`, a power of two, exchange halves of ever smaller pieces, then give back
+    what has become of them: algorithm 1 of the paper, with scalar products in float64.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    bounds = [0, *accumulate(sizes)]
+    levels = []
+    low, high, distance = 0, flat.numel(), 1
+    while distance < size:
+        partner, middle = rank ^ distance, (low + high) // 2
+        lower, upper = slice(low, middle), slice(middle, high)
+        is_left = rank & distance == 0
+        kept, given = (lower, upper) if is_left else (upper, lower)
+        own = flat[kept]
+        other = torch.empty_like(own)
+        _exchange(flat[given], other, partner, group)
+        left, right = (own, other) if is_left else (other, own)
+        within = [min(max(bound, kept.start), kept.stop) - kept.start for bound in bounds]
+        parts = [slice(begin, end) for begin, end in pairwise(within)]
+        products = torch.stack([_products(left[part], right[part]) for part in parts])
+        # Every rank has a piece of the two vectors: all those with a piece add up their products.
+        for step in (1 << level for level in range(distance.bit_length())):
+            more = torch.empty_like(products)
+            _exchange(products, more, rank ^ step, group)
+            products += more
+        for part, (factor, other_factor) in zip(parts, _coefficients(products), strict=True):
+            own[part] = (left[part] * factor + right[part] * other_factor).to(own.dtype)
+        levels.append((partner, kept, given))
+        low, high, distance = kept.start, kept.stop, 2 * distance
+    for partner, kept, given in reversed(levels):
+        _exchange(flat[kept], flat[given], partner, group)
+
+
+def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Their scalar products: with each other, of the one, of the other."""
+    a, b = left.double(), right.double()
+    return torch.stack([a.dot(b), a.dot(a), b.dot(b)])
+
+
+def _coefficients(products: torch.Tensor) -> torch.Tensor:
+    """What each tensor's two vectors are multiplied by, [tensors, 2]; a vector of zeros by 1."""
+    shared, norms = products[:, :1], products[:, 1:]
+    return torch.where(norms == 0, 1.0, 1 - shared / (2 * norms))
+
+
+def _exchange(
+    given: torch.Tensor, received: torch.Tensor, partner: int, group: dist.ProcessGroup
+) -> None:
+    """Gives one to the rank `partner` and receives the other; empty ones do not travel."""
+    wanted = [(dist.isend, given), (dist.irecv, received)]
+    operations = [
+        dist.P2POp(operation, tensor, group=group, group_peer=partner)
+        for operation, tensor in wanted
+        if tensor.numel()
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+
+
+class AdasumAdamW(torch.optim.AdamW):
+    """AdamW of every rank by its own gradient; the changes of its parameters are combined.
+
+    So the paper has it for adaptive optimizers, whose moments are of a rank's own gradient too.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        group: dist.ProcessGroup,
+        clock: Clock,
+        **defaults: Any,
+    ) -> None:
+        super().__init__(groups, **defaults)
+        self._process_group = group
+        self._clock = clock
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step of every rank; the parameters are the same on all of them after it."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [parameter.clone() for parameter in parameters]
+        loss = super().step(closure)
+        with self._clock:
+            for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+                changed = [
+                    (parameter, was)
+                    for parameter, was in zip(parameters, before, strict=True)
+                    if parameter.dtype == dtype
+                ]
+                sizes = [was.numel() for _, was in changed]
+                flat = torch.cat([(now - was).reshape(-1) for now, was in changed])
+                combine(flat, sizes, self._process_group)
+                for (parameter, was), delta in zip(changed, torch.split(flat, sizes), strict=True):
+                    parameter.copy_(was + delta.view(was.shape))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean of the ranks' moments, which every rank goes on from as well.
+
+        So a run that goes on and one that begins with this state do the same. All ranks call it.
+        """
+        size = dist.get_world_size(self._process_group)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0:
+                        dist.all_reduce(value, group=self._process_group)
+                        value.div_(size)
+        return super().state_dict()

@@ -1,0 +1,456 @@
+"""The rank's side of a run of several processes: one process group takes every step together.
+
+Each rank has the model, is given every batch, and trains on its own rows of it (data parallel, by
+torch's DistributedDataParallel around what an engine executes). ZeRO's stage 0 (Rajbhandari et al.
+2020, arXiv:1910.02054) shares nothing out; stage 1 shares out the optimizer's state, 2 gradients
+too, 3 weights too. DeepSpeed does that where it is installed
+(`ortlab.engines.distributed.deepspeed`); without it stage 1 is torch's ZeroRedundancyOptimizer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ortlab.engines.base import Batch, Engine, LossFunction, Report
+from ortlab.engines.distributed import adasum, compatibility
+from ortlab.engines.distributed.batch_split import share_of, weights_of
+from ortlab.engines.distributed.comm_timer import Clock
+from ortlab.engines.distributed.zero1 import ShardedOptimizer
+from ortlab.engines.single_process import OneProcess, Share
+from ortlab.engines.torch.stepper import TorchStepper, training_device
+from ortlab.settings import FinetuneSettings
+from ortlab.utils.errors import Concise
+from ortlab.utils.rng import RandomStates, undisturbed_random
+
+MOST_NUMBERS = 5
+"""That ranks add up at once, where they agree that none has failed."""
+
+
+class RankFailed(Concise, RuntimeError):
+    """A step that another rank could not take, so that no rank has; the message says which."""
+
+    follows = True
+    """Another error came first, and says why."""
+
+
+def refuses(settings: FinetuneSettings, size: int) -> str | None:
+    """Why `size` ranks cannot train together under `settings`; None when they can."""
+    if (reason := compatibility.refuses(settings, size)) is not None:
+        return reason
+    if settings.optimizer == "lamb" and settings.reduction == "adasum":
+        return (
+            "reduction='adasum' with optimizer='lamb': both choose a length for each tensor's "
+            "step, and nobody has shown what they do together; choose reduction='mean'"
+        )
+    if (reason := _not_by_deepspeed(settings)) is not None:
+        return reason
+    places = compatibility.places(settings, size)
+    if settings.batch_size < places:
+        return (
+            f"batch_size={settings.batch_size} cannot be shared out to {places} workers; choose "
+            f"batch_size={places} or more"
+        )
+    if settings.reduction == "mean":
+        return None
+    if (reason := adasum.refuses(size)) is not None or settings.optimizer == "sgd":
+        return reason
+    each = f"reduction='adasum' with optimizer={settings.optimizer!r}: each rank steps by its own "
+    if settings.zero_stage:
+        return f"{each}moments, which ZeRO would share out; choose zero_stage=0 or optimizer='sgd'"
+    if settings.clip_norm is not None:
+        return f"{each}gradient, and no norm is of all; choose clip_norm=None or optimizer='sgd'"
+    if settings.precision == "fp16":
+        return f"{each}gradient, and would need a loss scale of its own; choose precision='bf16'"
+    return None
+
+
+def _not_by_deepspeed(settings: FinetuneSettings) -> str | None:
+    """Why DeepSpeed cannot do what of `settings` is its own alone; None elsewhere."""
+    from ortlab.engines.distributed import deepspeed  # which is made of `Ranks`
+
+    return deepspeed.refuses(settings) if deepspeed.needed_for(settings) else None
+
+
+def prepare(
+    engine: Engine,
+    model: nn.Module,
+    loss: LossFunction | None,
+    settings: FinetuneSettings,
+    group: dist.ProcessGroup | None = None,
+) -> TorchStepper:
+    """A stepper that trains `model` together with the other ranks of `group` (None: all of them).
+
+    Every rank calls this with a model of the same parameters, which become rank 0's, and then each
+    of the stepper's methods in the same order with the same arguments. Group and model are of one
+    device: gloo's on a CPU; NCCL's on CUDA has not been tried.
+
+    - A step's micro-batches are the whole ones: each rank trains on its own rows (see
+      `ortlab.engines.distributed.batch_split`), and the gradient is that of the whole batch
+      wherever the loss is a mean over samples, or over the targets that are not ignored, as
+      `weights_of` knows it. Loss, samples, tokens, gradient norm and skipped steps are the same on
+      every rank.
+    - With Adasum a rank's gradient is the mean over its own samples. Under SGD the gradients are
+      combined, before they are clipped; under AdamW what each rank's own step changes, and the
+      norm that is told is the root of the mean of the squares of the ranks' norms.
+    - Dropout draws other masks on each rank, from generators that `reseed` restarts by its seed and
+      the rank; those of the process are the data's, and stay the same on every rank.
+    - BatchNorm normalises each rank's rows by themselves. Running statistics are rank 0's after
+      each step, where DistributedDataParallel's ``broadcast_buffers`` would let them differ
+      until the next forward.
+    - States have the form of one process, whole on every rank, in both directions.
+    - DeepSpeed takes float32 weights and all ranks, and steps all parameters at once: one without
+      a gradient in any step is left alone, one that has a gradient in some steps is refused there.
+      With ``param_dtype="bf16"`` the model's weights are bfloat16 until ``close``, and what forward
+      takes in float32 is cast to that; targets are not.
+      At stage 3 all ranks call ``close`` too, which gives the model its whole weights.
+    - Gradient checkpointing has to be that without reentry (``use_reentrant=False``): of the other
+      kind DistributedDataParallel says that a variable was marked ready twice.
+
+    The stepper's ``bytes`` tells what this rank holds, and each result's ``communication_ms`` how
+    long collectives were under way.
+
+    A rank that fails before its last backward of a step makes all others raise `RankFailed`, and
+    none has taken the step. One that fails or dies later is noticed by the group's timeout; by
+    DeepSpeed's next collective where that shares out.
+
+    ValueError where `refuses` has a reason, ``workers`` is not the group's size, or the parameters
+    are of several types at stage 1, of another than float32 by DeepSpeed; RuntimeError without a
+    process group.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group; call torch.distributed.init_process_group in every rank"
+        )
+    group = group or dist.group.WORLD
+    assert group is not None
+    size = dist.get_world_size(group)
+    if settings.workers != size:
+        raise ValueError(
+            f"workers={settings.workers}, and the process group has {size} ranks; start as many"
+        )
+    if (reason := refuses(settings, size)) is not None:
+        raise ValueError(reason)
+    shares_model = settings.tensor_parallel > 1 or settings.pipeline_stages > 1
+    if shares_model and group is not dist.group.WORLD:
+        raise ValueError(
+            "tensor_parallel and pipeline_stages are for all ranks together; leave `group` out"
+        )
+    if settings.pipeline_stages > 1:
+        from ortlab.engines.distributed import pipeline_parallel  # which is made of `Ranks`
+
+        return pipeline_parallel.prepare(engine, model, loss, settings, group)
+    made, kind = _means(settings, group)
+    ranks = functools.partial(made, settings=settings, group=group)
+    stepper = engine.prepare(model, loss, settings, processes=ranks, stepper=kind)
+    assert isinstance(stepper, TorchStepper)  # as those of all engines are
+    stepper.reseed(settings.seed)
+    return stepper
+
+
+def load(settings: FinetuneSettings) -> None:
+    """Imports what ranks need for `settings` besides torch, where there is something."""
+    from ortlab.engines.distributed import deepspeed
+
+    stages = settings.zero_stage or settings.pipeline_stages > 1
+    if stages and deepspeed.missing() is None:
+        deepspeed.library(training_device(settings.device))
+
+
+def _means(
+    settings: FinetuneSettings, group: dist.ProcessGroup
+) -> tuple[type[Ranks], type[TorchStepper]]:
+    """Who takes steps: DeepSpeed where it can and something is shared out; else torch's own."""
+    from ortlab.engines.distributed import deepspeed, tensor_parallel  # which are made of `Ranks`
+
+    if settings.tensor_parallel > 1:
+        return tensor_parallel.TensorRanks, TorchStepper
+    if settings.zero_stage == 0:
+        return Ranks, TorchStepper
+    reason = deepspeed.refuses(settings)
+    if reason is None and group is not dist.group.WORLD:
+        reason = f"zero_stage={settings.zero_stage}: DeepSpeed trains with all ranks, not with some"
+    if reason is None:
+        return deepspeed.DeepSpeedRanks, deepspeed.DeepSpeedStepper
+    if deepspeed.needed_for(settings) is not None:
+        raise ValueError(f"{reason}; choose zero_stage=1 and no more")
+    return Ranks, TorchStepper
+
+
+def leave(*groups: dist.ProcessGroup) -> None:
+    """Gives back process groups that were made for a stepper; the one of all ranks stays."""
+    for group in dict.fromkeys(groups):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+class _Objective(nn.Module):
+    """The loss of a batch: so DistributedDataParallel waits for those parameters it depends on."""
+
+    def __init__(self, inner: OneProcess) -> None:
+        super().__init__()
+        self.module = inner.module
+        self._inner = inner
+        # One that is found, or else each rank prints that there is none.
+        self.unused = nn.Parameter(torch.zeros(1, device=inner.device))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See `OneProcess.objective`."""
+        return self._inner.objective(batch)
+
+
+class Ranks(OneProcess):
+    """How the ranks of a process group take steps together; see `prepare`.
+
+    The data is shared out among `group`. Where `everyone` is more than it, each of its places is
+    that of as many ranks, which all compute the same numbers.
+    """
+
+    sharer = "torch's ZeroRedundancyOptimizer"
+    """What shares out at ZeRO's stages above 0."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: LossFunction | None,
+        owner: nn.Module,
+        device: torch.device,
+        *,
+        settings: FinetuneSettings,
+        group: dist.ProcessGroup,
+        everyone: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(module, loss, owner, device)
+        self._group = group
+        self._everyone = everyone or group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._stage = settings.zero_stage
+        self._reduction = settings.reduction
+        self._by_change = self._reduction == "adasum" and settings.optimizer != "sgd"
+        self._clock = Clock()
+        self._agreed = True
+        self._random = RandomStates.now()
+        self.reseeded(settings.seed)
+        self.equalise(list(owner.buffers()))  # before 2.13 torch does it for parameters alone
+        self._parallel: Any = self._made_parallel()
+
+    def _made_parallel(self) -> Any:
+        # A rank that failed before its forward would leave the others waiting in theirs. torch 2.13
+        # has given it another name, and warns of the old one.
+        known = inspect.signature(DistributedDataParallel).parameters
+        names = ("forward_sync_buffers", "broadcast_buffers")
+        no_broadcast: dict[str, Any] = {next(name for name in names if name in known): False}
+        made = DistributedDataParallel(
+            _Objective(OneProcess(self.module, self.loss, self.owner, self.device)),
+            process_group=self._group,
+            **no_broadcast,
+            # What has no gradient in one process has none here. It also keeps the buckets as they
+            # are: rebuilding them would be a collective in forward.
+            find_unused_parameters=True,
+            gradient_as_bucket_view=True,  # else gradients take their memory twice
+        )
+        # A bound method would be refused: DistributedDataParallel reads the annotations.
+        made.register_comm_hook(None, lambda _, bucket: self._reduced(bucket))
+        return made
+
+    def optimizer(
+        self,
+        kind: type[torch.optim.Optimizer],
+        groups: Iterable[dict[str, Any]],
+        **defaults: Any,
+    ) -> torch.optim.Optimizer:
+        """See `OneProcess.optimizer`; ValueError for parameters of several types at stage 1."""
+        if self._by_change:
+            return adasum.AdasumAdamW(groups, group=self._group, clock=self._clock, **defaults)
+        if self._stage == 0:
+            return kind(groups, **defaults)
+        return ShardedOptimizer(groups, kind, group=self._group, clock=self._clock, **defaults)
+
+    def _reduced(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """The gradients in `bucket`, of this rank's share of the loss, as they are of all ranks."""
+        flat = bucket.buffer()
+        if self._reduction == "mean":
+            return self._summed(flat)
+        if not self._by_change:
+            with self._clock:
+                sizes = [parameter.numel() for parameter in bucket.parameters()]
+                adasum.combine(flat, sizes, self._group)
+        devices = None if flat.device.type == "cpu" else [flat.device]
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        done.set_result(flat)
+        return done
+
+    def _summed(self, flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        self._clock.begin()
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+
+        def ended(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            self._clock.end()
+            return future.value()[0]
+
+        gradients: torch.futures.Future[torch.Tensor] = work.get_future().then(ended)
+        return gradients
+
+    @contextlib.contextmanager
+    def together(self, *, training: bool) -> Iterator[None]:
+        """See `OneProcess.together`; a step draws from this rank's own generators."""
+        if training and self._parallel is None:
+            self._parallel = self._made_parallel()
+        self._agreed = False
+        try:
+            with self._drawing() if training else contextlib.nullcontext():
+                yield
+        except BaseException as error:
+            if training:  # it expects the backward of a forward that was in vain
+                self._parallel = None
+            if not self._agreed:
+                self._agree([], failed=True)
+            elif training and not isinstance(error, RankFailed):
+                # Collectives may be under way, or weights changed in part.
+                error.midway = True  # type: ignore[attr-defined]
+            raise
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        with undisturbed_random():
+            self._random.give_back()
+            yield
+            self._random = RandomStates.now()
+
+    def _agree(self, numbers: Sequence[torch.Tensor], *, failed: bool = False) -> torch.Tensor:
+        """The sums of all places' `numbers`, in float64; RankFailed where another rank has failed.
+
+        One that has failed itself has no numbers, and raises its own error.
+        """
+        self._agreed = True  # also where this fails: nobody is to be told twice
+        rank, size = dist.get_rank(self._everyone), dist.get_world_size(self._everyone)
+        told = torch.zeros(MOST_NUMBERS + size, dtype=torch.float64, device=self.device)
+        if numbers:
+            told[: len(numbers)] = torch.stack([number.double() for number in numbers])
+        told[MOST_NUMBERS + rank] = float(failed)
+        with self._clock:
+            dist.all_reduce(told, group=self._everyone)
+        ranks = [str(rank) for rank, one in enumerate(told[MOST_NUMBERS:].tolist()) if one]
+        if ranks and not failed:
+            raise RankFailed(
+                f"rank {', '.join(ranks)} of {size} has failed, so that no rank has taken "
+                "the step; its own error says why"
+            )
+        return told[: len(numbers)] / (size // self._size)
+
+    def share(self, batch: Batch) -> Share:
+        """This rank's rows; see `ortlab.engines.distributed.batch_split`."""
+        weights = weights_of(batch, self.loss, self.owner)
+        share = share_of(batch, self._rank, self._size, weights)
+        if self._reduction == "mean":
+            return share
+        return dataclasses.replace(share, factor=float(share.part > 0))
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """See `OneProcess.micro_batch`."""
+        if last:
+            return contextlib.nullcontext()
+        assert self._parallel is not None
+        waiting: AbstractContextManager[None] = self._parallel.no_sync()
+        return waiting
+
+    def objective(self, batch: Batch) -> torch.Tensor:
+        """See `OneProcess.objective`."""
+        assert self._parallel is not None
+        loss: torch.Tensor = self._parallel(batch)
+        return loss
+
+    def total(self, losses: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
+        """See `OneProcess.total`; RuntimeError where the ranks were given other numbers of them."""
+        loss = super().total(losses, samples)
+        count = torch.tensor(samples, device=self.device)
+        agreed = self._agree([loss, count, count.square()])
+        mean = float(agreed[1]) / self._size
+        if float(agreed[2]) != mean**2 * self._size:  # their variance, the same on every rank
+            raise RuntimeError(
+                f"the ranks were given {mean:g} samples on average, and this one {samples}; give "
+                "every rank the same micro-batches"
+            )
+        return agreed[0].to(loss.dtype)
+
+    def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `OneProcess.norm`: after their reduction gradients are the same on every rank."""
+        norm = super().norm(gradients)
+        if not self._by_change:
+            return norm
+        squares = self._agree([norm.double().square()])[0]
+        return (squares / self._size).sqrt().to(norm.dtype)
+
+    def equalise(self, statistics: Sequence[torch.Tensor]) -> None:
+        """Gives rank 0's `statistics` to all, those of one type at once."""
+        for dtype in dict.fromkeys(each.dtype for each in statistics):
+            alike = [each for each in statistics if each.dtype == dtype]
+            flat = torch.cat([each.reshape(-1) for each in alike])
+            with self._clock:
+                dist.broadcast(flat, group_src=0, group=self._group)
+            pieces = torch.split(flat, [each.numel() for each in alike])
+            for each, piece in zip(alike, pieces, strict=True):
+                each.copy_(piece.view(each.shape))
+
+    def evaluated(
+        self, loss: torch.Tensor, part: float, correct: int, predicted: int
+    ) -> tuple[torch.Tensor, int, int]:
+        """See `OneProcess.evaluated`; a rank without samples has predicted none."""
+        hits = torch.tensor([correct, predicted], device=self.device) * (part > 0)
+        total, right, of = self._agree([loss * part, *hits])
+        return total.to(loss.dtype), int(right), int(of)
+
+    def reseeded(self, seed: int) -> int:
+        """See `OneProcess.reseeded`: another seed for every rank."""
+        own = int(np.random.SeedSequence([seed, self._rank]).generate_state(1)[0]) >> 1
+        with undisturbed_random():
+            random.seed(own)
+            np.random.seed(own)
+            torch.manual_seed(own)
+            self._random = RandomStates.now()
+        return own
+
+    def communication_ms(self) -> float:
+        """See `OneProcess.communication_ms`; on CUDA it is the time of their launch alone."""
+        return self._clock.taken_ms()
+
+    def check(self, settings: FinetuneSettings) -> None:
+        """See `OneProcess.check`."""
+        if (reason := refuses(settings, self._size)) is not None:
+            raise ValueError(reason)
+
+    def told(self, report: Report) -> Report:
+        """The engine's `report`, and how many ranks there are."""
+        sharer = f" by {self.sharer}" if self._stage else ""
+        note = (
+            f"rank {dist.get_rank(self._everyone)} of {dist.get_world_size(self._everyone)} over "
+            f"{dist.get_backend(self._group)}: ZeRO stage {self._stage}{sharer}, reduction "
+            f"{self._reduction}"
+        )
+        normed = any(
+            isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self.owner.modules()
+        )
+        remarks = ("BatchNorm normalises each rank's samples by themselves",) if normed else ()
+        return dataclasses.replace(
+            report, notes=(*report.notes, note), remarks=(*report.remarks, *remarks)
+        )
+
+    def close(self) -> None:
+        """Lets go of the buckets, which take as much memory as the gradients."""
+        self._parallel = None

@@ -1,0 +1,154 @@
+"""The one door to ONNX Runtime's training package and to torch's private modules.
+
+Importing it imports neither and changes nothing; `ortmodule` does both when it is first called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ortlab.engines.ortmodule.compat.failures import Failure
+
+MAX_IR, MAX_OPSET = 10, 21
+"""The newest form of an ONNX model that ORT 1.19.2 reads."""
+
+Progress = Callable[[str], None]
+"""Takes one line of text about something that takes seconds."""
+
+
+class OrtUnavailable(RuntimeError):
+    """ORTModule cannot run here: `reason` says why and `fix` what to do about it."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(f"{reason}. {fix}")
+        self.reason = reason
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class Ort:
+    """What engines need of ONNX Runtime's training package, patched and ready.
+
+    The classes and enumerations are ORT's own. ``set_seed`` restarts the generator of ORT's own
+    dropout, which draws on a GPU and which torch's seeds do not reach.
+    """
+
+    ORTModule: Any
+    DebugOptions: Any
+    LogLevel: Any
+    FallbackPolicy: Any
+    SkipCheck: Any
+    set_seed: Callable[[int], None]
+    version: str
+
+
+_ort: Ort | None = None
+_lock = threading.Lock()
+
+
+def unavailable() -> str | None:
+    """Why ORTModule cannot run here and what to do; None when it can. Cheap: imports nothing."""
+    from ortlab.engines.ortmodule.compat import doctor
+
+    if _ort is not None:  # charts ask with every update, and to read packages takes 15 ms
+        return None
+    finding = doctor.obstacle()
+    return None if finding is None else f"{finding.found}. {finding.fix}"
+
+
+def ortmodule(on_progress: Progress | None = None) -> Ort:
+    """ORTModule and what belongs to it, ready to use.
+
+    The first call builds ORT's torch extensions if this machine has none yet (about 10 s, told to
+    `on_progress`), imports torch and ORT, and applies the rows of `patches`. Later calls return the
+    same object at once. Raises OrtUnavailable with the reason and the fix.
+    """
+    global _ort
+    with _lock:
+        if _ort is None:
+            _ort = _load(on_progress)
+        return _ort
+
+
+def use_opset(opset: int) -> None:
+    """Makes the export rules hold for graphs at this ONNX opset too. `ortmodule` comes first.
+
+    ORTModule registers them once for each wrapped model, at the opset that its environment says.
+    """
+    from onnxruntime.training.ortmodule import _custom_op_symbolic_registry as rules
+
+    rules.CustomOpSymbolicRegistry.register_all(opset)
+
+
+def use_triton() -> None:
+    """Lets ORT make Triton kernels, from now on for every graph that asks for them."""
+    from onnxruntime.training.ort_triton import register_triton_op_executor
+
+    register_triton_op_executor()
+
+
+def plain_onnxruntime() -> ModuleType:
+    """onnxruntime, for inference; ImportError where it is not here.
+
+    Its import brings its training package along, and that DeepSpeed, which takes a second and
+    prints a warning: that is hidden meanwhile.
+    """
+    with _lock:
+        if "onnxruntime" not in sys.modules and "deepspeed" not in sys.modules:
+            sys.modules["deepspeed"] = None  # type: ignore[assignment]  # Python's way to hide one
+            try:
+                importlib.import_module("onnxruntime")
+            finally:
+                del sys.modules["deepspeed"]
+        return importlib.import_module("onnxruntime")
+
+
+def explain(error: BaseException) -> Failure:
+    """What an exception of ORTModule's says: operator, the user's line, a reason in a few words."""
+    from ortlab.engines.ortmodule.compat import failures
+
+    return failures.explain(error)
+
+
+def _load(on_progress: Progress | None) -> Ort:
+    from ortlab.engines.ortmodule.compat import doctor
+
+    finding = doctor.obstacle()
+    if finding is not None:
+        raise OrtUnavailable(finding.found, finding.fix)
+    from ortlab.engines.ortmodule.compat import extensions, patches
+
+    loaded = extensions.load(on_progress)
+    with contextlib.suppress(OrtUnavailable):  # `native` does it in Python then
+        extensions.load_native(on_progress)
+    patches.apply(loaded)
+    if patches.installed().cuda:
+        extensions.preload_cuda()
+
+    import onnxruntime
+    import torch
+    from onnxruntime.training import ortmodule as package
+    from onnxruntime.training.ortmodule import _fallback, options
+
+    def set_seed(seed: int) -> None:
+        # Of 0 and 1 the generator makes the same numbers, and each dropout takes the next seed.
+        onnxruntime.set_seed(seed + 1)
+
+    set_seed(torch.initial_seed() % sys.maxsize)  # its import took torch's as it is
+    return Ort(
+        ORTModule=package.ORTModule,
+        DebugOptions=package.DebugOptions,
+        LogLevel=package.LogLevel,
+        FallbackPolicy=_fallback._FallbackPolicy,
+        SkipCheck=options._SkipCheck,
+        set_seed=set_seed,
+        version=onnxruntime.__version__,
+    )

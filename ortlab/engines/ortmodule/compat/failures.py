@@ -1,0 +1,258 @@
+"""Why ORTModule could not take a model: the operator, the user's line and a short reason."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ortlab.utils.errors import place
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What stopped an export, or the graph made from it.
+
+    ``operator`` is torch's or ONNX's name ("aten::fft_rfft", "CumSum") or that of an
+    autograd.Function, None when none is to blame. ``source`` is the user's line, "file:line: code",
+    ``module`` the submodule, "encoder.layer.0"; None where they are not known.
+    """
+
+    operator: str | None
+    source: str | None
+    module: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.reason}{where}" + (f" ({self.source})" if self.source else "")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of an exported graph, and the user's line that it comes from; None where unknown."""
+
+    name: str
+    operator: str
+    line: str | None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Where a node comes from: the user's line, and the innermost outside of torch and ORT.
+
+    The first is "file:line: code" or None; of the second the file has no folder, or it is empty.
+    """
+
+    users: str | None
+    innermost: str
+
+
+_ATTRIBUTE = "_ortlab_failure"
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_OWN = {
+    Path(__file__).with_name(f"{name}.py")
+    for name in ("exporting", "decisions", "inference", "interop", "undifferentiated")
+}
+"""What stands between the exporter and the model."""
+_LIBRARIES = tuple(
+    Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")
+)
+_EXPORTERS = ("torch", "onnxruntime")
+_ENTRY = "/onnxruntime/training/ortmodule/_io.py"
+"""Where ORT calls the model's forward; what lies outside of it is not the model."""
+_ENTRIES = re.compile(rf"(?:{re.escape(_ENTRY)}|/ortlab/deploy/call\.py)\(")
+"""The same, and where an export for inference calls it."""
+_NO_KERNEL, _NO_TYPE = "ORT has no kernel for {operator}", "ORT's {operator} takes no {type}"
+_TEXTS = (
+    (r"Could not find an implementation for (?P<operator>\w+)\(\d+\)", _NO_KERNEL),
+    (r"Failed to find kernel for (?:[\w.]+\.)?(?P<operator>\w+)\(\d+\)", _NO_KERNEL),
+    (
+        r"Type \(tensor\((?P<type>\w+)\)\) of output arg \([^)]*\) of node "
+        r"\([^)]*?(?P<operator>[A-Za-z]\w*)\)",
+        _NO_TYPE,
+    ),
+    (
+        r"Type 'tensor\((?P<type>\w+)\)' of input parameter \(\w+\) of operator "
+        r"\((?P<operator>\w+)\)",
+        _NO_TYPE,
+    ),
+    (
+        r"gradient builder has not been registered: (?P<operator>\w+)",
+        "ORT has no gradient for {operator}",
+    ),
+    (
+        r"output-(?P<output>\d+): couldn't find the producer node",
+        "what forward returns in place {output}, counted from 0, is a constant, and ORT's graph "
+        "holds what is computed of its inputs: return it outside of the model",
+    ),
+)
+"""What ORT's C++ code says of an operator, and what it means."""
+_NODE_NAME = re.compile(r"(?:name '|Name:'|Node \(|\(')(/[^')]+)")
+
+
+def explain(error: BaseException) -> Failure:
+    """What the exception that ORTModule raised says, without ORT's banner, colours and graphs."""
+    chain = list(_chain(error))
+    for link in chain:
+        attached = getattr(link, _ATTRIBUTE, None)
+        if isinstance(attached, Failure):
+            return attached
+    frames = _frames(chain[-1])
+    inside = [i for i, (file, _) in enumerate(frames) if file.endswith(_ENTRY)]
+    if inside:  # the model's forward raised before it was exported: ORT runs it once to see
+        return Failure(None, _line(frames[inside[-1] :]), None, _reason(chain[-1], None))
+    return _from_text(chain[-1], ())
+
+
+def attach(error: BaseException) -> None:
+    """Keeps on `error` what only its traceback's frames know: the node that the exporter was at."""
+    setattr(error, _ATTRIBUTE, _from_traceback(error))
+
+
+def attach_nodes(error: BaseException, nodes: Sequence[Node]) -> None:
+    """Keeps on `error`, which ORT raised over a graph, where the nodes of that graph come from."""
+    setattr(error, _ATTRIBUTE, _from_text(error, nodes))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """`error` and what it came from, the cause last."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__context__ or link.__cause__
+
+
+def _from_traceback(error: BaseException) -> Failure:
+    from ortlab.engines.ortmodule.compat.interop import FunctionRefused
+
+    node = _node(error.__traceback__)
+    if node is not None:
+        operator = str(node.kind())
+        scope = "/".join(part.rpartition("::")[2] for part in node.scopeName().split("/"))
+        reason = _reason(error, operator)
+        return Failure(
+            operator, lines_of_stack(node.sourceRange()).users, module_path(scope), reason
+        )
+    function = error.name if isinstance(error, FunctionRefused) else None
+    return Failure(function, _line(_frames(error)), None, _reason(error, function))
+
+
+def _frames(error: BaseException) -> list[tuple[str, int]]:
+    """File and line of each frame of the traceback, outermost first."""
+    return [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
+
+
+def _node(trace: TracebackType | None) -> Any:
+    """The TorchScript node that a symbolic function was called for, from the exporter's frame."""
+    found = None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "_run_symbolic_function":
+            found = trace.tb_frame.f_locals.get("node")
+        trace = trace.tb_next
+    return found
+
+
+def _from_text(error: BaseException, nodes: Sequence[Node]) -> Failure:
+    """What ORT's C++ code has to say: it names operators and nodes in its text only."""
+    text = _COLOUR.sub("", str(error))
+    operator, reason = None, _first_line(text) or type(error).__name__
+    for pattern, meaning in _TEXTS:
+        found = re.search(pattern, text)
+        if found:
+            operator = found.groupdict().get("operator")
+            reason = meaning.format(**found.groupdict())
+    name = _NODE_NAME.search(text)
+    at = next((node for node in nodes if name and node.name == name.group(1)), None)
+    if at is None and operator is not None:
+        at = next((node for node in nodes if node.operator == operator), None)
+    if at is not None:
+        return Failure(at.operator, at.line, module_path(_parent(at.name)), reason)
+    return Failure(operator, None, module_path(_parent(name.group(1))) if name else None, reason)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+_ROOT = re.compile(r"^(_original_module(\.|$))+")
+"""ORTModule's name for the model; that of `ortlab.engines.ortmodule.fused_step.WithLoss` too."""
+
+
+def module_path(scope: str) -> str | None:
+    """ "encoder.layer.0" of the exporter's "/_original_module/encoder/layer.0"."""
+    path: list[str] = []
+    for name in filter(None, scope.split("/")):
+        if path and name.startswith(path[-1] + "."):
+            path.pop()  # an item of a Sequential carries the name of the Sequential
+        path.append(name)
+    return _ROOT.sub("", ".".join(path)).strip(".") or None
+
+
+@functools.lru_cache(maxsize=4096)
+def lines_of_stack(stack: str) -> Lines:
+    """What a TorchScript source range says, in lines of "file(12): function"."""
+    inside = _ENTRIES.split(stack)[0]
+    found = re.findall(r"^(?:## )?(.+)\((\d+)\): ", inside, re.MULTILINE)
+    frames = [(file, int(line)) for file, line in reversed(found)]  # the innermost comes first
+    innermost = next((f for f in reversed(frames) if not _belongs_to(f[0], *_EXPORTERS)), None)
+    if innermost is None:
+        return Lines(_line(frames), "")
+    path, line = innermost
+    said = place(path, line).removeprefix(f"{Path(path).parent}{os.sep}")
+    return Lines(_line(frames), _short(said, 120))
+
+
+def _line(frames: Sequence[tuple[str, int]]) -> str | None:
+    """The last of `frames`, outermost first, that is code of the user's: "file:line: code".
+
+    Where all is library code (a model of transformers), the last frame outside of torch and ORT.
+    """
+    inside = [f for f in frames if not _belongs_to(f[0], *_EXPORTERS)]
+    chosen = [f for f in inside if not _is_library(f[0])] or inside
+    if not chosen:
+        return None
+    return _short(place(*chosen[-1]), 200)
+
+
+@functools.cache
+def _belongs_to(file: str, *packages: str) -> bool:
+    path = Path(file)
+    return path in _OWN or any(
+        root / package in path.parents for root in _LIBRARIES for package in packages
+    )
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    return file.startswith("<frozen") or any(root in Path(file).parents for root in _LIBRARIES)
+
+
+def _reason(error: BaseException, operator: str | None) -> str:
+    if type(error).__name__ == "UnsupportedOperatorError":
+        return f"torch's ONNX exporter has no rule for {operator}"
+    return _first_line(str(error)) or type(error).__name__
+
+
+def _first_line(text: str) -> str:
+    """The first line that says something, without C++ signatures, cut to a readable length."""
+    lines = (line.strip() for line in _COLOUR.sub("", text).splitlines())
+    said = next((line for line in lines if line and not set(line) <= set("*=- ")), "")
+    said = re.sub(r"^/onnxruntime_src/.*?(?=\[ONNXRuntimeError\])", "", said)
+    said = re.sub(r"^/onnxruntime_src/\S+ .*\) (?:const )?", "", said)
+    said = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", said)
+    said = said.partition("  [Caused by the value ")[0]
+    return _short(said, 300)
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."

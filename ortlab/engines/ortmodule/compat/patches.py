@@ -1,0 +1,689 @@
+"""What makes onnxruntime-training 1.19.2 import and run on today's torch: one row per symptom.
+
+Nothing here happens on import. `apply` runs once, when ORTModule is first asked for: the rows
+before the import, the import itself, the rows after it. A row changes modules of ORT, or adds names
+that torch has dropped; what torch and the user's own code see stays as it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ortlab.engines.ortmodule.compat import MAX_IR, MAX_OPSET, exporting, probes
+from ortlab.engines.ortmodule.compat.probes import PACKAGE
+
+Addresses = Mapping[str, Mapping[str, int]]
+"""What `extensions.load` gives: extension -> function -> address."""
+
+_EXTENSIONS = f"{PACKAGE}.torch_cpp_extensions"
+_EXPORTER = "torch.onnx._internal.torchscript_exporter"
+ORT_LOG_FORMAT = "%(asctime)s %(name)s [%(levelname)s] - %(message)s"
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What decides whether a row applies."""
+
+    torch: tuple[int, ...]
+    onnx: tuple[int, ...]
+    cuda: bool
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One thing that breaks and what mends it.
+
+    ``apply`` may run twice; ``probe`` is true once the symptom is gone. Both run after torch is
+    imported. ``before_import`` rows run before ORTModule is imported, the others after.
+    """
+
+    target: str
+    symptom: str
+    link: str
+    apply: Callable[[Addresses], None]
+    probe: Callable[[], bool]
+    applies_to: Callable[[Versions], bool] = lambda _versions: True
+    before_import: bool = False
+
+
+def apply(addresses: Addresses, *, leave_out: str | None = None) -> None:
+    """Applies every row that the installed versions need. `leave_out` names a target: for tests."""
+    with warnings.catch_warnings():
+        # ORT's import warns that it cannot tell its CUDA version, and of what torch deprecated.
+        warnings.simplefilter("ignore")
+        versions = installed()
+        rows = [row for row in ROWS if row.applies_to(versions) and row.target != leave_out]
+        for row in rows:
+            if row.before_import:
+                row.apply(addresses)
+        importlib.import_module(PACKAGE)
+        for row in rows:
+            if not row.before_import:
+                row.apply(addresses)
+
+
+def installed() -> Versions:
+    """The versions of this process; imports torch and onnx."""
+    import onnx
+    import torch
+
+    return Versions(_numbers(torch.__version__), _numbers(onnx.__version__), _has_gpu())
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces an attribute by `make(what is there)`, unless that was done before."""
+    current = getattr(owner, name)
+    if getattr(current, "_ortlab", False):
+        return
+    changed = make(current)
+    changed._ortlab = True
+    setattr(owner, name, changed)
+
+
+class _View:
+    """A module seen with some of its names changed; the module itself stays as it is."""
+
+    _ortlab = True
+
+    def __init__(self, module: Any, **changes: Any) -> None:
+        self.__dict__.update(changes, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+# ---- before ORTModule is imported ---------------------------------------------------------------
+
+
+def _exporter_modules() -> Iterator[tuple[str, str]]:
+    """Old name and new name of each module of the exporter that ORT uses."""
+    for name in ("jit_utils", "registration"):
+        yield f"torch.onnx._internal.{name}", f"{_EXPORTER}.{name}"
+    for name in ("_globals", "_type_utils", "symbolic_helper", "utils"):
+        yield f"torch.onnx.{name}", f"{_EXPORTER}.{name}"
+    for opset in range(9, 18):
+        yield f"torch.onnx.symbolic_opset{opset}", f"{_EXPORTER}.symbolic_opset{opset}"
+
+
+def _restore_exporter_names(_addresses: Addresses) -> None:
+    for old, new in _exporter_modules():
+        module = importlib.import_module(new)
+        try:
+            present = importlib.import_module(old)
+        except ImportError:
+            parent, _, name = old.rpartition(".")
+            sys.modules[old] = module
+            setattr(importlib.import_module(parent), name, module)
+        else:
+            for name, value in vars(module).items():
+                if not hasattr(present, name):  # the shims leave out the private names
+                    setattr(present, name, value)
+
+
+def _stand_in_for_extensions(addresses: Addresses) -> None:
+    """ORT looks its extensions up as submodules of a package inside site-packages."""
+    for extension, functions in addresses.items():
+        module = types.ModuleType(f"{_EXTENSIONS}.{extension}")
+        for name, address in functions.items():
+            setattr(module, name, _constant(address))
+        sys.modules[module.__name__] = module
+    interop = types.ModuleType(f"{_EXTENSIONS}.torch_interop_utils")
+    interop.clear_all_grad_fns = lambda: None  # type: ignore[attr-defined]
+    sys.modules[interop.__name__] = interop
+
+
+def _constant(value: int) -> Callable[[], int]:
+    return lambda: value
+
+
+def _interop_later(_addresses: Addresses) -> None:
+    from onnxruntime.capi import _pybind_state
+
+    _replace(_pybind_state, "is_torch_interop_default_on", lambda _original: lambda: False)
+
+
+_ABSENT = object()
+_hidden: list[Any] = []
+"""What `sys.modules` had for DeepSpeed, while ORTModule is imported."""
+
+
+def _hide_deepspeed(_addresses: Addresses) -> None:
+    if PACKAGE not in sys.modules and not _hidden:
+        _hidden.append(sys.modules.get("deepspeed", _ABSENT))
+        sys.modules["deepspeed"] = None  # type: ignore[assignment]  # Python's way: cannot be imported
+
+
+# ---- after it is imported -----------------------------------------------------------------------
+
+
+def _extensions_present(addresses: Addresses) -> None:
+    package = importlib.import_module(PACKAGE)
+    if "aten_op_executor" in addresses:
+        package._FALLBACK_INIT_EXCEPTION = None  # type: ignore[attr-defined]
+
+
+def _give_torch_back(_addresses: Addresses) -> None:
+    import torch
+    import torch.utils.checkpoint
+
+    for owner, name, kept_as in (
+        (torch, "manual_seed", "torch_manual_seed"),
+        (torch.cuda, "manual_seed", "torch_cuda_manual_seed"),
+        (torch.utils.checkpoint, "checkpoint", "original_torch_checkpoint"),
+    ):
+        function = getattr(owner, name)
+        # More than once where the user's own import of onnxruntime.training failed half way.
+        while function.__module__ == PACKAGE:
+            function = function.__globals__[kept_as]
+        setattr(owner, name, function)
+
+
+def _show_deepspeed(_addresses: Addresses) -> None:
+    if _hidden:  # the first export would import it, and DeepSpeed with it
+        importlib.import_module("onnxruntime.training.utils.hooks._zero_offload_subscriber")
+    while _hidden:
+        module = _hidden.pop()
+        if module is _ABSENT:
+            del sys.modules["deepspeed"]
+        else:
+            sys.modules["deepspeed"] = module
+
+
+def _interop_ready(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _custom_autograd_function
+
+    _custom_autograd_function.custom_autograd_function_enabler.state = True
+
+
+def _no_fallback(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _fallback
+
+    package: Any = importlib.import_module(PACKAGE)
+    package.ORTMODULE_FALLBACK_POLICY = _fallback._FallbackPolicy.FALLBACK_DISABLE
+
+
+def _no_nvtx(_addresses: Addresses) -> None:
+    from onnxruntime.training.utils import torch_profile_utils
+
+    for name in ("torch_nvtx_range_push", "torch_nvtx_range_pop"):
+        _replace(torch_profile_utils, name, lambda _original: lambda *_message: None)
+
+
+def _device_names(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _utils
+
+    def make(original: Callable[[Any], str]) -> Callable[[Any], str]:
+        def get_device_str(device: Any) -> str:
+            if str(device) == "cpu":
+                return "cpu:0"
+            return original(device)
+
+        return get_device_str
+
+    _replace(_utils, "get_device_str", make)
+
+
+def _allocator_fields(addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
+
+    def make(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def _get_torch_gpu_allocator_function_addresses(self: Any) -> None:
+            # __getstate__ deletes the three by name, also where they were never set.
+            self._torch_alloc = self._torch_free = self._torch_empty_cache = None
+            if "torch_gpu_allocator" not in addresses:
+                self._runtime_options.use_external_gpu_allocator = False
+            original(self)
+
+        return _get_torch_gpu_allocator_function_addresses
+
+    _replace(GraphExecutionManager, "_get_torch_gpu_allocator_function_addresses", make)
+
+
+def _check_buffers(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _reprocess_check(flatten_module: Any, *args: Any, **kwargs: Any) -> Any:
+            named = [*flatten_module.named_parameters(), *flatten_module.named_buffers()]
+            return original(_View(flatten_module, named_parameters=lambda: named), *args, **kwargs)
+
+        return _reprocess_check
+
+    _replace_static(GraphTransitionManager, "_reprocess_check", make)
+
+
+def _replace_static(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    if getattr(original, "_ortlab", False):
+        return
+    changed = make(original)
+    changed._ortlab = True
+    setattr(owner, name, staticmethod(changed))
+
+
+def _quiet(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
+
+    _replace(GraphExecutionManager, "_log_feature_stats", lambda _original: lambda _self: None)
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if handler.formatter is not None and handler.formatter._fmt == ORT_LOG_FORMAT:
+            root.removeHandler(handler)
+    # What they say goes to those who ask: logging.getLogger("orttraining").addHandler(...).
+    for name in ("orttraining", "onnxruntime"):
+        logger = logging.getLogger(name)
+        logger.propagate = False
+        if not logger.handlers:
+            logger.addHandler(logging.NullHandler())
+
+
+def _cap_onnx(_addresses: Addresses) -> None:
+    from onnxruntime.training.onnxblock import model_accessor
+
+    def view(onnx: Any) -> _View:
+        opset = min(MAX_OPSET, onnx.defs.onnx_opset_version())
+        defs = _View(onnx.defs, onnx_opset_version=lambda: opset)
+        return _View(onnx, IR_VERSION=min(MAX_IR, onnx.IR_VERSION), defs=defs)
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+            # Already a copy. What IR 11 to 14 added, no opset up to 21 can express.
+            model.ir_version = min(MAX_IR, model.ir_version)
+            original(self, model, *args, **kwargs)
+
+        return init
+
+    _replace(model_accessor, "onnx", view)
+    _replace(model_accessor.ModelAccessor, "__init__", make)
+
+
+def _sequence_infos(_addresses: Addresses) -> None:
+    from onnxruntime.tools import symbolic_shape_infer
+
+    def view(helper: Any) -> _View:
+        return _View(helper, make_sequence_value_info=helper.make_tensor_sequence_value_info)
+
+    _replace(symbolic_shape_infer, "helper", view)
+
+
+# ---- the export ----------------------------------------------------------------------------------
+
+
+def _route_export(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _graph_transition_manager
+
+    def view(torch: Any) -> _View:
+        onnx = _View(torch.onnx, export=exporting.legacy_export(torch.onnx.export))
+        return _View(torch, onnx=onnx)
+
+    _replace(_graph_transition_manager, "torch", view)
+
+
+def _leave_modes(_addresses: Addresses) -> None:
+
+    _replace(importlib.import_module(PACKAGE).ORTModule, "__init__", exporting.wrap_untouched)
+
+
+def _bind_methods(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _utils
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def bind(ortmodule: Any, user_module: Any, logger: Any) -> None:
+            original(ortmodule, user_module, logger)
+            for name, bound in list(vars(ortmodule).items()):
+                if isinstance(bound, types.MethodType) and inspect.ismethod(
+                    getattr(type(user_module), name, None)
+                ):
+                    vars(ortmodule)[name] = getattr(user_module, name)
+
+        return bind
+
+    name = "check_for_name_collisions_and_bind_methods_to_ortmodule"
+    _replace(_utils, name, make)
+
+
+def _leave_caches_out(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _io
+
+    from ortlab.engines.ortmodule.compat import outputs
+
+    _replace(_io, "_extract_schema", outputs.without_caches)
+
+
+def _watch_decisions(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _io
+
+    from ortlab.engines.ortmodule.compat import decisions
+
+    _replace(_io._FlattenedModule, "forward", decisions.with_decisions)
+
+
+def _restore_after_export(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+
+    _replace_static(GraphTransitionManager, "_export_model", exporting.repeatable)
+
+
+def _copy_outputs(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def configure(self: Any) -> Any:
+            options, *rest = original(self)
+            # ORTModule puts an Identity before each output, which copies it unless it is removed.
+            options.add_session_config_entry(
+                "optimization.disable_specified_optimizers", "EliminateIdentity"
+            )
+            return (options, *rest)
+
+        return configure
+
+    _replace(GraphExecutionManager, "_get_session_config", make)
+
+
+def _register_rules(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
+    from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
+
+    from ortlab.engines.ortmodule.compat.symbolics import builder
+
+    builder.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
+
+
+def _fit_masks(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule.graph_optimizer_registry import register_graph_optimizer
+
+    from ortlab.engines.ortmodule.compat.symbolics import builder
+
+    register_graph_optimizer()(builder.ask_for_what_is_taken)
+
+
+def _locate_failures(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._inference_manager import InferenceManager
+    from onnxruntime.training.ortmodule._training_manager import TrainingManager
+
+    for manager in (TrainingManager, InferenceManager):
+        for name in ("_build_graph", "_create_execution_agent"):
+            _replace(manager, name, exporting.located)
+
+
+def _passes_of_ours(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._training_manager import TrainingManager
+
+    from ortlab.engines.ortmodule.compat.passes import Passes
+
+    _replace(TrainingManager, "_create_autofunction_class", lambda _original: lambda it: Passes(it))
+
+
+def _keep_dropouts(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._runtime_inspector import MemoryObserver
+
+    from ortlab.engines.ortmodule.compat import recompute
+
+    name = "find_memory_optimization_opportunity"
+    _replace(MemoryObserver, name, recompute.without_dropout)
+
+
+def _filter_streams(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule import _logger
+
+    _replace(_logger, "_suppress_os_stream_output", lambda _original: exporting.streams_filtered)
+
+
+def _no_label_hooks(_addresses: Addresses) -> None:
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+
+    def make(_original: Any) -> Callable[..., list[Any]]:
+        return lambda *_args, **_kwargs: []
+
+    _replace_static(GraphTransitionManager, "_add_check_label_sparsity_hook", make)
+
+
+_ORT = (
+    "https://github.com/microsoft/onnxruntime/blob/v1.19.2/orttraining/orttraining/python/training/"
+)
+_TORCH = "https://github.com/pytorch/pytorch/tree/main/torch/onnx"
+
+
+def _on_cpu(versions: Versions) -> bool:
+    return not versions.cuda
+
+
+ROWS = (
+    Patch(
+        target="import deepspeed",
+        symptom="the import imports DeepSpeed, which takes a second and prints a warning",
+        link=f"{_ORT}ortmodule/__init__.py",
+        apply=_hide_deepspeed,
+        probe=probes.deepspeed_was_not_asked_for,
+        before_import=True,
+    ),
+    Patch(
+        target="torch.onnx._internal",
+        symptom="ImportError: the exporter's modules moved and their old names are gone",
+        link=f"{_TORCH}/_internal/torchscript_exporter",
+        apply=_restore_exporter_names,
+        probe=probes.exporter_names_resolve,
+        applies_to=lambda versions: versions.torch >= (2, 9),
+        before_import=True,
+    ),
+    Patch(
+        target=f"{_EXTENSIONS}.*",
+        symptom="ImportError: ORT looks for its extensions inside site-packages",
+        link=f"{_ORT}ortmodule/torch_cpp_extensions/__init__.py",
+        apply=_stand_in_for_extensions,
+        probe=probes.extensions_found,
+        before_import=True,
+    ),
+    Patch(
+        target="is_torch_interop_default_on",
+        symptom="the import asks for the interop extension, which does not compile on this torch",
+        link=f"{_ORT}ortmodule/_custom_autograd_function.py",
+        apply=_interop_later,
+        probe=probes.interop_waits,
+        before_import=True,
+    ),
+    Patch(
+        target="sys.modules['deepspeed']",
+        symptom="DeepSpeed cannot be imported after ORTModule, from which it was hidden",
+        link=f"{_ORT}ortmodule/__init__.py",
+        apply=_show_deepspeed,
+        probe=probes.deepspeed_can_be_imported,
+    ),
+    Patch(
+        target="custom_autograd_function_enabler",
+        symptom="an autograd.Function is exported without its own backward, or not at all",
+        link=f"{_ORT}ortmodule/_custom_autograd_function_exporter.py",
+        apply=_interop_ready,
+        probe=probes.functions_train,
+    ),
+    Patch(
+        target=f"{PACKAGE}._FALLBACK_INIT_EXCEPTION",
+        symptom="ORTModule refuses to start: no extension in its own folder",
+        link=f"{_ORT}ortmodule/__init__.py",
+        apply=_extensions_present,
+        probe=probes.no_init_exception,
+    ),
+    Patch(
+        target="torch.manual_seed",
+        symptom="importing ORTModule replaces torch's seeds and checkpoint for the whole process",
+        link=f"{_ORT}ortmodule/__init__.py",
+        apply=_give_torch_back,
+        probe=probes.torch_is_its_own,
+    ),
+    Patch(
+        target=f"{PACKAGE}.ORTMODULE_FALLBACK_POLICY",
+        symptom="plain torch runs in ORT's place after one log line",
+        link=f"{_ORT}ortmodule/_fallback.py",
+        apply=_no_fallback,
+        probe=probes.fallback_is_off,
+    ),
+    Patch(
+        target="onnxruntime.training.utils.torch_profile_utils",
+        symptom="RuntimeError: NVTX functions not installed, on every forward",
+        link=f"{_ORT}utils/torch_profile_utils.py",
+        apply=_no_nvtx,
+        probe=probes.nvtx_is_quiet,
+        applies_to=_on_cpu,
+    ),
+    Patch(
+        target=f"{PACKAGE}._utils.get_device_str",
+        symptom="AssertionError: Torch not compiled with CUDA enabled, for the device 'cpu'",
+        link=f"{_ORT}ortmodule/_utils.py",
+        apply=_device_names,
+        probe=probes.cpu_has_a_name,
+    ),
+    Patch(
+        target="GraphExecutionManager._get_torch_gpu_allocator_function_addresses",
+        symptom="KeyError: '_torch_alloc' when a wrapped model is copied or pickled",
+        link=f"{_ORT}ortmodule/_graph_execution_manager.py",
+        apply=_allocator_fields,
+        probe=probes.copies_and_pickles,
+    ),
+    Patch(
+        target="GraphTransitionManager._reprocess_check",
+        symptom="AssertionError on the second forward of a model with a buffer, with checks on",
+        link=f"{_ORT}ortmodule/_graph_transition_manager.py",
+        apply=_check_buffers,
+        probe=probes.buffers_survive_the_checks,
+    ),
+    Patch(
+        target="GraphTransitionManager._add_check_label_sparsity_hook",
+        symptom="a loss over padded labels calls an autograd.Function, which prints in each step",
+        link=f"{_ORT}ortmodule/_graph_transition_manager.py",
+        apply=_no_label_hooks,
+        probe=probes.padded_labels_are_plain,
+    ),
+    Patch(
+        target="_graph_transition_manager.torch.onnx.export",
+        symptom="the dynamo exporter is the default, and takes none of ORTModule's arguments",
+        link=f"{_ORT}ortmodule/_graph_transition_manager.py",
+        apply=_route_export,
+        probe=probes.export_is_routed,
+    ),
+    Patch(
+        target="ORTModule.__init__",
+        symptom="wrapping puts a layer that was left in evaluation mode back into training mode",
+        link=f"{_ORT}ortmodule/ortmodule.py",
+        apply=_leave_modes,
+        probe=probes.frozen_layers_stay_frozen,
+    ),
+    Patch(
+        target="_utils.check_for_name_collisions_and_bind_methods_to_ortmodule",
+        symptom="a class method of the model gets a model for its class: save_pretrained fails",
+        link=f"{_ORT}ortmodule/_utils.py",
+        apply=_bind_methods,
+        probe=probes.class_methods_get_the_class,
+    ),
+    Patch(
+        target=f"{PACKAGE}._io._extract_schema",
+        symptom="TypeError: Unsupported flatten data type: DynamicCache, which decoders give back",
+        link=f"{_ORT}ortmodule/_io.py",
+        apply=_leave_caches_out,
+        probe=probes.caches_are_left_out,
+    ),
+    Patch(
+        target="_FlattenedModule.forward",
+        symptom="a branch that depends on a tensor's value is baked in as it went at export",
+        link=f"{_ORT}ortmodule/_io.py",
+        apply=_watch_decisions,
+        probe=probes.decisions_are_outputs,
+    ),
+    Patch(
+        target="GraphTransitionManager._export_model",
+        symptom="the traced forward counts as a step in BatchNorm's statistics",
+        link=f"{_ORT}ortmodule/_graph_transition_manager.py",
+        apply=_restore_after_export,
+        probe=probes.export_changes_nothing,
+    ),
+    Patch(
+        target="GraphExecutionManager._get_session_config",
+        symptom="backward overwrites the outputs that the model returned: a softmax, a view",
+        link="https://github.com/microsoft/onnxruntime/blob/v1.19.2/onnxruntime/core/framework/allocation_planner.cc",
+        apply=_copy_outputs,
+        probe=probes.outputs_survive_backward,
+    ),
+    Patch(
+        target=f"{PACKAGE}._custom_op_symbolic_registry",
+        symptom="operators without a rule, a kernel or a right gradient: see symbolics",
+        link=f"{_ORT}ortmodule/_custom_op_symbolic_registry.py",
+        apply=_register_rules,
+        probe=probes.rules_are_registered,
+    ),
+    Patch(
+        target="GraphOptimizerRegistry",
+        symptom="'invalid index -1' in backward, of a convolution with a frozen weight or bias",
+        link=f"{_ORT}ortmodule/graph_optimizer_registry.py",
+        apply=_fit_masks,
+        probe=probes.frozen_parameters_get_nothing,
+    ),
+    Patch(
+        target="TrainingManager._build_graph",
+        symptom="a missing kernel or gradient is reported without the line of the model",
+        link=f"{_ORT}ortmodule/_training_manager.py",
+        apply=_locate_failures,
+        probe=probes.failures_are_located,
+    ),
+    Patch(
+        target="TrainingManager._create_autofunction_class",
+        symptom="create_graph=True: the gradient of a gradient penalty is zero, without a word",
+        link=f"{_ORT}ortmodule/_training_manager.py",
+        apply=_passes_of_ours,
+        probe=probes.second_gradients_are_refused,
+    ),
+    Patch(
+        target="MemoryObserver.find_memory_optimization_opportunity",
+        symptom="after a forward without a backward, a recomputed dropout draws another mask",
+        link=f"{_ORT}ortmodule/_runtime_inspector.py",
+        apply=_keep_dropouts,
+        probe=probes.recomputed_dropouts_agree,
+    ),
+    Patch(
+        target=f"{PACKAGE}._logger._suppress_os_stream_output",
+        symptom="UnsupportedOperation: fileno, and the exporter's C++ warnings in the cell",
+        link=f"{_ORT}ortmodule/_logger.py",
+        apply=_filter_streams,
+        probe=probes.streams_need_no_descriptor,
+    ),
+    Patch(
+        target="logging.getLogger('orttraining')",
+        symptom="a banner with colour codes on standard error, and a handler on the root logger",
+        link=f"{_ORT}ortmodule/_graph_execution_manager.py",
+        apply=_quiet,
+        probe=probes.is_quiet,
+    ),
+    Patch(
+        target="onnxruntime.training.onnxblock.model_accessor",
+        symptom="the training API refuses its own artifacts: the newest onnx writes IR 14",
+        link=f"{_ORT}onnxblock/model_accessor.py",
+        apply=_cap_onnx,
+        probe=probes.onnx_is_capped,
+        applies_to=lambda versions: versions.onnx > (1, 17),
+    ),
+    Patch(
+        target="onnxruntime.tools.symbolic_shape_infer.helper",
+        symptom="AttributeError: onnx.helper has no make_sequence_value_info any more",
+        link="https://github.com/microsoft/onnxruntime/blob/v1.19.2/onnxruntime/python/tools/symbolic_shape_infer.py",
+        apply=_sequence_infos,
+        probe=probes.sequences_have_shapes,
+        applies_to=lambda versions: versions.onnx > (1, 17),
+    ),
+)

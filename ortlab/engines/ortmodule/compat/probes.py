@@ -1,0 +1,381 @@
+"""How each row of `patches` is proved: a probe is true once the row's symptom is gone.
+
+Each shows the symptom with the installed versions where its row is left out, and tests do that.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import logging
+import pickle
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+PACKAGE = "onnxruntime.training.ortmodule"
+
+
+def _ort(name: str = "") -> Any:
+    """A module of ORT's, which has no types."""
+    return importlib.import_module(f"{PACKAGE}.{name}" if name else PACKAGE)
+
+
+def _wrapped(model: nn.Module) -> Any:
+    package = _ort()
+    return package.ORTModule(model, package.DebugOptions(log_level=package.LogLevel.ERROR))
+
+
+def exporter_names_resolve() -> bool:
+    try:
+        importlib.import_module("torch.onnx._globals")
+        importlib.import_module("torch.onnx._internal.jit_utils")
+    except ImportError:
+        return False
+    return hasattr(importlib.import_module("torch.onnx.symbolic_opset9"), "_convolution")
+
+
+def extensions_found() -> bool:
+    return f"{PACKAGE}.torch_cpp_extensions.aten_op_executor" in sys.modules
+
+
+def deepspeed_was_not_asked_for() -> bool:
+    return not hasattr(_ort(), "original_deepspeed_checkpoint")
+
+
+def deepspeed_can_be_imported() -> bool:
+    return sys.modules.get("deepspeed", sys) is not None
+
+
+def interop_waits() -> bool:
+    from onnxruntime.capi import _pybind_state
+
+    return not _pybind_state.is_torch_interop_default_on()
+
+
+def no_init_exception() -> bool:
+    return _ort()._FALLBACK_INIT_EXCEPTION is None
+
+
+def torch_is_its_own() -> bool:
+    functions = (torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint)
+    return all(not function.__module__.startswith("onnxruntime") for function in functions)
+
+
+def fallback_is_off() -> bool:
+    return bool(_ort().ORTMODULE_FALLBACK_POLICY.is_disabled())
+
+
+def nvtx_is_quiet() -> bool:
+    from onnxruntime.training.utils import torch_profile_utils
+
+    try:
+        torch_profile_utils.torch_nvtx_range_push("probe")
+        torch_profile_utils.torch_nvtx_range_pop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def cpu_has_a_name() -> bool:
+    name = _ort("_utils").get_device_str
+    try:
+        return {name("cpu"), name(torch.device("cpu"))} == {"cpu:0"}
+    except (RuntimeError, AssertionError):
+        return False
+
+
+def copies_and_pickles() -> bool:
+    module = _wrapped(nn.Linear(2, 2))
+    try:
+        twins = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    except KeyError:
+        return False
+    x = torch.ones(1, 2)
+    return all(torch.equal(twin(x), module(x)) for twin in twins)
+
+
+def buffers_survive_the_checks() -> bool:
+    module = _wrapped(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    options = module._torch_module._execution_manager(True)._runtime_options
+    options.skip_check = _ort("options")._SkipCheck.SKIP_CHECK_DISABLED
+    try:
+        for _ in range(2):
+            module(torch.ones(3, 2))
+    except AssertionError:
+        return False
+    return True
+
+
+def second_gradients_are_refused() -> bool:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    loss = _wrapped(model)(torch.ones(1, 2)).sum()
+    try:
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    except RuntimeError:
+        return True
+    return False
+
+
+class _Caches(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        from transformers import DynamicCache
+
+        return {"y": super().forward(x), "cache": DynamicCache()}
+
+
+def caches_are_left_out() -> bool:
+    try:
+        return _wrapped(_Caches(2, 2))(torch.ones(1, 2))["cache"] is None
+    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+        return False
+
+
+class _Named(nn.Linear):
+    @classmethod
+    def own(cls) -> type:
+        return cls
+
+
+def class_methods_get_the_class() -> bool:
+    return _wrapped(_Named(2, 2)).own() is _Named
+
+
+class _Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x * 2 if x.sum() > 0 else x)
+        return found
+
+
+def decisions_are_outputs() -> bool:
+    module = _wrapped(_Branch())
+    module(torch.ones(1, 2))
+    transitions = module._torch_module._execution_manager(True)._graph_transition_manager
+    return len(transitions._exported_model_info.exported_model.graph.output) == 2
+
+
+class _Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(2, 2), nn.CrossEntropyLoss()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = self.loss(self.layer(x), labels)
+        return found
+
+
+def padded_labels_are_plain() -> bool:
+    module = _wrapped(_Loss())
+    try:
+        module(torch.ones(2, 2), torch.tensor([0, -100])).backward()
+    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+        return False
+    graph = module._torch_module._execution_manager(True)._onnx_models.optimized_model.graph
+    return all(node.op_type != "PythonOp" for node in graph.node)
+
+
+class _Twice(torch.autograd.Function):
+    """With a backward that is not that of its forward."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+class _Custom(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        doubled: Tensor = _Twice.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return doubled
+
+
+def export_is_routed() -> bool:
+    try:
+        _wrapped(nn.Linear(2, 2))(torch.ones(1, 2))
+    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+        return False
+    return True
+
+
+def functions_train() -> bool:
+    model = _Custom(2, 2)
+    try:
+        _wrapped(model)(torch.ones(1, 2)).sum().backward()
+    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+        return False
+    return torch.equal(model.weight.grad, torch.full((2, 2), 3.0))  # type: ignore[arg-type]
+
+
+def frozen_layers_stay_frozen() -> bool:
+    frozen = nn.Dropout().eval()
+    model = nn.Sequential(nn.Linear(2, 2), frozen)
+    x = torch.ones(8, 2)
+    return torch.allclose(_wrapped(model)(x), model(x)) and not frozen.training
+
+
+class _Stateful(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        if x.shape[0] > 2:  # the tracer warns of it
+            x = x * 2
+        return super().forward(x) + self.calls
+
+
+def export_changes_nothing() -> bool:
+    model = _Stateful()
+    state = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        _wrapped(model)(torch.ones(3, 2))
+    same = int(model.calls) == 0 and torch.equal(state, torch.get_rng_state())
+    return same and not heard
+
+
+class _Softmax(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x).softmax(1)
+        return y.square().sum(), y
+
+
+def outputs_survive_backward() -> bool:
+    loss, y = _wrapped(_Softmax())(torch.ones(16, 32))
+    before = y.detach().clone()
+    loss.backward()
+    return torch.equal(y.detach(), before)
+
+
+class _Grouped(nn.Conv1d):
+    def __init__(self) -> None:
+        super().__init__(4, 4, 1, groups=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).diff()
+
+
+def rules_are_registered() -> bool:
+    try:
+        module = _wrapped(_Grouped())
+        module(torch.ones(1, 4, 3)).sum().backward()
+    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+        return False
+    graph = module._torch_module._execution_manager(True)._onnx_models.optimized_model.graph
+    return all(node.op_type != "ConvGrad" for node in graph.node)
+
+
+def frozen_parameters_get_nothing() -> bool:
+    try:
+        module = _Grouped()
+        for parameter in list(module.parameters())[1:]:
+            parameter.requires_grad = False
+        _wrapped(module)(torch.ones(1, 4, 3)).sum().backward()
+    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+        return False
+    return [p.grad is None for p in module.parameters()] == [
+        not p.requires_grad for p in module.parameters()
+    ]
+
+
+class _Determinant(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.det(super().forward(x))
+        return found
+
+
+def failures_are_located() -> bool:
+    from ortlab.engines.ortmodule.compat.failures import explain
+
+    try:
+        _wrapped(_Determinant(2, 2))(torch.ones(2, 2))
+    except Exception as error:  # noqa: BLE001 - what it says is what this looks at
+        failure = explain(error)
+        return failure.operator == "Det" and "linalg.det" in (failure.source or "")
+    return False
+
+
+class _Dropped(nn.Module):
+    """Linear in `last`, so that its outputs' sum is the product of `last` and its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 64), nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.gelu(self.layer(x))
+        return nn.functional.dropout(hidden, 0.5, self.training) * self.last
+
+
+def recomputed_dropouts_agree() -> bool:
+    model = _Dropped()
+    module = _wrapped(model)
+    options = module._torch_module._execution_manager(True)._runtime_options
+    options.memory_optimization_level = 1
+    module(torch.ones(8, 4))
+    total = module(torch.ones(8, 4)).sum()
+    total.backward()
+    gradient = model.last.grad
+    return gradient is not None and torch.allclose(gradient.sum(), total, rtol=1e-3)
+
+
+def streams_need_no_descriptor() -> bool:
+    stdout, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        with _ort("_logger")._suppress_os_stream_output():
+            pass
+    except (OSError, TypeError):
+        return False
+    finally:
+        sys.stdout = stdout
+    return True
+
+
+def is_quiet() -> bool:
+    from ortlab.engines.ortmodule.compat.patches import ORT_LOG_FORMAT
+
+    root, heard = logging.getLogger(), io.StringIO()
+    formats = [handler.formatter and handler.formatter._fmt for handler in root.handlers]
+    handler = logging.StreamHandler(heard)
+    root.addHandler(handler)
+    try:
+        for name in ("orttraining", "onnxruntime.tools.symbolic_shape_infer"):
+            logging.getLogger(name).warning("banner")
+    finally:
+        root.removeHandler(handler)
+    return heard.getvalue() == "" and ORT_LOG_FORMAT not in formats
+
+
+def onnx_is_capped() -> bool:
+    from onnxruntime.training import onnxblock
+
+    from ortlab.engines.ortmodule.compat import MAX_IR, MAX_OPSET
+
+    with onnxblock.empty_base() as base:
+        model = base.model
+    opset = {entry.domain: entry.version for entry in model.opset_import}[""]
+    return bool(model.ir_version <= MAX_IR and opset <= MAX_OPSET)
+
+
+def sequences_have_shapes() -> bool:
+    from onnxruntime.tools import symbolic_shape_infer
+
+    return hasattr(symbolic_shape_infer.helper, "make_sequence_value_info")

@@ -1,0 +1,271 @@
+"""Export rules for attention: as ONNX's operators, ortlab's CPU kernel, or torch's fused kernels.
+
+Torch's own (flash, memory-efficient or cuDNN's on a GPU, flash on a CPU) keep no scores for the
+gradient. Which one runs is for torch to say, as in eager: the operator ``ortlab::attention`` calls
+``scaled_dot_product_attention``, and the pass through ORT's session holds what its gradient needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.onnx._internal.torchscript_exporter import symbolic_opset14
+
+from ortlab.engines.ortmodule.compat import interop
+from ortlab.engines.ortmodule.compat.symbolics.builder import (
+    Gradient,
+    Graph,
+    Value,
+    all_of,
+    aten,
+    aten_node,
+    attention,
+    cast,
+    constant,
+    dropout,
+    dtype,
+    is_trained,
+    literal,
+    missing,
+    number,
+    rank,
+    ranked_like_output,
+    rule,
+    traced_sizes,
+    with_gradient,
+)
+
+_KERNEL = "ortlab_kernels::attention"
+_FUSED = "ortlab::attention"
+
+
+def _kernel_gradient() -> Gradient:
+    inputs = ["GO(0)", "I(0)", "I(1)", "I(2)", "I(3)", "O(1)", "I(4)", "I(6)", "Mask", "I(8)"]
+    outputs = [f"GI({i})" for i in range(4)]
+    return [all_of(4), aten_node(f"{_KERNEL}_backward", inputs, outputs)]
+
+
+def _fused_gradient() -> Gradient:
+    # The kernel has kept what it reads, but only what the node reads is left alone by ORT.
+    inputs = ["GO(0)", "I(0)", "I(1)", "I(2)", "I(3)", "O(0)", "O(1)", "Mask"]
+    outputs = [f"GI({i})" for i in range(4)]
+    return [all_of(4), aten_node(f"{_FUSED}_backward", inputs, outputs)]
+
+
+_SYMPTOM = (
+    "with dropout: 'i < node_->OutputDefs().size() was false', for want of Dropout's mask output"
+)
+
+
+@rule("scaled_dot_product_attention", _SYMPTOM, (_FUSED, "", _fused_gradient))
+@rule("scaled_dot_product_attention", _SYMPTOM, (_KERNEL, "", _kernel_gradient))
+def _attention(
+    g: Graph,
+    query: Value,
+    key: Value,
+    value: Value,
+    mask: Value = None,
+    dropout_p: Value = None,
+    is_causal: Value = None,
+    scale: Value = None,
+    enable_gqa: Value = None,
+) -> Value:
+    if not missing(enable_gqa) and literal(enable_gqa, "i"):
+        key, value = (_repeat_heads(g, x, query) for x in (key, value))
+    causal = not missing(is_causal) and bool(literal(is_causal, "i"))
+    chosen = attention()
+    if chosen is None or not _fits(query, key, value, mask, any_float=chosen.fused):
+        return _written_out(g, query, key, value, mask, dropout_p, causal, scale)
+    masked = not missing(mask)
+    given = mask if masked else constant(g, [[[[0.0]]]], dtype(query))
+    ratio = constant(g, 0.0 if missing(dropout_p) else number(dropout_p), torch.float32)
+    inputs = [with_gradient(g, query, key, value, given), key, value, given, ratio]
+    inputs += [constant(g, causal, torch.bool), cast(g, _scale(g, query, scale), torch.float32)]
+    if chosen.fused:
+        learned = masked and is_trained(mask)
+        inputs += [constant(g, masked, torch.bool), constant(g, learned, torch.bool)]
+    else:
+        inputs += [constant(g, chosen.low, torch.bool), constant(g, False, torch.bool)]
+    found, _ = aten(g, _FUSED if chosen.fused else _KERNEL, *inputs, outputs=2)
+    return ranked_like_output(g, found)
+
+
+def _written_out(
+    g: Graph,
+    query: Value,
+    key: Value,
+    value: Value,
+    mask: Value | None,
+    dropout_p: Value | None,
+    causal: bool,
+    scale: Value | None,
+) -> Value:
+    """Attention in ONNX's operators."""
+    last = list(range(rank(key)))
+    last[-1], last[-2] = last[-2], last[-1]
+    scaled = g.op("Mul", query, _scale(g, query, scale))
+    scores = g.op("MatMul", scaled, g.op("Transpose", key, perm_i=last))
+    seen = None
+    if causal:
+        mask = symbolic_opset14._causal_attention_mask(g, query, key)
+    if not missing(mask):
+        kind = dtype(query)
+        lowest = constant(g, torch.finfo(kind).min, kind)
+        if dtype(mask) == torch.bool:
+            seen = cast(g, mask, kind)
+            # The finite minimum, not infinity: a row that is masked out whole stays finite. Adding
+            # it, where filling would do too, keeps the gradient free of a Where.
+            mask = g.op("Where", mask, constant(g, 0.0, kind), lowest)
+        elif not causal:
+            seen = cast(g, g.op("GreaterOrEqual", mask, cast(g, lowest, dtype(mask))), kind)
+            mask = g.op("Max", mask, cast(g, lowest, dtype(mask)))
+        scores = g.op("Add", scores, mask)
+    weights = g.op("Softmax", scores, axis_i=-1)
+    if seen is not None:  # a query that sees no key gets nothing
+        weights = g.op("Mul", weights, _any_along_last(g, seen))
+    ratio = 0.0 if missing(dropout_p) else float(literal(dropout_p, "f"))
+    if ratio > 0:
+        weights = dropout(g, weights, ratio)
+    return g.op("MatMul", weights, value)
+
+
+def _any_along_last(g: Graph, seen: Value) -> Value:
+    """The largest along the last dimension, which stays; from opset 18 on axes are an input."""
+    if g.opset < 18:
+        return g.op("ReduceMax", seen, axes_i=[-1], keepdims_i=1)
+    return g.op("ReduceMax", seen, constant(g, [-1]), keepdims_i=1)
+
+
+def _fits(query: Value, key: Value, value: Value, mask: Value | None, *, any_float: bool) -> bool:
+    """Whether a kernel takes these: all of one type, which is float32 unless it takes others."""
+    kind = dtype(query)
+    if not (kind == torch.float32 or (any_float and kind.is_floating_point)):
+        return False
+    if any(dtype(each) != kind or rank(each) != 4 for each in (query, key, value)):
+        return False
+    return missing(mask) or dtype(mask) in (kind, torch.bool)
+
+
+def _scale(g: Graph, query: Value, scale: Value | None) -> Value:
+    """What torch multiplies the scores by: as given, else one over the root of the heads' size."""
+    if scale is not None and not missing(scale):
+        given = literal(scale, "f")
+        if isinstance(given, (int, float)):
+            return constant(g, float(given), dtype(query))
+        return cast(g, scale, dtype(query))
+    sizes = traced_sizes(next(iter(g.original_node.inputs())))
+    if sizes is not None:
+        return constant(g, 1 / math.sqrt(sizes[-1]), dtype(query))
+    # Of a model's own input no size is known.
+    return cast(g, symbolic_opset14._attention_scale(g, query), dtype(query))
+
+
+def _repeat_heads(g: Graph, x: Value, query: Value) -> Value:
+    """[batch, heads, length, size] with as many heads as `query`, each one repeated in place."""
+    shape, second = g.op("Shape", x), constant(g, [1])
+    batch, heads = (g.op("Gather", shape, constant(g, [i]), axis_i=0) for i in (0, 1))
+    rest = g.op("Gather", shape, constant(g, [2, 3]), axis_i=0)
+    wanted = g.op("Gather", g.op("Shape", query), second, axis_i=0)
+    wide = g.op("Concat", batch, heads, g.op("Div", wanted, heads), rest, axis_i=0)
+    flat = g.op("Concat", batch, wanted, rest, axis_i=0)
+    return g.op("Reshape", g.op("Expand", g.op("Unsqueeze", x, constant(g, [2])), wide), flat)
+
+
+# ---- torch's fused kernels -----------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Held:
+    """What one call of the forward kernel leaves for its backward: a piece of autograd's graph."""
+
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+_held: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
+"""By ticket; the pass through ORT's session holds them."""
+_tickets = itertools.count(1)
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    ratio: float,
+    causal: bool,
+    scale: float,
+    masked: bool,
+    learned: bool,
+) -> tuple[Tensor, Tensor]:
+    """``scaled_dot_product_attention`` and a ticket for `_fused_backward`."""
+    # Torch takes other kernels where a mask needs a gradient.
+    trained = (query, key, value, mask) if learned else (query, key, value)
+    with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+        inputs = tuple(each.detach().requires_grad_() for each in trained)
+        given = inputs[3] if learned else _as_bool(mask) if masked else None
+        output = torch.nn.functional.scaled_dot_product_attention(
+            inputs[0],
+            inputs[1],
+            inputs[2],
+            given,
+            dropout_p=ratio,
+            is_causal=causal,
+            scale=scale,
+        )
+    held, ticket = _Held(inputs, output), next(_tickets)
+    if interop.hold(held):
+        _held[ticket] = held
+    return output.detach().contiguous(), torch.tensor(ticket)
+
+
+def _fused_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,  # noqa: ARG001 - this and the others are held
+    value: Tensor,  # noqa: ARG001
+    mask: Tensor,  # noqa: ARG001
+    output: Tensor,  # noqa: ARG001
+    ticket: Tensor,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key, value and mask; empty ones where they are not `wanted`."""
+    held = _held.get(int(ticket))
+    if held is None:
+        raise RuntimeError("its forward pass is gone: backward runs once for every forward")
+    places = [i for i, _ in enumerate(held.inputs) if wanted[i]]
+    found = torch.autograd.grad(held.output, [held.inputs[i] for i in places], gradient)
+    by_place = dict(zip(places, found, strict=True))
+    empty = query.new_empty(0)
+    return tuple(by_place.get(i, empty).contiguous() for i in range(4))
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """ORT's DLPack knows no bool."""
+    return mask.view(torch.bool) if mask.dtype == torch.uint8 else mask
+
+
+@functools.cache
+def define() -> Any:
+    """Makes the operator known to torch, once for each process: ORT's graphs call it by name."""
+    make: Any = torch.library.Library
+    library: Any = make("ortlab", "FRAGMENT")
+    library.define(
+        "attention(Tensor query, Tensor key, Tensor value, Tensor mask, float ratio, bool causal, "
+        "float scale, bool masked, bool learned) -> (Tensor, Tensor)"
+    )
+    library.define(
+        "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor mask, "
+        "Tensor output, Tensor ticket, bool[4] wanted) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    library.impl("attention", _fused, "CompositeExplicitAutograd")
+    library.impl("attention_backward", _fused_backward, "CompositeExplicitAutograd")
+    return library

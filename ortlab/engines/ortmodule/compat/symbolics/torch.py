@@ -1,0 +1,212 @@
+"""Export rules for functions that torch computes in both directions.
+
+The exporter has no rule for them, or ORT no gradient. Each becomes an operator ``ortlab::<name>``
+that calls torch's function, and its gradient ``ortlab::<name>_backward``, which calls the function
+again and asks torch's autograd. So they cost what they cost in eager torch, and forward once more.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ortlab.engines.ortmodule.compat.symbolics.builder import (
+    DETACHED,
+    Graph,
+    Value,
+    aten,
+    aten_node,
+    cast,
+    constant,
+    literal,
+    missing,
+    rank,
+    ranked_like_output,
+    rule,
+    stock,
+    with_gradient,
+)
+
+_LIBRARY = "ortlab"
+_SYMPTOM = "no rule, or no gradient"
+
+_ONE = "Tensor x"
+_TWO = "Tensor x, Tensor y"
+_FUNCTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "digamma", "erfc", "erfinv",
+         "exp2", "expm1", "lgamma", "sinh", "tan", "ceil", "floor", "frac", "round", "sign",
+         "trunc"),
+        (_ONE,),
+    ),
+    **dict.fromkeys(("atan2", "hypot", "logaddexp", "xlogy"), (_TWO,)),
+    "amax": ("Tensor x, int[] dim, bool keepdim",),
+    "amin": ("Tensor x, int[] dim, bool keepdim",),
+    "prod": ("Tensor x, int? dtype", "Tensor x, int dim, bool keepdim, int? dtype"),
+    "cumprod": ("Tensor x, int dim, int? dtype",),
+    "addcdiv": ("Tensor x, Tensor y, Tensor z, float value",),
+    "binary_cross_entropy": ("Tensor x, Tensor target, Tensor? weight, int reduction",),
+    "poisson_nll_loss": (
+        "Tensor x, Tensor y, bool log_input, bool full, float eps, int reduction",
+    ),
+    "soft_margin_loss": ("Tensor x, Tensor target, int reduction",),
+    "hinge_embedding_loss": ("Tensor x, Tensor target, float margin, int reduction",),
+    "margin_ranking_loss": (
+        "Tensor x, Tensor y, Tensor target, float margin, int reduction",
+    ),
+    "cosine_embedding_loss": (
+        "Tensor x, Tensor y, Tensor target, float margin, int reduction",
+    ),
+    "triplet_margin_loss": (
+        "Tensor x, Tensor y, Tensor z, float margin, float p, float eps, bool swap, "
+        "int reduction",
+    ),
+    "pixel_shuffle": ("Tensor x, int factor",),
+    "pixel_unshuffle": ("Tensor x, int factor",),
+    "index_copy": ("Tensor x, int dim, Tensor index, Tensor y",),
+    **dict.fromkeys(
+        ("index_reduce", "scatter_reduce"),
+        ("Tensor x, int dim, Tensor index, Tensor y, int reduce, bool include_self",),
+    ),
+}  # fmt: skip
+"""What is exported so: torch's arguments, once for each number of them that torch takes."""
+
+_REDUCTIONS = ("sum", "prod", "mean", "amax", "amin")
+"""What torch takes for ``reduce``; a node of ORT's has the number of it, since it takes no text."""
+
+
+def define() -> None:
+    """Makes the operators known to torch, once for each process: ORT's graphs call them by name."""
+    _library()
+
+
+@functools.cache
+def _library() -> Any:
+    make: Any = torch.library.Library
+    library: Any = make(_LIBRARY, "DEF")
+    _, name = DETACHED.split("::")
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, torch.clone, "CompositeExplicitAutograd")
+    for function, schemas in _FUNCTIONS.items():
+        for schema in schemas:
+            name, count = _name(function, schema), len(_differentiable(schema))
+            gradients = f"({', '.join(['Tensor'] * count)})"
+            ordered = ", ".join(_ordered(schema, schema.split(", ")))
+            library.define(f"{name}({ordered}) -> Tensor")
+            library.define(f"{name}_backward(Tensor gradient, {ordered}) -> {gradients}")
+            call = functools.partial(_call, getattr(torch.ops.aten, function), schema)
+            library.impl(name, call, "CompositeExplicitAutograd")
+            backward = functools.partial(_backward, call, count)
+            library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
+    return library
+
+
+def _name(function: str, schema: str) -> str:
+    """One for each number of arguments; torch's overloads have names, the exporter's rules not."""
+    return f"{function}_{len(schema.split(','))}"
+
+
+def _differentiable(schema: str) -> list[int]:
+    """The places of the arguments that get a gradient: of tensors, but for targets and weights."""
+    return [i for i, each in enumerate(schema.split(", ")) if re.match(r"Tensor [a-z]$", each)]
+
+
+def _ordered(schema: str, arguments: Sequence[Any]) -> list[Any]:
+    """Torch's `arguments` as a node of ORT's has them: those that get a gradient first.
+
+    ORT takes a gradient node's outputs to be those of the first inputs, and leaves others out.
+    """
+    places = _differentiable(schema)
+    return [arguments[i] for i in sorted(range(len(arguments)), key=lambda i: i not in places)]
+
+
+def _call(function: Callable[..., Any], schema: str, *arguments: Any) -> Tensor:
+    """Calls torch's function, whose last argument may only be given by its name."""
+    *others, last = schema.split(", ")
+    name, order = last.split()[-1], _ordered(schema, range(len(arguments)))
+    given = [arguments[order.index(i)] for i in range(len(arguments))]
+    if (at := _at(schema, "reduce")) >= 0:
+        given[at] = _REDUCTIONS[given[at]]
+    if name not in ("dtype", "value", "include_self"):
+        found: Tensor = function(*given)
+    else:
+        found = function(*given[: len(others)], **{name: given[-1]})
+    return found
+
+
+def _backward(call: Callable[..., Tensor], count: int, gradient: Tensor, *arguments: Any) -> Any:
+    """The gradients of the first `count` arguments."""
+    leaves = [argument.detach().requires_grad_() for argument in arguments[:count]]
+    with torch.enable_grad():
+        found = torch.autograd.grad(
+            call(*leaves, *arguments[count:]),
+            leaves,
+            gradient,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    return found[0] if len(found) == 1 else found
+
+
+def _declare(function: str, schemas: tuple[str, ...]) -> None:
+    by_count = {len(schema.split(",")): schema for schema in schemas}
+
+    def export(g: Graph, *arguments: Value) -> Value:
+        schema = by_count.get(len(arguments))
+        if schema is None:
+            return stock(function)(g, *arguments)
+        given = [
+            cast(g, value, torch.float32)
+            if declared.startswith("float") and not missing(value)
+            else value
+            for declared, value in zip(schema.split(", "), arguments, strict=True)
+        ]
+        if (at := _at(schema, "reduce")) >= 0:
+            given[at] = constant(g, _REDUCTIONS.index(literal(given[at], "s")))
+        differentiable = [given[place] for place in _differentiable(schema)]
+        for place in _differentiable(schema):
+            given[place] = with_gradient(g, given[place], *differentiable)
+        # ORT guesses that what comes out has the rank of the first input, so let it be.
+        axes = _axes_to_drop(schema, given)
+        if axes:
+            given[_at(schema, "keepdim")] = constant(g, True, torch.bool)
+        found = aten(g, f"{_LIBRARY}::{_name(function, schema)}", *_ordered(schema, given))
+        if axes:
+            return g.op("Squeeze", found, constant(g, axes))
+        if rank(ranked_like_output(g, found)) > 0:
+            return found
+        return g.op("ReduceSum", g.op("Reshape", found, constant(g, [-1])), keepdims_i=0)
+
+    for schema in schemas:
+        name = f"{_LIBRARY}::{_name(function, schema)}"
+        rule(function, _SYMPTOM, (name, "", functools.partial(_gradient, name, schema)))(export)
+
+
+def _at(schema: str, name: str) -> int:
+    """The place of an argument, -1 if there is none."""
+    names = [each.split()[-1] for each in schema.split(", ")]
+    return names.index(name) if name in names else -1
+
+
+def _axes_to_drop(schema: str, arguments: Sequence[Value]) -> list[int]:
+    """The dimensions that a reduction without keepdim leaves out."""
+    if _at(schema, "keepdim") < 0 or literal(arguments[_at(schema, "keepdim")], "i"):
+        return []
+    dim, every = arguments[_at(schema, "dim")], range(rank(arguments[0]))
+    given = [literal(dim, "i")] if "int dim" in schema else literal(dim, "is") or every
+    return [axis % len(every) for axis in given]
+
+
+def _gradient(name: str, schema: str) -> list[tuple[Any, ...]]:
+    inputs = ["GO(0)", *(f"I({i})" for i in range(len(schema.split(","))))]
+    outputs = [f"GI({i})" for i in range(len(_differentiable(schema)))]
+    return [aten_node(f"{name}_backward", inputs, outputs)]
+
+
+for _function, _schemas in _FUNCTIONS.items():
+    _declare(_function, _schemas)

@@ -1,0 +1,593 @@
+"""One exported graph of a module: built by ORTModule's own parts, and run.
+
+ORTModule keeps a single graph and decides by luck when to make another. Here every graph has a
+manager of its own, so a backward pass under way keeps the graph of its forward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import nn
+
+from ortlab.engines.ortmodule import dropout, graph_cache, kernels, options
+from ortlab.engines.ortmodule.compat import (
+    decisions,
+    exporting,
+    interop,
+    outputs,
+    profiling,
+    recompute,
+    restoring,
+    undifferentiated,
+    weightless,
+)
+from ortlab.engines.ortmodule.compat.symbolics import builder
+from ortlab.engines.ortmodule.fingerprint import Unknowable, fingerprint
+from ortlab.engines.ortmodule.kernels import recompute as recomputing
+
+_HALF = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.BFLOAT16: torch.bfloat16}
+
+
+class Export:
+    """A graph of `module` that fits one kind of call; `build` makes it, `run` calls it.
+
+    `ort_module` is the ORTModule whose options it shares. With `gradient` it holds forward and
+    backward, else forward alone.
+    """
+
+    def __init__(self, ort_module: nn.Module, module: nn.Module, *, gradient: bool) -> None:
+        self._ort_module: Any = ort_module
+        self._module = module
+        self.gradient = gradient
+        self._name: str | None = None
+        self._executed: bytes | None = None
+        self._as_it_is = False  # whether the session got that, and orders it anew
+        self.plans: tuple[str, ...] = ()
+        """What is computed again in the backward pass, see `kernels.recompute`."""
+        self._rewritten = False  # for those, or for layers in the place of checkpointing
+        self._optimized: bytes | None = None
+        self._resting_bytes: int | None = None
+        self._build_s = 0.0
+        self.from_cache = False
+        self.weightless = False
+        """Whether forward ran for it without computing what depends on weights."""
+        self.cache_note = ""
+        """What the user is to know of the cache, in a line."""
+        self.decisions: tuple[decisions.Decision, ...] = ()
+        """What the graph's last outputs are compared with after each run."""
+        self.by_size = False
+        """Whether forward goes by sizes of its input in Python: the graph holds the way it went."""
+        self.left_out: tuple[str, ...] = ()
+        """Results of the model that are None in the graph's."""
+        self.without_kernels: str | None = None
+        """Why ORT's own kernels compute alone, where others were asked for."""
+        self.checkpointing: str | None = None
+        """What takes the place of the gradient checkpointing that the model asks for."""
+        self._let_go_of_memory: Callable[[], object] | None = None
+        self.torch_module = self._unbuilt()
+
+    def _unbuilt(self) -> Any:
+        model: Any = self._ort_module._torch_module
+        manager = model._execution_manager(self.gradient)
+        torch_module = type(model)(
+            self._module,
+            manager._debug_options,
+            self._ort_module._fallback_manager,
+            self._ort_module._logger,
+        )
+        options.share(manager, torch_module._execution_manager(self.gradient))
+        self._choose_kernels(torch_module._execution_manager(self.gradient))
+        torch_module._flattened_module.training = self._module.training
+        torch_module.is_training = lambda: self.gradient
+        return torch_module
+
+    def _choose_kernels(self, manager: Any) -> None:
+        """Leaves torch's kernels out where there are none: see `without_kernels`."""
+        runtime = manager._runtime_options
+        if not runtime.torch_kernels:
+            return
+        if manager._debug_options.save_onnx_models.save:
+            self._leave_kernels(runtime, "save_onnx writes the graphs that ORT's own kernels run")
+        elif not self._on_cpu:
+            self._leave_kernels(runtime, None)
+        elif (reason := kernels.unavailable()) is not None:
+            self._leave_kernels(runtime, reason)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return all(parameter.device.type == "cpu" for parameter in self._module.parameters())
+
+    def _leave_kernels(self, runtime: Any, why: str | None) -> None:
+        self.without_kernels = why
+        runtime.torch_kernels, runtime.low_precision = "", False
+        runtime.spinning = True
+
+    @property
+    def manager(self) -> Any:
+        """ORT's graph execution manager for this graph."""
+        return self.torch_module._execution_manager(self.gradient)
+
+    @property
+    def functions(self) -> list[Any]:
+        """The torch.autograd.Functions that the graph calls, by class."""
+        exported = self.manager._graph_transition_manager._exported_model_info.exported_model
+        return interop.functions(exported.graph)
+
+    def build_weightless(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Does what `build` does with most of forward's sums left out, in a fraction of the time.
+
+        False where that will not do; `build` then tells what there is to tell. The graph is to be
+        compared with forward before it is used: see `weightless.without_weights`.
+        """
+        try:
+            with weightless.without_weights():
+                self.build(args, kwargs)
+        # Forward may need values anywhere, and fail in any way without them.
+        except Exception:  # noqa: BLE001
+            self.torch_module = self._unbuilt()
+            return False
+        self.weightless = True
+        return True
+
+    def build(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Exports the module as it is now and makes the session. Raises ORT's own exceptions."""
+        started = time.perf_counter()
+        manager = self.manager
+        transitions = manager._graph_transition_manager
+        runtime = manager._runtime_options
+        attention = builder.attention_as(_attention(runtime))
+        with exporting.EXPORT, attention, undifferentiated.as_now():
+            transitions.get_post_processed_model(args, kwargs)
+        self.decisions, self.by_size = decisions.last_decisions(), decisions.last_by_size()
+        self.left_out = outputs.last_left_out()
+        manager._initialize_graph_builder(transitions._post_export_processed_model_info)
+        manager._detect_from_inputs(args, kwargs)
+        manager._build_graph(manager._get_graph_transformer_config())
+        self._open_session(shapes=self._shapes(args, kwargs) if runtime.torch_kernels else None)
+        self._build_s = time.perf_counter() - started
+
+    def restore(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], call: Mapping[str, Any]
+    ) -> bool:
+        """Does what `build` does, with a graph from the cache; False where none fits.
+
+        `call` is what the graph depends on besides the module and ORT's options, in plain values.
+        """
+        started = time.perf_counter()
+        try:
+            name = fingerprint(self._module, {**call, **self._surroundings()})
+            entry = graph_cache.load(name)
+        except (Unknowable, graph_cache.Unusable, OSError) as error:
+            self.cache_note = f"the graph is not cached: {error}"
+            return False
+        self._name = name
+        if entry is None:
+            return False
+        try:
+            restoring.put_together(self.manager, entry.graphs, entry.facts, args, kwargs)
+            self._open_session(entry.graphs.get(restoring.OPTIMIZED))
+            self.left_out, self.by_size = tuple(entry.facts["left out"]), entry.facts["by size"]
+            saved_s = entry.facts["seconds"] - (time.perf_counter() - started)
+        # Whatever an old or damaged file makes of it, an export takes its place.
+        except Exception:  # noqa: BLE001
+            self.forget()
+            self.torch_module = self._unbuilt()
+            return False
+        self.from_cache = True
+        self.cache_note = f"graph from the cache (saved {saved_s:.1f} s)"
+        return True
+
+    def _surroundings(self) -> dict[str, Any]:
+        runtime = dict(vars(self.manager._runtime_options))
+        del runtime["_logger"]
+        return {
+            "gradient": self.gradient,
+            "options": runtime,
+            "versions": restoring.versions(),
+            "default type": torch.get_default_dtype(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            # With which it was measured what kernels the graph has.
+            "threads": torch.get_num_threads(),
+        }
+
+    def keep(self) -> None:
+        """Puts a graph that `build` made after `restore` had found none into the cache."""
+        if self._name is None or self.from_cache:
+            return
+        name, self._name = self._name, None
+        try:
+            if self.decisions:
+                raise restoring.NotPlain("forward decides by a tensor's value")
+            graphs, facts = restoring.take_apart(self.manager)
+            if self._optimized is not None:
+                graphs[restoring.OPTIMIZED] = self._optimized
+            facts |= {"left out": self.left_out, "by size": self.by_size}
+            facts |= {"seconds": self._build_s}
+            graph_cache.store(name, graph_cache.Entry(graphs, facts))
+        except (restoring.NotPlain, graph_cache.Unusable, OSError) as error:
+            self.cache_note = f"the graph is not cached: {error}"
+
+    def forget(self) -> None:
+        """Takes the graph out of the cache."""
+        if self._name is not None:
+            graph_cache.remove(self._name)
+
+    def _open_session(
+        self,
+        optimized: bytes | None = None,
+        configure: Callable[[Any], None] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """Makes the session: of an `optimized` graph as it is, or of the one that was built.
+
+        `shapes` of the graph's inputs are those that other kernels are chosen for.
+        """
+        manager = self.manager
+        runtime = manager._runtime_options
+        self._rewritten = bool(self.plans)
+        if self.gradient and recompute.asks_for_checkpointing(manager):
+            if self.plans:
+                recompute.withdraw(manager)
+                self.checkpointing = recompute.CHOSEN
+            elif runtime.low_precision:  # which ORT's own kernels lack
+                self._rewritten = True
+            else:
+                self.checkpointing = recompute.replace_checkpointing(manager)
+        if runtime.torch_kernels and self._let_go_of_memory is None:
+            keep = runtime.enable_cpu_mem_arena
+            self._let_go_of_memory = kernels.keep_memory_for(self, keep)
+        planned = runtime.memory_optimizer_is_enabled()
+        if planned:
+            optimized = None  # of plans of modules, which were chosen before
+        if planned and runtime.torch_kernels:  # gradient checkpointing has become a plan
+            self._leave_kernels(runtime, "ORT's recompute plans know its own kernels alone")
+        executed = optimized
+        if executed is None or not self._rewritten:
+            with self._dropouts_of_ours() if optimized is None else contextlib.nullcontext():
+                executed = restoring.open_session(manager, optimized, configure=configure)
+        self._as_it_is = optimized is not None
+        if runtime.torch_kernels and shapes is not None and executed is not None:
+            executed = self._substituted(executed, shapes)
+            self._as_it_is = True
+            if not self._rewritten:
+                restoring.open_session(manager, executed, configure=configure)
+        self._executed = self._recomputing(executed, configure) if self._rewritten else executed
+        # ORT's plans are the session's: what it made by them is no graph for another one.
+        self._optimized = None if planned else executed
+        self._check_outputs(manager._graph_transition_manager)
+        if self.gradient:
+            manager._gradient_accumulation_manager.initialize(
+                manager._runtime_options.enable_grad_acc_optimization,
+                manager._flattened_module,
+                manager._graph_info,
+            )
+
+    @property
+    def draws_poorly(self) -> str | None:
+        """Why ORT's own dropouts draw masks on a CPU, where they draw them badly; None: none do."""
+        built = self.manager._onnx_models.optimized_model
+        if not (self._on_cpu and dropout.draws(built.graph)):
+            return None
+        if (why := kernels.unavailable()) is not None:
+            return f"without ortlab's kernels there is no other ({why})"
+        drawing = self._drawing(built) if self._executed is None else self.executed()[0]
+        left = "there is one whose mask has other readers than its gradient, or of unknown type"
+        return left if dropout.draws(drawing.graph) else None
+
+    @contextlib.contextmanager
+    def _dropouts_of_ours(self) -> Iterator[None]:
+        """Meanwhile the graph that was built has no dropouts of ORT's, whatever else it has."""
+        models = self.manager._onnx_models
+        built = models.optimized_model
+        models.optimized_model = self._drawing(built)
+        try:
+            yield
+        finally:
+            models.optimized_model = built
+
+    def _drawing(self, built: onnx.ModelProto) -> onnx.ModelProto:
+        """`built` with kernels of ours in the place of ORT's dropouts, where there are any."""
+        if not (self._on_cpu and dropout.draws(built.graph)) or kernels.unavailable():
+            return built
+        from ortlab.engines.ortmodule.kernels import substitutes
+
+        copied = onnx.ModelProto()
+        copied.CopyFrom(built)
+        return substitutes.substitute(copied, low=False, rules=substitutes.DROPOUT)
+
+    def _recomputing(self, graph: bytes | None, configure: Callable[[Any], None] | None) -> bytes:
+        """Makes the session of a `graph` that was optimized, with its plans; returns what it runs.
+
+        Without any, whole layers take the place of checkpointing. UnknownPlan for one that does not
+        fit the graph.
+        """
+        if graph is None:
+            raise recomputing.UnknownPlan(
+                f"recompute={','.join(self.plans)!r} needs the graph that the session runs, which "
+                "it tells on a CPU and without save_onnx; elsewhere choose ORT's own plans, as in "
+                "memory_level=1 or recompute='BiasGelu+:1:-1'"
+            )
+        plans = recomputing.Plans(onnx.load_model_from_string(graph))
+        if not self.plans:
+            self.checkpointing = recompute.LAYERS if plans.layers else recompute.NOTHING
+        executed = plans.applied(self.plans or plans.layers).SerializeToString()
+        restoring.open_session(self.manager, executed, configure=configure, in_file_order=True)
+        return bytes(executed)
+
+    def recompute(self, plans: tuple[str, ...]) -> None:
+        """Changes what is computed again: another session of the same graph, nothing is exported.
+
+        UnknownPlan for one that does not fit the graph, which then stays as it was.
+        """
+        if plans == self.plans or not self.gradient:
+            return
+        before, self.plans = self.plans, plans
+        try:
+            self.close()  # so that there are never two sessions with their memory
+            self.open()
+        except recomputing.UnknownPlan:
+            self.plans = before
+            raise
+
+    def close(self) -> None:
+        """Gives back the session with the memory that it keeps from step to step.
+
+        The graph stays: `open`, or the next run, makes another session of it. A backward pass whose
+        forward ran in this one still does.
+        """
+        self.manager._execution_agent = None
+        self._resting_bytes = None
+        if self._let_go_of_memory is not None:
+            self._let_go_of_memory()
+            self._let_go_of_memory = None
+
+    def open(self) -> None:
+        """Makes the session where there is none."""
+        if not self.is_open:
+            self._open_session(self._optimized)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session, which keeps memory from step to step."""
+        return self.manager._execution_agent is not None
+
+    @property
+    def resting_bytes(self) -> int:
+        """What its graphs take without a session, as they are written in a file."""
+        if (
+            self._resting_bytes is None
+        ):  # graphs are walked for it, and those at rest stay as they are
+            self._resting_bytes = self._graph_bytes()
+        return self._resting_bytes
+
+    def _graph_bytes(self) -> int:
+        graphs = [self.manager._onnx_models.optimized_model]
+        made = self.manager._graph_transition_manager
+        if made._exported_model_info is not None:
+            graphs.append(made._exported_model_info.exported_model)
+        if made._post_export_processed_model_info is not None:
+            graphs.append(made._post_export_processed_model_info._post_export_processed_model)
+        written = {id(each): each for each in (self._optimized, self._executed) if each is not None}
+        sizes = [int(each.ByteSize()) for each in graphs if each is not None]
+        return sum(map(len, written.values())) + sum(sizes)
+
+    def _substituted(self, executed: bytes, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+        """The graph of a session with the kernels that are wanted."""
+        from ortlab.engines import kernel_choice
+        from ortlab.engines.ortmodule.kernels import substitutes
+
+        runtime = self.manager._runtime_options
+        model = onnx.load_model_from_string(executed)
+        if runtime.torch_kernels == "measured":
+            chosen = kernel_choice.Choice(model.graph.input, shapes)
+            substitutes.substitute(model, low=runtime.low_precision, better=chosen.better)
+            chosen.keep()
+        else:
+            substitutes.substitute(model, low=runtime.low_precision)
+        if spared := substitutes.spare_zeros(model):
+            info = self.manager._graph_info
+            info.output_grad_indices_require_full_shape = [
+                i for i in info.output_grad_indices_require_full_shape if i not in spared
+            ]
+        return bytes(model.SerializeToString())
+
+    def _shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Those of the tensors that such a call gives to the graph, by the graph's names."""
+        return {name: tuple(tensor.shape) for name, tensor in self.inputs(args, kwargs).items()}
+
+    def _check_outputs(self, transitions: Any) -> None:
+        """Makes a run check its decisions, and give outputs the types that the graph declares.
+
+        The CPU provider runs half-precision nodes in float32 and drops the casts around them, up to
+        the graph's own outputs.
+        """
+        given = transitions._exported_model_info.exported_model.graph.output
+        count = len(given) - len(self.decisions)
+        declared = [_HALF.get(each.type.tensor_type.elem_type) for each in given[:count]]
+        if not any(declared) and not self.decisions:
+            return
+        info = transitions._post_export_processed_model_info
+        restore = functools.partial(type(info).restore_outputs, info)  # a twin has ours by now
+
+        def restore_outputs(found: Sequence[torch.Tensor]) -> Any:
+            decisions.check(self.decisions, found[count:])
+            typed = zip(found, declared, strict=False)  # declared are the model's own outputs only
+            return restore([value.to(dtype) if dtype else value for value, dtype in typed])
+
+        info.restore_outputs = restore_outputs
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The module's outputs, of ORT; OtherDecision where this graph is not that of the call."""
+        self.open()
+        return self.manager.forward(*args, **kwargs)
+
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the user's tensors in the last call that it ran, by the graph's names."""
+        info = self.manager._graph_transition_manager._post_export_processed_model_info
+        given = info._buffer_for_ort_runs or {}
+        names = info.onnx_graph_input_names_user_defined
+        return {name: tuple(given[name].shape) for name in names if given.get(name) is not None}
+
+    def stages(self) -> dict[str, onnx.ModelProto]:
+        """What became of the export, by the names of `ortlab.graph.capture.STAGES`.
+
+        What the session runs is among it where the session told, which is on a CPU.
+        """
+        manager = self.manager
+        built = manager._onnx_models.optimized_model
+        if not self.gradient:
+            return {"eval": built}
+        found = {
+            "exported": manager._graph_transition_manager._exported_model_info.exported_model,
+            "forward": restoring.forward_graph(manager),
+            "gradient": built,
+        }
+        if self._executed is not None:
+            executed = onnx.load_model_from_string(self._executed)
+            ordered = self._as_it_is and not self._rewritten
+            found["execution"] = restoring.in_order(executed) if ordered else executed
+        return found
+
+    def without_dropout(self) -> Export:
+        """The same graph with all dropout ratios zero; itself when it has no dropout."""
+        edited = self.graph_to_run()
+        if not dropout.switch_off(edited.graph):
+            return self
+        return self._twin(edited)
+
+    def profiled(self, folder: Path) -> Export:
+        """The same graph in a session of its own, which keeps ORT's profile for a file in `folder`.
+
+        Its dropouts draw from generators of their own: those of the model's steps stay as they are.
+        """
+        edited = self.graph_to_run()
+        dropout.seed(edited.graph)
+        return self._twin(edited, configure=functools.partial(profiling.record, folder))
+
+    @property
+    def spinning(self) -> bool:
+        """Whether ORT's workers spin while they wait for work, on cores that torch's may want."""
+        return bool(self.manager._runtime_options.spinning)
+
+    @property
+    def without_workers(self) -> bool:
+        """Whether ORT's workers found no room in the last session, so that one thread computes."""
+        return bool(self.manager._runtime_options.without_workers)
+
+    def with_workers(self, *, spinning: bool) -> Export:
+        """The same graph in a session of its own, whose idle workers spin or sleep."""
+        twin = self._unopened(self.graph_to_run())
+        twin.manager._runtime_options.spinning = spinning
+        return self._opened(twin)
+
+    def ort_graph(self) -> onnx.ModelProto:
+        """What the session would run with ORT's own kernels alone; seconds where it runs others.
+
+        ValueError on a device whose sessions do not tell.
+        """
+        if not self.manager._runtime_options.torch_kernels:
+            return self.graph_to_run()
+        built = onnx.ModelProto()
+        built.CopyFrom(self.manager._onnx_models.optimized_model)
+        found = restoring.open_session(self._unopened(built).manager)
+        if found is None:
+            raise ValueError("ORT's sessions tell what they run on a CPU alone")
+        return onnx.load_model_from_string(found)
+
+    def graph_to_run(self) -> onnx.ModelProto:
+        """A copy of what the session runs, or where it did not tell of what it was made of.
+
+        Without what `plans` make of it: a session of such a graph makes that again.
+        """
+        copied = onnx.ModelProto()
+        if self._optimized is not None:
+            copied.ParseFromString(self._optimized)
+        else:
+            copied.CopyFrom(self._drawing(self.manager._onnx_models.optimized_model))
+        return copied
+
+    def executed(self) -> tuple[onnx.ModelProto, bool]:
+        """A copy of what the session runs, and whether that is in the order of its nodes there.
+
+        ValueError on a device whose sessions do not tell.
+        """
+        if self._executed is None:
+            raise ValueError("ORT's sessions tell what they run on a CPU alone")
+        return onnx.load_model_from_string(self._executed), self._rewritten
+
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What the graph is given for such a call, parameters and buffers too, by its names."""
+        info = self.manager._graph_transition_manager._post_export_processed_model_info
+        found = info.construct_inputs(args, kwargs, True, self.manager._device)
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def own_inputs(self) -> dict[str, torch.Tensor]:
+        """The graph's inputs that are the module's parameters and buffers, by its names."""
+        info = self.manager._graph_transition_manager._post_export_processed_model_info
+        own = dict(self.manager._flattened_module.named_parameters())
+        own |= dict(self.manager._flattened_module.named_buffers())
+        return {name: own[name] for name in info.onnx_graph_input_names if name in own}
+
+    def gradients(self) -> dict[str, str]:
+        """The inputs of the graph that it gives a gradient of, each with that output's name."""
+        manager = self.manager
+        info = manager._graph_transition_manager._post_export_processed_model_info
+        outputs = [each.name for each in manager._onnx_models.optimized_model.graph.output]
+        names = info.onnx_graph_input_names
+        pairs = zip(names, manager._gradient_map, strict=True)
+        return {name: outputs[place] for name, place in pairs if place != -1}
+
+    def plain_session(self, graph: onnx.ModelProto, *, in_file_order: bool) -> Any:
+        """A session of `graph`, made of `executed`, that runs from its inputs to its outputs."""
+        written = graph.SerializeToString()
+        return restoring.plain_session(self.manager, written, in_file_order=in_file_order)
+
+    def _twin(
+        self, edited: onnx.ModelProto, configure: Callable[[Any], None] | None = None
+    ) -> Export:
+        """An export that runs `edited`, a changed `graph_to_run`, for the same calls."""
+        return self._opened(self._unopened(edited), configure)
+
+    def _unopened(self, graph: onnx.ModelProto) -> Export:
+        """An export of `graph` for the same calls, whose session is still to be made."""
+        twin = Export(self._ort_module, self._module, gradient=self.gradient)
+        options.share(self.manager, twin.manager, save=False)
+        twin.decisions, twin.plans = self.decisions, self.plans
+        source, target = self.manager, twin.manager
+        given, taking = source._graph_transition_manager, target._graph_transition_manager
+        taking._device = given._device
+        taking._exported_model_info = given._exported_model_info
+        taking._model_info_for_export = given._model_info_for_export
+        processed = copy.copy(given._post_export_processed_model_info)
+        processed._buffer_for_ort_runs = None
+        taking._post_export_processed_model_info = processed
+        target._graph_info = source._graph_info
+        target._onnx_models.optimized_model = graph
+        if self.gradient:
+            target._gradient_map = source._gradient_map
+        return twin
+
+    def _opened(self, twin: Export, configure: Callable[[Any], None] | None = None) -> Export:
+        """`twin` with its session, which optimizes the graph where that was not done yet."""
+        graph = twin.manager._onnx_models.optimized_model
+        optimized = None if self._optimized is None else graph.SerializeToString()
+        twin._open_session(optimized, configure)
+        return twin
+
+
+def _attention(runtime: Any) -> builder.Attention | None:
+    """What an export by ORT's options `runtime` writes attention as; None is ONNX's operators."""
+    if runtime.attention == "fused":
+        return builder.Attention(fused=True)
+    if runtime.attention == "onnx" or not runtime.torch_kernels:
+        return None
+    return builder.Attention(fused=False, low=runtime.low_precision)

@@ -1,0 +1,502 @@
+"""Notices what an exported graph would miss: edits of the module it was made from.
+
+An exported graph is a photograph. `Guard.key` tells which photograph fits the module as it is now:
+attributes, submodules, parameters and buffers (which, their type, device, size, requires_grad),
+hooks, train or eval, the classes and what stands in them, and the lists, dictionaries, partials
+and configuration objects that hang off a module, two levels deep. Of what the user's code reads
+elsewhere, as far as names lead from forward: globals, closures, defaults, and what that code names
+of other Python modules, classes and objects. It does not see what is deeper, the contents of numpy
+arrays and of objects with slots, of lists and dictionaries of more than a thousand entries more
+than their number, 1 becoming 1.0 or True, what an installed package reads elsewhere, nor files.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import operator
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ortlab.engines.ortmodule.compat import native
+from ortlab.engines.ortmodule.fingerprint import global_names, home, is_users
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+_OF_TORCH = frozenset(
+    {"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"}
+    | {"_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
+    | {f"{name}_with_kwargs" for name in _HOOKS[:2]}
+    | {"_forward_hooks_always_called"}
+)
+"""Attributes of every module that say nothing of forward, or no more than its hooks do."""
+_APART = _OF_TORCH.union(_HOOKS, _MEMBERS)
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_DEPTH = 2
+_REMEMBERED = 8
+_LONG = 1000
+"""Entries of a list or a dictionary, above which their number alone is watched: a vocabulary's."""
+
+_NOT_ENTERED = (nn.Module, torch.Tensor, type, types.FunctionType, types.ModuleType)
+_GLOBAL_HOOKS = tuple(
+    value
+    for name, value in vars(nn.modules.module).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+)
+
+_hook_count = operator.attrgetter("next_id")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A container that is watched, where it hangs, and what it held.
+
+    ``inside`` are the containers in it: an equal one in the place of one would be edited unseen.
+    """
+
+    path: str
+    values: Any
+    held: Any
+    inside: tuple[tuple[Any, Any], ...] = ()
+
+    @classmethod
+    def of(cls, path: str, values: Any, held: Any) -> _Place:
+        """With what is inside of a dictionary or a list."""
+        items = () if isinstance(values, set) else _items(values).items()
+        inside = [(key, one) for key, one in items if isinstance(one, dict | list | set)]
+        return cls(path, values, held, tuple(inside))
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Containers by how they are compared: a mapping's values, the whole, or values by identity."""
+
+    plain: list[_Place] = field(default_factory=list)
+    inner: list[_Place] = field(default_factory=list)
+    by_identity: list[_Place] = field(default_factory=list)
+
+    def unchanged(self) -> bool:
+        """Whether they hold what they held."""
+        try:
+            for place in self.plain:
+                if list(place.values.values()) != place.held:
+                    return False
+                for key, one in place.inside:
+                    if place.values[key] is not one:
+                        return False
+            for place in self.inner:
+                if place.values != place.held:
+                    return False
+                for key, one in place.inside:
+                    if place.values[key] is not one:
+                        return False
+        except Exception:  # noqa: BLE001 - the == of a value of the user's; then a look decides
+            return False
+        for place in self.by_identity:
+            values = place.values
+            if len(values) != len(place.held) or not all(
+                map(operator.is_, values.values(), place.held)
+            ):
+                return False
+        return True
+
+    def all(self) -> Iterator[_Place]:
+        """Each of them."""
+        yield from (*self.plain, *self.inner, *self.by_identity)
+
+    def those(self, wanted: Callable[[_Place], bool]) -> _Places:
+        """The ones that are `wanted`."""
+        parts = (self.plain, self.inner, self.by_identity)
+        return _Places(*(list(filter(wanted, part)) for part in parts))
+
+
+def _is_dictionary(place: _Place) -> bool:
+    return isinstance(place.values, dict)
+
+
+@dataclass(frozen=True)
+class _Photo:
+    """The module as it was when it was last looked at."""
+
+    modules: list[nn.Module]
+    types: list[type]
+    places: _Places
+    no_dictionaries: _Places
+    dictionaries: tuple[dict[Any, Any], ...]
+    tensors: tuple[torch.Tensor, ...]
+    layout: Hashable
+    constants: dict[str, torch.Tensor]
+    versions: list[int]
+    reads: list[Callable[[], Any]]
+    read: list[Any]
+    counted: list[Any]
+    counts: list[int]
+    hook_count: int
+    key: Hashable = field(repr=False)
+    facts: Mapping[str, Hashable] = field(repr=False)
+    kept: list[Any] = field(repr=False)
+
+
+class Guard:
+    """Watches one module.
+
+    `key` is cheap while nothing changed: where Python tells versions of dictionaries (up to 3.11)
+    about a tenth of a microsecond for every submodule, parameter and buffer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._remembered: dict[Hashable, _Photo] = {}
+        self._versions: bytes | None = None
+        """Those of the photo's dictionaries when last found unchanged; no two are the same."""
+        self._photo = self._remember(self._look())
+        self.change = ""
+
+    def key(self) -> Hashable:
+        """Equal keys mean that the same exported graph fits; `change` says what last differed."""
+        if self._untouched():
+            return self._photo.key
+        before = self._photo
+        self._photo = self._remember(self._look())
+        if self._photo.key != before.key:
+            self.change = _difference(before.facts, self._photo.facts)
+        return self._photo.key
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """The tensors that forward may read beside parameters and buffers, when last looked at.
+
+        By what the user would call them; a graph holds their values.
+        """
+        return {name.removeprefix("."): each for name, each in self._photo.constants.items()}
+
+    def _remember(self, photo: _Photo) -> _Photo:
+        """`photo`, with the very key object of an equal one: then a look-up compares identities."""
+        known = self._remembered.pop(photo.key, None)
+        if known is not None:
+            photo = dataclasses.replace(photo, key=known.key)
+        self._remembered[photo.key] = photo
+        while len(self._remembered) > _REMEMBERED:
+            del self._remembered[next(iter(self._remembered))]
+        return photo
+
+    def _untouched(self) -> bool:
+        photo = self._photo
+        versions = native.versions(photo.dictionaries)
+        if versions is not None and versions == self._versions:
+            places = photo.no_dictionaries
+        else:
+            places = photo.places
+        if not places.unchanged():
+            return False
+        self._versions = versions
+        return (
+            list(map(type, photo.modules)) == photo.types
+            and native.layout(photo.tensors) == photo.layout
+            and list(map(_version, photo.constants.values())) == photo.versions
+            and all(get() is value for get, value in zip(photo.reads, photo.read, strict=True))
+            and _hook_count(RemovableHandle) == photo.hook_count
+            and list(map(len, photo.counted)) == photo.counts
+        )
+
+    def _look(self) -> _Photo:
+        facts: dict[str, Hashable] = {}
+        kept: list[Any] = []
+        atom = _atom_into(kept)
+        places = _Places()
+        hooks: list[dict[int, Any]] = list(_GLOBAL_HOOKS)
+        long: list[Any] = []
+
+        def look_inside(path: str, values: Mapping[Any, Any]) -> None:
+            for where, container in _containers(path, values, seen):
+                if len(container) > _LONG:
+                    facts[f"the length of {where}"] = len(container)
+                    long.append(container)
+                    continue
+                _record(where, container, facts, constants, atom)
+                if not any(map(_is_array, _items(container).values())):
+                    places.inner.append(_Place.of(where, container, copy.copy(container)))
+
+        facts["hooks of all modules"] = tuple(atom(h) for kind in hooks for h in kind.values())
+        tensors: dict[int, torch.Tensor] = {}
+        constants: dict[str, torch.Tensor] = {}
+        classes: dict[type, None] = {}
+        seen: set[int] = set()
+        modules = list(self._module.named_modules())
+        for name, module in modules:
+            path = name or type(module).__name__
+            facts[f"type of {path}"] = atom(type(module))
+            classes.update(dict.fromkeys(type(module).__mro__))
+            for values_name in _MEMBERS:
+                values = module.__dict__[values_name]
+                if values:
+                    place = _Place(path, values, list(values.values()))
+                    places.by_identity.append(place)
+            for member_name, member in (*module._parameters.items(), *module._buffers.items()):
+                facts[f"{path}.{member_name}"] = _tensor(member, atom)
+                if member is not None:
+                    tensors[id(member)] = member
+            for child_name, child in module._modules.items():
+                facts[f"{path}.{child_name}"] = atom(child)
+            for hook_name in _HOOKS:
+                found = getattr(module, hook_name)
+                hooks.append(found)
+                if found:
+                    facts[f"{path}.{hook_name[1:]}"] = tuple(map(atom, found.values()))
+            own = {k: v for k, v in module.__dict__.items() if k not in _APART}
+            _record(path, own, facts, constants, atom)
+            compared = places.by_identity if any(map(_is_array, own.values())) else places.plain
+            held = list(module.__dict__.values())
+            inside = tuple((k, v) for k, v in own.items() if isinstance(v, dict | list | set))
+            compared.append(_Place(path, module.__dict__, held, inside))
+            look_inside(path, own)
+        for cls in classes:
+            if cls not in (nn.Module, object, Generic):
+                entries = vars(cls)
+                facts[f"class {cls.__qualname__}"] = tuple(map(atom, entries.values()))
+                arrays = any(map(_is_array, entries.values()))
+                compared = places.by_identity if arrays else places.plain
+                compared.append(_Place(cls.__qualname__, entries, list(entries.values())))
+        reads = _Elsewhere(modules, classes, hooks).reads
+        read = [get() for get in reads.values()]
+        for where, value in zip(reads, read, strict=True):
+            facts[where] = _fact(where, value, constants, atom)
+            if isinstance(value, dict | list | set):
+                look_inside("", {where: value})
+        watched = tuple(tensors.values())
+        return _Photo(
+            modules=[module for _, module in modules],
+            types=[type(module) for _, module in modules],
+            places=places,
+            no_dictionaries=places.those(lambda place: not _is_dictionary(place)),
+            dictionaries=tuple(place.values for place in places.all() if _is_dictionary(place)),
+            tensors=watched,
+            layout=native.layout(watched),
+            constants=constants,
+            versions=list(map(_version, constants.values())),
+            reads=list(reads.values()),
+            read=read,
+            counted=[*hooks, *long],
+            counts=list(map(len, [*hooks, *long])),
+            hook_count=_hook_count(RemovableHandle),
+            key=frozenset(facts.items()),
+            facts=facts,
+            kept=kept,
+        )
+
+
+class _Elsewhere:
+    """What the user's code reads that is no part of a module, as far as names lead from forward.
+
+    ``reads`` gets each value anew, by what the user would call it. Installed packages are not
+    followed: what they read elsewhere is their own, and changes with their version.
+    """
+
+    def __init__(
+        self,
+        modules: list[tuple[str, nn.Module]],
+        classes: Mapping[type, None],
+        hooks: list[dict[int, Any]],
+    ) -> None:
+        self.reads: dict[str, Callable[[], Any]] = {}
+        self._names = {"forward"}
+        self._followed: set[int] = set()
+        self._owners: dict[int, tuple[str, Mapping[str, Any], bool]] = {}
+        for cls in classes:
+            if is_users(cls.__module__):
+                self._owners[id(cls)] = (cls.__qualname__, vars(cls), False)
+        for _, module in modules:
+            for value in module.__dict__.values():
+                self._meet("", value)
+        for registered in hooks:
+            for hook in registered.values():
+                self._meet("", hook)
+        while self._named():
+            pass
+
+    def _named(self) -> bool:
+        """Meets what code names by now of the owners; False if that is nothing new."""
+        before = self._known()
+        for path, values, is_read in list(self._owners.values()):
+            for name in list(self._names):
+                if name not in values:
+                    continue
+                if is_read:
+                    self.reads.setdefault(f"{path}.{name}", functools.partial(values.get, name))
+                self._meet(f"{path}.{name}", values[name])
+        return before != self._known()
+
+    def _known(self) -> list[int]:
+        return list(map(len, (self.reads, self._names, self._owners, self._followed)))
+
+    def _meet(self, where: str, value: Any) -> None:
+        """Follows a function; remembers what has members, by the name that it has for the user."""
+        if isinstance(value, types.FunctionType):
+            self._follow(value)
+        elif isinstance(value, staticmethod | classmethod | types.MethodType):
+            self._meet(where, value.__func__)
+        elif isinstance(value, property):
+            self._meet(where, value.fget)
+        elif isinstance(value, functools.partial):
+            self._meet(where, value.func)
+        elif isinstance(value, types.ModuleType):
+            self._owners.setdefault(id(value), (value.__name__, vars(value), True))
+        elif isinstance(value, type):
+            if is_users(value.__module__):
+                self._owners.setdefault(id(value), (value.__qualname__, vars(value), True))
+        elif where and not isinstance(value, (*_ATOMS, *_NOT_ENTERED)):
+            self._meet(where, type(value))
+            if isinstance(attributes := getattr(value, "__dict__", None), dict):
+                self._owners.setdefault(id(value), (where, attributes, True))
+
+    def _follow(self, function: types.FunctionType) -> None:
+        if id(function) in self._followed or not is_users(home(function)):
+            return
+        self._followed.add(id(function))
+        code, where = function.__code__, function.__qualname__
+        for part in ("__code__", "__defaults__", "__kwdefaults__"):
+            self.reads[f"{where}'s {part}"] = functools.partial(getattr, function, part)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            read = functools.partial(getattr, cell, "cell_contents", None)
+            self.reads[f"{where}'s {name}"] = read
+            self._meet(name, read())
+        self._names.update(_names_in(code))
+        for name in global_names(code):
+            # One that is not there may still come, or be one of Python's own.
+            path = f"{home(function)}.{name}"
+            read = functools.partial(function.__globals__.get, name)
+            self.reads[path] = read
+            self._meet(path, read())
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes that `code` uses, with the code within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _atom_into(kept: list[Any]) -> Callable[[Any], Hashable]:
+    """Names a value by itself where it is a plain one, else by its identity.
+
+    What is named by its identity goes into `kept`: while that lives, no other object can have it.
+    """
+
+    def atom(value: Any) -> Hashable:
+        if isinstance(value, _ATOMS):
+            return (type(value), value)
+        if isinstance(value, tuple):
+            return tuple(atom(item) for item in value)
+        kept.append(value)
+        return (type(value), id(value))
+
+    return atom
+
+
+def _tensor(value: torch.Tensor | None, atom: Callable[[Any], Hashable]) -> Hashable:
+    if value is None:
+        return None
+    return (atom(value), value.dtype, value.device, tuple(value.shape), value.requires_grad)
+
+
+def _record(
+    path: str,
+    container: Any,
+    facts: dict[str, Hashable],
+    constants: dict[str, torch.Tensor],
+    atom: Callable[[Any], Hashable],
+) -> None:
+    """Adds what `container` holds to `facts`, and the tensors in it to `constants`."""
+    for name, value in _items(container).items():
+        where = f"{path}.{name}"
+        facts[where] = _fact(where, value, constants, atom)
+
+
+def _fact(
+    where: str,
+    value: Any,
+    constants: dict[str, torch.Tensor],
+    atom: Callable[[Any], Hashable],
+) -> Hashable:
+    if type(value) is list and len(value) <= _LONG and all(isinstance(v, _ATOMS) for v in value):
+        # By what it holds: save_pretrained gives the configuration another list of the same names.
+        return (list, atom(tuple(value)))
+    if not isinstance(value, torch.Tensor):
+        return atom(value)
+    constants[where] = value
+    return (_tensor(value, atom), _version(value))
+
+
+def _items(container: Any) -> Mapping[Any, Any]:
+    """The entries of a dictionary, a list, or a set by name."""
+    if isinstance(container, dict):
+        return container
+    if isinstance(container, set):
+        return {f"has {value!r}": True for value in container}
+    return dict(enumerate(container))
+
+
+def _containers(
+    path: str, values: Mapping[Any, Any], seen: set[int], depth: int = _DEPTH
+) -> Iterator[tuple[str, Any]]:
+    """The lists, sets and dictionaries, and those of objects, that hang off `values`."""
+    for name, value in values.items():
+        for inner in _inside(value):
+            if id(inner) in seen:
+                continue
+            seen.add(id(inner))
+            where = f"{path}.{name}"
+            yield where, inner
+            if depth > 1 and len(inner) <= _LONG:
+                yield from _containers(where, _items(inner), seen, depth - 1)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What of `value` can be edited in place."""
+    if isinstance(value, dict | list | set):
+        yield value
+    elif isinstance(value, functools.partial):
+        yield value.keywords
+        yield from _inside(value.func)
+    elif not isinstance(value, (*_ATOMS, *_NOT_ENTERED)):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield attributes
+
+
+def _is_array(value: object) -> bool:
+    """Whether == gives no truth value."""
+    return hasattr(value, "shape")
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _difference(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> str:
+    """The first thing that changed, in the user's words: ``0.p: 0.1 -> 0.5``."""
+    for name in (*after, *before):
+        old, new = before.get(name), after.get(name)
+        if old != new:
+            return f"{name}: {_say(old)} -> {_say(new)}"
+    return ""
+
+
+def _say(fact: Hashable) -> str:
+    if fact is None:
+        return "absent"
+    if isinstance(fact, tuple) and len(fact) == 2 and isinstance(fact[0], type):
+        kind, value = fact
+        return repr(value) if issubclass(kind, _ATOMS) else kind.__name__
+    if isinstance(fact, tuple) and len(fact) == 5:
+        _, dtype, device, shape, requires_grad = fact
+        frozen = "" if requires_grad else " frozen"
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}{frozen}"
+    return "changed"

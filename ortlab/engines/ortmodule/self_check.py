@@ -1,0 +1,653 @@
+"""Compares what an engine computes with eager torch: outputs, gradients, buffers.
+
+Dropout is off on both sides. In eager torch a function mode makes every dropout call the identity;
+in ORT's graph the ratio of every Dropout node is zero, and nothing else differs from the graph
+that trains. The gradients compared are those of a random cotangent: with outputs y and random
+vectors v of the same shapes, of the sum of <v, y>. So every output counts, also one that a loss
+would ignore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import math
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ortlab.engines.batch import tensors
+from ortlab.engines.ortmodule.compat import autograd, interop, undifferentiated
+from ortlab.utils.errors import Concise
+from ortlab.utils.rng import RandomStates
+
+OUTPUT_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-3
+LOW_PRECISION_TOLERANCE = 5e-2
+_TOLERANCES = {
+    "output": OUTPUT_TOLERANCE,
+    "buffer": OUTPUT_TOLERANCE,
+    "gradient": GRADIENT_TOLERANCE,
+}
+_NEAR = 3.0
+_NUDGE = 2.0**-21
+"""The most that a parameter is off by in one of `nudged`, of itself: a few roundings."""
+_NUDGES = 8
+# A gradient that is zero in exact arithmetic (an attention key's bias) is rounding noise on both
+# sides, so errors are never taken relative to less than this share of the whole gradient's norm.
+SMALLEST = 1e-3
+
+_MANY_ROWS = 4
+_FEW_TOKENS = 32
+_MOST_STRIDE = 8
+_SEED = 20210301
+_DRAWN = 65_537
+"""Random numbers of a cotangent, again and again: a prime, so that no two rows get the same."""
+_PIECE = 1 << 16
+
+
+class SelfCheckFailed(Concise, RuntimeError):
+    """The engine's outputs or gradients are not eager torch's; the message says which."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The largest relative errors of one comparison, by norm."""
+
+    outputs: int
+    gradients: int
+    output_error: float
+    gradient_error: float
+
+    def __str__(self) -> str:
+        text = f"{self.outputs} outputs within {self.output_error:.1e} of eager torch"
+        if self.gradients:
+            text += f", {self.gradients} gradients within {self.gradient_error:.1e}"
+        return text
+
+
+class NotInGraph(Concise, RuntimeError):
+    """Forward does what no graph can; the message says what, and what to do."""
+
+
+@contextlib.contextmanager
+def inputs_kept(inputs: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Gives `inputs` back as they were; the list gets the places of those that were changed.
+
+    Autograd refuses changes of those that require gradients, so they are left out.
+    """
+    changed: list[int] = []
+    kept = [
+        (i, tensor, tensor._version, tensor.clone())
+        for i, tensor in enumerate(inputs)
+        if not tensor.requires_grad and not tensor.is_inference()
+    ]
+    try:
+        yield changed
+    finally:
+        for i, tensor, version, value in kept:
+            if tensor._version != version:
+                changed.append(i)
+                tensor.copy_(value)
+
+
+class EagerOnly(TorchFunctionMode):
+    """Raises NotInGraph where forward does what no graph would: ORT never calls a tensor's hook.
+
+    `data` gets each parameter whose ``.data`` forward reads, with that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Passes everything else on."""
+        if func in _HOOKING and not args[0].is_leaf:
+            raise NotInGraph(
+                f"forward calls {func.__name__} on a tensor that it computes, which ORT's backward "
+                "would ignore; remove it, or use engine='eager'"
+            )
+        if undifferentiated.sets_data(func):
+            raise NotInGraph(
+                "forward sets a tensor's .data, which ORT's graph would not; do that outside of "
+                "forward, or use engine='eager'"
+            )
+        result = func(*args, **(kwargs or {}))
+        if undifferentiated.is_data(func) and isinstance(args[0], nn.Parameter):
+            self.data.append((args[0], result))
+        return result
+
+
+_HOOKING = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
+
+class NoDropout(TorchFunctionMode):
+    """Within it, every dropout of torch is the identity; `used` tells whether there was any.
+
+    One that drops everything stays: it draws nothing, and in a graph it is no dropout.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answers a dropout with its input, and passes everything else on."""
+        named = dict(kwargs or {})
+        if func in _DROPOUTS and (args[1] if len(args) > 1 else named.get("p")) != 1:
+            self.used = True
+            return args[0] if args else named["input"]
+        if func is functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in named:
+                named["dropout_p"] = 0.0
+        elif func is functional.multi_head_attention_forward:
+            args = (*args[:_ATTENTION_P], 0.0, *args[_ATTENTION_P + 1 :])
+        elif func in _RECURRENT:
+            # (..., has_biases, num_layers, dropout, ...), with packed sequences one place later.
+            at = next(i for i, value in enumerate(args) if isinstance(value, bool)) + 2
+            args = (*args[:at], 0.0, *args[at + 1 :])
+        return func(*args, **named)
+
+
+_DROPOUTS = {
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+    torch.feature_alpha_dropout,
+    torch.native_dropout,
+}
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_ATTENTION_P = 10  # where multi_head_attention_forward takes dropout_p
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[set[str]]:
+    """Gives buffers, attributes, hooks and random states back. ``.grad`` is never written.
+
+    The set that it yields is filled at the end, with the attributes that were set meanwhile, and
+    the lists, dictionaries and sets among them whose items changed. Buffers are not among them.
+    Random states are Python's, numpy's, torch's and CUDA's.
+    """
+    written: set[str] = set()
+    modules = list(module.named_modules())
+    attributes = [(name, child, dict(child.__dict__)) for name, child in modules]
+    registered_buffers = [(child._buffers, dict(child._buffers)) for _, child in modules]
+    buffers = [
+        (buffer, buffer.detach().clone())
+        for _, before in registered_buffers
+        for buffer in before.values()
+        if buffer is not None
+    ]
+    contents = [
+        (f"{name or type(child).__name__}.{key}", held, _items(held), copy.copy(held))
+        for name, child in modules
+        for key, held in child.__dict__.items()
+        if type(held) in (list, dict, set) and key not in ("_parameters", "_buffers", "_modules")
+    ]
+    # Models of transformers register hooks at their first call, and note that in an attribute.
+    hooks = [
+        (held, dict(held))
+        for _, child in modules
+        for name, held in child.__dict__.items()
+        if "_hooks" in name and isinstance(held, dict)
+    ]
+    states = RandomStates.now()
+    try:
+        yield written
+    finally:
+        for held, registered in hooks:
+            held.clear()
+            held.update(registered)
+        for name, held, items, before in contents:
+            if len(now := _items(held)) != len(items) or not all(map(operator.is_, now, items)):
+                written.add(name)
+                held.clear()
+                (held.extend if isinstance(held, list) else held.update)(before)
+        for name, child, before in attributes:
+            written.update(_put_back(name or type(child).__name__, child, before))
+        for registered, before in registered_buffers:
+            registered.clear()
+            registered.update(before)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        states.give_back()
+
+
+_HOOKED = "_output_capturing_hooks_installed"
+"""Where transformers notes that a model has its hooks, which are put back as well."""
+
+
+def _items(held: list[Any] | dict[Any, Any] | set[Any]) -> list[Any]:
+    return [*held, *held.values()] if isinstance(held, dict) else list(held)
+
+
+def _put_back(path: str, module: nn.Module, before: Mapping[str, Any]) -> Iterator[str]:
+    now = module.__dict__
+    for name in [name for name in now if name not in before]:
+        del now[name]
+        if name != _HOOKED:
+            yield f"{path}.{name}"
+    for name, value in before.items():
+        if now.get(name) is not value:
+            now[name] = value
+            yield f"{path}.{name}"
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a module is called with: positional arguments and named ones."""
+
+
+def parts_of(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, again: bool = False
+) -> list[Call]:
+    """Calls with a part of the batch, the smallest first; none where only the whole will do.
+
+    A quarter of the rows, two at least and all where there are less than four, evenly spread; and
+    where the batch is of token ids, an eighth of their tokens, 32 at least, spread as evenly. Where
+    a graph is looked at `again`, for what it keeps of the batch before, it is an eighth of the
+    rows, one at least, with all their tokens: the last of every eight. Rows are what all tensors
+    of the arguments have as many of, along their first dimension. With a BatchNorm none will do:
+    over few rows its gradient is mostly rounding.
+    """
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+        return []
+    given = [tensor for tensor in tensors([args, kwargs]) if tensor.dim() > 0]
+    counts = {tensor.shape[0] for tensor in given}
+    if len(counts) != 1:
+        return []
+    rows, count = None, counts.pop()
+    if count >= _MANY_ROWS:
+        number = max(1, count // 8) if again else max(2, count // 4)
+        apart = count // number
+        rows = torch.arange(number) * apart + (apart - 1 if again else 0)
+    stride = 1 if again else _token_stride(given)
+    strides = [stride] * (stride > 1) + [1] * (rows is not None)
+    found = (
+        _changed(args, kwargs, functools.partial(_part, rows=rows, stride=each)) for each in strides
+    )
+    return [call for call in found if call is not None]
+
+
+def _token_stride(given: Sequence[torch.Tensor]) -> int:
+    """Of how many tokens one will do; 1 where the tensors' second dimension is not that of tokens.
+
+    It is where all that have two have as many there, of integers or truths: ids, masks and labels.
+    Any of a row's tokens in their order are a row of tokens, whose padding has the same share.
+    """
+    wide = [tensor for tensor in given if tensor.dim() > 1]
+    sizes = {tensor.shape[1] for tensor in wide}
+    if len(sizes) != 1 or any(
+        each.dim() > 2 or each.is_floating_point() or each.is_complex() for each in wide
+    ):
+        return 1
+    return min(_MOST_STRIDE, max(1, sizes.pop() // _FEW_TOKENS))
+
+
+def _part(tensor: torch.Tensor, *, rows: torch.Tensor | None, stride: int) -> torch.Tensor:
+    """With these rows, all where there are none, and of its columns the first of every `stride`."""
+    if rows is not None and tensor.dim() > 0:
+        tensor = tensor.index_select(0, rows.to(tensor.device))
+    return tensor[:, ::stride].contiguous() if stride > 1 and tensor.dim() > 1 else tensor
+
+
+def in_double(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
+    """A copy of `module` and the call's arguments in double precision; None where there is none."""
+
+    def doubled(tensor: torch.Tensor) -> torch.Tensor:  # a copy, which forward may change
+        return tensor.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+    call = _changed(args, kwargs, doubled)
+    try:
+        return None if call is None else (copy.deepcopy(module).double(), *call)
+    # What a module holds need not be made to be copied, and may raise anything.
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def nudged(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    """A copy of `module` and the call's arguments, its parameters each time off by a few roundings.
+
+    None comes where there is no copy.
+    """
+    try:
+        copied = copy.deepcopy(module)
+    except Exception:  # noqa: BLE001 - as in `in_double`
+        return
+    parameters = [(each, each.detach().clone()) for each in copied.parameters()]
+    for i in range(_NUDGES):
+        generator = torch.Generator().manual_seed(_SEED + i // 2)
+        most = _NUDGE * (-1) ** i  # one of two that are off by the opposite takes the other side
+        with torch.no_grad():
+            for parameter, before in parameters:
+                by = torch.rand(before.shape, generator=generator).sub_(0.5).mul_(2 * most)
+                parameter.copy_(before * (1 + by.to(before.device)))
+        call = _changed(args, kwargs, torch.clone)
+        if call is None:
+            return
+        yield copied, *call
+
+
+def _changed(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> Call | None:
+    """Arguments with `change` made to all tensors; None where they may be in what is not known."""
+
+    def each(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value.detach()).detach().requires_grad_(value.requires_grad)
+        if type(value) is dict:
+            return {name: each(item) for name, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(map(each, value))
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TypeError(type(value))
+
+    try:
+        return tuple(map(each, args)), each(dict(kwargs))
+    except TypeError:
+        return None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one run of a module gave: outputs and gradients by name, and buffers afterwards.
+
+    ``drew`` tells whether random numbers were drawn; with dropout off, another source of them.
+    ``wrote`` names the attributes that forward set, ``rebound`` the buffers that are other tensors
+    now, with other values.
+    """
+
+    outputs: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    drew: bool
+    wrote: frozenset[str] = frozenset()
+    rebound: tuple[str, ...] = ()
+
+    def is_finite(self) -> bool:
+        """Whether no output and no gradient is infinite or NaN."""
+        return self.has_finite_outputs() and _are_finite(self.gradients)
+
+    def has_finite_outputs(self) -> bool:
+        """Whether no output is infinite or NaN."""
+        return _are_finite(self.outputs)
+
+
+def _are_finite(values: Mapping[str, torch.Tensor]) -> bool:
+    # A sum tells in a fraction of the time, unless it overflows.
+    return all(bool(each.sum().isfinite() or each.isfinite().all()) for each in values.values())
+
+
+def observe(
+    call: Callable[[], Any], module: nn.Module, *, inputs: Sequence[torch.Tensor], gradients: bool
+) -> Observed:
+    """Runs `call`, a forward of `module`, and the gradients of a random cotangent.
+
+    Gradients are of the trainable parameters and of those `inputs` that require one. The random
+    vectors depend on the outputs' order and shapes alone: two engines get the same ones.
+    """
+    with undisturbed(module) as wrote, interop.without_reentry():
+        before, registered = RandomStates.now(), dict(module.named_buffers())
+        with torch.enable_grad() if gradients else torch.no_grad():
+            outputs = dict(_floating("output", call()))
+            roots = {name: value for name, value in outputs.items() if value.requires_grad}
+            found: dict[str, torch.Tensor] = {}
+            if gradients and roots:
+                found = _gradients(module, roots, inputs)
+        now = dict(module.named_buffers())
+        rebound = tuple(n for n in now if not _is_as_before(registered.get(n), now[n]))
+        buffers = {name: buffer.detach().clone() for name, buffer in now.items()}
+        drew = not before.same_as(RandomStates.now())
+    detached = {name: value.detach() for name, value in outputs.items()}
+    return Observed(detached, found, buffers, drew, frozenset(wrote), rebound)
+
+
+def _is_as_before(before: torch.Tensor | None, now: torch.Tensor) -> bool:
+    """Whether it is the same tensor, or another one with the same values, as a table made anew."""
+    if now is before or before is None:
+        return now is before
+    return before.dtype == now.dtype and torch.equal(before, now.to(before.device))
+
+
+def depends_on_seed(
+    reference: Observed, call: Callable[[], Any], module: nn.Module, *, drawn_by_torch: bool
+) -> bool:
+    """Whether `call`, seen in `reference`, gives something else when other numbers are drawn.
+
+    They are torch's, or Python's and numpy's.
+    """
+
+    def with_other_numbers() -> Any:
+        if drawn_by_torch:
+            torch.manual_seed(_SEED)
+        else:
+            random.seed(_SEED)
+            np.random.seed(_SEED)
+        return call()
+
+    other = observe(with_other_numbers, module, inputs=(), gradients=False)
+    try:
+        compare(dataclasses.replace(reference, gradients={}), other, low_precision=False)
+    except SelfCheckFailed:
+        return True
+    return False
+
+
+def _gradients(
+    module: nn.Module, roots: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    leaves: dict[str, torch.Tensor] = {
+        name: p for name, p in module.named_parameters() if p.requires_grad
+    }
+    leaves |= {f"input {i}": value for i, value in enumerate(inputs) if value.requires_grad}
+    cotangents = []
+    for i, value in enumerate(roots.values()):
+        drawn = torch.randn(
+            min(value.numel(), _DRAWN), generator=torch.Generator().manual_seed(_SEED + i)
+        )
+        repeated = drawn.repeat(-(-value.numel() // _DRAWN))[: value.numel()]
+        cotangents.append(repeated.reshape(value.shape).to(value))
+    found = autograd.gradients(list(roots.values()), list(leaves.values()), cotangents)
+    return {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+    }
+
+
+def _floating(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _floating(f"{name}.{key}", item)
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from _floating(f"{name}[{i}]", item)
+
+
+def compare(reference: Observed, other: Observed, *, low_precision: bool) -> Verdict:
+    """The errors of `other` against `reference`; SelfCheckFailed names the worst when too large.
+
+    Errors are ||a - b|| / ||a|| of each tensor; a gradient whose own norm is below a thousandth of
+    the whole gradient's is measured by that. Tolerances: 1e-4 for outputs and buffers, 1e-3 for
+    gradients, 5e-2 for all under autocast or in half precision.
+    """
+    if len(reference.outputs) != len(other.outputs):
+        raise SelfCheckFailed(
+            f"eager torch gives {len(reference.outputs)} outputs, ORT {len(other.outputs)}"
+        )
+    errors = _all_errors(reference, other)
+    for kind, of_kind in errors.items():
+        tolerance = LOW_PRECISION_TOLERANCE if low_precision else _TOLERANCES[kind]
+        wrong = {name: error for name, error in of_kind.items() if not error <= tolerance}
+        if wrong:
+            raise SelfCheckFailed(_complaint(kind, wrong, len(of_kind), tolerance))
+    outputs, gradients = errors["output"], errors["gradient"]
+    return Verdict(
+        outputs=len(outputs),
+        gradients=len(gradients),
+        output_error=max(outputs.values(), default=0.0),
+        gradient_error=max(gradients.values(), default=0.0),
+    )
+
+
+def is_rounding(reference: Observed, other: Observed, exact: Observed) -> bool:
+    """Whether `other` is off by no more than rounding is: `exact` is eager's in higher precision.
+
+    So it is where each error against that is within the tolerance, or at most three times what
+    eager torch's own is, `reference`: at a kink such as ReLU's, rounding decides the side.
+    """
+    if not len(exact.outputs) == len(other.outputs) == len(reference.outputs):
+        return False
+    exact = _in_double(exact)
+    ours, theirs = (_all_errors(exact, _in_double(each)) for each in (other, reference))
+    return all(
+        math.isfinite(theirs[kind][name])
+        and error <= max(_TOLERANCES[kind], _NEAR * theirs[kind][name])
+        for kind, errors in ours.items()
+        for name, error in errors.items()
+    )
+
+
+def is_at_a_kink(exact: Observed, other: Observed, moved: Iterable[Observed]) -> bool:
+    """Whether a few roundings move a gradient of eager torch by about as much as `other` is off.
+
+    Each of `moved` is eager's with parameters `nudged`, `exact` its own in double precision. Where
+    a model has millions of ReLUs one may be so near to its kink that engines take different sides
+    of it, and all gradients before it differ; outputs and buffers do not. Off by more than 5e-2 is
+    none of that.
+    """
+    if len(exact.outputs) != len(other.outputs):
+        return False
+    exact = _in_double(exact)
+    errors = _all_errors(exact, _in_double(other))
+    most = {**_TOLERANCES, "gradient": LOW_PRECISION_TOLERANCE}
+    if not all(error <= most[kind] for kind, found in errors.items() for error in found.values()):
+        return False
+    off = max(errors["gradient"].values(), default=0.0)
+    by = (_all_errors(exact, _in_double(each))["gradient"].values() for each in moved)
+    return any(off <= _NEAR * max(found, default=0.0) for found in by)
+
+
+def _in_double(observed: Observed) -> Observed:
+    """With all fractions in double precision; other outputs are not among what is compared."""
+
+    def doubled(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: value.double() if value.is_floating_point() else value
+            for name, value in values.items()
+        }
+
+    return dataclasses.replace(
+        observed,
+        outputs=doubled(observed.outputs),
+        gradients=doubled(observed.gradients),
+        buffers=doubled(observed.buffers),
+    )
+
+
+def _all_errors(reference: Observed, other: Observed) -> dict[str, dict[str, float]]:
+    """By kind and name."""
+    return {
+        "output": _errors(reference.outputs, other.outputs),
+        "buffer": _errors(reference.buffers, other.buffers),
+        "gradient": _errors(reference.gradients, other.gradients, smallest=SMALLEST),
+    }
+
+
+def _complaint(kind: str, wrong: Mapping[str, float], total: int, tolerance: float) -> str:
+    worst = sorted(wrong, key=lambda name: -wrong[name])[:3]
+    named = ", ".join(f"{name} (off by {wrong[name]:.1e})" for name in worst)
+    return (
+        f"{len(wrong)} of {total} {kind}s differ from eager torch by more than {tolerance:.0e}: "
+        f"{named}"
+    )
+
+
+def _errors(
+    reference: Mapping[str, torch.Tensor],
+    other: Mapping[str, torch.Tensor],
+    *,
+    smallest: float = 0.0,
+) -> dict[str, float]:
+    """||a - b|| / ||a|| of each tensor, whose norm counts as `smallest` of that of all at least."""
+    apart = {
+        name: _apart(a, b) for (name, a), b in zip(reference.items(), other.values(), strict=True)
+    }
+    floor = max(smallest * math.hypot(*(norm for _, norm in apart.values())), 1e-12)
+    return {
+        name: difference / max(norm, floor) if difference else 0.0
+        for name, (difference, norm) in apart.items()
+    }
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """||a - b|| and ||a||; two NaN, or the same infinity twice, are equal.
+
+    A piece at a time stays in the processor's cache: all at once takes thirty times as long. Its
+    squares are added in single precision where that holds the sum, which is four times as fast.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf, 0.0
+    difference = norm = 0.0
+    pieces = (torch.split(tensor.reshape(-1), _PIECE) for tensor in (a, b))
+    for x, y in zip(*pieces, strict=True):
+        if x.dtype == torch.float32:
+            apart = x - y
+            square, whole = float(apart.dot(apart)), float(x.dot(x))
+            if math.isfinite(square + whole):
+                difference += square
+                norm += whole
+                continue
+        x, y = x.double(), y.double()
+        apart = x - y
+        square = float(apart.dot(apart))
+        if not math.isfinite(square):
+            same = (x == y) | (x.isnan() & y.isnan())
+            apart = torch.where(same, 0.0, apart)
+            square = float(apart.dot(apart))
+            x = torch.where(torch.isfinite(x), x, 0.0)
+        difference += square
+        norm += float(x.dot(x))
+    return math.sqrt(difference) if math.isfinite(difference) else math.inf, math.sqrt(norm)

@@ -1,0 +1,1 @@
+"""The engines that PyTorch itself runs: eager and torch.compile."""

@@ -1,0 +1,568 @@
+"""Engines that are torch itself: ``eager``, and ``compile`` (torch.compile).
+
+Their stepper trains any module through autograd and a torch optimizer, the ORT engine's too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ortlab.checkpoint.checkpoint import check_model, check_optimizer
+from ortlab.engines import batch as batches
+from ortlab.engines.base import (
+    Batch,
+    Capabilities,
+    Cost,
+    EvalResult,
+    LossFunction,
+    Report,
+    StateBytes,
+    StepResult,
+)
+from ortlab.engines.loss_scale import LossScale, held_part
+from ortlab.engines.single_process import OneProcess, Processes
+from ortlab.settings import EngineSettings, FinetuneSettings
+
+_NO_CUDA = "device='cuda': torch sees no CUDA device; use device='cpu'"
+
+
+def training_device(name: str) -> torch.device:
+    """The device called `name` in the settings; ``auto`` is CUDA where torch sees it."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(_NO_CUDA)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def no_device(settings: EngineSettings) -> str | None:
+    """Why a run cannot have the device that `settings` name; None when it can."""
+    missing = getattr(settings, "device", "auto") == "cuda" and not torch.cuda.is_available()
+    return _NO_CUDA if missing else None
+
+
+def trains_on_cpu(settings: EngineSettings) -> bool:
+    """Whether a model trains on a CPU under `settings`; those of a wrapped model name no device."""
+    return getattr(settings, "device", "auto") == "cpu" or not torch.cuda.is_available()
+
+
+def refuses_precision(settings: EngineSettings) -> str | None:
+    """Why torch cannot compute in the precision that `settings` name; None when it can."""
+    if settings.precision == "tf32" and trains_on_cpu(settings):
+        return (
+            "precision='tf32' is for CUDA devices, and this is a CPU; choose precision='fp32', or "
+            "'bf16', which is faster"
+        )
+    return None
+
+
+def optimizer_for(
+    module: nn.Module, settings: FinetuneSettings, processes: OneProcess
+) -> torch.optim.Optimizer:
+    """The optimizer that `settings` name, in torch's fused form where there is one.
+
+    As `processes` have it: in one part or in shards.
+
+    Weight decay acts on matrices alone: biases and norms (fewer than two dimensions) have none, as
+    in BERT's and GPT's own recipes. ValueError when nothing is trainable.
+    """
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("no parameter of the model requires a gradient: nothing to train")
+    kinds = [[p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]]
+    groups = [
+        {"params": params, "weight_decay": decay_of(params[0], settings)}
+        for params in kinds
+        if params
+    ]
+    if settings.optimizer == "sgd":
+        return processes.optimizer(
+            torch.optim.SGD, groups, lr=settings.lr, momentum=0.9, fused=True
+        )
+    if settings.optimizer == "lamb":
+        from ortlab.engines.torch.lamb import Lamb  # its library takes seconds to import
+
+        return processes.optimizer(Lamb, groups, lr=settings.lr)
+    return processes.optimizer(torch.optim.AdamW, groups, lr=settings.lr, fused=True)
+
+
+def decay_of(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
+    """The weight decay of `parameter`."""
+    return settings.weight_decay if parameter.dim() >= 2 else 0.0
+
+
+class Sums(NamedTuple):
+    """Of the micro-batches of a step: their mean loss, what is in them, and times in seconds.
+
+    ``own_loss`` and ``own_samples`` are of this process's rows alone.
+    """
+
+    loss: torch.Tensor
+    samples: int
+    tokens: int
+    forward_s: float
+    backward_s: float
+    own_loss: torch.Tensor | None
+    own_samples: int
+
+
+class TorchStepper:
+    """Trains `module` through autograd: the `Stepper` of every engine whose model is a module.
+
+    `owner` is the user's own module, whose parameters `module` trains and whose names are saved.
+    Forward and loss run within `autocast`. `reseed` restarts generators that torch does not seed.
+    `processes` makes what depends on how many processes train together: by default one does.
+
+    A loss or a gradient norm that is not finite sets a flag on the device, which the fused
+    optimizer reads as ``found_inf``: from that step on no weight changes, and nobody waits. In
+    fp16 it skips that step alone, and the loss scale falls (see `LossScale`).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: LossFunction | None,
+        settings: FinetuneSettings,
+        *,
+        owner: nn.Module,
+        device: torch.device,
+        report: Callable[[], Report],
+        close: Callable[[], None] = lambda: None,
+        rest: Callable[[], None] = lambda: None,
+        autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        reseed: Callable[[int], None] = lambda _: None,
+        processes: Processes = OneProcess,
+    ) -> None:
+        self._processes = processes(module, loss, owner, device)
+        self._module = module
+        self._owner = owner
+        self._close, self._rest = close, rest
+        self._modes = modes_of(owner)
+        self._changing = [buffer for buffer in owner.buffers() if _may_change(buffer)]
+        self._device = device
+        self._clip_norm = settings.clip_norm
+        self._report = report
+        self._autocast = autocast
+        self._reseed = reseed
+        self._optimizer = optimizer_for(module, settings, self._processes)
+        self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._bad = torch.zeros((), device=device)
+        self._scale = LossScale(self._optimizer, device) if settings.precision == "fp16" else None
+        self._products = _tf32 if settings.precision == "tf32" else contextlib.nullcontext
+
+    def step(self, batches_: Sequence[Batch], *, lr: float) -> StepResult:
+        """See `Stepper.step`."""
+        kept = [buffer.clone() for buffer in self._changing]
+        try:
+            with self._products(), self._processes.together(training=True):
+                return self._step(batches_, lr, kept)
+        except Exception:
+            for buffer, before in zip(self._changing, kept, strict=True):
+                buffer.copy_(before)
+            self._forget_gradients()  # what memory did not suffice for may fit without them
+            raise
+
+    def _step(
+        self, batches_: Sequence[Batch], lr: float, kept: Sequence[torch.Tensor]
+    ) -> StepResult:
+        if not self._module.training:
+            self._module.train()
+        self._forget_gradients()
+        sums = self._accumulate(batches_)
+        started = time.perf_counter()
+        grad_norm, loss_scale, skipped = self._update(sums.loss, lr)
+        self._processes.equalise(self._changing)
+        self._keep_finite(kept, self._bad.bool() if skipped is None else skipped)
+        return StepResult(
+            loss=sums.loss,
+            samples=sums.samples,
+            tokens=sums.tokens,
+            grad_norm=grad_norm,
+            lr=lr,
+            forward_ms=sums.forward_s * 1e3,
+            backward_ms=sums.backward_s * 1e3,
+            optimizer_ms=(time.perf_counter() - started) * 1e3,
+            communication_ms=self._processes.communication_ms(),
+            loss_scale=loss_scale,
+            skipped=skipped,
+            own_loss=sums.own_loss,
+            own_samples=sums.own_samples,
+        )
+
+    def _forget_gradients(self) -> None:
+        """Those of the step before."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _accumulate(self, batches_: Sequence[Batch]) -> Sums:
+        """The mean gradients of the micro-batches, in the parameters."""
+        forward_s = backward_s = 0.0
+        samples = tokens = own_samples = 0
+        losses = []
+        own_loss: torch.Tensor | None = None
+        for number, batch in enumerate(batches_, 1):
+            started = time.perf_counter()
+            more_samples, more_tokens = batches.count(batch)
+            samples += more_samples
+            tokens += more_tokens
+            share = self._processes.share(batch)
+            own, last = batches.to_device(share.batch, self._device), number == len(batches_)
+            with self._processes.micro_batch(last=last):
+                with self._autocast():
+                    loss = self._processes.objective(own) / len(batches_)
+                losses.append(loss.detach() * share.part)
+                own_loss = loss.detach() if own_loss is None else own_loss + loss.detach()
+                own_samples += batches.count(share.batch)[0] if share.part else 0
+                forward_s += time.perf_counter() - started
+                if last:
+                    total = self._processes.total(losses, samples)
+                started = time.perf_counter()
+                loss = loss * share.factor
+                scaled = loss if self._scale is None else self._scale.scaled(loss)
+                self._processes.backward(scaled)
+                backward_s += time.perf_counter() - started
+        return Sums(total, samples, tokens, forward_s, backward_s, own_loss, own_samples)
+
+    def _update(
+        self, loss: torch.Tensor, lr: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The gradient norm, and the loss scale and whether it had the step skipped."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._scale is not None:
+            self._scale.unscale(loss, gradients)
+        grad_norm = self._processes.norm(gradients)
+        if self._clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if self._scale is not None:
+            loss_scale, skipped = self._scale.step()
+            self._bad = self._scale.collapsed
+            return grad_norm, loss_scale, skipped
+        bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        self._bad = torch.maximum(self._bad, bad.to(self._bad))
+        # The attributes by which torch.amp.GradScaler tells a fused optimizer to skip a step.
+        self._optimizer.grad_scale = None  # type: ignore[attr-defined]
+        if len(self._optimizer.state) < len(gradients):
+            self._make_room()
+        self._optimizer.found_inf = self._bad  # type: ignore[attr-defined]
+        self._optimizer.step()
+        return grad_norm, None, None
+
+    def _make_room(self) -> None:
+        """Has AdamW allocate what it keeps of each parameter, and change none.
+
+        It does so group by group in its first step (torch 2.13, `_init_group`): where memory does
+        not suffice for the second group, the first one's weights would have changed already, and a
+        parameter in between would have half of its state.
+        """
+        if type(self._optimizer) is not torch.optim.AdamW:
+            return
+        known = set(self._optimizer.state)
+        self._optimizer.found_inf = torch.ones_like(self._bad)  # type: ignore[attr-defined]
+        try:
+            self._optimizer.step()
+        except Exception:
+            for parameter in set(self._optimizer.state) - known:
+                del self._optimizer.state[parameter]
+            raise
+
+    def _keep_finite(self, kept: Sequence[torch.Tensor], bad: torch.Tensor) -> None:
+        """Gives running statistics back what they were before a `bad` step: one not finite."""
+        for buffer, before in zip(self._changing, kept, strict=True):
+            buffer.copy_(torch.where(bad, before, buffer))
+
+    def evaluate(self, batch: Batch) -> EvalResult:
+        """See `Stepper.evaluate`."""
+        modes, was_training = modes_of(self._owner), self._module.training
+        self._module.eval()
+        try:
+            with (
+                torch.no_grad(),
+                self._products(),
+                self._autocast(),
+                self._processes.together(training=False),
+            ):
+                share = self._processes.share(batch)
+                own = batches.to_device(share.batch, self._device)
+                result = self._processes.forward(own)
+                loss, correct, predicted = self._processes.evaluated(
+                    result.loss.detach(), share.part, *batches.hits(result)
+                )
+        finally:
+            self._module.training = was_training
+            set_modes(modes)
+        samples, _ = batches.count(batch)
+        return EvalResult(loss, samples, correct, predicted)
+
+    def finite(self) -> bool:
+        """See `Stepper.finite`."""
+        return not bool(self._bad)
+
+    def report(self) -> Report:
+        """See `Stepper.report`."""
+        return self._processes.told(self._report())
+
+    def bytes(self) -> StateBytes:
+        """What this process holds of the training's state now."""
+        return StateBytes(
+            parameters=sum(p.nbytes for p in self._owner.parameters()),
+            gradients=sum(p.grad.nbytes for p in self._parameters if p.grad is not None),
+            optimizer_state=sum(
+                tensor.nbytes
+                for state in held_part(self._optimizer).state.values()
+                for tensor in batches.tensors(state)
+            ),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Stepper.state_dict`."""
+        return {
+            "model": self._processes.weights(),
+            "optimizer": self._processes.optimizer_state(self._optimizer),
+            "loss_scale": None if self._scale is None else self._scale.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Stepper.load_state_dict`."""
+        kept, whole = state["optimizer"], self._processes.optimizer_state(self._optimizer)
+        check_model(state["model"], self._processes.weights())
+        check_optimizer(kept, whole, self._processes.whole_parameters(self._parameters))
+        self._processes.take_weights(state["model"])
+        states = {
+            number: {name: _like(value, self._parameters[number]) for name, value in each.items()}
+            for number, each in self._processes.own(self._optimizer, kept["state"]).items()
+        }
+        groups = torch.optim.Optimizer.state_dict(self._optimizer)["param_groups"]
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+        if self._scale is not None:
+            self._scale.load(state["loss_scale"])
+
+    def adopt(self, settings: FinetuneSettings) -> None:
+        """See `Stepper.adopt`."""
+        self._processes.check(settings)
+        self._clip_norm = settings.clip_norm
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = decay_of(group["params"][0], settings)
+
+    def rest(self) -> None:
+        """See `Stepper.rest`."""
+        self._forget_gradients()
+        self._rest()
+
+    def reseed(self, seed: int) -> None:
+        """See `Stepper.reseed`."""
+        self._reseed(self._processes.reseeded(seed))
+
+    def close(self) -> None:
+        """See `Stepper.close`."""
+        self._optimizer.zero_grad(set_to_none=True)
+        set_modes(self._modes)
+        self._module.training = self._owner.training
+        self._processes.close()
+        self._close()
+
+
+def _like(value: Any, parameter: torch.Tensor) -> Any:
+    """An optimizer's `value` for `parameter`, in memory of its own that is laid out alike.
+
+    The fused optimizers go over both as they lie in memory, whatever the strides.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value.clone()
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def modes_of(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Train or eval, module by module: a part may be frozen in evaluation mode."""
+    return [(child, child.training) for child in module.modules()]
+
+
+def set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Puts back what `modes_of` told."""
+    for module, training in modes:
+        module.training = training
+
+
+def _may_change(buffer: torch.Tensor) -> bool:
+    """Statistics and counters, not masks and position numbers, which are large and constant."""
+    return buffer.is_floating_point() or buffer.dim() == 0
+
+
+class Eager:
+    """torch as it is: the reference for every other engine."""
+
+    name = "eager"
+    capabilities = Capabilities(workers=True, zero_stages=(0, 1, 2, 3))
+
+    def unavailable(self) -> str | None:
+        """See `Engine.unavailable`."""
+        return None
+
+    def refuses(self, settings: EngineSettings) -> str | None:
+        """See `Engine.refuses`."""
+        return self.unavailable() or no_device(settings) or refuses_precision(settings)
+
+    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:  # noqa: ARG002
+        """See `Engine.cost`."""
+        return "rebuild"
+
+    def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
+        """`model` itself. ValueError for another precision: a loop's own autocast gives that."""
+        _refuse_precision(settings)
+        return model
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """See `Engine.unwrap`."""
+        return wrapped
+
+    def report(self, wrapped: nn.Module) -> Report:  # noqa: ARG002
+        """See `Engine.report`."""
+        return Report(engine_used=self.name)
+
+    def kept(self, wrapped: nn.Module) -> Mapping[str, int]:  # noqa: ARG002
+        """See `Engine.kept`."""
+        return {}
+
+    def prepare(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        settings: FinetuneSettings,
+        *,
+        processes: Processes = OneProcess,
+        stepper: type[TorchStepper] = TorchStepper,
+    ) -> TorchStepper:
+        """See `Engine.prepare`."""
+        return _stepper(self, model, loss, settings, processes, stepper)
+
+
+class Compile:
+    """torch.compile with its default backend, Inductor."""
+
+    name = "compile"
+    capabilities = Capabilities(workers=True, zero_stages=(0, 1, 2), size_cost="recompile")
+
+    def unavailable(self) -> str | None:
+        """Inductor compiles C++ on a CPU, so a compiler must be there."""
+        if torch.cuda.is_available() or any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
+            return None
+        return "engine 'compile' needs a C++ compiler: apt-get install g++, or use engine='eager'"
+
+    def refuses(self, settings: EngineSettings) -> str | None:
+        """See `Engine.refuses`."""
+        return self.unavailable() or no_device(settings) or refuses_precision(settings)
+
+    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
+        """See `Engine.cost`; torch compiles anew for another precision, or type of weights."""
+        same = all(
+            getattr(before, name, None) == getattr(after, name, None)
+            for name in ("engine", "precision", "param_dtype")
+        )
+        return "rebuild" if same else "recompile"
+
+    def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
+        """torch.compile's module; the first call of a new kind of input compiles.
+
+        ValueError for another precision: a loop's own autocast gives that.
+        """
+        _refuse_precision(settings)
+        return _compiled(model)
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """See `Engine.unwrap`."""
+        original: nn.Module = wrapped._orig_mod  # type: ignore[assignment]
+        return original
+
+    def report(self, wrapped: nn.Module) -> Report:  # noqa: ARG002
+        """See `Engine.report`."""
+        return Report(engine_used=self.name)
+
+    def kept(self, wrapped: nn.Module) -> Mapping[str, int]:  # noqa: ARG002
+        """See `Engine.kept`."""
+        return {}
+
+    def prepare(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        settings: FinetuneSettings,
+        *,
+        processes: Processes = OneProcess,
+        stepper: type[TorchStepper] = TorchStepper,
+    ) -> TorchStepper:
+        """See `Engine.prepare`."""
+        compiled = model if hasattr(model, "_orig_mod") else _compiled(model)
+        return _stepper(self, compiled, loss, settings, processes, stepper)
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
+    return compiled
+
+
+def _refuse_precision(settings: EngineSettings) -> None:
+    """A wrapped model stands in the user's own loop, which torch's autocast is for."""
+    if settings.precision != "fp32":
+        raise ValueError(
+            f"precision={settings.precision!r} of engine {settings.engine!r} is for runs: choose "
+            "it in finetune, or put torch.autocast around forward and loss of your loop"
+        )
+
+
+def autocast_for(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """What forward runs within for torch to compute in `precision` on `device`."""
+    if precision in ("fp32", "tf32"):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
+
+
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    """CUDA's float32 products in TF32, in the whole process: backward has threads of its own."""
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        yield  # by torch's newer setting, perhaps, and then its older one raises
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _stepper(
+    engine: Eager | Compile,
+    module: nn.Module,
+    loss: LossFunction | None,
+    settings: FinetuneSettings,
+    processes: Processes,
+    stepper: type[TorchStepper],
+) -> TorchStepper:
+    """Trains `module`, which `engine` has wrapped."""
+    if (reason := refuses_precision(settings)) is not None:
+        raise ValueError(reason)
+    device = training_device(settings.device)
+    module.to(device)
+    slow = settings.precision == "fp16" and device.type == "cpu"
+    remarks = ("fp16 on a CPU is for checking numerics: it is slower than fp32",) if slow else ()
+    return stepper(
+        module,
+        loss,
+        settings,
+        owner=engine.unwrap(module),
+        device=device,
+        report=functools.partial(Report, engine.name, notes=remarks, remarks=remarks),
+        autocast=functools.partial(autocast_for, settings.precision, device),
+        processes=processes,
+    )

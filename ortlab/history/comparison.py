@@ -1,0 +1,114 @@
+"""Runs side by side: what differs in settings, versions and results, and their curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.history.entry import Entry
+from ortlab.history.exporters import flat
+from ortlab.history.listing import FIELDS, live_entry
+from ortlab.history.saved_run import PastRun
+from ortlab.utils.tables import Column, Table
+
+if TYPE_CHECKING:
+    from ortlab.training.run import Run
+
+MOST: Final = 8
+"""Runs whose curves can be told apart."""
+_RESULTS: Final = (
+    *("state", "engine", "steps", "loss", "held out", "samples/s", "peak", "took"),
+    *("started", "note"),
+)
+_LONGEST: Final = 60
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing in which runs differ, or a result: ``values`` has each run's text, in order."""
+
+    part: str
+    name: str
+    values: tuple[str, ...]
+
+
+class RunComparison:
+    """Two to eight runs beside one another. A notebook shows it with their curves overlaid.
+
+    ``differences`` has what is not the same in settings and versions, and all results.
+    """
+
+    def __init__(self, runs: Sequence[Run | PastRun]) -> None:
+        names = [run.name for run in runs]
+        if len(set(names)) != len(names):
+            raise ValueError(f"{', '.join(names)}: a run does not differ from itself")
+        if not 2 <= len(runs) <= MOST:
+            raise ValueError(f"{len(runs)} runs: two to {MOST} can be told apart; choose some")
+        for run in runs:
+            if not run.folder.is_dir():
+                raise ValueError(f"{run.name} was removed: {run.folder} is not there any more")
+        self.runs = tuple(runs)
+        self.differences: Table[Difference] = self._differences()
+
+    def _differences(self) -> Table[Difference]:
+        settings = [_with_last(run) for run in self.runs]
+        versions = [flat(run.environment) for run in self.runs]
+        found = [*_differing("settings", settings), *_differing("versions", versions)]
+        same = [
+            f"{part}: the same"
+            for part in ("settings", "versions")
+            if not any(each.part == part for each in found)
+        ]
+        entries = [_entry(run) for run in self.runs]
+        for field in FIELDS:
+            if field.head in _RESULTS:
+                values = tuple(field.text(entry) for entry in entries)
+                if set(values) - {"-", ""}:
+                    found.append(Difference("result", field.head, values))
+        columns = [
+            Column[Difference]("", lambda each: each.part),
+            Column[Difference]("", lambda each: each.name),
+            *(
+                Column[Difference](run.name, lambda each, at=place: each.values[at])  # type: ignore[misc]
+                for place, run in enumerate(self.runs)
+            ),
+        ]
+        return Table(found, columns, notes=same)
+
+    def __repr__(self) -> str:
+        return repr(self.differences)
+
+    def _repr_html_(self) -> str:
+        return self.differences._repr_html_()
+
+
+def _with_last(run: Run | PastRun) -> dict[str, Any]:
+    """The settings that a run began with, and each change of them."""
+    settings = dict(run.began_with)
+    changed = [f"step {e.step}: {e.text}" for e in run.recorder.events("change")]
+    return settings | ({"changed in the run": "; ".join(changed)} if changed else {})
+
+
+def _entry(run: Run | PastRun) -> Entry:
+    return run.entry if isinstance(run, PastRun) else live_entry(run)
+
+
+def _differing(part: str, values: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    names = dict.fromkeys(name for each in values for name in each)
+    return [
+        Difference(part, name, tuple(_text(each.get(name)) for each in values))
+        for name in names
+        if any(each.get(name) != values[0].get(name) for each in values)
+    ]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    text = f"{value:g}" if isinstance(value, float) else value
+    text = text if isinstance(text, str) else json.dumps(text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

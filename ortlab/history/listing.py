@@ -1,0 +1,264 @@
+"""The history as a table: chosen, sorted, this process's own runs first."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.history import sqlite_index
+from ortlab.history.entry import AT_WORK, Entry, read_entry
+from ortlab.settings import RUN_SORTS, HistorySettings
+from ortlab.utils.process_memory import memory
+from ortlab.utils.tables import Column, Table
+
+if TYPE_CHECKING:
+    from ortlab.training.run import Run
+
+SHOWN: Final = 50
+"""Runs of a table as text or on paper, where no limit is given."""
+GOES_ON: Final = "goes on as "
+"""How the note begins that a run has when another one goes on with it."""
+_NOTE: Final = 80
+"""Letters of a note in a table."""
+_HIGH_FIRST: Final = {"created", "samples_per_s", "peak_bytes", "size_bytes", "steps", "wall_s"}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A column of the history: head, text, and what it is sorted by (``key`` of `Entry`)."""
+
+    head: str
+    key: str
+    text: Callable[[Entry], str]
+    number: bool = False
+
+    @property
+    def high_first(self) -> bool:
+        """Whether one asks for the highest first: the newest, the fastest, the largest."""
+        return self.key in _HIGH_FIRST
+
+    def value(self, entry: Entry) -> float | str | None:
+        """What it is sorted by; None is unknown."""
+        value = getattr(entry, self.key)
+        if isinstance(value, float) and math.isnan(value):
+            return None
+        return value if isinstance(value, int | float) else str(value) or None
+
+
+def _figure(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def _engine(entry: Entry) -> str:
+    """What was asked for, and after a fallback what was used."""
+    if entry.engine_used in ("", entry.engine_asked):
+        return entry.engine_asked
+    return f"{entry.engine_asked} → {entry.engine_used}"
+
+
+def _held_out(entry: Entry) -> str:
+    accuracy = entry.held_out_accuracy
+    hits = "" if math.isnan(accuracy) else f" ({accuracy:.1%})"
+    return _figure(entry.held_out_loss) + hits
+
+
+def _began(entry: Entry) -> str:
+    """In the local time of whoever reads it."""
+    try:
+        return f"{datetime.datetime.fromisoformat(entry.created).astimezone():%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError):  # no time, or one before or after all years
+        return "-"
+
+
+def _took(entry: Entry) -> str:
+    if math.isnan(entry.wall_s):
+        return "-"
+    minutes, seconds = divmod(round(entry.wall_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}" if minutes else f"{entry.wall_s:.1f} s"
+
+
+def _said(entry: Entry) -> str:
+    """Error, tags, the last note and where it goes on, in so many letters."""
+    parts = [f"#{tag}" for tag in entry.tags.split()]
+    if entry.continues:
+        parts.append(f"goes on with {entry.continues}")
+    if _waits(entry):
+        parts.append(f"{entry.resume} goes on")
+    parts += [line.strip() for line in (entry.note or entry.error).splitlines()[:1]]
+    said = " ".join(parts)
+    return said if len(said) <= _NOTE else f"{said[: _NOTE - 1]}…"
+
+
+def _waits(entry: Entry) -> bool:
+    """Whether the run was cut off, can go on, and has not yet."""
+    cut_off = entry.state == "interrupted" and entry.can_go_on
+    return cut_off and not entry.note.startswith(GOES_ON)
+
+
+def _hint(found: Iterable[Entry]) -> str:
+    """How the runs that were cut off go on, the newest first; empty where there is none."""
+    waiting = sorted(filter(_waits, found), key=lambda entry: entry.created, reverse=True)
+    if not waiting:
+        return ""
+    newest, others = waiting[0], len(waiting) - 1
+    told = f"{newest.name} was interrupted: {newest.resume} goes on from its checkpoint"
+    return f"{told}; {others:,} more can be resumed so" if others else told
+
+
+FIELDS: Final = (
+    Field("run", "name", lambda entry: entry.name),
+    Field("state", "state", lambda entry: entry.state),
+    Field("model", "model", lambda entry: entry.model),
+    Field("engine", "engine_asked", _engine),
+    Field("precision", "precision", lambda entry: entry.precision),
+    Field("steps", "steps", lambda entry: f"{entry.steps:,}", number=True),
+    Field("loss", "loss", lambda entry: _figure(entry.loss), number=True),
+    Field("held out", "held_out_loss", _held_out, number=True),
+    Field("samples/s", "samples_per_s", lambda entry: _figure(entry.samples_per_s), number=True),
+    Field("peak", "peak_bytes", lambda entry: _bytes(entry.peak_bytes), number=True),
+    Field("started", "created", _began),
+    Field("took", "wall_s", _took, number=True),
+    Field("on disk", "size_bytes", lambda entry: _bytes(entry.size_bytes), number=True),
+    Field("note", "note", _said),
+)
+
+
+def _bytes(size: float) -> str:
+    return "-" if math.isnan(size) else memory(size)
+
+
+class History(Table[Entry]):
+    """Runs of the history, as a table: those of this process that go on first, then as asked for.
+
+    It is a sequence of `Entry`; a notebook shows it with headings to click on and a box to search.
+    """
+
+    def __init__(
+        self, found: Sequence[Entry], settings: HistorySettings, *, total: int, own: Sequence[Run]
+    ) -> None:
+        self.settings = settings
+        self.own = tuple(run for run in own if not run.over())
+        """The runs of this process that went on when this was made."""
+        self.hint = _hint(found)
+        """How runs that were interrupted go on; empty where none was."""
+        self._total = total
+        shown = found if settings.limit is not None else found[:SHOWN]
+        notes = []
+        if len(shown) < total:
+            notes.append(f"{len(shown):,} of {total:,} runs; --limit N shows more")
+        elif len(shown) > 1:
+            notes.append(f"{total:,} runs, {memory(sum(entry.size_bytes for entry in found))}")
+        notes += [self.hint] if self.hint else []
+        columns = [Column[Entry](field.head, field.text, field.number) for field in FIELDS]
+        super().__init__(shown, columns, notes=notes, empty=_nothing(settings))
+        self.found = tuple(found)
+        """All of them, also those that do not fit on a page."""
+
+    def now(self) -> History:
+        """The same runs, with those of this process that went on as they are now."""
+        living = {entry.name: entry for entry in living_entries(self.own)}
+        found = [living.get(entry.name, entry) for entry in self.found]
+        return History(found, self.settings, total=self._total, own=self.own)
+
+    def _repr_html_(self) -> str:
+        return f'{_STYLE}<div class="ortlab-runs">{super()._repr_html_()}</div>'
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __iter__(self) -> Any:
+        return iter(self.found)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.found[place]
+
+
+_STYLE: Final = """
+<style>
+.ortlab-runs {overflow-x: auto}
+.ortlab-runs :is(th, td) {white-space: nowrap}
+.ortlab-runs td:last-child {min-width: 200px; white-space: normal}
+</style>
+"""
+
+
+def _nothing(settings: HistorySettings) -> str:
+    chosen = {n: v for n, v in settings.as_dict().items() if n in _FILTERS and v is not None}
+    if not chosen:
+        return "no run yet; ortlab.finetune and %ort finetune start one"
+    return "no run has " + ", ".join(f"{name} {value!r}" for name, value in chosen.items())
+
+
+_FILTERS: Final = ("engine", "state", "model", "tag")
+
+
+def history(settings: HistorySettings, own: Sequence[Run], root: Path | None = None) -> History:
+    """The runs that are kept below `root` as `settings` choose and sort them.
+
+    `own` are the runs of this process: what they say goes before what the disk does.
+    """
+    living = {entry.name: entry for entry in living_entries(own)}
+    found = [living.get(entry.name, entry) for entry in sqlite_index.entries(root)]
+    found = list(chosen(found, settings))
+    at_work = [entry for entry in found if entry.name in living and entry.at_work]
+    first = {entry.name for entry in at_work}
+    rest = [entry for entry in found if entry.name not in first]
+    ordered = [*reversed(at_work), *ranked(rest, settings.sort, reverse=settings.reverse)]
+    limited = ordered if settings.limit is None else ordered[: settings.limit]
+    return History(limited, settings, total=len(found), own=own)
+
+
+def chosen(found: Iterable[Entry], settings: HistorySettings) -> Iterable[Entry]:
+    """Those that are what `settings` ask for."""
+    for entry in found:
+        state = "running" if entry.state in AT_WORK else entry.state
+        if settings.state not in (None, state):
+            continue
+        if settings.engine not in (None, entry.engine_asked, entry.engine_used):
+            continue
+        if settings.model is not None and settings.model.lower() not in entry.model.lower():
+            continue
+        if settings.tag is not None and settings.tag not in entry.tags.split():
+            continue
+        yield entry
+
+
+def ranked(found: Iterable[Entry], sort: str, *, reverse: bool = False) -> list[Entry]:
+    """In the order that one asks for: low losses, high speeds, the newest first; unknown last."""
+    key = RUN_SORTS[sort]
+    high = (key in _HIGH_FIRST) != reverse
+    field = Field("", key, lambda _: "")
+    newest = list(reversed(list(found)))  # which decides between equals
+    known = [entry for entry in newest if field.value(entry) is not None]
+    unknown = [entry for entry in newest if field.value(entry) is None]
+    return sorted(known, key=lambda entry: field.value(entry) or 0, reverse=high) + unknown
+
+
+def living_entries(own: Iterable[Run]) -> list[Entry]:
+    """Runs of this process as they are now; without those whose folders were removed."""
+    return [live_entry(run) for run in own if run.folder.is_dir()]
+
+
+def live_entry(run: Run) -> Entry:
+    """A run of this process in one line, as it is now; of one that is over as its folder has it."""
+    over = run.over()  # before reading: what ends meanwhile has its folder say how
+    entry = read_entry(run.folder, None if over else run.so_far().as_dict())
+    if entry is None:
+        raise ValueError(f"{run.name} has no folder any more: {run.folder}")
+    if over:
+        return entry
+    return dataclasses.replace(
+        entry,
+        engine_asked=run.engine_asked,
+        engine_used=run.engine_used,
+        fallback=run.fallback_reason or "",
+        precision=run.current_settings.precision,
+    )

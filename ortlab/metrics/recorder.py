@@ -1,0 +1,620 @@
+"""What a run tells: samples and events, and the recorder that keeps them.
+
+The training thread only appends to a queue. Whoever reads (a view, or the recorder's writer
+thread) moves the queue into a bounded, thinned series; the writer thread alone talks to the sinks,
+which hold the whole series.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ortlab.settings import LOWEST_LOSS_SCALE
+from ortlab.utils.threads import Thread
+
+if TYPE_CHECKING:
+    import torch
+
+Rows = npt.NDArray[np.float64]
+"""Samples as an array of shape [samples, len(COLUMNS)]; NaN is unknown."""
+
+Chart = Literal["loss", "throughput", "memory", "lr", "time"]
+Merge = Literal["last", "mean", "max"]
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a step. ``merge`` says what stands for several steps where they are thinned."""
+
+    name: str
+    unit: str
+    chart: Chart | None
+    label: str
+    merge: Merge = "mean"
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column("step", "", None, "step", "last"),
+    Column("time_s", "s", None, "time since the start", "last"),
+    Column("epoch", "", None, "epoch", "last"),
+    Column("loss", "", "loss", "training loss"),
+    Column("lr", "", "lr", "learning rate"),
+    Column("grad_norm", "", None, "gradient norm"),
+    Column("samples", "samples", None, "samples in the step"),
+    Column("tokens", "tokens", None, "tokens in the step"),
+    Column("samples_per_s", "samples/s", "throughput", "samples/s"),
+    Column("tokens_per_s", "tokens/s", "throughput", "tokens/s"),
+    Column("step_ms", "ms", "time", "step"),
+    Column("data_ms", "ms", "time", "data"),
+    Column("forward_ms", "ms", "time", "forward"),
+    Column("backward_ms", "ms", "time", "backward"),
+    Column("optimizer_ms", "ms", "time", "optimizer"),
+    Column("communication_ms", "ms", "time", "communication"),
+    Column("rss_bytes", "B", "memory", "resident size", "last"),
+    Column("peak_bytes", "B", "memory", "peak resident size", "max"),
+    Column("cuda_allocated_bytes", "B", "memory", "CUDA allocated", "last"),
+    Column("cuda_reserved_bytes", "B", "memory", "CUDA reserved", "last"),
+    Column("cuda_peak_bytes", "B", "memory", "CUDA peak", "max"),
+    Column("device_used_bytes", "B", "memory", "used on the device", "last"),
+    # A unit of its own has it drawn against an axis of its own.
+    Column("loss_scale", "loss scale", "lr", "loss scale", "last"),
+    Column("skipped", "", None, "share of steps skipped"),
+    # Of a rank: what it holds of the training's state, and its size before it had the model.
+    Column("parameter_bytes", "B", None, "parameters", "last"),
+    Column("gradient_bytes", "B", None, "gradients", "last"),
+    Column("optimizer_bytes", "B", None, "optimizer state", "last"),
+    Column("host_bytes", "B", None, "of these in host memory", "last"),
+    Column("base_bytes", "B", None, "before the model", "last"),
+)
+INDEX = {column.name: index for index, column in enumerate(COLUMNS)}
+"""Where a column lies in a row."""
+
+_MEANS = [INDEX[column.name] for column in COLUMNS if column.merge == "mean"]
+_PEAKS = [INDEX[column.name] for column in COLUMNS if column.merge == "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The numbers of one step, in the order of `COLUMNS`; NaN is unknown.
+
+    ``loss``, ``lr``, ``grad_norm``, ``loss_scale`` and ``skipped`` (1 or 0) may be 0-d tensors, on
+    a device too: the recorder fetches them off the training thread.
+    """
+
+    step: float
+    time_s: float = NAN
+    epoch: float = NAN
+    loss: float | torch.Tensor = NAN
+    lr: float | torch.Tensor = NAN
+    grad_norm: float | torch.Tensor = NAN
+    samples: float = NAN
+    tokens: float = NAN
+    samples_per_s: float = NAN
+    tokens_per_s: float = NAN
+    step_ms: float = NAN
+    data_ms: float = NAN
+    forward_ms: float = NAN
+    backward_ms: float = NAN
+    optimizer_ms: float = NAN
+    communication_ms: float = NAN
+    rss_bytes: float = NAN
+    peak_bytes: float = NAN
+    cuda_allocated_bytes: float = NAN
+    cuda_reserved_bytes: float = NAN
+    cuda_peak_bytes: float = NAN
+    device_used_bytes: float = NAN
+    loss_scale: float | torch.Tensor = NAN
+    skipped: float | torch.Tensor = NAN
+    parameter_bytes: float = NAN
+    gradient_bytes: float = NAN
+    optimizer_bytes: float = NAN
+    host_bytes: float = NAN
+    base_bytes: float = NAN
+
+
+_TENSORS = ("loss", "lr", "grad_norm", "loss_scale", "skipped")
+_values = operator.attrgetter(*INDEX)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a step.
+
+    ``kind`` is one of "eval" (``values``: loss, accuracy), "change" of settings (``values``:
+    cost_s, from the end of the step before it to that of the first one under it), "state", "note",
+    "warning" (with cost_s: a change that was asked for and not made) and "error".
+    """
+
+    kind: str
+    step: int
+    time_s: float
+    text: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+
+
+State = Literal["starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run is. ``badges`` are what the user must see (a fallback), ``lines`` are details.
+
+    ``advice`` is what lets a run that is held go on, as it is typed; "" where there is none.
+    Neither changes with every step: views send them only when they change.
+    """
+
+    state: State
+    step: int
+    total_steps: int | None
+    elapsed_s: float
+    left_s: float | None
+    badges: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    error: str | None = None
+    advice: str = ""
+
+
+class Watched(Protocol):
+    """What a view can show: a run, or a loop of the user's own."""
+
+    @property
+    def title(self) -> str:
+        """What stands above the charts."""
+        ...
+
+    @property
+    def recorder(self) -> Recorder:
+        """The numbers to show."""
+        ...
+
+    @property
+    def interactive(self) -> bool:
+        """Whether pause and stop do something."""
+        ...
+
+    def status(self) -> Status:
+        """Where it is now; cheap."""
+        ...
+
+    def pause(self) -> None:
+        """Asks to pause before the next step."""
+        ...
+
+    def resume(self) -> None:
+        """Asks to go on."""
+        ...
+
+    def stop(self) -> None:
+        """Asks to end after the step in flight; asking twice is fine."""
+        ...
+
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        ...
+
+    def wait_over(self, timeout: float | None = None) -> bool:
+        """Blocks until `over`, at most `timeout` seconds; returns `over`."""
+        ...
+
+
+class Sink(Protocol):
+    """Where the whole series goes. Called by one thread at a time."""
+
+    def write(self, rows: Rows, events: Sequence[Event]) -> None:
+        """Appends; what was given is safe from a crash of the process when this returns.
+
+        OSError where it cannot be written: then nothing of it is, and it is given again later.
+        """
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
+def merged(rows: Rows, size: int) -> Rows:
+    """`rows` with every `size` of them made one, the last one of what is left over."""
+    if size <= 1 or not len(rows):
+        return rows
+    first = np.arange(0, len(rows), size)
+    out: Rows = rows[np.minimum(first + size, len(rows)) - 1]
+    values = rows[:, _MEANS]
+    known = ~np.isnan(values)
+    count = np.add.reduceat(known, first, axis=0, dtype=np.float64)
+    total = np.add.reduceat(np.where(known, values, 0.0), first, axis=0)
+    out[:, _MEANS] = np.divide(total, count, out=np.full_like(total, NAN), where=count > 0)
+    out[:, _PEAKS] = np.fmax.reduceat(rows[:, _PEAKS], first, axis=0)
+    return out
+
+
+class _Series:
+    """A whole run in at most `capacity` rows: each stands for `stride` steps, doubled when full."""
+
+    def __init__(self, capacity: int) -> None:
+        # Not all at once: a kernel's Out may keep hundreds of runs, and most of them are short.
+        self._rows = np.empty((min(capacity, 64), len(COLUMNS)))
+        self._capacity = capacity
+        self._used = 0
+        self._tail = np.empty((0, len(COLUMNS)))
+        self.stride = 1
+
+    def extend(self, rows: Rows) -> None:
+        rows = np.concatenate([self._tail, rows])
+        while len(rows) >= self.stride:
+            take = min(len(rows) // self.stride, len(self._rows) - self._used)
+            taken, rows = rows[: take * self.stride], rows[take * self.stride :]
+            self._rows[self._used : self._used + take] = merged(taken, self.stride)
+            self._used += take
+            if self._used == len(self._rows) < self._capacity:
+                more = min(self._used, self._capacity - self._used)
+                self._rows = np.concatenate([self._rows, np.empty((more, len(COLUMNS)))])
+            elif self._used == len(self._rows):
+                self._used //= 2
+                self._rows[: self._used] = merged(self._rows, 2)
+                self.stride *= 2
+        self._tail = rows.copy()
+
+    def place(self, step: float) -> int:
+        """The number of the first row that ends after `step`."""
+        return int(np.searchsorted(self._rows[: self._used, INDEX["step"]], step, side="right"))
+
+    def rows(self, first: int = 0) -> Rows:
+        """Rows from number `first` on; the last one ends with the newest step."""
+        parts = [self._rows[first : self._used]]
+        if len(self._tail):
+            parts.append(merged(self._tail, self.stride))
+        return np.concatenate(parts)
+
+
+class _Recent:
+    """The newest `most` rows, in an array of up to twice as many: coming ones seldom move them."""
+
+    def __init__(self, most: int) -> None:
+        self._rows = np.empty((min(most, 64), len(COLUMNS)))
+        self._most = most
+        self._used = 0
+
+    def extend(self, rows: Rows) -> None:
+        rows = rows[-self._most :]
+        needed = self._used + len(rows)
+        if needed > len(self._rows):
+            kept, size = self.rows(), min(max(needed, 2 * len(self._rows)), 2 * self._most)
+            if size > len(self._rows):
+                self._rows = np.empty((size, len(COLUMNS)))
+            self._rows[: len(kept)] = kept
+            self._used = len(kept)
+        self._rows[self._used : self._used + len(rows)] = rows
+        self._used += len(rows)
+
+    def rows(self) -> Rows:
+        """A view: the next that come change it."""
+        return self._rows[max(self._used - self._most, 0) : self._used]
+
+
+class _Outlet:
+    """A sink, and what it is still to get."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.size = 0
+        """Rows and events that wait."""
+        self.trouble: str | None = None
+        self._waiting: deque[tuple[Rows, list[Event]]] = deque()
+        self._dropped = 0
+
+    def put(self, rows: Rows, events: list[Event], most: int) -> None:
+        """Has them wait, `most` rows and events at most; others are dropped."""
+        many = len(rows) + len(events)
+        if self.size + many > most:
+            self._dropped += many
+        else:
+            self._waiting.append((rows, events))
+            self.size += many
+
+    def write(self, lock: threading.Lock) -> Iterator[str]:
+        """Hands what waits to the sink, until it fails; what is to be warned of.
+
+        `lock` is held where `put` may come between.
+        """
+        while self._waiting:
+            rows, events = self._waiting[0]
+            try:
+                self.sink.write(rows, events)
+            except OSError as error:
+                before, self.trouble = self.trouble, f"metrics cannot be written: {error}"
+                if before is None:
+                    yield f"{self.trouble}; the run goes on, and it is tried again"
+                return
+            with lock:
+                self._waiting.popleft()
+                self.size -= len(rows) + len(events)
+                dropped, self._dropped = self._dropped, 0
+            if dropped:
+                yield f"{dropped} steps were not written: the disk did not keep up"
+        if self.trouble is not None:
+            self.trouble = None
+            yield "metrics are written again"
+
+
+class Recorder:
+    """Keeps what a run tells: a thinned series for views, everything for the sinks.
+
+    `add` and `event` cost the training thread an append to a queue; they wait for no disk, no view
+    and no device. Safe to read from any thread. A reader may wait for the device when losses are
+    still on it. What a sink fails to take (a disk that is full) is kept and tried again every
+    second, with a warning event; what it cannot take for long (a disk that hangs) is dropped,
+    counted and told in a warning.
+    """
+
+    PERIOD_S = 0.5
+    WRITE_EVERY = 2  # periods: what a crash of the process can lose is about a second
+    PENDING = 8192  # samples queued before the adding thread moves them itself
+    BACKLOG = 262_144  # rows waiting for a sink, 224 bytes each
+    RECENT = 1024  # rows kept as they came, for views that follow
+
+    def __init__(
+        self,
+        capacity: int = 4096,
+        sinks: Sequence[Sink] = (),
+        *,
+        of_rank: Callable[[int], Sequence[Sink]] = lambda _: (),
+    ) -> None:
+        if capacity < 2 or capacity % 2:
+            raise ValueError(f"capacity={capacity} must be even and at least 2")
+        self._capacity = capacity
+        self._queue: deque[Sample | Event] = deque()
+        self._lock = threading.Lock()
+        self._series = _Series(capacity)
+        self._recent = _Recent(self.RECENT)
+        self._count = 0
+        self._totals = np.zeros(len(COLUMNS))
+        self._events: list[Event] = []
+        self._outlets = [_Outlet(sink) for sink in sinks]
+        self._of_rank = of_rank
+        self.ranks: list[Recorder] = []
+        """What each rank tells, where several train; with the sinks that `of_rank` gives."""
+        self._writing = threading.Lock()
+        self.not_finite_step: int | None = None
+        """The first step whose loss, or gradient norm on a device, was NaN or infinite.
+
+        With a loss scale it is the first that overflowed at the lowest one.
+        """
+        self._skipped = False
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, sample: Sample) -> None:
+        """Takes the numbers of a step."""
+        self._queue.append(sample)
+        if self._thread is None:
+            self._start()
+        if len(self._queue) > self.PENDING:
+            self._absorb()
+
+    def event(self, event: Event) -> None:
+        """Takes an event."""
+        self._queue.append(event)
+        if self._thread is None:
+            self._start()
+
+    def restore(self, rows: Rows, events: Sequence[Event]) -> None:
+        """Takes what was recorded before, of a run that is over; it goes to no sink."""
+        with self._lock:
+            self._keep(rows, events)
+
+    def rank(self, number: int) -> Recorder:
+        """The recorder of a rank; they come in order."""
+        if number == len(self.ranks):
+            self.ranks.append(Recorder(self._capacity, self._of_rank(number)))
+        return self.ranks[number]
+
+    @property
+    def trouble(self) -> str | None:
+        """Why numbers that are due are not written, in a line; None where they are."""
+        return next((outlet.trouble for outlet in self._outlets if outlet.trouble), None)
+
+    @property
+    def count(self) -> int:
+        """How many samples were taken so far."""
+        self._absorb()
+        return self._count
+
+    @property
+    def last(self) -> Sample | None:
+        """The newest sample, its loss a float; None before the first."""
+        self._absorb()
+        with self._lock:
+            return Sample(*self._recent.rows()[-1].tolist()) if self._count else None
+
+    def rows(self, after: float = -math.inf) -> Rows:
+        """The whole series in at most ``capacity + 1`` rows; the last ends with the newest step.
+
+        Given a step, those that end after it, and the last.
+        """
+        self._absorb()
+        with self._lock:
+            return self._series.rows(self._series.place(after))
+
+    def mean(self, name: str, most: int) -> float:
+        """Of a column, over the newest `most` steps; NaN before the first."""
+        self._absorb()
+        with self._lock:
+            recent = self._recent.rows()[-most:, INDEX[name]]
+            return float(np.add.reduce(recent)) / len(recent) if len(recent) else NAN
+
+    def since(self, cursor: int, limit: int = 256) -> tuple[Rows, int]:
+        """What came after `cursor` (0 is the beginning), and the cursor for the next call.
+
+        A view that follows gets at most `limit` rows, merged where more came. One that is late by
+        more than `RECENT` steps gets them from the thinned series; its first row may then merge
+        steps from before the cursor too, its last step always lies after it.
+        """
+        self._absorb()
+        with self._lock:
+            missed = self._count - cursor
+            recent = self._recent.rows()
+            if missed > len(recent):
+                return self._series.rows(cursor // self._series.stride), self._count
+            fresh = recent[len(recent) - missed :]
+            return merged(fresh, math.ceil(missed / limit)).copy(), self._count
+
+    def total(self, name: str) -> float:
+        """The sum of a column over all steps; what is unknown counts as 0."""
+        self._absorb()
+        return float(self._totals[INDEX[name]])
+
+    def events(self, *kinds: str) -> tuple[Event, ...]:
+        """The events so far, of these kinds only where some are named.
+
+        Beyond the recorder's capacity every second one is let go; the sinks have them all.
+        """
+        self._absorb()
+        with self._lock:
+            return tuple(event for event in self._events if not kinds or event.kind in kinds)
+
+    def flush(self) -> None:
+        """Hands to the sinks what was taken so far, and waits for them; of the ranks too."""
+        self._absorb()
+        self._write()
+        for recorder in list(self.ranks):
+            recorder.flush()
+
+    def close(self) -> None:
+        """Writes what is left, closes the sinks and ends the writer thread. Twice is fine."""
+        self._closing.set()
+        self._start()
+        assert self._thread is not None
+        self._thread.join()
+        for recorder in self.ranks:
+            recorder.close()
+
+    def _start(self) -> None:
+        """Starts the writer thread, which a recorder that is never used does not need."""
+        with self._lock:
+            if self._thread is None:
+                thread = Thread(self._drain, name="ortlab-recorder")
+                thread.start()
+                self._thread = thread
+
+    def _drain(self) -> None:
+        periods = 0
+        while not self._closing.wait(self.PERIOD_S):
+            self._absorb()
+            periods += 1
+            much = any(outlet.size > self.PENDING for outlet in self._outlets)
+            if periods % self.WRITE_EVERY == 0 or much:
+                self._write()
+        self._absorb()
+        self._write()
+        for outlet in self._outlets:
+            if outlet.size:
+                self._warn(f"the last {outlet.size} steps and events were not written")
+            with contextlib.suppress(OSError):  # its rows are flushed, and the run is over
+                outlet.sink.close()
+
+    def _absorb(self) -> None:
+        """Moves the queue into the series and the backlog. Any thread."""
+        if not self._queue:
+            return
+        with self._lock:
+            items = [self._queue.popleft() for _ in range(len(self._queue))]
+            events = [item for item in items if isinstance(item, Event)]
+            samples = [item for item in items if isinstance(item, Sample)]
+            rows = _rows(samples)
+            events += self._first_skipped(rows)
+            self._keep(rows, events)
+            if len(rows):
+                self._note_not_finite(samples, rows)
+            for outlet in self._outlets:
+                outlet.put(rows, events, self.BACKLOG)
+
+    def _keep(self, rows: Rows, events: Sequence[Event]) -> None:
+        self._events += events
+        while len(self._events) > self._capacity:
+            del self._events[1::2]
+        if len(rows):
+            self._series.extend(rows)
+            self._recent.extend(rows)
+            self._count += len(rows)
+            self._totals += np.add.reduce(rows, axis=0, where=np.isfinite(rows))
+
+    def _note_not_finite(self, samples: Sequence[Sample], rows: Rows) -> None:
+        if self.not_finite_step is not None:
+            return
+        bad = ~np.isfinite(rows[:, [INDEX["loss"], INDEX["grad_norm"]]])
+        scale = rows[:, INDEX["loss_scale"]]
+        if not bad.any() and np.isnan(scale).all():
+            return
+        # A gradient norm that was not measured is NaN, but no tensor.
+        bad[:, 1] &= [not isinstance(sample.grad_norm, float) for sample in samples]
+        collapsed = (rows[:, INDEX["skipped"]] > 0) & (scale < LOWEST_LOSS_SCALE)
+        found = np.where(np.isnan(scale), bad.any(axis=1), collapsed)
+        if found.any():
+            self.not_finite_step = int(rows[found.argmax(), INDEX["step"]])
+
+    def _first_skipped(self, rows: Rows) -> list[Event]:
+        """The note of the first step that a loss scale had skipped."""
+        skipped = rows[:, INDEX["skipped"]] > 0
+        if self._skipped or not skipped.any():
+            return []
+        self._skipped = True
+        first = Sample(*rows[skipped.argmax()].tolist())
+        why = f"its gradients overflowed; the loss scale is {first.loss_scale:,.10g}"
+        text = f"step {first.step:.0f} was skipped: {why}"
+        return [Event("note", int(first.step), first.time_s, text)]
+
+    def _write(self) -> None:
+        """Hands the backlog to the sinks, as far as they take it."""
+        with self._writing:
+            for outlet in self._outlets:
+                for text in outlet.write(self._lock):
+                    self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        with self._lock:
+            step, time_s = self._recent.rows()[-1, :2].tolist() if self._count else (0.0, 0.0)
+        self.event(Event("warning", int(step), time_s, text))
+
+
+def _rows(samples: Sequence[Sample]) -> Rows:
+    values = [_values(sample) for sample in samples]
+    rows = np.empty((len(values), len(COLUMNS)))
+    if not values:
+        return rows
+    columns = list(zip(*values, strict=True))
+    for name in _TENSORS:
+        columns[INDEX[name]] = tuple(numbers(columns[INDEX[name]]))
+    rows[:] = np.array(columns, dtype=np.float64).T
+    return rows
+
+
+def numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
+    """Floats of floats and 0-d tensors; those on a device are fetched together, in one wait."""
+    if set(map(type, values)) <= {float, int}:  # as a CPU's are
+        return list(map(float, values))
+    on_device = [i for i, value in enumerate(values) if _on_device(value)]
+    out: list[Any] = list(values)
+    if on_device:
+        import torch
+
+        fetched = torch.stack([out[i].detach().float() for i in on_device]).tolist()
+        for i, value in zip(on_device, fetched, strict=True):
+            out[i] = value
+    return [float(value) for value in out]
+
+
+def _on_device(value: object) -> bool:
+    # That of numpy's numbers is a string.
+    return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"

@@ -1,0 +1,1 @@
+"""The magics %ort and %%ort."""

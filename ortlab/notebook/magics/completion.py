@@ -1,0 +1,178 @@
+"""What the Tab key offers after ``%ort``: commands, options, choices and the user's own names."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from IPython.core.completer import (
+    CompletionContext,
+    SimpleCompletion,
+    SimpleMatcherResult,
+    context_matcher,
+)
+from IPython.core.interactiveshell import InteractiveShell
+
+from ortlab.engines.wrapped_models import is_model
+from ortlab.history import sqlite_index
+from ortlab.notebook.magics.commands import COMMANDS, HELP, WRAP, Command, Option
+from ortlab.session import session
+
+_LINE = re.compile(r"^\s*(?:[^#\"']*=\s*)?%ort\s+(.*)$")
+_CELL = re.compile(r"^%%ort\s+(.*)$")
+_NO_LOADER = (str, bytes, Mapping, type, types.ModuleType, types.FunctionType)
+
+
+class Names:
+    """The user's own names by what they hold."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+
+    def sizes(self, model: str) -> list[str]:
+        """The beginnings of sizes that a batch of the wrapped model of this name has: "batch="."""
+        try:
+            found = session.memory_plan(self._shell.user_ns[model]).dims
+        except (KeyError, ValueError):  # nothing is offered for what has no graph yet
+            return []
+        return [f"{dim}=" for dim in found]
+
+    def plans(self, model: str) -> list[str]:
+        """What the wrapped model of this name can compute again: "layers" and so on, and "off"."""
+        try:
+            found = session.recompute_plans(self._shell.user_ns[model]).names
+        except (KeyError, ValueError):
+            return ["off"]
+        return ["off", "layers", *found] if found else ["off"]
+
+    def of(self, kind: str) -> list[str]:
+        """The names of every `kind`: model, wrapped, loader, batch, loss, run, kept, target, or
+        resumable, what `%ort resume` takes.
+
+        Of workers it is the word that may stand for their number.
+        """
+        if kind == "workers":
+            return ["stop"]
+        if kind == "run":
+            runs = [run.name for run in session.runs if not run.over()]
+            runs += [run.name for run in session.trainers if not run.over()]
+            return runs + [search.name for search in session.searches if not search.over()]
+        if kind == "resumable":
+            return self.of("run") + [
+                entry.name
+                for entry in reversed(sqlite_index.entries())
+                if entry.state in ("interrupted", "stopped", "failed") and entry.can_go_on
+            ]
+        if kind == "kept":
+            return [entry.name for entry in reversed(sqlite_index.entries())]
+        if kind == "target":
+            return [*self.of("model"), *(run.name for run in session.runs if not run.over())]
+        holds: dict[str, Callable[[Any], bool]] = {
+            "model": is_model,
+            "wrapped": lambda value: session.wrapped.entry(value) is not None,
+            "loader": _is_loader,
+            "batch": _is_batch,
+            "loss": _is_loss,
+        }
+        hidden = self._shell.user_ns_hidden
+        return [
+            name
+            for name, value in list(self._shell.user_ns.items())
+            if not name.startswith("_") and name not in hidden and holds[kind](value)
+        ]
+
+
+def _is_loader(value: object) -> bool:
+    if isinstance(value, _NO_LOADER) or is_model(value) or _is_tensor(value):
+        return False
+    kind = type(value)
+    return hasattr(kind, "__iter__") or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
+
+
+def _is_batch(value: object) -> bool:
+    """A tensor, or a dictionary, tuple or list with tensors in it."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        return any(map(_is_tensor, value))
+    return _is_tensor(value)
+
+
+def _is_tensor(value: object) -> bool:
+    return hasattr(type(value), "__array__")
+
+
+def _is_loss(value: object) -> bool:
+    if isinstance(value, types.FunctionType):
+        return True
+    return is_model(value) and not any(p.requires_grad for p in value.parameters())
+
+
+def matcher(names: Names) -> Callable[[CompletionContext], SimpleMatcherResult]:
+    """A matcher for ``Completer.custom_matchers``; in other lines it offers nothing."""
+
+    @context_matcher()  # type: ignore[untyped-decorator]
+    def ort_matcher(context: CompletionContext) -> SimpleMatcherResult:
+        found = offers(context.text_until_cursor, names)
+        return {
+            "completions": [SimpleCompletion(text=text, type="magic") for text in found],
+            "suppress": bool(found),
+        }
+
+    complete: Callable[[CompletionContext], SimpleMatcherResult] = ort_matcher
+    return complete
+
+
+def offers(text: str, names: Names) -> list[str]:
+    """What may follow `text`, the line before the cursor: its last word, completed."""
+    cell, line = _CELL.match(text), _LINE.match(text)
+    match = cell or line
+    if match is None:
+        return []
+    *words, last = match[1].split(" ") if match[1] else [""]
+    words = [word for word in words if word]
+    command: Command | None = WRAP
+    if line:
+        if not words:
+            return _starting(last, COMMANDS)
+        command = COMMANDS.get(words.pop(0))
+    if command is None:
+        return []
+    option = command.options.get(words[-1]) if words else None
+    if option is not None and not (option.is_switch and last.startswith("-")):
+        return _starting(last, _values(option, names, words))
+    if last.startswith("-"):
+        return _starting(last, (flag for flag in (*command.options, HELP[0]) if flag not in words))
+    return _starting(last, _words(command, words, names))
+
+
+def _values(option: Option, names: Names, words: list[str]) -> list[str]:
+    if option.kind == "plan":
+        return names.plans(words[0])
+    return [*option.choices, *(names.of(option.kind) if option.kind else ())]
+
+
+def _words(command: Command, words: list[str], names: Names) -> Iterable[str]:
+    """The names that may stand at the next place of `command`."""
+    before = []
+    follows_flag = False
+    for word in words:
+        if not word.startswith("-") and not follows_flag:
+            before.append(word)
+        follows_flag = word in command.options
+    places = command.positionals
+    many = bool(places) and places[-1].nargs in ("*", "+")
+    at = min(len(before), len(places) - 1) if many else len(before)
+    if at >= len(places):
+        return ()
+    if places[at].kind == "size":
+        return names.sizes(before[0])
+    kind = places[at].kind
+    offered = places[at].choices or (names.of(kind) if kind else ())
+    return (name for name in offered if name not in before)
+
+
+def _starting(start: str, words: Iterable[str]) -> list[str]:
+    return [word for word in words if word.startswith(start)]

@@ -1,0 +1,1 @@
+"""Views that need no browser: plain text and images."""

@@ -1,0 +1,284 @@
+"""A run as one static picture: what stays in a saved notebook and on a printed page.
+
+Drawn without pyplot, which keeps global state and is not safe in threads.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from ortlab.metrics import rank_metrics
+from ortlab.metrics.recorder import INDEX
+from ortlab.metrics.setting_changes import Change, changes
+from ortlab.notebook.static_views import drawing, plain_text, rank_picture
+from ortlab.notebook.static_views.drawing import draws
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+    from ortlab.metrics.recorder import Column, Recorder, Rows, Status, Watched
+
+WIDTH_IN = 10.0
+CHART_IN = 2.4  # a row of charts with titles and labels
+BELOW_IN = 0.55  # the bar of a step's time
+LINE_IN = 0.24  # of the heading
+DPI = 192
+TEXT = "#7a7a7a"  # 4.3:1 on white, 4.4:1 on JupyterLab's dark #111111
+GRID = "#80808040"
+COLOURS = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4", "#c9a227", "#d1495b")
+FONT = 9.5
+LINE = 125  # characters that fit
+ERROR_LINES = 3
+CHANGES = 8  # that the heading tells of, the last ones
+CHANGE_LINES = 3  # for each
+MARKS_IN_ROW = 20  # whose numbers stand beside one another in a chart
+MARK_ROWS = 4
+MARK = "#8c62d9"  # 4.3:1 on white, 4.4:1 on #111111
+
+
+@draws
+def png(watched: Watched) -> bytes:
+    """The four charts, the split of a step's time, the ranks and the final numbers."""
+    status = watched.status()
+    rows = watched.recorder.rows()
+    rows = plain_text.with_rates(rows, plain_text.smoothing(len(rows)))
+    changed = changes(watched.recorder)
+    heading = _heading(watched, status, rows, changed)
+    # Every place is fixed, in inches from below: a layout engine draws all of it once more.
+    standing = rank_metrics.standing(watched.recorder, rank_metrics.trained_under(watched))
+    below = BELOW_IN + rank_picture.height_in(standing)
+    width, height = WIDTH_IN, below + 2 * CHART_IN + LINE_IN * len(heading)
+    figure = Figure(figsize=(width, height), dpi=DPI)
+    canvas = FigureCanvasAgg(figure)
+
+    def place(left: float, bottom: float, wide: float, high: float) -> Axes:
+        return figure.add_axes((left / width, bottom / height, wide / width, high / height))
+
+    top = below + 2 * CHART_IN
+    for index, line in enumerate(heading):
+        _write(figure, 0.1 / width, (top + (len(heading) - index - 0.5) * LINE_IN) / height, line)
+    for index, name in enumerate(plain_text.TITLES):
+        row, column = divmod(index, 2)
+        left, bottom = column * width / 2 + 0.7, top - (row + 1) * CHART_IN + 0.5
+        axes = place(left, bottom, width / 2 - 1.4, CHART_IN - 0.85)
+        _draw(axes, name, rows, watched.recorder)
+        _mark(axes, changed)
+    _split(place(0.1, below - BELOW_IN + 0.1, width - 0.2, 0.14), rows)
+    if standing.ranks:
+        axes = place(0.0, 0.0, width, below - BELOW_IN)
+        rank_picture.draw(axes, standing, watched.recorder, text=TEXT, font=FONT)
+    return drawing.png(canvas)
+
+
+def summary(recorder: Recorder, rows: Rows) -> str:
+    """The final numbers in one line: loss, speed, peak memory."""
+    parts = []
+    if len(losses := plain_text.known(rows, "loss")):
+        parts.append(f"loss {plain_text.number(losses[-1], digits=3)}")
+    for column in plain_text.known_columns("throughput", rows):
+        rate = plain_text.overall(recorder, column.name)
+        parts.append(f"{plain_text.number(rate, digits=3)} {column.unit}")
+    for name, label in (("cuda_peak_bytes", "CUDA peak"), ("peak_bytes", "peak memory")):
+        if len(values := plain_text.known(rows, name)):
+            parts.append(f"{label} {plain_text.memory(float(values.max()))}")
+    return " · ".join(parts)
+
+
+def _heading(
+    watched: Watched, status: Status, rows: Rows, changed: list[Change]
+) -> list[tuple[str, str, str]]:
+    """Lines of text with their colour and weight; no line is longer than fits."""
+    badges, plain = " · ".join(status.badges), replace(status, badges=())
+    lines = [
+        (plain_text.headline(watched.title, plain), TEXT, "bold"),
+        (badges, COLOURS[1], "bold"),
+        (summary(watched.recorder, rows), TEXT, "normal"),
+        *((line, TEXT, "normal") for line in status.lines),
+        *((line, TEXT, "normal") for line in _told(changed)),
+        *((line, COLOURS[5], "normal") for line in (status.error or "").splitlines()[:ERROR_LINES]),
+    ]
+    return [(text[:LINE], colour, weight) for text, colour, weight in lines if text]
+
+
+def _told(changed: list[Change]) -> list[str]:
+    """What the numbers at the marks stand for: the last changes, in lines that fit."""
+    left = len(changed) - CHANGES
+    lines = [f"changes 1 to {left} are in the run's metrics"] if left > 0 else []
+    for change in changed[-CHANGES:]:
+        lines += textwrap.wrap(
+            f"[{change.number}] {plain_text.said(change)}",
+            LINE,
+            subsequent_indent="    ",
+            max_lines=CHANGE_LINES,
+            placeholder=" …",
+        )
+    return lines
+
+
+def _write(figure: Figure, x: float, y: float, line: tuple[str, str, str]) -> None:
+    text, colour, weight = line
+    figure.text(
+        x,
+        y,
+        text,
+        color=colour,
+        weight=weight,
+        fontsize=FONT + 0.5,
+        verticalalignment="center",
+        parse_math=False,  # names and errors are the user's: a $ is a $
+    )
+
+
+def _style(axes: Axes) -> None:
+    axes.tick_params(colors=TEXT, labelsize=FONT, length=3)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(GRID)
+
+
+def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
+    """One chart. A second unit gets an axis of its own on the right."""
+    axes.grid(color=GRID, linewidth=0.6)
+    steps = rows[:, INDEX["step"]]
+    columns = plain_text.known_columns(name, rows)
+    sides: dict[str, Axes] = {}
+    lines: list[Line2D] = []
+    for colour, column in zip(COLOURS, columns, strict=False):
+        if column.unit not in sides:
+            sides[column.unit] = axes if not sides else axes.twinx()
+        values = rows[:, INDEX[column.name]] / _size(name, columns, rows)
+        known = np.isfinite(values)
+        lines += sides[column.unit].plot(
+            steps[known],
+            values[known],
+            color=colour,
+            label=column.label,
+            linewidth=1.2 if lines else 2.2,  # the first shows below one that runs on top of it
+            marker="o" if known.sum() <= 2 else None,  # a line of one point is not seen
+            markersize=3,
+        )
+    if name == "loss":
+        lines += _evaluations(axes, recorder)
+    left, right = plain_text.TITLES[name], ""
+    for index, (unit, side) in enumerate((sides or {"": axes}).items()):
+        _style(side)
+        if unit:
+            shown = _unit(columns, rows) if unit == "B" else unit
+            left, right = (left, shown) if index else (f"{left} ({shown})", right)
+        side.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain_text.number(value)))
+        if name != "loss" and lines:
+            # More room above the second: samples and tokens would lie on one another.
+            side.set_ylim(0, (1.4 if index else 1.08) * side.dataLim.y1 or 1)
+    # With a place of their own: to find one, all of the axes are measured.
+    axes.set_title(left, color=TEXT, fontsize=FONT + 0.5, loc="left", y=1.0)
+    axes.set_title(right, color=TEXT, fontsize=FONT + 0.5, loc="right", y=1.0)
+    axes.set_xlabel("step", color=TEXT, fontsize=FONT)
+    if not lines:
+        axes.text(0.5, 0.5, "no values", color=TEXT, ha="center", transform=axes.transAxes)
+    elif len(lines) > 1:
+        axes.legend(handles=lines, fontsize=FONT - 0.5, labelcolor=TEXT, frameon=False)
+
+
+def _mark(axes: Axes, changed: list[Change]) -> None:
+    """A dashed line at each change with its number: lower, where it would touch the one before."""
+    low, high = axes.get_xlim()
+    ends = [-np.inf] * MARK_ROWS  # where the last number of each row ends
+    for change in changed:
+        at = min(max(change.step, low), high)
+        axes.axvline(at, color=MARK, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1.5)
+        row = next((row for row, end in enumerate(ends) if at >= end), None)
+        if row is None:
+            continue
+        ends[row] = at + (high - low) / MARKS_IN_ROW
+        axes.annotate(
+            str(change.number),
+            (at, 1.0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, -2 - 1.2 * row * FONT),
+            textcoords="offset points",
+            horizontalalignment="center",
+            verticalalignment="top",
+            color="#ffffff",
+            fontsize=FONT - 2,
+            weight="bold",
+            bbox={"boxstyle": "round,pad=0.2", "facecolor": MARK, "edgecolor": "none"},
+            zorder=4,
+        )
+    axes.set_xlim(low, high)
+
+
+def _unit(columns: list[Column], rows: Rows) -> str:
+    """The binary unit in which all of a chart reads well."""
+    at = [INDEX[column.name] for column in columns]
+    return "GiB" if at and np.nanmax(rows[:, at]) >= plain_text.GIB else "MiB"
+
+
+def _size(name: str, columns: list[Column], rows: Rows) -> int:
+    if name != "memory":
+        return 1
+    return plain_text.GIB if _unit(columns, rows) == "GiB" else plain_text.MIB
+
+
+def _evaluations(axes: Axes, recorder: Recorder) -> list[Line2D]:
+    points = [
+        (event.step, event.values["loss"])
+        for event in recorder.events("eval")
+        if np.isfinite(event.values.get("loss", np.nan))
+    ]
+    if not points:
+        return []
+    steps, losses = zip(*points, strict=True)
+    return axes.plot(
+        steps,
+        losses,
+        color=COLOURS[1],
+        label="evaluation",
+        linewidth=1.2,
+        linestyle="--",
+        marker="o",
+        markersize=3.5,
+    )
+
+
+def _split(axes: Axes, rows: Rows) -> None:
+    """Where the time of a step goes: the means of the whole run, as one bar."""
+    axes.set_axis_off()
+    parts = plain_text.split(rows)
+    if not parts:
+        return
+    left = 0.0
+    for colour, (label, value) in zip(COLOURS, parts.items(), strict=False):
+        axes.barh(
+            0, value, left=left, color=colour, label=f"{label} {plain_text.milliseconds(value)}"
+        )
+        left += value
+    axes.set_xlim(0, left)
+    axes.set_title(
+        f"Step time {plain_text.milliseconds(left)}",
+        color=TEXT,
+        fontsize=FONT + 0.5,
+        loc="left",
+        y=1.0,
+    )
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=len(parts),
+        handlelength=1.0,
+        columnspacing=1.2,
+        fontsize=FONT - 0.5,
+        labelcolor=TEXT,
+        frameon=False,
+        borderaxespad=0.0,
+    )

@@ -1,0 +1,217 @@
+"""A run in words and small bars: for terminals, saved notebooks without pictures, and captions."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ortlab.metrics import rank_metrics
+from ortlab.metrics.recorder import COLUMNS, INDEX, Column
+from ortlab.metrics.setting_changes import Change, changes
+
+if TYPE_CHECKING:
+    from ortlab.metrics.recorder import Recorder, Rows, Status, Watched
+
+GIB = 1024**3
+MIB = 1024**2
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 32  # bars in a line
+TITLES = {
+    "loss": "Loss",
+    "throughput": "Throughput",
+    "memory": "Memory",
+    "lr": "Learning rate",
+}
+"""The charts, in the order in which they are shown."""
+
+Values = npt.NDArray[np.float64]
+"""One column of a series."""
+
+
+def text(watched: Watched) -> str:
+    """The run as plain text: a headline, then a line of bars for every number that it has."""
+    status = watched.status()
+    rows = with_rates(watched.recorder.rows())
+    lines = [headline(watched.title, status), *status.lines]
+    lines += [f"change {change.number}, {said(change)}" for change in changes(watched.recorder)]
+    for column in (column for chart in TITLES for column in known_columns(chart, rows)):
+        values = known(rows, column.name)
+        if column.chart == "memory":
+            tail = f"highest {memory(float(values.max()))}"
+        elif column.chart == "throughput":
+            tail = f"{number(overall(watched.recorder, column.name), digits=3)} over all"
+        else:
+            tail = f"{number(values[0])} → {number(values[-1])}"
+        lines.append(f"{column.label:<20} {bars(values):<{WIDTH}} {tail}")
+    if parts := split(rows):
+        whole = milliseconds(sum(parts.values()))
+        each = ", ".join(f"{label} {milliseconds(value)}" for label, value in parts.items())
+        lines.append(f"step time {whole}: {each}")
+    if watched.recorder.ranks:
+        lines += repr(
+            rank_metrics.table(watched.recorder, rank_metrics.trained_under(watched))
+        ).splitlines()
+    if status.error:
+        lines.append(status.error)
+    return "\n".join(lines)
+
+
+def headline(title: str, status: Status) -> str:
+    """One line: what runs, how far it is, how long it takes still."""
+    parts = [title, status.state]
+    if status.total_steps:
+        share = status.step / status.total_steps
+        parts.append(f"step {status.step:,} of {status.total_steps:,} ({share:.0%})")
+    else:
+        parts.append(f"step {status.step:,}")
+    parts.append(duration(status.elapsed_s))
+    if status.left_s is not None and status.left_s > 0:
+        parts.append(f"{duration(status.left_s)} left")
+    return " · ".join([*parts, *(f"[{badge}]" for badge in status.badges)])
+
+
+def said(change: Change) -> str:
+    """A change of settings in one line: what, after which step, its cost, before → after."""
+    cost = f"cost {milliseconds(1e3 * change.cost_s)}" if change.cost_s else "free"
+    parts = [f"step {change.step:,}: {change.text}", cost]
+    for (before, after), show, unit in (
+        (change.samples_per_s, lambda rate: number(rate, digits=3), "samples/s"),
+        (change.memory_bytes, memory, "memory"),
+    ):
+        if math.isfinite(before) or math.isfinite(after):
+            pair = (show(value) if math.isfinite(value) else "…" for value in (before, after))
+            parts.append(f"{unit} {' → '.join(pair)}")
+    return " · ".join(parts)
+
+
+def progress(watched: Watched) -> str:
+    """The headline with the newest numbers, for a terminal."""
+    line = headline(watched.title, watched.status())
+    last = watched.recorder.last
+    if last is None:
+        return line
+    parts = [line, f"loss {number(float(last.loss))}"]
+    for name in ("samples_per_s", "tokens_per_s", "rss_bytes"):
+        value = getattr(last, name)
+        if not math.isnan(value):
+            parts.append(with_unit(value, COLUMNS[INDEX[name]]))
+    return " · ".join(parts)
+
+
+def known_columns(chart: str, rows: Rows) -> list[Column]:
+    """The columns of a chart that have a value in `rows`."""
+    return [column for column in COLUMNS if column.chart == chart and len(known(rows, column.name))]
+
+
+def known(rows: Rows, name: str) -> Values:
+    """The values of a column that are known, in order."""
+    values = rows[:, INDEX[name]]
+    return values[np.isfinite(values)]
+
+
+_RATES = [INDEX["samples_per_s"], INDEX["tokens_per_s"]]
+_AMOUNTS = [INDEX["samples"], INDEX["tokens"]]
+
+
+def with_rates(rows: Rows, window: int = 1) -> Rows:
+    """`rows` with each rate as the samples of the last `window` rows over the time of their steps.
+
+    A mean of rates, which is what rows of several merged steps have, counts quick steps too much.
+    """
+    out = rows.copy()
+    time_ms = _summed(rows[:, [INDEX["step_ms"]]], window)
+    rates, amounts = rows[:, _RATES], rows[:, _AMOUNTS]
+    known = np.isfinite(rates) & np.isfinite(amounts) & (time_ms > 0)
+    out[:, _RATES] = np.divide(1e3 * _summed(amounts, window), time_ms, out=rates, where=known)
+    return out
+
+
+def overall(recorder: Recorder, rate: str) -> float:
+    """The rate of a whole run: all samples (or tokens) over the time of all steps."""
+    return 1e3 * recorder.total(rate.removesuffix("_per_s")) / recorder.total("step_ms")
+
+
+def _summed(values: Values, window: int) -> Values:
+    values = np.where(np.isfinite(values), values, 0.0)
+    if window == 1:
+        return values
+    total: Values = np.cumsum(values, axis=0)
+    total[window:] = total[window:] - total[:-window]
+    return total
+
+
+def smoothing(count: int) -> int:
+    """How many of `count` rows a rate is taken over, so that a chart of it can be read."""
+    return max(1, count // 50)
+
+
+def split(rows: Rows) -> dict[str, float]:
+    """Mean milliseconds of a step by part; "other" is what no part covers. Empty when unknown.
+
+    Communication is none of them: it goes on during the others.
+    """
+    columns = {column.name: column.label for column in known_columns("time", rows)}
+    columns.pop("communication_ms", None)
+    if "step_ms" not in columns:
+        return {}
+    means = {name: float(known(rows, name).mean()) for name in columns}
+    whole = means.pop("step_ms")
+    parts = {columns[name]: value for name, value in means.items()}
+    rest = whole - sum(parts.values())
+    return {**parts, "other": rest} if rest > 0.02 * whole else parts
+
+
+def bars(values: Values) -> str:
+    """At most `WIDTH` bars from the lowest to the highest value; zero is not the base."""
+    means = np.array([part.mean() for part in np.array_split(values, min(WIDTH, len(values)))])
+    spread = np.ptp(means)
+    if spread <= 1e-9 * np.abs(means).max():
+        return BARS[3] * len(means)
+    heights = ((means - means.min()) / spread * (len(BARS) - 1)).round().astype(int)
+    return "".join(BARS[height] for height in heights)
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Significant digits, thousands separated; no zeros at the end."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size >= 1e7 or 0 < size < 1e-3:
+        return exponent(value)
+    decimals = max(0, digits - 1 - math.floor(math.log10(size))) if size else 0
+    shown = f"{value:,.{decimals}f}"
+    return shown.rstrip("0").rstrip(".") if decimals else shown
+
+
+def exponent(value: float) -> str:
+    """0.00005 is 5e-5."""
+    mantissa, _, power = f"{value:.2e}".partition("e")
+    return f"{float(mantissa):g}e{int(power)}" if value else "0"
+
+
+def memory(size_bytes: float) -> str:
+    """Bytes in GiB or MiB."""
+    return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.0f} MiB"
+
+
+def milliseconds(value: float) -> str:
+    """7.25 ms, 1.2 s."""
+    return f"{number(value / 1000, 3)} s" if value >= 1000 else f"{number(value, 3)} ms"
+
+
+def duration(seconds: float) -> str:
+    """7 s, 1:05, 2:03:04."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def with_unit(value: float, column: Column) -> str:
+    """A value of a column as a person reads it."""
+    return memory(value) if column.unit == "B" else f"{number(value, 3)} {column.unit}"

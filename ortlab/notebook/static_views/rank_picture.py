@@ -1,0 +1,154 @@
+"""The ranks of a run in its static picture: a row for each, as the live charts have them."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from ortlab.metrics.rank_metrics import PARTS, lines, milliseconds
+from ortlab.notebook.static_views import plain_text
+from ortlab.utils.process_memory import memory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from ortlab.metrics.rank_metrics import Rank, Standing, Values
+    from ortlab.metrics.recorder import Recorder
+
+ROW_IN: Final = 0.28
+HEAD_IN: Final = 0.5  # the title with its legend, and the heads of the columns
+NOTE_IN: Final = 0.22
+MARGIN_IN: Final = 0.12
+MOST: Final = 16
+"""Ranks that are drawn; a note says how many more there are."""
+POINTS: Final = 60
+LINE: Final = 145  # letters of a note that fit
+PARTS_COLOURS: Final = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4")
+WAITED: Final = "#c9a227"
+TRACK: Final = "#808080"
+WARN: Final = "#b96410"  # 4.2:1 on white, 4.4:1 on #111111
+# Inches from the left: where a column begins, and how wide its line or bar is.
+NAME, LOSS, RATE, STEP, SHARE, MEMORY = 0.1, 1.45, 3.2, 4.95, 5.75, 7.5
+WIDE: Final = 0.95
+STACK: Final = 1.6
+GAP: Final = 0.07
+
+
+def height_in(standing: Standing) -> float:
+    """Inches that the ranks take; 0 without any."""
+    if not standing.ranks:
+        return 0.0
+    return (
+        MARGIN_IN + HEAD_IN + ROW_IN * len(standing.ranks[:MOST]) + NOTE_IN * len(_notes(standing))
+    )
+
+
+def draw(axes: Axes, standing: Standing, recorder: Recorder, *, text: str, font: float) -> None:
+    """Draws them into `axes`, an inch of whose page is 1, in letters of colour `text`."""
+    height = height_in(standing)
+    axes.set_axis_off()
+    axes.set_xlim(0, 10)
+    axes.set_ylim(0, height)
+
+    def write(x: float, y: float, words: str, colour: str = text, weight: str = "normal") -> None:
+        axes.text(
+            x,
+            y,
+            words,
+            color=colour,
+            weight=weight,
+            fontsize=font - 0.5,
+            verticalalignment="center",
+            parse_math=False,
+        )
+
+    top = height - MARGIN_IN - 0.1
+    write(NAME, top, "Workers", weight="bold")
+    legend = [
+        *zip(PARTS.values(), PARTS_COLOURS, strict=True),
+        ("communication", WAITED),
+    ]
+    x = LOSS
+    for label, colour in legend:
+        axes.add_patch(Rectangle((x, top - 0.05), 0.1, 0.1, color=colour, linewidth=0))
+        write(x + 0.16, top, label)
+        x += 0.35 + 0.075 * len(label)
+    heads = (LOSS, "loss"), (RATE, "samples/s"), (STEP, "step"), (SHARE, "communication")
+    for x, label in (*heads, (MEMORY, "memory")):
+        write(x, top - 0.24, label)
+    shown = standing.ranks[:MOST]
+    drawn = lines(recorder, POINTS)
+    most = max((rank.peak for rank in shown if math.isfinite(rank.peak)), default=0.0)
+    middle = top - 0.24 - ROW_IN
+    for rank, loss, rate in zip(shown, drawn.loss, drawn.samples_per_s, strict=False):
+        faint = 1.0 if rank.current and standing.until is None else 0.5
+        name = f"rank {rank.rank}"
+        write(NAME, middle, name, weight="bold")
+        if rank.remark:
+            mark = f"▲ {rank.remark}" if rank.slowest else rank.remark
+            write(NAME + 0.52, middle, mark, WARN if rank.slowest else text)
+        _line(axes, LOSS, middle, loss, drawn.loss, PARTS_COLOURS[0], from_zero=False)
+        _line(axes, RATE, middle, rate, drawn.samples_per_s, PARTS_COLOURS[2], from_zero=True)
+        write(LOSS + WIDE + GAP, middle, plain_text.number(rank.loss))
+        write(RATE + WIDE + GAP, middle, plain_text.number(rank.samples_per_s, 3))
+        write(STEP, middle, milliseconds(rank.step_ms))
+        _bar(axes, SHARE, middle, WIDE, TRACK, 0.25)
+        if math.isfinite(rank.communication):
+            _bar(axes, SHARE, middle, WIDE * min(1.0, rank.communication), WAITED, faint)
+            write(SHARE + WIDE + GAP, middle, f"{rank.communication:.0%}")
+        _stack(axes, middle, rank, most, faint)
+        if math.isfinite(rank.peak):
+            write(MEMORY + STACK + GAP, middle, memory(rank.peak))
+        middle -= ROW_IN
+    for note in _notes(standing):
+        middle += (ROW_IN - NOTE_IN) / 2
+        write(NAME, middle, note)
+        middle -= (ROW_IN + NOTE_IN) / 2
+
+
+def _notes(standing: Standing) -> list[str]:
+    more = len(standing.ranks) - MOST
+    notes = [f"and {more} more ranks"] if more > 0 else []
+    return [line for note in (*notes, *standing.notes()) for line in textwrap.wrap(note, LINE)]
+
+
+def _line(
+    axes: Axes,
+    left: float,
+    middle: float,
+    own: Values,
+    of_all: Values,
+    colour: str,
+    *,
+    from_zero: bool,
+) -> None:
+    known = of_all[np.isfinite(of_all)]
+    if not len(known):
+        return
+    low = 0.0 if from_zero else float(known.min())
+    spread = float(known.max()) - low or 1.0
+    x = left + WIDE * np.arange(len(own)) / max(len(own) - 1, 1)
+    y = middle + ROW_IN * 0.7 * ((own - low) / spread - 0.5)
+    marker = "o" if np.isfinite(own).sum() == 1 else None
+    axes.plot(x, y, color=colour, linewidth=1.1, marker=marker, markersize=2)
+
+
+def _bar(
+    axes: Axes, left: float, middle: float, wide: float, colour: str, faint: float = 1.0
+) -> None:
+    corner = (left, middle - 0.05)
+    axes.add_patch(Rectangle(corner, wide, 0.1, color=colour, linewidth=0, alpha=faint))
+
+
+def _stack(axes: Axes, middle: float, rank: Rank, most: float, faint: float) -> None:
+    """What its memory is split into; the widest of all ranks is as wide as there is room."""
+    left = MEMORY
+    for part, colour in zip(PARTS, PARTS_COLOURS, strict=True):
+        size = getattr(rank, part)
+        if most and math.isfinite(size):
+            _bar(axes, left, middle, STACK * size / most, colour, faint)
+            left += STACK * size / most

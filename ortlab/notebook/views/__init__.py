@@ -1,0 +1,1 @@
+"""Live views: widgets of runs, graphs, settings and searches."""

@@ -1,0 +1,1 @@
+"""Plans of memory that need no training."""

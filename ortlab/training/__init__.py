@@ -1,0 +1,1 @@
+"""Training runs: the steps, what watches over them and what they keep."""

@@ -1,0 +1,125 @@
+"""Which checkpoints of a run stay, and the thread that writes them while the run goes on.
+
+``last-N`` are the last ones, N the step; ``best`` is that of the best evaluation. Each is written
+beside its name and takes its place when it is on the disk, and only then an older one goes: what a
+crash or a full disk leaves is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ortlab.checkpoint.checkpoint import Checkpoint
+from ortlab.history.run_folder import RunFolder
+from ortlab.utils.threads import Thread
+
+LAST: Final = "last"
+BEST: Final = "best"
+
+
+class Keeping:
+    """Writes the checkpoints of the run in `folder`, and takes away those that are too many.
+
+    `first` is called before each is written: the run's metrics are to be as far as it is. `tell`
+    takes the kind and the text of an event. Of what comes while another one is being written the
+    newest is kept in memory, and the disk gets that next.
+    """
+
+    def __init__(
+        self, folder: RunFolder, *, first: Callable[[], object], tell: Callable[[str, str], object]
+    ) -> None:
+        self._folder = folder
+        self._first = first
+        self._tell = tell
+        self._last: list[Path] = []
+        self._waiting: dict[str, tuple[Checkpoint, int]] = {}
+        self._trouble: str | None = None
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the last one could not be written, in a line; None where it was."""
+        return self._trouble
+
+    @property
+    def newest(self) -> Path | None:
+        """The last one that is on the disk; None before the first."""
+        return self._last[-1] if self._last else None
+
+    def keep(self, taken: Checkpoint, many: int) -> None:
+        """Has `taken` written, as one of the last `many`; returns at once."""
+        self._ask(LAST, taken, many)
+
+    def keep_best(self, taken: Checkpoint) -> None:
+        """Has `taken` written in the place of the best one before; returns at once."""
+        self._ask(BEST, taken, 1)
+
+    def place(self, name: str, taken: Checkpoint) -> Path:
+        """A file in the run's folder, or a folder there for the shards of several ranks."""
+        file = self._folder.checkpoint_path(name)
+        return file if taken.shards is None else file.with_suffix("")
+
+    def trim(self, many: int) -> None:
+        """Takes away the oldest of the last ones until there are `many`."""
+        while len(self._last) > many:
+            remove(self._last.pop(0))
+
+    def close(self) -> None:
+        """Writes what waits, and ends the thread. Twice is fine."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _ask(self, name: str, taken: Checkpoint, many: int) -> None:
+        with self._changed:
+            self._waiting[name] = (taken, many)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = Thread(self._work, name="ortlab-checkpoints")
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                name = next(iter(self._waiting))
+                taken, many = self._waiting.pop(name)
+            self._write(name, taken, many)
+            del taken  # which is as large as model and optimizer
+
+    def _write(self, name: str, taken: Checkpoint, many: int) -> None:
+        step = taken.position.step
+        place = self.place(name if name == BEST else f"{name}-{step}", taken)
+        try:
+            self._first()
+            taken.save(place)
+        # A disk that is full, memory that does not suffice: the run goes on, those before are whole
+        # the next one is tried.
+        except Exception as error:  # noqa: BLE001
+            before, self._trouble = self._trouble, f"no checkpoint of step {step}: {error}"
+            if before is None:
+                self._tell("warning", f"{self._trouble}; the run goes on, the next one is tried")
+            return
+        if self._trouble is not None:
+            self._trouble = None
+            self._tell("note", f"checkpoints are kept again: {place.name}")
+        if name == LAST:
+            self._last = [path for path in self._last if path != place] + [place]
+            self.trim(many)
+
+
+def remove(checkpoint: Path) -> None:
+    """Takes a checkpoint away, a file or a folder; nothing where it is gone, or has to stay."""
+    with contextlib.suppress(OSError):  # somebody took it away
+        shutil.rmtree(checkpoint) if checkpoint.is_dir() else checkpoint.unlink()

@@ -1,0 +1,351 @@
+"""The benchmark of the engines, run on tiny models; what it says of them is no matter of speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ortlab
+from ortlab import bench
+from ortlab.bench import interleaved, machine, models, timing
+from ortlab.bench.interleaved import Spread
+from ortlab.bench.result import Difference, EngineBench
+from ortlab.bench.settings import BenchSettings
+from ortlab.engines.base import progress
+from ortlab.engines.ortmodule import compat, graph_cache
+from ortlab.settings import ENGINES, REFERENCE
+from tests.support.readme import speed
+from tests.support.waiting import HANGS_S
+
+MODEL = "bert-256/2x128"
+# One thread: two of them wait for each other wherever a third computes.
+TINY: dict[str, Any] = {"models": MODEL, "rounds": 3, "threads": 1, "device": "cpu", "quick": True}
+NO_ORT = compat.unavailable()
+
+
+def command(*options: str) -> list[str]:
+    given = ["--quick", "--threads", "1", "--device", "cpu", *options]
+    return [sys.executable, "-m", "ortlab.cli", "bench", "engines", *given]
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[list[str]]:
+    """What a benchmark says while it works."""
+    lines: list[str] = []
+    token = progress.set(lines.append)
+    yield lines
+    progress.reset(token)
+
+
+@pytest.fixture(scope="module")
+def measured(told: list[str]) -> EngineBench:
+    """Eager torch and ORT in both precisions; compiling is for one test alone."""
+    return bench.engines(**TINY, engines="eager,ort")
+
+
+def whole(result: EngineBench) -> EngineBench:
+    """As if it were of full models, on a machine that does nothing else."""
+    settings = result.settings.replace(quick=False)
+    return dataclasses.replace(
+        result, settings=settings, machine=dataclasses.replace(result.machine, load=0.0)
+    )
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+def test_every_cell_has_its_figures(measured: EngineBench) -> None:
+    assert [cell.key for cell in measured.cells] == list(measured.settings.cells)
+    for cell in measured.cells:
+        if cell.reason is not None:
+            assert cell.engine == "ort"
+            assert cell.step_ms == ()
+            continue
+        assert len(cell.step_ms) == 3
+        assert all(ms > 0 for ms in cell.step_ms)
+        assert cell.first_step_s is not None
+        assert len(cell.losses) == len(cell.grad_norms) == 1 + interleaved.WARMUP + 3
+        assert not measured.suspect(cell), measured.loss_difference(cell)
+    reference = measured.cell(MODEL, *REFERENCE)
+    assert reference is not None
+    assert measured.speed(reference) == Spread(1, 1, 1)
+
+
+@pytest.mark.skipif(NO_ORT is not None, reason=str(NO_ORT))
+def test_ort_is_exported_anew_for_it(measured: EngineBench) -> None:
+    cell = measured.cell(MODEL, "ort", "fp32")
+    assert cell is not None
+    assert cell.reason is None
+    assert 0 < cell.export_s + cell.check_s < (cell.first_step_s or 0)
+    assert graph_cache.usage().graphs == 0, "it kept what it exported"
+
+
+def test_it_says_how_far_it_is(measured: EngineBench, told: list[str]) -> None:
+    assert f"{MODEL}, model 1 of 1" in told
+    assert f"{MODEL}: first step of eager in bf16" in told
+    assert any(line.startswith(f"{MODEL}: round 3 of 3, about ") for line in told)
+
+
+def test_options_are_of_the_engines_in_ort(measured: EngineBench) -> None:
+    settings = BenchSettings(ort_options="kernels=ort, attention=onnx,triton=on")
+    of_ort, of_eager = (timing._finetune((e, "bf16"), "cpu", settings) for e in ("ort", "eager"))
+    assert (of_ort.kernels, of_ort.attention, of_ort.triton) == ("ort", "onnx", True)
+    assert (of_ort.precision, of_ort.cache) == ("bf16", False)
+    assert of_eager.kernels == "measured"
+    told = dataclasses.replace(measured, settings=settings).markdown()
+    assert "ORT's engines with kernels=ort, attention=onnx, triton=on." in told
+    assert "ORT's engines with" not in measured.markdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("attnetion=fused", "did you mean 'attention'?"),
+        ("attention=fast", "choose from"),
+        ("triton=maybe", "takes on or off"),
+        ("cache=on", "choose from"),
+    ],
+)
+def test_options_that_are_none(options: str, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        bench.engines(**TINY, ort_options=options)
+
+
+def test_it_leaves_the_process_as_it_was() -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    bench.engines(**TINY, engines="eager", precisions="fp32")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == folder
+
+
+def test_turns_are_shuffled_and_repeatable() -> None:
+    keys = list(BenchSettings().cells)
+    orders = list(interleaved.rounds(keys, 40))
+    assert orders == list(interleaved.rounds(keys, 40))
+    assert all(sorted(order) == sorted(keys) for order in orders)
+    assert {order[0] for order in orders} == set(keys)
+    assert {order[-1] for order in orders} == set(keys)
+
+
+def test_all_train_from_the_same_weights_and_keep_them() -> None:
+    race = timing.Race(MODEL, BenchSettings(**TINY, engines="eager"), "cpu")
+    race.run()
+    original, _ = models.build(MODEL, quick=True)
+    assert len(race.lanes) == 2
+    for lane in race.lanes.values():
+        trained = lane.stepper.state_dict()
+        assert trained["optimizer"]["state"], "the optimizer made no step"
+        for name, tensor in original.state_dict().items():
+            assert torch.equal(trained["model"][name], tensor), name
+    race.close()
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_models_have_dropout_and_torchs_attention(name: str) -> None:
+    model, batch = models.build(name, quick=True)
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    dropouts = {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
+    assert dropouts == {0.1}
+    before = model.config.to_dict()
+    assert model(**batch).loss.ndim == 0
+    assert model.config.to_dict() == before, "forward edits the model: it is compiled twice"
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("bert-768", 52.8), ("bert-256/8x64", 11.2), ("gpt2-768", 67.7), ("t5-small", 60.5),
+     ("vit-small", 21.7)],
+)  # fmt: skip
+def test_models_have_the_size_that_they_say(name: str, millions: float) -> None:
+    model, _ = models.build(name)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+# ---- what cannot run -----------------------------------------------------------------------------
+
+
+def test_a_cell_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler, and with an option that ORT refuses here."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("ORTMODULE_USE_TRITON", "1")
+    result = bench.engines(**TINY, precisions="fp32")
+    eager, compiled, ort = (result.cell(MODEL, e, "fp32") for e in ("eager", "compile", "ort"))
+    assert eager is not None
+    assert compiled is not None
+    assert ort is not None
+    assert len(eager.step_ms) == 3
+    assert "C++ compiler" in (compiled.reason or "")
+    assert ort.reason
+    shown = result.markdown()
+    assert f"(1) {compiled.reason}" in shown
+    assert f"(2) {ort.reason}" in shown
+    assert "| not run (2) |" in result.summary()
+
+
+def test_a_cell_that_fails_later_leaves_the_others() -> None:
+    """After the first round that counts a layer of one of the copies fits no longer."""
+    race = timing.Race(MODEL, BenchSettings(**TINY, engines="eager"), "cpu")
+
+    def listen(line: str) -> None:
+        if "round 1 of" in line:
+            broken: Any = race.lanes["eager", "bf16"].stepper
+            broken._module.classifier = torch.nn.Linear(3, 2)
+
+    token = progress.set(listen)
+    race.run()
+    progress.reset(token)
+    others, failed = race.cells()
+    assert len(others.step_ms) == 3
+    assert "shapes cannot be multiplied" in (failed.reason or "")
+    assert failed.step_ms == ()
+    race.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (["--models", "bert-786"], "did you mean 'bert-768'?"),
+        (["--engines", "eager,orrt"], "did you mean 'ort'?"),
+        (["--precisions", "bf17"], "did you mean 'bf16'?"),
+        (["--rounds", "0"], "must be at least 1"),
+        (["--rounds", "many"], "takes a whole number"),
+        (["--json", "no/such/folder/x.json"], "cannot be written"),
+    ],
+)
+def test_refusals(options: list[str], refused: str) -> None:
+    answer = subprocess.run(command(*options), capture_output=True, text=True)
+    assert answer.returncode == 2
+    assert refused in answer.stderr
+    assert "first step" not in answer.stderr
+
+
+def test_refusals_in_python() -> None:
+    with pytest.raises(ValueError, match="did you mean 'rounds'"):
+        bench.engines(round=3)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_all_engines_by_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "engines.json"
+    options = ["--models", MODEL, "--precisions", "fp32", "--rounds", "2", "--json", str(file)]
+    answer = subprocess.run(command(*options), capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    assert "**No benchmark**" in answer.stdout
+    result = EngineBench.from_dict(json.loads(file.read_text()))
+    assert answer.stdout == result.markdown() + "\n"
+    assert [cell.key for cell in result.cells] == [(e, "fp32") for e in ENGINES]
+    for cell in result.cells:
+        if cell.engine in ("eager", "compile") or NO_ORT is None:
+            assert cell.reason is None
+            assert len(cell.step_ms) == 2
+            assert not result.suspect(cell)
+
+
+def test_interrupted() -> None:
+    """Ctrl-C in a round: the rounds before it are told, as JSON alone where that was asked for."""
+    options = ["--models", f"{MODEL},gpt2-768", "--engines", "eager", "--rounds", "100000"]
+    with subprocess.Popen(
+        command(*options, "--json", "-"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if "round 3 of" in line:
+                running.send_signal(signal.SIGINT)
+                break
+        printed, complaints = running.communicate(timeout=HANGS_S)
+    assert running.returncode == 130
+    assert "Traceback" not in complaints
+    result = EngineBench.from_dict(json.loads(printed))
+    assert result.interrupted
+    assert {cell.model for cell in result.cells} == {MODEL}
+    lengths = {len(cell.step_ms) for cell in result.cells}
+    assert len(lengths) == 1
+    assert min(lengths) >= 3
+    assert "**Interrupted**" in result.markdown()
+    assert "not reached" in result.markdown()
+
+
+# ---- what is told --------------------------------------------------------------------------------
+
+
+def test_json_gives_back_the_same(measured: EngineBench) -> None:
+    stored = json.loads(json.dumps(measured.as_dict()))
+    again = EngineBench.from_dict(stored)
+    assert again == measured
+    assert again.markdown() == measured.markdown()
+    derived = stored["cells"][1]["derived"]
+    spread = measured.speed(measured.cells[1])
+    assert spread is None or derived["speed"]["median"] == spread.median
+    with pytest.raises(ValueError, match="form 99"):
+        EngineBench.from_dict(stored | {"form": 99})
+
+
+def test_figures_by_hand(measured: EngineBench) -> None:
+    """Each round is compared by itself: a slow second one of all cells changes no speed."""
+    first, second = measured.cells[0], measured.cells[2]
+    one = dataclasses.replace(first, step_ms=(10.0, 30.0, 10.0), losses=(2.0, 2.0))
+    other = dataclasses.replace(second, step_ms=(5.0, 15.0, 4.0), losses=(2.1, 2.3), reason=None)
+    result = dataclasses.replace(measured, cells=(one, other))
+    assert result.speed(other) == Spread(median=2.0, low=2.0, high=2.25)
+    found = result.loss_difference(other)
+    assert found is not None
+    assert found.mean == pytest.approx(0.1)
+    assert found.error == pytest.approx(0.05)
+
+
+def test_a_wrong_engine_shows(measured: EngineBench) -> None:
+    right = next(cell for cell in measured.cells if cell.key == ("eager", "bf16"))
+    for losses in (tuple(loss * 1.5 for loss in right.losses), (math.nan,) * len(right.losses)):
+        wrong = dataclasses.replace(right, losses=losses)
+        result = dataclasses.replace(measured, cells=(measured.cells[0], wrong))
+        assert result.suspect(wrong)
+        assert "**wrong?**" in result.summary()
+        stored = json.dumps(result.as_dict(), allow_nan=False)
+        assert EngineBench.from_dict(json.loads(stored)).suspect(wrong)
+    assert Difference(0.05, error=0.01).within(1e-3)
+    assert not Difference(0.07, error=0.01).within(1e-3)
+
+
+def test_the_table_of_the_readme(measured: EngineBench, tmp_path: Path) -> None:
+    file = tmp_path / "engines.json"
+    refused = dataclasses.replace(measured.cells[1], reason="it is raining", step_ms=())
+    result = whole(dataclasses.replace(measured, cells=(measured.cells[0], refused)))
+    file.write_text(json.dumps(result.as_dict()))
+    table = speed(file)
+    versions = f"ortlab {ortlab.__version__}, Python 3."
+    for shown in (models.MODELS[MODEL].about, "(1) it is raining", versions, measured.date):
+        assert shown in table
+    assert measured.machine.processor in table
+    file.write_text(json.dumps(measured.as_dict()))
+    with pytest.raises(ValueError, match="quick"):
+        speed(file)
+
+
+def test_a_busy_machine_is_told(measured: EngineBench) -> None:
+    busy = dataclasses.replace(measured.machine, load=3.0)
+    assert "**Busy machine**" in dataclasses.replace(measured, machine=busy).markdown()
+    assert "**Busy machine**" not in whole(measured).markdown()
+
+
+def test_the_machine() -> None:
+    here = machine.machine("cpu")
+    assert here.threads == torch.get_num_threads()
+    assert here.cpus >= 1
+    assert here.processor in str(here)

@@ -1,0 +1,310 @@
+"""A run as a plain script: what torchrun makes of it, and what is written of cells."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ortlab
+from ortlab.metrics.recorder import INDEX
+from ortlab.settings import FinetuneSettings
+from ortlab.training.data_loading import batches
+from tests.support import tiny
+
+TOLERANCE = 1e-5
+SETTINGS = {"lr": 1e-2, "warmup_steps": 3, "clip_norm": 0.5, "max_steps": 50, "seed": 4}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(6, 32), nn.Sequential(nn.Tanh(), nn.LayerNorm(32)), nn.Linear(32, 4)
+    )
+
+
+def samples(count: int = 101) -> TensorDataset:
+    """So many that batches of eight end with an uneven one."""
+    drawn = torch.Generator().manual_seed(3)
+    inputs = torch.randn(count, 6, generator=drawn)
+    return TensorDataset(inputs, inputs[:, :4].argmax(1))
+
+
+def text_batches() -> list[dict[str, torch.Tensor]]:
+    """Of token ids, whose labels are ignored here and there: other numbers of them in each half."""
+    drawn = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(5):
+        ids = torch.randint(0, 50, (6, 12), generator=drawn)
+        labels = ids.clone()
+        for row, length in enumerate((12, 9, 4, 11, 7, 2)):
+            labels[row, length:] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def of_one_process(model: nn.Module, data: Any, **settings: Any) -> list[float]:
+    run = ortlab.finetune(model, data, engine="eager", device="cpu", **settings)
+    run.result()
+    losses: list[float] = run.recorder.rows()[:, INDEX["loss"]].tolist()
+    return losses
+
+
+def of_torchrun(path: Path) -> list[float]:
+    """The losses that two processes print; nothing of ortlab is on their path.
+
+    What DeepSpeed compiles for a minute, when it starts the first time, stays in the user's cache.
+    """
+    ours = ("PYTHONPATH", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "torch.distributed.run"),
+            *("--nproc-per-node", "2", "--rdzv-backend", "c10d"),
+            *("--rdzv-endpoint", "127.0.0.1:0", str(path)),
+        ],
+        cwd=path.parent,
+        env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.findall(r"^step (\d+) loss (\S+)$", done.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in told] == list(range(1, len(told) + 1))
+    return [float(loss) for _, loss in told]
+
+
+def check(model: nn.Module, data: Any, folder: Path, **settings: Any) -> None:
+    """Losses and weights of the script are those of a run of one process."""
+    stage = settings.pop("zero_stage")
+    if stage > 1 and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    written = ortlab.script(model, data, to=folder, workers=2, zero_stage=stage, **settings)
+    assert not written.open
+    assert "ortlab" not in re.sub(r'^""".*?"""', "", written.path.read_text(), flags=re.DOTALL)
+    expected = of_one_process(model, data, **settings)
+    assert len(expected) == 50
+    assert of_torchrun(written.path) == pytest.approx(expected, rel=TOLERANCE)
+    trained = load_file(folder / "trained.safetensors")
+    for name, value in model.state_dict().items():
+        error = float((trained[name] - value).norm() / (value.norm() or 1))
+        assert error < TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "schedule"),
+    [
+        (0, "adamw", "linear"),
+        (1, "lamb", "cosine"),
+        pytest.param(2, "sgd", "constant", marks=pytest.mark.nightly),
+        pytest.param(3, "adamw", "constant", marks=pytest.mark.nightly),
+    ],
+)
+def test_fifty_steps_are_those_of_a_run(
+    tmp_path: Path, stage: int, optimizer: str, schedule: str
+) -> None:
+    """Two micro-batches a step, epochs that end with fewer, of which one is uneven."""
+    more = {"loss": "cross_entropy", "epochs": 9, "batch_size": 8, "accumulation": 2}
+    chosen = {**SETTINGS, **more, "optimizer": optimizer, "schedule": schedule}
+    check(network(), samples(), tmp_path / "made here", zero_stage=stage, **chosen)
+
+
+def test_a_transformer_with_its_own_loss(tmp_path: Path) -> None:
+    """A list of batches; targets that are ignored; weights that are frozen; no clipping.
+
+    By SGD: a bias of attention's keys has no gradient but rounding, of which AdamW makes steps.
+    """
+    torch.manual_seed(2)
+    model = tiny.gpt2()
+    model.transformer.wpe.weight.requires_grad_(False)
+    chosen = {**SETTINGS, "epochs": 10, "clip_norm": None, "optimizer": "sgd"}
+    check(model, text_batches(), tmp_path, zero_stage=1, **chosen)
+
+
+# --- what is written, without processes
+
+
+def parts(path: Path) -> dict[str, Any]:
+    """What a script defines, which trains nothing."""
+    return runpy.run_path(str(path))
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    first, second = one.state_dict(), other.state_dict()
+    return list(first) == list(second) and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_the_order_of_samples_is_the_run_s(tmp_path: Path) -> None:
+    data = samples()
+    written = ortlab.script(network(), data, to=tmp_path, loss="cross_entropy", seed=7)
+    read = parts(written.path)["micro_batches"]
+    theirs = batches(data, FinetuneSettings(seed=7))
+    for epoch in (0, 1):
+        found = list(read(epoch))
+        for mine, its in zip(found, theirs.epoch(epoch), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+    assert "--nproc-per-node 1 " in written.command
+
+
+CELLS = """
+import math
+from torch.nn import functional as F
+import torch.nn as layers
+WIDTH, never = 32, 1
+def scaled(x):
+    return x / math.sqrt(WIDTH)
+---
+class Base(layers.Module):
+    def count(self):
+        return sum(p.numel() for p in self.parameters())
+class Empty:
+    pass
+---
+class Net(Base):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.inner = layers.Linear(inputs, WIDTH)
+        self.outer = layers.Linear(WIDTH, outputs)
+    def forward(self, x):
+        return self.outer(F.relu(scaled(self.inner(x))))
+class Bare(Net):
+    def __init__(self):
+        super().__init__(6, 4)
+def missed(output, target):
+    return F.cross_entropy(output, target)
+def loader():
+    return [(torch.ones(8, 6), torch.zeros(8, dtype=torch.long))] * 3
+net, bare = Net(6, 4), Bare()
+train = DataLoader(samples(), batch_size=8)
+"""
+
+
+@pytest.fixture
+def cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
+    """A shell in which the cells have run, and whose folder is empty."""
+    monkeypatch.chdir(tmp_path)
+    shell = InteractiveShell()
+    shell.user_ns.update(torch=torch, DataLoader=DataLoader, samples=samples)
+    ortlab.load_ipython_extension(shell)
+    for cell in CELLS.split("---\n"):
+        shell.run_cell(cell).raise_error()
+    yield shell
+    ortlab.unload_ipython_extension(shell)
+
+
+def typed(shell: InteractiveShell, line: str) -> Any:
+    result = shell.run_cell(line)
+    result.raise_error()
+    return result.result
+
+
+def test_classes_of_cells_go_along(cells: InteractiveShell) -> None:
+    line = "%ort script bare train --workers 16 --loss missed --to out --make-data 'loader()'"
+    written = typed(cells, line)
+    assert written.path == Path("out/train.py")
+    assert not written.open
+    assert "--nproc-per-node 16 out/train.py" in repr(written)
+    text = written.path.read_text()
+    assert "never" not in text
+    found = parts(written.path)
+    assert same(found["make_model"](), cells.user_ns["bare"])
+    batch = next(found["micro_batches"](0))
+    loss = found["objective"](found["make_model"](), [*batch])
+    expected = cells.user_ns["missed"](cells.user_ns["bare"](batch[0]), batch[1])
+    assert float(loss.detach()) == float(expected.detach())
+
+
+def test_what_cannot_be_known_is_said(cells: InteractiveShell) -> None:
+    written = typed(cells, "%ort script net train --loss cross_entropy")
+    assert [each.partition(",")[0] for each in written.open] == [
+        "the arguments of Net in make_model",
+        "what the DataLoader gave in micro_batches",
+    ]
+    assert "STEPS = 13 " in written.path.read_text()
+    found = parts(written.path)
+    with pytest.raises(NotImplementedError, match="fill in what the DataLoader gave"):
+        next(found["micro_batches"](0))
+    made = typed(cells, "%ort script net --loss mse --make-model 'Net(6, 4)' --to other")
+    assert same(parts(made.path)["make_model"](), cells.user_ns["net"])
+    assert made.open == ("the data in micro_batches, or give make_data=",)
+    assert "the rate stays: the linear schedule needs the run's length" in repr(made)
+    gone = typed(cells, "%ort script net --loss mse --make-model 'Net(six, 4)' --to more")
+    assert "fill in six, which the code uses" in repr(gone)
+    empty = typed(cells, "%ort script bare --loss mse --make-data 'Empty()' --to empty")
+    assert "fill in Empty, which the code uses" in repr(empty)  # nothing tells its cell
+
+
+def test_weights_of_another_form_are_refused_by_the_script(cells: InteractiveShell) -> None:
+    written = typed(cells, "%ort script net --loss mse --make-model 'Net(6, 5)'")
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        parts(written.path)["make_model"]()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reduction": "adasum"}, "choose reduction='mean'"),
+        ({"precision": "fp16"}, "choose 'bf16'"),
+        ({"precision": "bf16", "zero_stage": 2}, "choose engine='eager' and precision='fp32'"),
+        ({"engine": "compile", "zero_stage": 3}, "choose engine='eager' and precision='fp32'"),
+        ({"optimizer": "lamb", "zero_stage": 2}, "whole tensors"),
+        ({"recompute": "layers"}, "choose recompute='off'"),
+        ({"param_dtype": "bf16", "zero_stage": 1}, "choose param_dtype='fp32'"),
+        ({"offload_optimizer": True, "zero_stage": 1}, "choose offload_optimizer=False"),
+        ({"loss": lambda a, b: a}, "define a function with def"),
+        ({"make_model": "Net("}, "is no Python"),
+        ({"zero_stages": 2}, "did you mean 'zero_stage'"),
+    ],
+)
+def test_what_a_script_has_no_lines_for(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "none"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ortlab.script(network(), samples(), to=folder, **{"loss": "mse", **settings})
+    assert not folder.exists()
+
+
+def test_another_script_is_not_written_over(tmp_path: Path) -> None:
+    ortlab.script(network(), samples(), to=tmp_path, loss="mse")
+    with pytest.raises(ValueError, match="is there already; name another folder"):
+        ortlab.script(network(), samples(), to=tmp_path, loss="mse")
+
+
+def test_an_iterator_of_samples_of_several_shapes_is_for_the_user(tmp_path: Path) -> None:
+    ragged: Any = [({"x": torch.ones(3)}, "text")]
+    written = ortlab.script(network(), ragged, to=tmp_path, loss="mse")
+    assert "what the list gave" in written.open[0]
+
+
+def test_precision_and_engine(tmp_path: Path) -> None:
+    text = {}
+    for name, chosen in {
+        "bf16": {"precision": "bf16", "engine": "eager"},
+        "compile": {"engine": "compile"},
+        "ort": {},
+    }.items():
+        written = ortlab.script(network(), samples(), to=tmp_path / name, loss="mse", **chosen)
+        parts(written.path)
+        text[name] = written.path.read_text()
+        assert ("ONNX Runtime is not" in repr(written)) == (name == "ort")
+        assert "pip install deepspeed" not in repr(written)
+    sharded = ortlab.script(network(), samples(), to=tmp_path / "2", loss="mse", zero_stage=2)
+    assert "pip install deepspeed" in repr(sharded)
+    assert "with torch.autocast(device.type, torch.bfloat16):" in text["bf16"]
+    assert "DistributedDataParallel(torch.compile(model)" in text["compile"]
+    assert "autocast" not in text["ort"]

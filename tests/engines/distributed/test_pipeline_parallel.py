@@ -1,0 +1,182 @@
+"""Ranks that have the stages of a model: what they compute is what one process computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ortlab.engines.base import EngineUnavailable, engine, refusal
+from ortlab.engines.distributed import compatibility, data_parallel, deepspeed, pipeline_parallel
+from ortlab.settings import FinetuneSettings
+from tests.support.several import TOLERANCE, Found, of, run
+
+pytestmark = pytest.mark.skipif(deepspeed.missing() is not None, reason="DeepSpeed is missing")
+
+RANKS = "tests.support.pipeline_ranks"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(RANKS, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(RANKS, 4, tmp_path_factory.mktemp("four"))
+
+
+def _check_parity(found: list[Any]) -> None:
+    for each in found:
+        for name in ("losses", "norms", "weights", "moments", "evaluated", "left"):
+            assert each[name] < TOLERANCE, name
+        alone, together = each["hits"]
+        assert alone == together
+        assert each["same objects"]
+    assert len({each["digest"] for each in found}) == 1
+
+
+@pytest.mark.parametrize("case", ["eager", "sgd", "ort", "bf16", "swapped"])
+def test_fifty_steps_are_those_of_one_process(two: Found, case: str) -> None:
+    """Losses, gradient norms, states, evaluation; then the user's model is whole, and trained."""
+    if case == "ort":
+        try:
+            engine("ort")
+        except EngineUnavailable as error:
+            pytest.skip(str(error))
+    _check_parity(of(two, case))
+
+
+@pytest.mark.parametrize("case", ["data x stages", "zero", "four"])
+def test_four_ranks_are_one_process(four: Found, case: str) -> None:
+    """Two stages of two data-parallel ranks each, with ZeRO's stage 1 beside, and four stages."""
+    _check_parity(of(four, case))
+
+
+def test_ranks_hold_their_stages(two: Found, four: Found) -> None:
+    first, second = of(two, "eager")
+    for each, parameters in ((first, 168), (second, 500)):
+        assert each["held"]["parameters"] == each["held"]["gradients"] == 4 * parameters
+        assert each["held"]["optimizer_state"] == pytest.approx(8 * parameters, rel=0.01)
+        assert f"{parameters} of 668 parameters" in each["notes"][-1]
+    held = [each["held"]["parameters"] for each in of(four, "four")]
+    assert sum(held) == of(four, "four")[0]["whole"]
+    state = [each["held"]["optimizer_state"] for each in of(four, "zero")]
+    assert sum(state) == pytest.approx(8 * 668, rel=0.02)
+
+
+def test_a_run_moves_through_stages_and_shares_and_back(two: Found) -> None:
+    for each in of(two, "moving"):
+        assert len(each["expected"]) == 40
+        assert each["losses"] == pytest.approx(each["expected"], rel=TOLERANCE)
+        assert each["error"] < TOLERANCE
+
+
+def test_a_nan_changes_no_weight(two: Found) -> None:
+    for each in of(two, "not finite"):
+        assert each["finite"] == [True, False]
+        before, after = each["digests"]
+        assert before == after
+
+
+def test_dropout_is_each_stages_own(two: Found) -> None:
+    first, second = of(two, "dropout")
+    for each in (first, second):
+        assert each["masks"][:2] == each["masks"][2:]
+        assert each["masks"][0] != each["masks"][1]
+        assert each["undisturbed"]
+    assert not set(first["masks"]) & set(second["masks"])
+
+
+def test_what_is_refused(two: Found) -> None:
+    for each in of(two, "refused"):
+        own, few, tied, inputs, closed = each["told"]
+        assert "this is a Own; choose pipeline_stages=1" in own
+        assert "1 parts of the model have parameters to train" in few
+        assert "0.weight is shared by layers of two stages" in tied
+        assert "this stepper is closed" in closed
+        assert "has 2 beside the target; give (input, target)" in inputs
+        assert each["error"] < TOLERANCE
+
+
+def test_a_stage_that_fails_stops_the_others(two: Found) -> None:
+    """As a worker's call does, its rank leaves the process group; the others do not wait for it."""
+    failed, other = of(two, "failing")
+    assert failed["told"] == "ValueError: a row is out of range"
+    assert "Connection closed by peer" in other["told"]
+    for each in (failed, other):
+        assert each["unchanged"]
+        assert each["seconds"] < 10
+
+
+def test_two_pipelines_side_by_side(four: Found) -> None:
+    for each in of(four, "beside"):
+        expected, *losses = each["losses"]
+        assert losses == pytest.approx([expected] * 2, rel=TOLERANCE)
+        assert each["groups"] == [True, True, False, False]
+
+
+def test_deepspeed_prints_nothing(two: Found, four: Found) -> None:
+    assert [each["printed"] for each in (*two, *four)] == [""] * 6
+
+
+# --- without processes
+
+
+def test_stages_are_about_as_large() -> None:
+    model = nn.Sequential(
+        *(nn.Flatten(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2)),
+        *(nn.Linear(2, 6), nn.Tanh()),
+    )
+    assert pipeline_parallel.cut(model, 2) == [["0", "1", "2", "3", "4"], ["5", "6"]]
+    assert pipeline_parallel.cut(model, 4) == [["0", "1"], ["2", "3"], ["4"], ["5", "6"]]
+
+
+TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_stages": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({**TENSOR, **STAGES}, 4, "has the one or the other"),
+        (TENSOR, 3, "tensor_parallel=2 does not divide workers=3"),
+        (STAGES, 5, "pipeline_stages=2 does not divide workers=5"),
+        ({**TENSOR, "zero_stage": 2}, 2, "choose zero_stage=1 or tensor_parallel=1"),
+        ({**STAGES, "zero_stage": 3}, 2, "choose zero_stage=1 or pipeline_stages=1"),
+        ({**TENSOR, "reduction": "adasum"}, 2, "choose reduction='mean' or tensor_parallel=1"),
+        ({**STAGES, "reduction": "adasum"}, 4, "choose reduction='mean' or pipeline_stages=1"),
+        ({**TENSOR, "precision": "fp16"}, 2, "choose precision='bf16' or tensor_parallel=1"),
+        ({**STAGES, "precision": "fp16"}, 2, "choose precision='bf16' or pipeline_stages=1"),
+        ({**TENSOR, "engine": "ort"}, 2, "engine 'ort' would find parts of tensors"),
+        ({**TENSOR, "engine": "compile"}, 2, "choose engine='eager'"),
+    ],
+)
+def test_what_does_not_go_together(changes: dict[str, Any], size: int, message: str) -> None:
+    settings = FinetuneSettings(**{"engine": "eager", "device": "cpu", **changes})
+    assert message in str(compatibility.refuses(settings, size))
+
+
+@pytest.mark.parametrize("changes", [TENSOR, STAGES])
+def test_one_process_has_nobody_to_share_with(changes: dict[str, Any]) -> None:
+    settings = FinetuneSettings(engine="eager", device="cpu", **changes)
+    assert "there is one; choose workers=2, or" in str(refusal(settings))
+
+
+def test_a_batch_is_shared_out_among_pipelines() -> None:
+    settings = FinetuneSettings(engine="eager", device="cpu", batch_size=2, **STAGES)
+    assert data_parallel.refuses(settings, 4) is None
+    assert "cannot be shared out to 3 workers" in str(data_parallel.refuses(settings, 6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({**TENSOR, "zero_stage": 1}, 4),
+        ({**STAGES, "zero_stage": 1, "engine": "ort", "precision": "bf16"}, 6),
+        ({"zero_stage": 3, "reduction": "adasum"}, 1),
+    ],
+)
+def test_what_goes_together(changes: dict[str, Any], size: int) -> None:
+    settings = FinetuneSettings(**{"engine": "eager", "device": "cpu", **changes})
+    assert compatibility.refuses(settings, size) is None

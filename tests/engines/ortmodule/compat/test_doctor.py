@@ -1,0 +1,347 @@
+"""The doctor: every finding names a fix, and a missing part never makes a check raise."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+import ortlab
+from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.ortmodule import compat
+from ortlab.engines.ortmodule.compat import doctor, extensions
+from ortlab.engines.ortmodule.compat.doctor import Finding
+from tests.support.readme import ROOT
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """Versions to pretend, by distribution; None for one that is not installed."""
+    pretended: dict[str, str | None] = {}
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        found = pretended[name] if name in pretended else real(name)
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return pretended
+
+
+def test_this_machine(ort: compat.Ort) -> None:
+    findings = doctor.checks()
+    assert doctor.can_run(findings)
+    assert by_name(findings)["extension loads"].ok
+    assert len(by_name(findings)) == len(findings)
+    assert doctor.obstacle() is None
+
+
+def test_what_is_wrong_has_a_fix(versions: dict[str, str | None]) -> None:
+    names = "torch", "onnxruntime-training", "onnx", "jupyterlab", "ipywidgets", "anywidget"
+    versions.update(dict.fromkeys(names))
+    findings = doctor.checks()
+    wrong = [finding for finding in findings if finding.ok is False]
+    assert {finding.name for finding in wrong} >= set(names)
+    assert all(finding.fix for finding in wrong)
+    assert not doctor.can_run(findings)
+
+
+def test_a_missing_compiler(tmp_path: Path) -> None:
+    """PATH emptied, nothing built yet: in a process of its own, as a user would meet it."""
+    code = """
+import json
+from ortlab.engines.ortmodule.compat import doctor
+findings = {f.name: f for f in doctor.checks()}
+print(json.dumps([findings["torch extension"].ok, findings["C++ compiler"].fix,
+                  doctor.can_run(list(findings.values()))]))
+"""
+    environment = {**os.environ, "PATH": "", "XDG_CACHE_HOME": str(tmp_path), "CXX": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    built, fix, can_run = json.loads(done.stdout)
+    assert (built, can_run) == (False, False)
+    assert "apt-get install g++" in fix
+
+
+def test_a_library_that_is_built_needs_no_compiler(
+    ort: compat.Ort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    findings = doctor.checks()
+    assert by_name(findings)["C++ compiler"].ok is False
+    assert doctor.can_run(findings)
+
+
+def test_what_is_not_built_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ort: compat.Ort
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    finding = by_name(doctor.checks())["torch extension"]
+    assert finding.ok is None
+    assert "ortlab doctor --build" in finding.fix
+    assert not list(tmp_path.iterdir())
+
+
+def test_ort_that_is_loaded_is_not_looked_for(
+    ort: compat.Ort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "obstacle", lambda: pytest.fail("charts ask with every update"))
+    assert compat.unavailable() is None
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "said"),
+    [
+        ("torch", None, "torch is not installed"),
+        ("torch", "2.8.0", "outside of 2.9 to 2.15"),
+        ("torch", "2.16.1", "outside of 2.9 to 2.15"),
+        ("onnxruntime-training", None, "onnxruntime-training is not installed"),
+        ("onnxruntime-training", "1.17.0", "patches are for 1.19.2"),
+        ("onnxruntime", "1.23.0", "breaks it"),
+        ("onnx", None, "onnx is not installed"),
+    ],
+)
+def test_obstacles(
+    ort: compat.Ort,
+    ort_not_loaded: None,
+    versions: dict[str, str | None],
+    distribution: str,
+    version: str,
+    said: str,
+) -> None:
+    versions[distribution] = version
+    assert said in (compat.unavailable() or "")
+    assert doctor.obstacle() in doctor.checks()
+
+
+@pytest.mark.parametrize(
+    ("python", "system", "machine", "said"),
+    [
+        ((3, 12), "Linux", "x86_64", "wheels up to Python 3.11"),
+        ((3, 11), "Darwin", "arm64", "Linux x86-64 only"),
+        ((3, 11), "Windows", "AMD64", "Linux x86-64 only"),
+        ((3, 11), "Linux", "aarch64", "Linux x86-64 only"),
+    ],
+)
+def test_elsewhere_the_other_engines_are_named(
+    ort_not_loaded: None,
+    monkeypatch: pytest.MonkeyPatch,
+    python: tuple[int, int],
+    system: str,
+    machine: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (*python, 0, "final", 0))
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    reason = compat.unavailable() or ""
+    assert said in reason
+    assert "engine='eager' and engine='compile' run here" in reason
+    finding = doctor.obstacle()
+    assert finding is not None
+    with pytest.raises(compat.OrtUnavailable) as caught:
+        compat._load(None)
+    assert (caught.value.reason, caught.value.fix) == (finding.found, finding.fix)
+
+
+# ---- ROCm ----------------------------------------------------------------------------------------
+
+# torch/version.py of the wheel for ROCm, which cannot run here.
+ROCM = """from typing import Optional
+
+__all__ = ['__version__', 'debug', 'cuda', 'git_version', 'hip', 'rocm', 'xpu']
+__version__ = '2.13.0+rocm7.2'
+debug = False
+cuda: Optional[str] = None
+git_version = 'cf30153c4c131c8164ee7798e5022d810682e2cb'
+hip: Optional[str] = '7.2.53211'
+rocm: Optional[str] = '7.2.0'
+xpu: Optional[str] = None
+"""
+
+
+def test_a_torch_for_rocm_is_named(tmp_path: Path) -> None:
+    """A folder laid out as the wheel is, before the real torch: nothing of it is imported."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(ROCM)
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libamdhip64.so.7')")
+    about = tmp_path / "torch-2.13.0+rocm7.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+rocm7.2\n")
+    code = """
+import json
+from ortlab.engines.ortmodule import compat
+from ortlab.engines.ortmodule.compat import doctor
+try:
+    compat.ortmodule()
+except compat.OrtUnavailable as error:
+    table = doctor.table(doctor.checks())
+    print(json.dumps([compat.unavailable(), error.reason, error.fix, table]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    unavailable, reason, fix, table = json.loads(done.stdout)
+    assert reason == (
+        "torch is built for ROCm 7.2.53211, and PyPI has no wheel of onnxruntime-training for ROCm"
+    )
+    assert fix.startswith("engine='eager' and engine='compile' run here, on its GPU too")
+    assert unavailable == f"{reason}. {fix}"
+    assert reason in table
+
+
+def test_wrapping_refuses_on_rocm(
+    ort: compat.Ort, ort_not_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extensions, "_torch_version_file", lambda: ROCM)
+    with pytest.raises(EngineUnavailable, match=r"no wheel .* for ROCm\. engine='eager' and"):
+        ortlab.wrap(torch.nn.Linear(2, 2))
+    assert ortlab.wrap(torch.nn.Linear(2, 2), engine="eager")
+
+
+def test_cpu_and_cuda_builds_are_not_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda in ("None", "'13.2'"):
+        text = ROCM.replace("'7.2.53211'", "None").replace("'7.2.0'", "None")
+        text = text.replace("cuda: Optional[str] = None", f"cuda: Optional[str] = {cuda}")
+        monkeypatch.setattr(extensions, "_torch_version_file", lambda text=text: text)
+        assert extensions.rocm_version() == ""
+        assert by_name(doctor.checks())["torch's build"].ok
+
+
+# ---- CUDA's libraries: the mechanism, on libraries of our own, for want of a GPU -----------------
+
+
+@pytest.fixture
+def nvidia(tmp_path: Path) -> Path:
+    """Site-packages with libraries of the right names, laid out as NVIDIA's wheels are."""
+    site = tmp_path / "site-packages"
+    folders = {
+        "nvidia-cuda-runtime-cu11": "cuda_runtime", "nvidia-cublas-cu11": "cublas",
+        "nvidia-cudnn-cu11": "cudnn", "nvidia-curand-cu11": "curand", "nvidia-cufft-cu11": "cufft",
+    }  # fmt: skip
+    for library, package in extensions.CUDA_LIBRARIES.items():
+        path = site / "nvidia" / folders[package] / "lib" / library
+        path.parent.mkdir(parents=True, exist_ok=True)
+        compiled(path, "int nothing() { return 1; }", f"-Wl,-soname,{library}")
+    return site
+
+
+def beside(site: Path, code: str) -> str:
+    """What `code` prints in a process of its own, where torch lies in `site`."""
+    code = f"""
+import ctypes
+from pathlib import Path
+from ortlab.engines.ortmodule.compat import doctor, extensions
+extensions._torch_folder = lambda: Path({str(site)!r}, "torch")
+{code}
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def compiled(path: Path, code: str, *options: str) -> None:
+    command = extensions.compiler()
+    assert command is not None
+    subprocess.run(
+        [*command, "-xc++", "-shared", "-fPIC", "-", "-o", str(path), "-xnone", *options],
+        input=f'extern "C" {code}', text=True, check=True,
+    )  # fmt: skip
+
+
+def test_cuda_libraries_are_loaded_from_nvidias_packages(nvidia: Path, tmp_path: Path) -> None:
+    """A provider that links to them by name alone, as ORT's does, loads without LD_LIBRARY_PATH."""
+    libraries = [str(path) for path in sorted(nvidia.glob("nvidia/*/lib/*"))]
+    provider = tmp_path / "libprovider.so"
+    compiled(provider, "int provider() { return 2; }", "-Wl,--no-as-needed", *libraries)
+    code = f"""
+try:
+    ctypes.CDLL({str(provider)!r})
+except OSError as error:
+    assert "cannot open shared object file" in str(error), error
+    assert extensions.preload_cuda() == []
+    print(ctypes.CDLL({str(provider)!r}).provider())
+"""
+    assert beside(nvidia, code) == "2\n"
+
+
+DOCTOR = """
+import torch
+torch.cuda.is_available = lambda: True
+finding = doctor.cuda_provider()
+print(finding.ok, finding.found, finding.fix)
+"""
+
+
+def test_each_missing_cuda_library_is_named(nvidia: Path) -> None:
+    assert beside(nvidia, DOCTOR).startswith("True all its libraries are here")
+    for name in ("libcudnn.so.8", "libcufft.so.10"):
+        (path,) = nvidia.glob(f"nvidia/*/lib/{name}")
+        path.unlink()
+    said = beside(nvidia, DOCTOR)
+    assert said.startswith("False it lacks libcudnn.so.8 (nvidia-cudnn-cu11), libcufft.so.10 (")
+    assert "libcublas.so.11" not in said
+    assert 'pip install "ortlab[cuda]"' in said
+
+
+def test_the_extra_cuda_has_every_library() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = [Requirement(text) for text in project["optional-dependencies"]["cuda"]]
+    assert {each.name for each in pinned} == set(extensions.CUDA_LIBRARIES.values())
+    assert all(str(each.specifier).startswith("==") for each in pinned)
+
+
+def test_workers_are_optional(versions: dict[str, str | None]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted, _ = map(Requirement, project["optional-dependencies"]["workers"])
+    for version, ok in ((None, None), ("9.1.0", False), ("9.2.3", True)):
+        versions["ipyparallel"] = version
+        found = by_name(doctor.checks())["ipyparallel"]
+        assert found.ok is ok
+        assert bool(found.fix) is not bool(ok)
+        assert version is None or wanted.specifier.contains(version) is ok
+
+
+def test_no_part_is_needed_to_look(tmp_path: Path) -> None:
+    """A Python with nothing installed: neither torch nor ORT, nor anything else of ours."""
+    code = (
+        "from ortlab.engines.ortmodule.compat import doctor; print(doctor.table(doctor.checks()))"
+    )
+    root = str(Path(extensions.__file__).parents[4])
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({root!r})\n{code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "torch is not installed" in done.stdout
+    assert done.stderr == ""
+
+
+def test_the_table() -> None:
+    text = doctor.table([Finding("a", True, "found"), Finding("long name", False, "bad", "fix it")])
+    assert text.splitlines() == [
+        "ok      a          found",
+        "MISSING long name  bad",
+        "                   -> fix it",
+    ]

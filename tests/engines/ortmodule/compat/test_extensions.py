@@ -1,0 +1,150 @@
+"""The extensions' cache: built once, by whoever comes first; nothing half-built is ever seen."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from ortlab.engines.ortmodule import compat
+from ortlab.engines.ortmodule.compat import OrtUnavailable, extensions
+from tests.support.waiting import HANGS_S
+
+pytestmark = pytest.mark.skipif(
+    compat.unavailable() is not None, reason=compat.unavailable() or "can run"
+)
+
+BUILD = (
+    "from ortlab.engines.ortmodule.compat import extensions; "
+    "extensions.build(lambda l: print(l, flush=True))"
+)
+
+# Stands in for a compiler: counts its runs, takes its time, and copies a finished library.
+COMPILER = """#!{python}
+import shutil, sys, time
+with open({counter!r}, "a") as file:
+    file.write("run\\n")
+time.sleep(0.5)
+shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ortlab" / "extensions"
+
+
+@pytest.fixture
+def library() -> Path:
+    """The real extension, from the user's cache; built there when it is missing."""
+    return extensions.build()[0]
+
+
+@pytest.fixture
+def compiler(library: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A slow compiler in CXX; the file that counts its runs."""
+    counter, program = tmp_path / "runs", tmp_path / "slow-c++"
+    text = COMPILER.format(python=sys.executable, counter=str(counter), library=str(library))
+    program.write_text(text)
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    return counter
+
+
+def test_two_processes_build_it_once(compiler: Path, cache: Path) -> None:
+    command = [sys.executable, "-c", BUILD]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = "".join(process.communicate(timeout=HANGS_S)[0] for process in both)
+    assert [process.returncode for process in both] == [0, 0]
+    assert compiler.read_text() == "run\nrun\n"  # it compiles, and it links
+    assert said.count("building ORT's aten_op_executor") == 1
+    assert "another process is building" in said
+    assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".so"]
+
+
+def test_the_cache_is_the_users_own(compiler: Path, cache: Path) -> None:
+    old = os.umask(0)
+    try:
+        (path, *_) = extensions.build()
+    finally:
+        os.umask(old)
+    assert path.parent == cache
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    cache.chmod(0o777)
+    with pytest.raises(OrtUnavailable, match="others can write"):
+        extensions.load()
+
+
+def test_a_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(OrtUnavailable, match="XDG_CACHE_HOME"):
+        extensions.build()
+
+
+def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert extensions.cache_folder() == Path.home() / ".cache" / "ortlab" / "extensions"
+
+
+def test_site_packages_are_left_alone(ort: compat.Ort) -> None:
+    for path in extensions.build():
+        assert Path(sysconfig.get_path("purelib")) not in path.parents
+    import onnxruntime
+
+    folder = Path(onnxruntime.__file__).parent / "training/ortmodule/torch_cpp_extensions"
+    assert list(folder.rglob("*.so")) == []
+
+
+def test_another_torch_gets_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = extensions.ATEN.path()
+    version = extensions._torch_version_file()
+    monkeypatch.setattr(extensions, "_torch_version_file", lambda: version.replace("2.", "3."))
+    assert extensions.ATEN.path() != here
+
+
+def test_without_a_compiler(
+    cache: Path, ort_not_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(OrtUnavailable, match=r"no C\+\+ compiler\. .*apt-get install g\+\+"):
+        extensions.build()
+    assert "apt-get install g++" in (compat.unavailable() or "")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert extensions.compiler() is None
+
+
+def test_a_compiler_that_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(OrtUnavailable, match="building ORT's aten_op_executor failed") as caught:
+        extensions.build()
+    assert Path(caught.value.fix.rpartition(": ")[2]).is_file()  # the compiler's whole output
+    assert not list(cache.glob("*.so"))
+    assert not extensions.built()
+
+
+def test_a_library_that_does_not_load(compiler: Path, cache: Path) -> None:
+    (path, *_) = extensions.build()
+    path.write_bytes(b"not a library")
+    with pytest.raises(OrtUnavailable, match="does not load") as caught:
+        extensions.load()
+    assert str(path) in caught.value.fix
+
+
+@pytest.mark.nightly
+def test_a_real_build(cache: Path) -> None:
+    """What every other test spares itself: the compiler's 10 to 40 seconds."""
+    said: list[str] = []
+    addresses = extensions.load(said.append)
+    assert addresses["aten_op_executor"].keys() == set(extensions.ATEN.functions)
+    assert said[0].startswith("building")
+    assert said[-1].startswith("built")

@@ -1,0 +1,279 @@
+"""The magics in a real kernel: what a front end gets to see of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.manager import start_new_kernel
+
+from ortlab.cluster.rank import footprint
+from ortlab.history.run_folder import RunFolder
+from tests.bench.ending import ENDS, measured
+from tests.support.waiting import HANGS_S
+
+PRELUDE = """
+%load_ext ortlab
+import asyncio, ortlab, torch
+from torch import nn
+data = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]
+"""
+
+
+@dataclass
+class Cell:
+    """A cell's reply and its outputs, in order: message type and content."""
+
+    reply: dict[str, Any]
+    outputs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The data of every display and of the value."""
+        kinds = ("display_data", "execute_result")
+        return [content["data"] for kind, content in self.outputs if kind in kinds]
+
+    @property
+    def text(self) -> str:
+        return "".join(content["text"] for kind, content in self.outputs if kind == "stream")
+
+
+class Kernel:
+    def __init__(self, client: BlockingKernelClient) -> None:
+        self.client = client
+
+    def run(self, code: str) -> Cell:
+        outputs: list[tuple[str, dict[str, Any]]] = []
+        reply = self.client.execute_interactive(
+            code,
+            timeout=HANGS_S,
+            store_history=True,
+            output_hook=lambda message: outputs.append((message["msg_type"], message["content"])),
+        )
+        return Cell(reply["content"], outputs)
+
+    def __call__(self, code: str) -> Cell:
+        cell = self.run(code)
+        assert cell.reply["status"] == "ok", cell
+        return cell
+
+    def complete(self, code: str) -> list[str]:
+        answer = self.client.complete(code, len(code), reply=True, timeout=HANGS_S)
+        content: dict[str, Any] = answer["content"]
+        assert content["cursor_end"] == len(code)
+        matches: list[str] = content["matches"]
+        return [code[: content["cursor_start"]] + match for match in matches]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Kernel]:
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        yield Kernel(client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(process: Kernel) -> Kernel:
+    """One kernel for all tests, with the extension loaded and the names that they use."""
+    process(PRELUDE)
+    return process
+
+
+def test_a_cell_that_awaits_is_wrapped_at_its_end(kernel: Kernel) -> None:
+    cell = kernel(
+        "%%ort --engine compile\nawait asyncio.sleep(0.01)\nmodel = nn.Linear(4, 2)\n"
+        "await asyncio.sleep(0.01, 'value')"
+    )
+    assert cell.text == "model runs on engine 'compile'\n"
+    assert [data["text/plain"] for data in cell.shown] == ["'value'"]
+
+
+def test_an_error_in_one_line_fails_the_cell(kernel: Kernel) -> None:
+    """So that running all cells stops there."""
+    cell = kernel.run("%%ort --engine orc\nmodel = nn.Linear(4, 2)")
+    assert cell.reply["status"] == "error"
+    assert cell.reply["ename"] == "UsageError"
+    assert [kind for kind, _ in cell.outputs if kind == "error"] == []
+    assert "did you mean 'ort'?" in cell.text
+
+
+def test_a_cell_that_raises_shows_its_traceback_once(kernel: Kernel) -> None:
+    cell = kernel.run("%%ort --engine compile\nmodel = nn.Linear(4, 2)\n1 / 0")
+    assert cell.reply["status"] == "error"
+    assert [content["ename"] for kind, content in cell.outputs if kind == "error"] == [
+        "ZeroDivisionError"
+    ]
+
+
+def test_the_table_is_rich(kernel: Kernel) -> None:
+    kernel("%%ort --engine eager\nmodel = nn.Linear(4, 2)\ncriterion = nn.MSELoss()")
+    (data,) = kernel("%ort").shown
+    assert ">model</td>" in data["text/html"]
+    assert "var(--jp-" in data["text/html"]
+    assert "left as it is: criterion" in data["text/html"]
+    assert "left as it is: criterion" in data["text/plain"]
+    (data,) = kernel("%ort doctor").shown
+    assert "onnxruntime-training" in data["text/html"]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "%ort finetune net data --loss cross_entropy --engine eager",
+        "ortlab.finetune(net, data, loss='cross_entropy', engine='eager')",
+        "run = %ort finetune net data --loss cross_entropy --engine eager\nrun",
+        "run = %ort finetune net data --loss cross_entropy --engine eager",
+    ],
+)
+def test_a_run_is_shown_once_by_its_cell_and_again_when_asked_for(
+    kernel: Kernel, start: str
+) -> None:
+    kernel("net = nn.Linear(4, 2)")
+    (first,) = kernel(start).shown
+    assert first.keys() & {"application/vnd.jupyter.widget-view+json", "image/png"}
+    kernel("await ortlab.last_run")
+    (again,) = kernel("ortlab.last_run").shown
+    assert "image/png" in again
+
+
+def test_tab(kernel: Kernel) -> None:
+    kernel("net = nn.Linear(4, 2); train_data = data")
+    assert kernel.complete("%ort fine") == ["%ort finetune"]
+    assert kernel.complete("%ort finetune net train_") == ["%ort finetune net train_data"]
+    assert kernel.complete("%%ort --engine e") == ["%%ort --engine eager"]
+    assert kernel.complete("x = 1\nrun = %ort finetune ne") == ["x = 1\nrun = %ort finetune net"]
+
+
+def test_a_reset_kernel_still_knows_the_magics(kernel: Kernel) -> None:
+    kernel("%reset -f")
+    kernel("from torch import nn")
+    assert "model runs on" in kernel("%%ort --engine compile\nmodel = nn.Linear(4, 2)").text
+    assert ">model</td>" in kernel("%ort").shown[0]["text/html"]
+
+
+def test_unloading_gives_back_how_runs_are_shown(kernel: Kernel) -> None:
+    kernel(
+        "net = nn.Linear(4, 2)\nrun = %ort finetune net data --loss cross_entropy --engine eager"
+    )
+    kernel("await run")
+    kernel("%unload_ext ortlab")
+    cell = kernel("run")
+    assert [list(data) for data in cell.shown] == [["text/plain"]]
+    assert "Run run-" in cell.shown[0]["text/plain"]
+    assert "not found" in kernel.run("%ort").text
+
+
+def test_unloading_while_a_run_is_live_leaves_its_picture(kernel: Kernel) -> None:
+    kernel("%load_ext ortlab")
+    kernel(
+        "import threading, time\nclass Slow(nn.Linear):\n    def forward(self, x):\n"
+        "        time.sleep(0.05)\n        return super().forward(x)\nnet = Slow(4, 2)\n"
+        "run = %ort finetune net data --loss cross_entropy --engine eager --epochs 1000"
+    )
+    cell = kernel("%unload_ext ortlab")
+    (update,) = [content for kind, content in cell.outputs if kind == "update_display_data"]
+    assert "image/png" in update["data"]
+    cell = kernel(
+        "print([t.name for t in threading.enumerate() if t.name == 'ortlab-view'], "
+        "get_ipython().events.callbacks['post_run_cell'], run.over()); run.stop(); await run"
+    )
+    assert "ortlab" not in cell.text
+    assert cell.text.startswith("[] [")
+    assert cell.text.endswith("] False\n")
+
+
+def test_a_race_and_its_result_are_shown_as_tables_below_what_was_printed(kernel: Kernel) -> None:
+    kernel(
+        "race = ortlab.race(nn.Linear(4, 2), data, loss='cross_entropy', engines='eager', "
+        "rounds=2, steps=1)\nresult = race.result(60)"
+    )
+    for name in ("race", "result"):
+        cell = kernel(f"print('above')\n{name}")
+        assert cell.text == "above\n"
+        (data,) = cell.shown
+        assert "is fastest with" in data["text/plain"]
+        assert "<table" in data["text/html"]
+        # Where buttons belong to a table, what is above it is hidden when they are gone.
+        assert "display: none" not in data["text/html"]
+
+
+TRAINS = (
+    PRELUDE
+    + """
+import os, time
+run = ortlab.finetune(
+    nn.Linear(4, 2), data, loss="cross_entropy", engine="eager", epochs=10**7, isolated={isolated}
+)
+while run.step < 3:
+    time.sleep(0.001)
+print(os.getpid(), run.folder)
+"""
+)
+
+
+def listens(address: tuple[str, int]) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=5):
+        return True
+    return False
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("isolated", [False, True], ids=["here", "isolated"])
+@pytest.mark.parametrize("how", ["SIGTERM", "shutdown", "restart"])
+def test_a_kernel_that_ends_stops_its_runs_in_order(
+    how: str, isolated: bool, tmp_path: Path
+) -> None:
+    """With a checkpoint to go on from, and no process, port or folder left."""
+    if isolated:
+        pytest.importorskip("ipyparallel")
+    manager, client = start_new_kernel(
+        kernel_name="python3", env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+
+    def folders() -> list[Path]:
+        return list(tmp_path.glob("ortlab-*"))
+
+    try:
+        pid, folder = Kernel(client)(TRAINS.format(isolated=isolated)).text.split()[-2:]
+        before = {*psutil.Process(int(pid)).children(recursive=True), psutil.Process(int(pid))}
+        # A kernel that is started again has the ports that it had.
+        ports = {each for each in footprint(int(pid))[1] if each[1] not in manager.ports}
+        assert ports
+        assert bool(folders()) == isolated
+        if how == "SIGTERM":
+            os.kill(int(pid), signal.SIGTERM)
+        elif how == "shutdown":
+            manager.shutdown_kernel()
+        else:
+            manager.restart_kernel()
+        _, alive = psutil.wait_procs(before, timeout=HANGS_S)
+        assert not alive
+        assert not [each for each in ports if listens(each)]
+        assert not folders()
+        kept = RunFolder(Path(folder))
+        assert kept.read_json("run")["state"] == "stopped"
+        assert len(kept.read_metrics().rows) == kept.read_checkpoint().position.step >= 3
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("how", ENDS)
+def test_a_run_ends_soon_after_its_step(how: str) -> None:
+    """Loosely, for other tests may run: `python -m tests.bench.ending` has the bar of 2 s."""
+    found = measured(500, how)
+    assert found["took_s"] < found["step_s"] + 10

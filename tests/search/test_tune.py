@@ -1,0 +1,386 @@
+"""The search: what it leaves out, on made-up speeds; and one that is real, of a tiny model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ortlab
+from ortlab.engines.ortmodule import compat
+from ortlab.search.prune import Candidate, Search, Setup, settings_of
+from ortlab.search.result import TuneResult
+from ortlab.search.tune import setups_of
+from ortlab.session import session
+from ortlab.settings import TuneSettings
+from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture
+from tests.search.test_race import Net, no_searches, pairs  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NO_ORT = compat.unavailable()
+ENGINES = {"eager": 1.0, "compile": 1.1, "ort": 1.3}
+PRECISIONS = {"fp32": 1.0, "bf16": 1.4}
+SIZES = {1: 0.5, 2: 0.8, 4: 1.0, 8: 0.95}
+BEGIN_S = {"eager": 0.1, "compile": 25.0, "ort": 4.0}
+
+
+class Costs:
+    """A track of made-up speeds without a clock: rates in samples a second, seconds spent."""
+
+    def __init__(self, speeds: Mapping[Candidate, float], *, room: int = 10**9) -> None:
+        self.speeds = speeds
+        self.room = room
+        self.spent_s = 0.0
+        self.begun: list[Setup] = []
+        self.measured: list[Candidate] = []
+        self.together: list[set[Candidate]] = []
+        self.broken: dict[Setup, str] = {}
+        self._noise = itertools.cycle([1.01, 0.99, 1.0, 0.98, 1.02])
+
+    def begin(self, setup: Setup, micro: int) -> str | None:
+        self.begun.append(setup)
+        self.spent_s += BEGIN_S[setup.engine]
+        return self.broken.get(setup)
+
+    def rounds(
+        self, candidates: Sequence[Candidate], number: int
+    ) -> Mapping[Candidate, Sequence[float]]:
+        self.measured += [c for c in candidates if c not in self.measured]
+        self.together.append(set(candidates))
+        self.spent_s += sum((1 + number) * 8 / self.speeds[c] for c in candidates)
+        return {c: [self.speeds[c] * next(self._noise) for _ in range(number)] for c in candidates}
+
+    def too_large(self, candidate: Candidate) -> str | None:
+        takes = candidate.micro // (2 if candidate.setup.recompute else 1)
+        return f"takes {takes}, more than {self.room}" if takes > self.room else None
+
+    def slow_to_begin(self, setup: Setup) -> bool:
+        return BEGIN_S[setup.engine] > 5
+
+    def forgets(self, setup: Setup) -> bool:
+        return setup.engine == "ort"
+
+
+def speeds(**changes: float) -> dict[Candidate, float]:
+    """Products of engine, precision and micro-batch; `changes` are factors, as ort_bf16=0.5."""
+    found = {}
+    for (engine, e), (precision, p), (micro, m) in itertools.product(
+        ENGINES.items(), PRECISIONS.items(), SIZES.items()
+    ):
+        factor = changes.get(f"{engine}_{precision}", 1.0)
+        factor *= changes.get(f"{engine}_{precision}_{micro}", 1.0)
+        found[Candidate(Setup(engine, precision), micro)] = 10 * e * p * m * factor
+        again = Candidate(Setup(engine, precision, "layers"), micro)
+        found[again] = 8 * e * p * m * factor
+    return found
+
+
+def searched(costs: Costs, **options: Any) -> Search:
+    setups = [Setup(engine, precision) for engine in ENGINES for precision in PRECISIONS]
+    search = Search(setups, list(SIZES), costs, **options)
+    search.run()
+    return search
+
+
+def grid_s(costs: Costs, rounds: int = 10) -> float:
+    """What the full grid would take: each cell begins, and has its rounds."""
+    plain = {c: speed for c, speed in costs.speeds.items() if c.setup.recompute is None}
+    return sum(BEGIN_S[c.setup.engine] + (2 + rounds) * 8 / speed for c, speed in plain.items())
+
+
+# ---- what is left out ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compile_bf16": 1.6},
+        {"compile_fp32": 1.3, "compile_bf16": 0.75, "ort_bf16": 0.75},
+        {"ort_bf16": 0.3, "compile_bf16": 0.3, "eager_bf16": 0.3},
+        {"ort_bf16_8": 1.2},
+        {"eager_fp32": 3.0},
+    ],
+)
+def test_it_ends_on_the_best_of_the_grid_in_less_than_a_third(changes: dict[str, float]) -> None:
+    costs = Costs(speeds(**changes))
+    search = searched(costs)
+    best = search.best()
+    assert best is not None
+    plain = [speed for c, speed in costs.speeds.items() if c.setup.recompute is None]
+    assert costs.speeds[best] >= 0.95 * max(plain), f"{best} with {costs.speeds[best]}"
+    assert costs.spent_s < grid_s(costs) / 3, f"{costs.spent_s} of {grid_s(costs)}"
+
+
+def test_what_cannot_win_is_not_begun_and_says_why() -> None:
+    costs = Costs(speeds())
+    search = searched(costs)
+    assert Setup("compile", "fp32") not in costs.begun
+    assert len(costs.begun) == len(set(costs.begun)), "a set-up began twice"
+    left = search.found[Candidate(Setup("compile", "fp32"), 4)]
+    assert left.state == "left out"
+    assert "cannot win" in left.reason
+    assert not left.rates
+    small = search.found[Candidate(Setup("ort", "bf16"), 1)]
+    assert "samples/s expected, ort bf16, 4 at a time has more" in small.reason
+    assert not small.rates
+    of_tokens = searched(Costs(speeds()), unit="tokens").found[Candidate(Setup("ort", "bf16"), 1)]
+    assert "tokens/s expected" in of_tokens.reason
+    behind = search.found[Candidate(Setup("eager", "fp32"), 1)]
+    assert behind.rates
+    assert "behind ort bf16, 4 at a time" in behind.reason
+    assert all(found.state != "waits" for found in search.found.values())
+
+
+def test_a_precision_that_suits_one_engine_alone_is_found() -> None:
+    """bf16 is slow in eager torch, and makes ort fast: no product, but within the slack."""
+    costs = Costs(speeds(eager_bf16=0.65, compile_bf16=0.65, ort_bf16=0.9))
+    search = searched(costs)
+    best = search.best()
+    assert best is not None
+    assert best.setup == Setup("ort", "bf16")
+
+
+def test_new_ones_are_measured_beside_the_leader() -> None:
+    costs = Costs(speeds())
+    searched(costs)
+    first_of_another = next(c for c in costs.together if len(c) > 1)
+    assert len(first_of_another) == 2
+    assert all(len(together) > 1 for together in costs.together[len(SIZES) :])
+
+
+def test_what_does_not_fit_is_never_measured() -> None:
+    costs = Costs(speeds(), room=2)
+    search = searched(costs)
+    assert {c.micro for c in costs.measured} == {1, 2}
+    best = search.best()
+    assert best is not None
+    assert best.micro == 2
+    assert search.found[Candidate(Setup("eager", "fp32"), 8)].reason == "takes 8, more than 2"
+    assert search.found[Candidate(Setup("ort", "bf16"), 4)].reason == "takes 4, more than 2"
+
+
+def test_recomputation_is_for_what_does_not_fit_without() -> None:
+    fits = Costs(speeds())
+    searched(fits, recompute="layers")
+    assert not any(setup.recompute for setup in fits.begun)
+    tight = Costs(speeds(), room=1)
+    search = searched(tight, recompute="layers")
+    best = search.best()
+    assert best == Candidate(Setup("ort", "bf16", "layers"), 2)  # 0.8 of 0.8, beside 0.5
+    assert {s.engine for s in tight.begun if s.recompute} == {"ort"}
+    assert settings_of(best, 8) == {
+        "engine": "ort",
+        "precision": "bf16",
+        "recompute": "layers",
+        "batch_size": 2,
+        "accumulation": 4,
+    }
+
+
+def test_workers_are_another_way_to_execute() -> None:
+    setups = setups_of(
+        TuneSettings(engines="eager,ort", precisions="fp32", workers="1,2", zero_stages="0,1")
+    )
+    assert [str(setup) for setup in setups] == [
+        *("eager fp32", "ort fp32"),
+        *("eager fp32 x 2", "ort fp32 x 2"),
+        *("eager fp32 x 2 ZeRO 1", "ort fp32 x 2 ZeRO 1"),
+    ]
+    assert len({setup.way for setup in setups}) == 6
+    found = settings_of(Candidate(setups[-1], 4), 8)
+    assert (found["workers"], found["zero_stage"]) == (2, 1)
+    assert "workers" not in settings_of(Candidate(setups[0], 4), 8)
+
+
+def test_one_that_fails_is_left_and_others_go_on() -> None:
+    costs = Costs(speeds())
+    costs.broken = {Setup("ort", "bf16"): "no such kernel", Setup("eager", "fp32"): "tired"}
+    search = searched(costs)
+    failed = search.found[Candidate(Setup("ort", "bf16"), 4)]
+    assert (failed.state, failed.reason) == ("failed", "no such kernel")
+    best = search.best()
+    assert best is not None
+    assert best.setup not in costs.broken
+
+
+def test_all_may_fail_in_a_round() -> None:
+    class Broken(Costs):
+        def rounds(
+            self, candidates: Sequence[Candidate], number: int
+        ) -> Mapping[Candidate, Sequence[float]]:
+            found = super().rounds(candidates, number)
+            return found if len(self.together) <= 5 else {}
+
+    search = searched(Broken(speeds()))
+    assert search.best() is None
+    assert {found.state for found in search.found.values()} == {"failed", "left out"}
+
+
+# ---- a real one ----------------------------------------------------------------------------------
+
+QUICK: dict[str, Any] = {"rounds": 2, "steps": 1, "device": "cpu", "loss": "cross_entropy"}
+
+
+def dataset(samples: int = 32) -> TensorDataset:
+    made = torch.Generator().manual_seed(4)
+    inputs = torch.randn(samples, 4, generator=made)
+    return TensorDataset(inputs, torch.randint(2, (samples,), generator=made))
+
+
+@pytest.mark.usefixtures("threads_end")
+def test_a_search_ends_with_settings_that_train() -> None:
+    model = Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    engines = "eager" if NO_ORT else "eager,ort"
+    tune = ortlab.tune(model, dataset(), engines=engines, global_batch=8, sizes=2, lr=1e-3, **QUICK)
+    result = tune.result(120)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[n], tensor) for n, tensor in model.state_dict().items())
+    assert len(result.rows) == 4 * len(engines.split(","))
+    assert {row.settings["batch_size"] for row in result.rows} == {4, 8}
+    assert all(
+        row.settings["batch_size"] * row.settings["accumulation"] == 8 for row in result.rows
+    )
+    assert all(row.state != "waits" for row in result.rows)
+    best = result.best()
+    assert best is result.rows[0]
+    assert best.rates
+    assert best.peak_bytes > 0
+    assert tune.settings == {
+        "lr": 1e-3,
+        "device": "cpu",
+        "loss": "cross_entropy",
+        **best.settings,
+    }
+    shown = repr(result)
+    assert f"{best.label} is ahead" in shown
+    again = TuneResult.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False)))
+    assert again.to_dict() == result.to_dict()
+    assert "takes engine=" in tune.apply()
+    run = ortlab.finetune(model, dataset(), loss="cross_entropy", max_steps=1)
+    assert run.result(60).steps == 1
+    assert run.settings.batch_size == best.settings["batch_size"]
+    assert run.settings.accumulation == best.settings["accumulation"]
+
+
+@pytest.mark.usefixtures("threads_end")
+def test_the_best_settings_hold_in_a_run_that_trains() -> None:
+    # Without BatchNorm, to which one sample that is left of an epoch is no batch.
+    model, chosen = nn.Linear(4, 2), {"engines": "eager", "precisions": "fp32", **QUICK}
+    tune = ortlab.tune(model, dataset(), global_batch=8, sizes=2, **chosen)
+    best = tune.result(120).best()
+    assert best is not None
+    run = ortlab.finetune(
+        model, dataset(), loss="cross_entropy", engine="eager", batch_size=3, epochs=100_000
+    )
+
+    def until_it_has(size: int) -> None:
+        while run.current_settings.batch_size != size:
+            assert not run.wait_over(0.01)
+
+    assert run.name in tune.apply(run)
+    until_it_has(best.settings["batch_size"])
+    run.undo()
+    until_it_has(3)
+    assert run.name in tune.apply()
+    until_it_has(best.settings["batch_size"])
+    run.stop()
+    run.result(60)
+    assert not run.recorder.events("warning")
+    assert {name: getattr(run.current_settings, name) for name in best.settings} == best.settings
+
+
+def test_a_loader_keeps_its_batches() -> None:
+    tune = ortlab.tune(Net(), pairs(rows=4), engines="eager", global_batch=8, **QUICK)
+    result = tune.result(60)
+    assert {row.settings["accumulation"] for row in result.rows} == {2}
+    run = ortlab.finetune(Net(), pairs(rows=4), loss="cross_entropy", engine="eager", epochs=10**6)
+    try:
+        tune.apply(run)  # which would refuse a batch_size: its loader has its own
+    finally:
+        run.stop()
+        assert run.wait_over(60)
+    assert any("no other micro-batch was tried" in note for note in result.notes)
+
+
+def test_what_takes_too_much_is_left_out() -> None:
+    result = ortlab.tune(
+        Net(), dataset(), engines="eager", precisions="fp32", memory="1KB", sizes=2, **QUICK
+    ).result(60)
+    assert {row.state for row in result.rows} == {"left out"}
+    assert all("more than" in row.reason for row in result.rows)
+    assert result.best() is None
+    with pytest.raises(ValueError, match="nothing was measured"):
+        _ = result.settings
+    assert "nothing was measured" in repr(result)
+
+
+def test_one_that_fails_in_a_round_says_why() -> None:
+    class Tired(Net):
+        low: list[bool] = []  # noqa: RUF012 - of all copies
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.low.append(torch.is_autocast_enabled("cpu"))
+            if self.low[-1] and sum(self.low) > 3:
+                raise ValueError("tired of it")
+            return super().forward(x)
+
+    data = dataset()
+    result = ortlab.tune(Tired(), data, engines="eager", global_batch=8, sizes=1, **QUICK).result(
+        60
+    )
+    full, low = result.rows
+    assert (full.state, full.reason) == ("measured", "")
+    assert (low.state, low.reason, low.rates) == ("failed", "tired of it", ())
+    assert result.best() is full
+
+
+def test_a_stop_keeps_what_was_found() -> None:
+    tune = ortlab.tune(
+        Net(), dataset(), engines="eager", **{**QUICK, "rounds": 1_000_000, "steps": 3}
+    )
+    while tune.best() is None:
+        assert not tune.wait_over(0.01)
+    tune.stop()
+    result = tune.result(60)
+    assert result.interrupted
+    assert result.best() is not None
+    assert not math.isnan(result.took_s)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": 6}, "no multiple of the 4 samples"),
+        ({"target": "tokens"}, "no input_ids"),
+        ({"batch_size": 3}, "unknown setting 'batch_size'"),
+        ({"memory": "0"}, "is no size of memory"),
+    ],
+)
+def test_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ortlab.tune(Net(), pairs(), **options)
+    assert not session.searches
+
+
+def test_typed(ip: Typist) -> None:  # noqa: F811
+    ip("net = Net(); data = batches()")
+    ip(
+        "tune = %ort tune net data --loss cross_entropy --engines eager --rounds 2 --steps 1 "
+        "--memory 16GiB --target samples"
+    )
+    ip("result = tune.result(60)")
+    assert "is ahead with" in ip("tune")
+    assert "16.00 GiB" in ip("result")
+    assert ip["tune"].settings["accumulation"] == 1
+    assert "no option --batch-size" in ip.refused("%ort tune net data --batch-size 3")

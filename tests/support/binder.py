@@ -1,0 +1,74 @@
+"""What Binder installs, pinned.
+
+``python -m tests.support.binder`` writes binder/constraints.txt anew.
+
+They are the versions of this environment, in which the tests ran, of ortlab[demo] and all that it
+needs, by the packages' own metadata.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PINS = ROOT / "binder" / "constraints.txt"
+HEAD = "# Written by `python -m tests.support.binder`: ortlab[demo] as it was tested.\n"
+
+
+def project() -> dict[str, Any]:
+    """The table ``project`` of pyproject.toml."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def wanted(*extras: str) -> list[Requirement]:
+    """What pyproject.toml asks for here, with some extras; an extra of ortlab's own is resolved."""
+    table = project()
+    lines = [
+        *table["dependencies"],
+        *(x for e in extras for x in table["optional-dependencies"][e]),
+    ]
+    found = []
+    for requirement in map(Requirement, lines):
+        if requirement.name == "ortlab":
+            found += wanted(*requirement.extras)
+        elif requirement.marker is None or requirement.marker.evaluate():
+            found.append(requirement)
+    return found
+
+
+def pinned(requirements: Iterable[Requirement]) -> dict[str, str]:
+    """Name to version of the packages that these ask for, and of those that they need."""
+    found: dict[str, str] = {}
+    seen: set[tuple[str, str]] = set()
+    left = list(requirements)
+    while left:
+        requirement = left.pop()
+        name = canonicalize_name(requirement.name)
+        for extra in ("", *requirement.extras):
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            found[name] = importlib.metadata.version(name)
+            for line in importlib.metadata.requires(name) or ():
+                needed = Requirement(line)
+                if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                    left.append(needed)
+    return found
+
+
+def text() -> str:
+    """The file as this environment has it."""
+    pins = pinned(wanted("demo"))
+    return HEAD + "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
+
+
+if __name__ == "__main__":
+    PINS.write_text(text())

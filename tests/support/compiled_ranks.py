@@ -1,0 +1,34 @@
+"""What ranks compute by DeepSpeed of a compiled model: as `tests.support.deepspeed_ranks`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.nn import functional
+
+from tests.support import ranks
+from tests.support.mixed_ranks import HALVES
+from tests.support.ranks import LR, data, network, together
+
+
+def compiled(**among: Any) -> dict[str, Any]:
+    """Losses of 50 steps at stage 2, with batches of one size: each size compiles."""
+    (batch,) = data(8)
+    found: dict[str, Any] = {}
+    for name in ("compile", "eager"):
+        many = together(network(), functional.cross_entropy, engine=name, zero_stage=2, **among)
+        found[name] = [float(many.step([batch], lr=LR).loss) for _ in range(50)]
+        found["engine"] = [*found.get("engine", []), many.report().engine_used]
+        many.close()
+    return found
+
+
+CASES: dict[str, ranks.Case] = {
+    "compiled": compiled,
+    "compiled mixed": functools.partial(compiled, **HALVES),
+}
+
+
+if __name__ == "__main__":
+    ranks.main(CASES)

@@ -1,0 +1,211 @@
+"""Runs in processes of their own that die at a random moment, and runs that go on with them.
+
+`tests/training/test_checkpoint_writer.py` compares the losses. The processes are forked from one
+that has imported torch, which takes seconds, and has begun nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import ortlab
+from ortlab.history.run_folder import RunFolder
+from ortlab.metrics.recorder import INDEX
+from tests.support.waiting import until
+
+FILLER = "filler"
+STEPS = 24
+EVERY = 3
+SETTINGS = {
+    "loss": "cross_entropy",
+    "device": "cpu",
+    "batch_size": 4,
+    "lr": 0.01,
+    "epochs": 3,
+    "checkpoint_every": EVERY,
+    "schedule": "cosine",
+    "cache": False,
+}
+_PROCESSES = multiprocessing.get_context("forkserver")
+
+
+def data() -> TensorDataset:
+    """32 samples: 8 steps an epoch."""
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+def network() -> nn.Module:
+    """Batch normalisation has buffers; dropout draws random numbers."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3)
+        )
+
+
+@dataclass(frozen=True)
+class End:
+    """When a run's process is killed: `delay_s` after `step` has begun, `kept` checkpoints ago.
+
+    `full` is the step before which its disk gets full, and the bytes that it has left then.
+    """
+
+    kept: int
+    step: int
+    delay_s: float
+    full: tuple[int, int] | None = None
+
+
+class Deadly(Dataset[Any]):
+    """Data whose process is killed a random moment after a step has begun.
+
+    The first steps wait for the checkpoints that there must be, and the last one for its end: a run
+    is over neither before the first checkpoint nor before it is killed.
+    """
+
+    def __init__(self, home: Path, end: End) -> None:
+        self._data = data()
+        self._home, self._end = home, end
+        self._checkpoints = home / "runs" / "run-1" / "checkpoints"
+        self._read = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        self._read += 1
+        due, late = divmod(self._read - 1, 4 * EVERY)
+        if late == 0 and 0 < due <= self._end.kept:
+            until(lambda: len(list(self._checkpoints.glob("last-*"))) == due)
+        if self._end.full is not None and self._read == 4 * self._end.full[0]:
+            fill(self._home, self._end.full[1])
+        if self._read == 4 * self._end.step:
+            threading.Thread(target=self._kill, daemon=True).start()
+        if self._read == 4 * STEPS:
+            threading.Event().wait()
+        return self._data[index]
+
+    def _kill(self) -> None:
+        time.sleep(self._end.delay_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _begin(home: Path) -> None:
+    faulthandler.dump_traceback_later(240, exit=True)  # where a process hangs is seen in the test
+    os.environ["ORTLAB_HOME"] = str(home)
+    torch.set_num_threads(1)
+
+
+def _train(home: Path, engine: str, end: End | None) -> None:
+    _begin(home)
+    train: Any = data() if end is None else Deadly(home, end)
+    ortlab.finetune(network(), train, engine=engine, **SETTINGS).result()
+
+
+def _resume(home: Path, name: str) -> None:
+    _begin(home)
+    torch.rand(7)  # this process has drawn other numbers
+    ortlab.resume(name, network(), data()).result()
+
+
+def train(home: Path, engine: str) -> None:
+    """A run that nobody disturbs."""
+    assert _process(_train, home, engine, None) == 0
+
+
+def killed(
+    home: Path, engine: str, drawn: random.Random, *, kept: int = 1, full: bool = False
+) -> None:
+    """A run whose process is killed at random once it has kept so many checkpoints.
+
+    With `full` the disk that `home` is on has no room from a random step before on.
+    """
+    step = drawn.randint(EVERY * kept + 1, STEPS - 1)
+    end = End(kept, step, drawn.random() * 0.03)
+    if full:
+        end = replace(end, full=(drawn.randint(EVERY * kept + 1, step), drawn.randrange(2**14)))
+    assert _process(_train, home, engine, end) == -signal.SIGKILL
+
+
+def fill(disk: Path, left: int) -> None:
+    """Leaves so many bytes of a disk, as near as its blocks allow; `free` gives them back."""
+    with (disk / FILLER).open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    os.truncate(disk / FILLER, max(0, (disk / FILLER).stat().st_size - left))
+
+
+def free(disk: Path) -> None:
+    """What fills the disk is gone."""
+    (disk / FILLER).unlink()
+
+
+def resume(home: Path, name: str) -> None:
+    """Goes on with it in another process, to the end."""
+    assert _process(_resume, home, name) == 0
+
+
+def _process(target: Any, *arguments: Any) -> int | None:
+    _PROCESSES.set_forkserver_preload(
+        ["tests.support.killing", "ortlab.training.run", "ortlab.engines.ortmodule.engine"]
+    )
+    process = _PROCESSES.Process(target=target, args=arguments)
+    process.start()
+    process.join(300)
+    if process.exitcode is None:
+        process.kill()
+    return process.exitcode
+
+
+def losses(home: Path, name: str) -> dict[int, float]:
+    """Step to loss, as the run's file has them."""
+    rows = RunFolder(home / "runs" / name).read_metrics().rows
+    steps = [int(step) for step in rows[:, INDEX["step"]]]
+    assert steps == sorted(set(steps))
+    return dict(zip(steps, rows[:, INDEX["loss"]].tolist(), strict=True))
+
+
+def spoil(path: Path, drawn: random.Random) -> None:
+    """Flips bits of a file, cuts it, or takes it away and leaves an empty one."""
+    whole = bytearray(path.read_bytes())
+    kind = drawn.choice(["flip", "cut", "empty"])
+    if kind == "flip":
+        whole[drawn.randrange(len(whole))] ^= 1 << drawn.randrange(8)
+    else:
+        del whole[drawn.randrange(len(whole)) if kind == "cut" else 0 :]
+    path.write_bytes(whole)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size: int) -> Any:
+    """A file system of `size` bytes at `path`; PermissionError where it may not be mounted."""
+    import subprocess
+
+    path.mkdir(exist_ok=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "none", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        raise PermissionError(made.stderr.strip())
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)

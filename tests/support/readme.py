@@ -1,0 +1,176 @@
+"""The parts of README.md that are made from, or checked against, the code.
+
+``python -m tests.support.readme`` writes the tables of settings into README.md anew, and those of
+speed from the benchmark that `ortlab bench engines --json tests/bench/results/engines.json` stores.
+The index of the tutorials, notebooks/README.md, it makes of how they begin, a page for each command
+in notebooks/reference/ of what its parser says of it, and those of the Python API, in api/ there,
+of the docstrings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ortlab import cli
+from ortlab.bench.result import EngineBench
+from ortlab.notebook.magics.commands import COMMANDS
+from ortlab.settings import Declaration, EngineSettings, FinetuneSettings
+from tests.support import reference
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+ALREADY_SAID = " Run the cells from top to bottom (Shift+Enter)."
+PAGES = ROOT / "notebooks" / "reference"
+INDEX = ROOT / "notebooks" / "README.md"
+BENCHMARK = ROOT / "tests" / "bench" / "results" / "engines.json"
+TABLES = re.compile(r"(<!-- (settings|options|speed) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
+
+
+def tables() -> dict[str, str]:
+    """What belongs between each of README.md's pairs of marks, by the mark's name."""
+    made = _settings()
+    return made | {"speed": speed(BENCHMARK)} if BENCHMARK.exists() else made
+
+
+def index() -> str:
+    """The tutorials in reading order: the title of each, and its first paragraph."""
+    lines = [
+        "# Tutorials",
+        "",
+        "In reading order; each takes three minutes at most on two cores. Shift+Enter runs a cell.",
+        "",
+    ]
+    for path in sorted(INDEX.parent.glob("*.ipynb")):
+        first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        title, _, text = first.partition("\n\n")
+        about = " ".join(text.partition("\n\n")[0].split()).removesuffix(ALREADY_SAID)
+        lines += [
+            f"{int(path.name[:2])}. **[{title.removeprefix('# ')}]({path.name})** {about}",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def pages() -> dict[str, str]:
+    """A page for each command of ``ortlab`` and of ``%ort``, by name: its help; and the API's.
+
+    As Python 3.11 writes it, at 80 columns.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        helps = {f"ortlab {name}": text for name, text in _helps(cli.parser())}
+        helps |= {f"%ort {name}": command.help for name, command in COMMANDS.items()}
+    made = {}
+    lines = [
+        "# Commands",
+        "",
+        "Written by `python -m tests.support.readme`, from what `--help` says.",
+        "",
+    ]
+    for command, text in helps.items():
+        page = command.removeprefix("%").replace(" ", "-") + ".md"
+        made[page] = f"# {command}\n\n```text\n{text.rstrip()}\n```\n"
+        lines.append(f"- [`{command}`]({page})")
+    lines += ["", "[The Python API](api/README.md) has pages of its own."]
+    api = {f"api/{name}": text for name, text in reference.pages().items()}
+    return {"README.md": "\n".join([*lines, ""]), **made, **api}
+
+
+def stored_pages() -> dict[str, str]:
+    """What lies in notebooks/reference/."""
+    files = (path for path in PAGES.rglob("*") if path.is_file())
+    return {str(path.relative_to(PAGES)): path.read_text() for path in files}
+
+
+def _helps(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """The commands below `parser` that have no others below them, with their help."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                further = [(f"{name} {rest}", text) for rest, text in _helps(below)]
+                yield from further or [(name, below.format_help())]
+
+
+def speed(path: Path) -> str:
+    """The tables of a stored benchmark; ValueError where it is none, or not a whole one."""
+    result = EngineBench.from_dict(json.loads(path.read_text()))
+    if result.settings.quick or result.interrupted or result.machine.busy:
+        raise ValueError(f"{path.name} is quick, interrupted or of a busy machine; run it again")
+    return result.summary() + "\n"
+
+
+def _settings() -> dict[str, str]:
+    """Every setting as a row of a Markdown table, from the declarations.
+
+    ORTModule's own options have a table of theirs, which names where ORTModule takes them from.
+    """
+    of_engines = EngineSettings.declarations()
+    settings = ["| option | default | what it chooses |", "| --- | --- | --- |"]
+    options = ["| option | default | what it chooses | in ORTModule |", "| --- | --- | --- | --- |"]
+    for name, declaration in FinetuneSettings.declarations().items():
+        star = "" if name in of_engines else " *"
+        row = f"| `{declaration.flag}`{star} | {_default(declaration)} | {_help(declaration)} |"
+        if declaration.source:
+            options.append(f"{row} `{declaration.source}` |")
+        else:
+            settings.append(row)
+    return {"settings": "\n".join(settings) + "\n", "options": "\n".join(options) + "\n"}
+
+
+def _default(declaration: Declaration) -> str:
+    if declaration.type is bool:
+        return "on" if declaration.default else "off"
+    if declaration.default in (None, ""):
+        return "none"
+    return f"{declaration.default} {declaration.unit}".rstrip()
+
+
+def _help(declaration: Declaration) -> str:
+    choices = f": {', '.join(declaration.choices)}" if declaration.choices else ""
+    return declaration.help + choices
+
+
+def stored_tables() -> dict[str, str]:
+    """The tables as README.md has them."""
+    return {found.group(2): found.group(3) for found in TABLES.finditer(README.read_text())}
+
+
+def code_map() -> list[str]:
+    """The paths of README.md's map, relative to the root; a folder ends with a slash.
+
+    In the map each line is a path, indented by two spaces under its folder, then what it is.
+    """
+    block = README.read_text().split("## Map of the code", 1)[1].split("```")[1]
+    folders: list[str] = []
+    paths = []
+    for line in block.splitlines()[1:]:
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        del folders[depth:]
+        paths.append("".join(folders) + name)
+        if name.endswith("/"):
+            folders.append(name)
+    return paths
+
+
+if __name__ == "__main__":
+    made = tables()
+    if unmarked := set(made) - set(stored_tables()):
+        sys.exit(
+            f"README.md has no marks for {', '.join(unmarked)}: <!-- x --> and <!-- end of x -->"
+        )
+    INDEX.write_text(index())
+    written = pages()
+    shutil.rmtree(PAGES, ignore_errors=True)
+    (PAGES / "api").mkdir(parents=True)
+    for name, text in written.items():
+        (PAGES / name).write_text(text)
+    README.write_text(TABLES.sub(lambda m: m.group(1) + made[m.group(2)], README.read_text()))

@@ -1,0 +1,207 @@
+"""The pages of the API, notebooks/reference/api/: signatures and docstrings, as griffe reads them.
+
+``python -m tests.support.readme`` writes them. What is public is what `ortlab` and the modules of
+`MODULES` name in ``__all__`` or, without one, define; and the classes of `RESULTS`, which functions
+return.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+
+import ortlab
+
+ROOT = Path(__file__).parents[2]
+MODULES = {
+    "hf": "Hugging Face's Trainer in engine ort",
+    "data": "data that is on every machine",
+    "squad": "questions and answers in SQuAD's form",
+    "optim": "the optimizers and schedules of ORT's first training API",
+    "optim.lr_scheduler": "its schedules",
+    "torch_ort": "the names of the package torch_ort",
+}
+"""The public modules below `ortlab`."""
+ELSEWHERE = {"squad": "data.squad"}
+"""Where a public module lies that has another name there."""
+RESULTS = [
+    "training.run.Run",
+    "training.run.RunResult",
+    "history.saved_run.PastRun",
+    "history.run_files.Kept",
+    "history.entry.Entry",
+    "history.listing.History",
+    "history.comparison.RunComparison",
+    "history.prune.Pruning",
+    "checkpoint.checkpoint.Checkpoint",
+    "metrics.recorder.Recorder",
+    "metrics.recorder.Sample",
+    "metrics.recorder.Event",
+    "training.tracker.Tracker",
+    "graph.capture.Graphs",
+    "graph.capture.Stage",
+    "graph.memory.MemoryPlan",
+    "graph.recompute.RecomputePlans",
+    "graph.profile.Profile",
+    "search.race.Race",
+    "search.tune.Tune",
+    "search.result.RaceResult",
+    "search.result.TuneResult",
+    "cluster.workers.Workers",
+    "deploy.exported.Exported",
+    "plan.zero_memory.ZeroPlan",
+    "deploy.torchrun_script.Script",
+    "utils.tables.Table",
+    "engines.base.EngineUnavailable",
+]
+"""The classes of what the functions return and raise."""
+NOT_DOCUMENTED = {"__version__", *MODULES}
+"""Of ``ortlab.__all__``: a string, and modules that have pages of their own."""
+
+
+def pages() -> dict[str, str]:
+    """The pages by name; the first is their index."""
+    package = griffe.load("ortlab", search_paths=[ROOT], resolve_aliases=False)
+    made = {"ortlab.md": _page("ortlab", "", _functions(package))}
+    for name, about in MODULES.items():
+        made[f"ortlab.{name}.md"] = _page(f"ortlab.{name}", about, _public(package, name))
+    returned = ((f"ortlab.{path}", _find(package, path)) for path in RESULTS)
+    made["results.md"] = _page("What they return", "the classes of results", returned, made=False)
+    lines = [
+        "# The Python API",
+        "",
+        "Written by `python -m tests.support.readme`, from the docstrings.",
+        "",
+    ]
+    lines += [
+        f"- [{text.splitlines()[0].removeprefix('# ')}]({page})" for page, text in made.items()
+    ]
+    return {"README.md": "\n".join([*lines, ""]), **made}
+
+
+def without_docstring() -> list[str]:
+    """What is on the pages and says nothing of itself; that of a base class counts."""
+    package = griffe.load("ortlab", search_paths=[ROOT])
+    named = [*_functions(package), *((path, _find(package, path)) for path in RESULTS)]
+    for name in MODULES:
+        named += _public(package, name)
+    silent = []
+    for title, found in named:
+        silent += [title] if found.docstring is None else []
+        for member in _members(found):
+            if member.docstring is None:
+                silent.append(f"{title}.{member.name}")
+    return silent
+
+
+Documented = griffe.Class | griffe.Function | griffe.Attribute
+
+
+def _find(package: griffe.Object | griffe.Alias, path: str) -> Documented:
+    """What the dotted `path` names, wherever it is defined."""
+    found: griffe.Object | griffe.Alias = package[path]
+    while isinstance(found, griffe.Alias):
+        found = package[found.target_path.removeprefix("ortlab.")]
+    assert isinstance(found, Documented), path
+    return found
+
+
+def _functions(package: griffe.Object | griffe.Alias) -> Iterator[tuple[str, Documented]]:
+    """What is in ``ortlab.__all__`` by the path that its first use imports it from."""
+    for name in ortlab.__all__:
+        if name in NOT_DOCUMENTED:
+            continue
+        if name == "last_run":
+            yield "ortlab.last_run", _find(package, "session.Session.last_run")
+            continue
+        module = getattr(ortlab, name).__module__.removeprefix("ortlab").removeprefix(".")
+        yield f"ortlab.{name}", _find(package, f"{module}.{name}".removeprefix("."))
+
+
+def _public(package: griffe.Object | griffe.Alias, name: str) -> Iterator[tuple[str, Documented]]:
+    place = ELSEWHERE.get(name, name)
+    module = package[place]
+    exported = module.exports
+    members = [str(each) for each in exported] if exported else list(module.members)
+    for member in members:
+        found = module.members[member]
+        if not exported and (found.is_alias or not found.is_public):
+            continue
+        if not found.is_module:
+            yield f"ortlab.{name}.{member}", _find(package, f"{place}.{member}")
+
+
+def _page(
+    title: str, about: str, documented: Iterator[tuple[str, Documented]], *, made: bool = True
+) -> str:
+    """The page of what is `documented`; `made` says how its classes are called."""
+    blocks = [f"# {title}{': ' if about else ''}{about}"]
+    for name, found in documented:
+        blocks += [f"## {name}", *_described(found, _made(found) if made else "")]
+        for member in _members(found):
+            blocks += [f"### {found.name}.{member.name}", *_described(member)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _made(found: Documented) -> str:
+    """How a class is called, where its own or an inherited ``__init__`` of ours says."""
+    if not isinstance(found, griffe.Class) or "dataclass" in found.labels:
+        return ""
+    begin = found.all_members.get("__init__")
+    begin = begin.final_target if isinstance(begin, griffe.Alias) else begin
+    if not isinstance(begin, griffe.Function) or not begin.path.startswith("ortlab."):
+        return ""
+    given = begin.signature(name=found.name).removesuffix(" -> None")
+    return f"\n\n{given}" if given != f"{found.name}()" else ""
+
+
+def _described(found: Documented, made: str = "") -> list[str]:
+    """Signature, with how it is `made`, and docstring."""
+    said = [] if found.docstring is None else [inspect.cleandoc(found.docstring.value)]
+    return [f"```python\n{_signature(found)}{made}\n```", *said]
+
+
+def _signature(found: Documented) -> str:
+    if isinstance(found, griffe.Attribute):
+        kind = "" if found.annotation is None else f": {found.annotation}"
+        return f"{found.name}{kind}"
+    if isinstance(found, griffe.Class):
+        fields = found.parameters if "dataclass" in found.labels else ()
+        told = [f"{each.name}: {each.annotation}" for each in fields if each.name != "self"]
+        inside = "\n".join(f"    {each}" for each in told)
+        head = f"class {found.name}({', '.join(_bases(found))})".replace("()", "")
+        return f"{head}:\n{inside}" if told else head
+    awaited = "async " if "async" in found.labels else ""
+    return f"{awaited}def {found.signature()}"
+
+
+def _bases(found: griffe.Class) -> list[str]:
+    return [str(base) for base in found.bases if not str(base).startswith("_")]
+
+
+def _members(found: Documented) -> list[Documented]:
+    """The public fields, properties and methods of a class, in the order of its source.
+
+    ``__init__`` where it says more than the class; attributes without a docstring are left out.
+    """
+    if not isinstance(found, griffe.Class):
+        return []
+    members = [each for each in found.members.values() if isinstance(each, Documented)]
+    shown = [each for each in members if each.is_public and not each.name.startswith("__")]
+    return [
+        *([found.members["__init__"]] if _says_how(found) else []),  # type: ignore[list-item]
+        *(each for each in shown if each.docstring is not None or not _is_plain(each)),
+    ]
+
+
+def _is_plain(member: Documented) -> bool:
+    """Whether it is an attribute that only its assignment says something of."""
+    return isinstance(member, griffe.Attribute) and "property" not in member.labels
+
+
+def _says_how(found: griffe.Class) -> bool:
+    made = found.members.get("__init__")
+    return isinstance(made, griffe.Function) and made.docstring is not None

@@ -1,0 +1,124 @@
+"""What a kernel of many hours holds: imported there by the soak test, which runs its notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import statistics
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import ipywidgets
+import psutil
+from torch.utils.data import Dataset
+
+from ortlab.notebook.views import charts
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from ortlab.training.run import Run
+
+COUNTED: Final = ("rss", "threads", "files", "widgets")
+
+
+def settled(run: Run, changes: dict[str, Any]) -> None:
+    """Applies `changes` to a run that trains and waits until they hold."""
+    run.apply(**changes)
+    until(lambda: all(run.current_settings.as_dict()[k] == v for k, v in changes.items()))
+
+
+def toggled(run: Run, cycle: int) -> None:
+    """What a person does to a run: settings there and back, a pause, a checkpoint."""
+    settled(run, {"lr": 1e-3 * (1 + cycle % 3), "clip_norm": 1.0})
+    settled(run, {"precision": "bf16", "batch_size": 64})
+    settled(run, {"precision": "fp32", "batch_size": 32})
+    if cycle % 3 == 0:
+        settled(run, {"engine": "ort"})
+        step = run.step
+        until(lambda: run.step > step + 5)
+        settled(run, {"engine": "eager"})
+    run.pause()
+    until(lambda: run.state == "paused")
+    run.checkpoint()
+    run.resume()
+    step = run.step
+    until(lambda: run.step > step + 5)
+
+
+def kinds() -> Counter[str]:
+    """How many open files of each kind this process has: sockets, pipes, a path by its name."""
+    found: Counter[str] = Counter()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the scan's own is gone by now
+            target = os.readlink(entry.path)
+            found[target if target.startswith("/") else target.split("[")[0]] += 1
+    return found
+
+
+WATCHED_S = 5.5
+"""That somebody looks at charts whose settings rest: five updates at their slowest pace, which are
+those that are measured."""
+
+
+class Read(Dataset[Any]):
+    """Data whose samples take as long as small files do: about 5 ms for a batch of 32."""
+
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self.samples = samples
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(1e-4)
+        return self.samples[index]
+
+    def __len__(self) -> int:
+        return len(self.samples)  # type: ignore[arg-type]
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks"),
+            *("fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def _allocated() -> int:
+    """Bytes that malloc has given out, in all of its arenas: what it keeps beside is no leak."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallInfo
+    found = mallinfo()
+    return int(found.hblkhd + found.uordblks)
+
+
+def note(path: str, cycle: int) -> None:
+    """Appends what this process holds now, and what an update of the living charts costs."""
+    time.sleep(WATCHED_S)
+    gc.collect()
+    process = psutil.Process()
+    pumps = [view.pump for view in charts._views]
+    costs = [statistics.median(pump._costs_s) for pump in pumps if not pump.join(0)]
+    held = {
+        "cycle": cycle,
+        "at_s": time.time(),
+        "rss": process.memory_info().rss,
+        "allocated": _allocated(),
+        "threads": threading.active_count(),
+        "native_threads": process.num_threads(),  # not judged: torch's and ORT's pools come and go
+        "files": process.num_fds(),
+        "widgets": len(ipywidgets.widget._instances),
+        "update_ms": 1e3 * max(costs, default=0.0),
+        "kinds": kinds(),
+        "names": Counter("-".join(thread.name.split("-")[:2]) for thread in threading.enumerate()),
+    }
+    with Path(path).open("a") as file:
+        file.write(json.dumps(held) + "\n")

@@ -1,0 +1,925 @@
+"""Data, numbers and memory that fail: what is named, what is held, and how a run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+import ortlab
+from ortlab.checkpoint.checkpoint import Checkpoint
+from ortlab.engines.base import NotFinite
+from ortlab.engines.nonfinite import first_bad
+from ortlab.engines.ortmodule import compat, dispatch
+from ortlab.engines.ortmodule.engine import execution_of
+from ortlab.history import sqlite_index
+from ortlab.history.run_folder import RunFolder
+from ortlab.metrics.recorder import INDEX
+from ortlab.session import session
+from ortlab.settings import FinetuneSettings
+from ortlab.training import data_loading, memory_advice
+from ortlab.training import run as runs
+from ortlab.training.failures import out_of_memory
+from ortlab.training.run import Run
+from ortlab.utils.errors import concise
+from ortlab.utils.process_memory import SAMPLER, memory
+from tests.support.waiting import HANGS_S, until
+
+CHOSEN: dict[str, Any] = {
+    "engine": "eager", "device": "cpu", "loss": "cross_entropy", "batch_size": 4, "epochs": 2,
+    "lr": 0.01,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _tidy(
+    threads_end: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> Iterator[None]:
+    monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
+    yield
+    for run in session.runs:
+        run.stop()
+        run.wait_over(60)
+    assert not SAMPLER.running
+
+
+class Table(Dataset[Any]):
+    """Samples that can be spoiled, mended, and made to hang."""
+
+    def __init__(self, count: int = 48) -> None:
+        self.inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
+        self.bad: set[int] = set()
+        self.hangs: threading.Event | None = None
+        self.read = 0
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        if index in self.bad:
+            raise KeyError("the column is gone")
+        if self.hangs is not None and self.read > 20:
+            assert self.hangs.wait(HANGS_S)
+        return self.inputs[index], self.inputs[index, :3].argmax()
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+def losses(run: Run) -> list[float]:
+    found: list[float] = run.recorder.rows()[:, INDEX["loss"]].tolist()
+    return found
+
+
+def steps(run: Run) -> list[float]:
+    found: list[float] = run.recorder.rows()[:, INDEX["step"]].tolist()
+    return found
+
+
+def undisturbed(data: Any, **chosen: Any) -> list[float]:
+    run = ortlab.finetune(network(), data, **{**CHOSEN, **chosen})
+    run.result(60)
+    return losses(run)
+
+
+# --- evaluations
+
+
+def evaluations(run: Run) -> list[Any]:
+    return [(event.step, event.values["loss"]) for event in run.recorder.events("eval")]
+
+
+class Failing(Table):
+    """Samples of which one cannot be read from the second evaluation on."""
+
+    def __getitem__(self, index: int) -> Any:
+        if self.read >= len(self):
+            self.bad = {7} if not self.mended else set()
+        return super().__getitem__(index)
+
+    mended = False
+
+
+def test_an_evaluation_that_fails_holds_the_run_and_is_made_again() -> None:
+    plain = ortlab.finetune(network(), Table(), eval_data=Table(), **CHOSEN)
+    plain.result(60)
+    held_out = Failing()
+    run = ortlab.finetune(network(), Table(), eval_data=held_out, hold=True, **CHOSEN)
+    with pytest.raises(KeyError, match="column is gone") as raised:
+        run.result(60)
+    assert (run.state, run.step) == ("paused", 12)
+    notes = "\n".join(raised.value.__notes__)
+    assert "the Failing raised it at index 7" in notes
+    assert "the evaluation after step 12 failed" in notes
+    assert f"{run.name} waits after step 12: run.resume() or its button evaluates again" in notes
+    assert run.status().badges == ("held: the evaluation failed",)
+    held_out.mended = True
+    run.resume()
+    assert run.result(60).state == "finished"
+    assert losses(run) == losses(plain)
+    assert evaluations(run) == evaluations(plain)
+
+
+def test_an_evaluation_that_fails_can_be_left_out() -> None:
+    run = ortlab.finetune(network(), Table(), eval_data=Failing(), hold=True, **CHOSEN)
+    for step in (12, 24):
+        with pytest.raises(KeyError):
+            run.result(60)
+        assert run.step == step
+        run.resume(skip=True)
+    assert run.result(60).state == "finished"
+    assert [step for step, _ in evaluations(run)] == [0]
+    assert losses(run) == undisturbed(Table())
+
+
+def test_a_script_gets_what_an_evaluation_raised() -> None:
+    run = ortlab.finetune(network(), Table(), eval_data=Failing(), **CHOSEN)
+    with pytest.raises(KeyError) as raised:
+        run.result(60)
+    assert "the evaluation after step 12 failed" in raised.value.__notes__
+    assert RunFolder(run.folder).read_checkpoint().position.step == 12
+
+
+def test_a_run_whose_first_evaluation_fails_says_what_and_where() -> None:
+    """Nothing is lost by then: the run fails, also where it could wait."""
+    held_out = Table()
+    held_out.bad = {7}
+    run = ortlab.finetune(network(), Table(), eval_data=held_out, hold=True, **CHOSEN)
+    with pytest.raises(KeyError):
+        run.result(60)
+    first, *notes = (run.status().error or "").splitlines()
+    assert first == "KeyError: 'the column is gone'"
+    assert "the Table raised it at index 7" in notes
+    assert "the evaluation before the first step failed" in notes
+    assert RunFolder(run.folder).read_json("run")["error"] == first
+
+
+class Hungry(nn.Module):
+    """Once trained it asks for more memory than there is to evaluate more than two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.trained = False
+        self.sizes: list[int] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.trained |= self.training
+        if self.trained and not self.training:
+            self.sizes.append(len(inputs))
+            if len(inputs) > 2:
+                torch.empty(2**60)
+        found: torch.Tensor = self.inner(inputs)
+        return found
+
+
+def test_an_evaluation_that_does_not_fit_takes_fewer_samples_at_a_time() -> None:
+    plain = ortlab.finetune(network(), Table(), eval_data=Table(), **CHOSEN)
+    plain.result(60)
+    model = Hungry()
+    run = ortlab.finetune(model, Table(), eval_data=Table(), hold=True, **CHOSEN)
+    assert run.result(60).state == "finished"
+    assert model.sizes == [4] + [2] * 48, "it is known from the first time on"
+    assert losses(run) == losses(plain)
+    for (step, found), (expected_step, expected) in zip(
+        evaluations(run), evaluations(plain), strict=True
+    ):
+        assert step == expected_step
+        assert found == pytest.approx(expected, rel=1e-6)
+    (told,) = [event.text for event in run.recorder.events("warning")]
+    assert told == (
+        "memory did not suffice for the evaluation of 4 samples at a time: it takes 2 from now on"
+    )
+
+
+def test_an_evaluation_in_batches_of_a_loader_that_does_not_fit_holds_the_run() -> None:
+    loader = DataLoader(Table(), batch_size=4)
+    run = ortlab.finetune(Hungry(), Table(), eval_data=loader, hold=True, **CHOSEN)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        run.result(60)
+    assert run.status().badges == ("held: out of memory",)
+    run.stop()
+    assert run.result(60).state == "stopped"
+
+
+# --- data
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_data_that_raises_holds_the_run_and_mended_goes_on_bit_by_bit(loader: bool) -> None:
+    """Dropout and order and all: as if nothing had been."""
+
+    def given(table: Table) -> Any:
+        return DataLoader(table, batch_size=4, shuffle=True) if loader else table
+
+    expected = undisturbed(given(Table()))
+    table = Table()
+    table.bad = {7}
+    run = ortlab.finetune(network(), given(table), hold=True, **CHOSEN)
+    with pytest.raises(KeyError, match="column is gone") as raised:
+        run.result(60)
+    notes = "\n".join(raised.value.__notes__)
+    assert run.step > 0
+    assert run.state == "paused"
+    assert f"the data failed in step {run.step + 1}, after" in notes
+    assert "of epoch 1" in notes
+    assert f"{run.name} waits at step {run.step}: mend the data" in notes
+    # From Python 3.12 on the frame of a list that is being made no more tells how far it is.
+    reading = r"the DataLoader was reading (index 7|indices [\d, ]*\b7\b[\d, ]*) of the Table"
+    assert re.search(reading if loader else "the Table raised it at index 7", notes)
+    assert run.status().badges == ("held: the data failed",)
+    assert "mend the data" in (run.status().error or "")
+    table.bad = set()
+    run.resume()
+    assert run.result(60).state == "finished"
+    assert losses(run) == expected
+    assert (run.status().badges, run.status().error) == ((), None)
+
+
+def test_data_that_was_not_mended_holds_again_and_can_be_left_out() -> None:
+    table = Table()
+    table.bad = {7}
+    run = ortlab.finetune(network(), table, hold=True, **CHOSEN)
+    for epoch in (1, 2):
+        for _ in range(2):
+            with pytest.raises(KeyError):
+                run.result(60)
+            at = run.step
+            if _ == 0:
+                run.resume()
+        run.resume(skip=True)
+        assert at >= 12 * (epoch - 1)
+    assert run.result(60).steps == 2 * 12 - 2
+    left_out = [event.text for event in run.recorder.events("note")]
+    assert [text.partition(",")[0] for text in left_out] == ["4 samples are left out"] * 2
+    with pytest.raises(ValueError, match=r"skip=True leaves out samples .* run.resume\(\) goes on"):
+        run.resume(skip=True)
+
+
+def test_a_script_gets_what_the_data_raised_and_where() -> None:
+    table = Table()
+    table.bad = {7}
+    run = ortlab.finetune(network(), table, **CHOSEN)
+    with pytest.raises(KeyError, match="column is gone") as raised:
+        run.result(60)
+    assert run.state == "failed"
+    assert raised.value.__notes__[0] == "the Table raised it at index 7"
+    assert f"in step {run.step + 1}, after {4 * run.step} samples" in raised.value.__notes__[1]
+    assert RunFolder(run.folder).read_checkpoint().position.step == run.step > 0
+
+
+def test_nothing_is_held_before_the_first_step() -> None:
+    table = Table()
+    table.bad = set(range(48))
+    run = ortlab.finetune(network(), table, hold=True, **CHOSEN)
+    with pytest.raises(KeyError):
+        run.result(60)
+    until(run.over)
+    assert run.state == "failed"
+
+
+def test_samples_that_come_at_once_are_named_one_by_one() -> None:
+    class AtOnce(Table):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[index] for index in indices]
+
+    table = AtOnce()
+    table.bad = {9}
+    run = ortlab.finetune(network(), table, **CHOSEN)
+    with pytest.raises(KeyError) as raised:
+        run.result(60)
+    assert "the AtOnce raised it at index 9" in raised.value.__notes__
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that does not come for a second hangs."""
+    monkeypatch.setattr(runs, "_LATE_READ_S", 0.5)
+    monkeypatch.setattr(runs, "_HANGING_READ_S", 1.0)
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_data_that_hangs_holds_the_run_until_it_comes(impatient: None, loader: bool) -> None:
+    """The last step is kept meanwhile; losses are those of data that came at once."""
+
+    def given(table: Table) -> Any:
+        return DataLoader(table, batch_size=4, shuffle=True) if loader else table
+
+    expected = undisturbed(given(Table()))
+    table = Table()
+    table.hangs = threading.Event()
+    run = ortlab.finetune(network(), given(table), hold=True, **CHOSEN)
+    with pytest.raises(RuntimeError, match="the data of step 6 has not come for 1 s") as raised:
+        run.result(60)
+    assert run.state == "running"
+    place, line, waits = raised.value.__notes__
+    assert re.fullmatch(r"it reads (index|indices) [\d, ]+ of the Table", place)
+    assert line.endswith("assert self.hangs.wait(HANGS_S), in __getitem__")
+    assert "after step 5: when the data comes it goes on by itself, run.resume() waits on" in waits
+    assert run.status().badges == ("held: the data hangs",)
+    kept = RunFolder(run.folder).checkpoint_path("last-5")
+    until(kept.exists)
+    assert Checkpoint.load(kept).position.step == 5
+    table.hangs.set()
+    until(lambda: run.status().badges == ())
+    assert run.result(60).state == "finished"
+    assert losses(run) == expected
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_held_by_data_can_be_paused(impatient: None, resumed: bool) -> None:
+    """It is not held any more then, nor again once it was resumed; the data finds it paused."""
+    table = Table()
+    table.hangs = threading.Event()
+    run = ortlab.finetune(network(), table, hold=True, **CHOSEN)
+    until(lambda: run.status().badges == ("held: the data hangs",))
+    if resumed:
+        run.resume()
+        time.sleep(2 * runs._SLOW_READ_S)
+        assert run.status().badges == ()
+    run.pause()
+    assert run.status().badges == ()
+    table.hangs.set()
+    until(lambda: run.state == "paused")
+    assert run.step == 6
+    run.resume()
+    assert run.result(60).state == "finished"
+    run.resume()
+    run.stop()
+    assert run.result(5).state == "finished"  # over as it was
+
+
+class Once(Table):
+    """Samples of which the first of the second epoch cannot be read, the first time."""
+
+    failed = False
+
+    def __getitem__(self, index: int) -> Any:
+        if self.read == len(self) and not self.failed:
+            self.failed = True
+            raise KeyError("the column is gone")
+        return super().__getitem__(index)
+
+
+def test_data_that_fails_in_the_first_read_of_an_epoch_has_the_order_it_had() -> None:
+    """A DataLoader that shuffles draws it there."""
+
+    def given(table: Table) -> Any:
+        return DataLoader(table, batch_size=4, shuffle=True)
+
+    expected = undisturbed(given(Table()))
+    run = ortlab.finetune(network(), given(Once()), hold=True, **CHOSEN)
+    with pytest.raises(KeyError):
+        run.result(60)
+    assert run.step == 12
+    run.resume()
+    assert run.result(60).state == "finished"
+    assert losses(run) == expected
+
+
+def test_data_that_hangs_is_told_and_stop_ends_the_run() -> None:
+    table = Table()
+    table.hangs = threading.Event()
+    model = network()
+    run = ortlab.finetune(model, table, **CHOSEN)
+    until(lambda: any("waiting for the data of step 6" in each for each in run.status().lines))
+    began = time.monotonic()
+    run.stop()
+    assert run.result(60).state == "stopped"
+    assert time.monotonic() - began < 60  # it does not wait for the data, which hangs on
+    assert run.step == 5
+    kept = RunFolder(run.folder).read_checkpoint()
+    assert all(torch.equal(kept.model[name], value) for name, value in model.state_dict().items())
+    assert any("the data hangs" in event.text for event in run.recorder.events("warning"))
+    table.hangs.set()
+    assert run._thread is not None
+    run._thread.join(HANGS_S)
+    assert not run._thread.is_alive()
+    assert run.state == "stopped"
+    assert run.error is None
+
+
+class Short:
+    """Tells of ten batches, and gives so many."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = torch.Generator().manual_seed(0)
+        for _ in range(self.count):
+            yield torch.randn(4, 4, generator=drawn), torch.arange(4) % 3
+
+
+def test_data_that_ends_early_holds_the_run_and_goes_on_where_there_is_more() -> None:
+    data = Short(6)
+    run = ortlab.finetune(network(), data, hold=True, **{**CHOSEN, "batch_size": 16})
+    with pytest.raises(RuntimeError, match="epoch 1 of the data ended after 6 of 10 micro-batches"):
+        run.result(60)
+    assert run.step == 6
+    data.count = 10
+    run.resume()
+    assert run.result(60).steps == 20
+    assert losses(run) == undisturbed(Short(10), batch_size=16)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_data_that_just_ends_early_is_the_end_of_the_epoch(hold: bool) -> None:
+    run = ortlab.finetune(network(), Short(6), hold=hold, **{**CHOSEN, "batch_size": 16})
+    if hold:
+        with pytest.raises(RuntimeError, match="ended after 6 of 10"):
+            run.result(60)
+        run.resume()
+    assert run.result(60).steps == 12
+    told = [event.text for event in run.recorder.events("warning")]
+    assert sum("ended after 6 of 10 micro-batches" in text for text in told) == 2
+
+
+@pytest.mark.nightly
+def test_a_loaders_worker_that_is_killed_holds_the_run() -> None:
+    expected = undisturbed(DataLoader(Table(400), batch_size=4, shuffle=True, num_workers=1))
+    loader = DataLoader(Table(400), batch_size=4, shuffle=True, num_workers=1)
+    before = {*psutil.Process().children()}
+    run = ortlab.finetune(network(), loader, hold=True, **CHOSEN)
+    until(lambda: run.step > 2)
+    run.pause()
+    until(lambda: run.state == "paused")
+    (worker,) = {*psutil.Process().children()} - before
+    os.kill(worker.pid, signal.SIGKILL)
+    run.resume()
+    # Or what it was in the middle of sending is cut off.
+    with pytest.raises((RuntimeError, ConnectionError, EOFError)) as raised:
+        run.result(60)
+    assert "the data failed in step" in "\n".join(raised.value.__notes__)
+    run.resume()
+    assert run.result(60).state == "finished"
+    assert losses(run) == expected
+
+
+# --- numbers
+
+
+class Spoiled(nn.Module):
+    """Its second layer gives what is not finite for samples beyond 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 16), Reciprocal(), nn.Linear(16, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        spoiled = self.training & (inputs > 5).any()
+        scores: torch.Tensor = self.last(self.second(self.first(inputs), spoiled))
+        return scores
+
+
+class Reciprocal(nn.Module):
+    def forward(self, inputs: torch.Tensor, spoiled: torch.Tensor) -> torch.Tensor:
+        return inputs / torch.where(spoiled, 0.0, 1.0)
+
+
+def test_numbers_that_fail_are_held_with_the_layer_and_the_last_good_weights() -> None:
+    table, model = Table(), Spoiled()
+    table.inputs.clamp_(-3, 3)
+    table.inputs[7] = 9
+    run = ortlab.finetune(model, table, hold=True, **{**CHOSEN, "epochs": 1})
+    with pytest.raises(NotFinite, match="not finite at step") as raised:
+        run.result(60)
+    notes = "\n".join(raised.value.__notes__)
+    assert "in eager torch the output of second (Reciprocal) is the first that is" in notes
+    good = run.step
+    assert f"{run.name} waits with the weights of step {good}: run.resume(lr=0.001)" in notes
+    assert run.status().advice == "lr=0.001"
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    assert all(torch.isfinite(value).all() for value in weights.values())
+    kept = RunFolder(run.folder)
+    assert torch.equal(Checkpoint.load(run.checkpoint()).model["last.bias"],
+                       weights["last.bias"])  # fmt: skip
+    run.resume(**run.advice)
+    assert run.result(60).steps == 12
+    assert run.current_settings.lr == 0.001
+    found = losses(run)
+    assert [step for step, loss in zip(steps(run), found, strict=True) if math.isnan(loss)
+            or math.isinf(loss)] == [good + 1]  # fmt: skip
+    assert steps(run) == list(range(1, 13))
+    assert not torch.equal(model.state_dict()["last.bias"], weights["last.bias"])
+    assert kept.read_json("run")["state"] == "finished"
+
+
+def test_a_batch_that_is_nan_is_named_and_left_out() -> None:
+    table = Table()
+    table.inputs[7, 2] = math.nan
+    chosen = {**CHOSEN, "epochs": 1, "batch_size": 2, "accumulation": 2}
+    run = ortlab.finetune(network(), table, hold=True, **chosen)
+    with pytest.raises(NotFinite) as raised:
+        run.result(60)
+    told = r"the data has NaN in item 1 of the batch, sample [01]: index 7 of the Table"
+    assert re.search(told, raised.value.__notes__[0])
+    assert run.advice == {}
+    run.resume()
+    assert run.result(60).steps == 12
+
+
+def test_overflows_of_fp16_that_do_not_end_are_held_and_bf16_goes_on() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = network(), 0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            scores: torch.Tensor = self.inner(inputs * (1.0 if self.calls < 4 else 1e6))
+            return scores
+
+    run = ortlab.finetune(Large(), Table(96), hold=True, precision="fp16", **CHOSEN)
+    with pytest.raises(NotFinite, match="overflows float16") as raised:
+        run.result(60)
+    assert any("eager torch" in note for note in raised.value.__notes__)
+    assert run.advice == {"precision": "bf16"}
+    run.resume(**run.advice)
+    assert run.result(60).state == "finished"
+    assert np.isfinite(losses(run)[-8:]).all()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.two(torch.sqrt(0.0 * self.norm(self.one(inputs))))
+        return scores
+
+
+def test_numbers_that_fail_and_a_stop_end_a_run_as_any_stop_does() -> None:
+    table, model = Table(), Spoiled()
+    table.inputs.clamp_(-3, 3)
+    table.inputs[7] = 9
+    run = ortlab.finetune(model, table, hold=True, **CHOSEN)
+    with pytest.raises(NotFinite, match="not finite at step"):
+        run.result(HANGS_S)
+    good = run.step
+    run.stop()
+    result = run.result(HANGS_S)
+    assert (result.state, result.steps, run.error) == ("stopped", good, None)
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+    kept = RunFolder(run.folder)
+    assert kept.read_json("run")["state"] == "stopped"
+    assert kept.read_checkpoint().position.step == good
+
+
+def test_where_a_step_is_first_not_finite() -> None:
+    settings = FinetuneSettings(engine="eager", device="cpu")
+    inputs, target = torch.randn(6, 4), torch.arange(6) % 3
+
+    def said(model: nn.Module, batch: Any) -> str:
+        cause = first_bad(model, functional.cross_entropy, [batch], settings)
+        return "" if cause is None else cause.told
+
+    model = Layers()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    # The square root of 0 has an infinite slope, and 0 times that is NaN.
+    assert said(model, (inputs, target)) == (
+        "the gradient at the output of norm (BatchNorm1d) is the first that is NaN"
+    )
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    spoiled = inputs.clone()
+    spoiled[4, 1] = math.nan
+    assert said(model, (spoiled, target)) == "the data has NaN in item 1 of the batch, sample 4"
+    assert said(network(), (inputs, target)) == ""
+    with torch.no_grad():
+        model.two.weight[0, 0] = math.inf
+    assert said(model, (inputs, target)) == "the weights are infinite, first in two.weight"
+
+
+# --- memory
+
+
+def test_what_says_that_memory_does_not_suffice() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60)
+    assert out_of_memory(raised.value)
+    with pytest.raises(MemoryError) as raised_by_numpy:
+        np.empty(2**50)
+    assert out_of_memory(raised_by_numpy.value)
+    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not out_of_memory(KeyError("out of memory"))
+
+
+def test_what_would_fit() -> None:
+    settings = FinetuneSettings(engine="ort", batch_size=12, accumulation=2)
+
+    def advised(room: int, *, own: bool = False, **changes: Any) -> dict[str, Any]:
+        return memory_advice.advice(
+            settings.replace(**changes),
+            own_batches=own,
+            room_bytes=room,
+            peak_bytes=lambda chosen: 100 * chosen.batch_size,
+        )
+
+    assert advised(1000) == {"batch_size": 6, "accumulation": 4}
+    assert advised(405) == {"batch_size": 4, "accumulation": 6}
+    assert advised(10) == {"batch_size": 1, "accumulation": 24}
+    assert advised(10, batch_size=8192) == {"batch_size": 256, "accumulation": 64}
+    assert advised(10, batch_size=256, accumulation=64) == {"batch_size": 128, "accumulation": 128}
+    assert advised(1000, own=True) == {"recompute": "layers"}
+    assert advised(1000, batch_size=1) == {"recompute": "layers"}
+    assert advised(1000, own=True, engine="eager") == {}
+    assert advised(10, workers=4) == {"batch_size": 4, "accumulation": 6}
+    few: dict[str, Any] = {"workers": 4, "batch_size": 4, "engine": "eager"}
+    assert advised(10, **few) == {"zero_stage": 1}
+    assert advised(10, **few, zero_stage=1) == {}
+
+
+NEEDS_ORT = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
+SCARCE = """
+import copy, json, resource, sys, psutil, torch, ortlab
+from torch import nn
+from torch.utils.data import TensorDataset
+from ortlab.metrics.recorder import INDEX
+torch.set_num_threads(1)
+engine, more = sys.argv[1], int(sys.argv[2])
+layers = [each for _ in range(8) for each in (nn.Linear(256, 256), nn.ReLU())]
+model = nn.Sequential(*layers, nn.Linear(256, 3))
+inputs = torch.randn(16384, 256, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(inputs, inputs[:, :3].argmax(1))
+chosen = dict(engine=engine, device="cpu", loss="cross_entropy")
+few = TensorDataset(*(each[:16] for each in data.tensors))
+ortlab.finetune(model, few, batch_size=4, **chosen).result()
+twin = copy.deepcopy(model)
+most = psutil.Process().memory_info().vms + more * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (most, -1))
+run = ortlab.finetune(model, data, batch_size=8192, hold=True, **chosen)
+held = []
+while not run.over():
+    try:
+        run.result()
+    except Exception as error:
+        held.append([str(error), error.__notes__, dict(run.advice), run.state])
+        assert len(held) < 9, held
+        run.resume(**run.advice)
+now = run.current_settings
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+plain = ortlab.finetune(twin, data, batch_size=8192, **{**chosen, "engine": "eager"})
+plain.result()
+losses = [each.recorder.rows()[:, INDEX["loss"]].tolist() for each in (run, plain)]
+print(json.dumps([run.state, run.step, held, now.batch_size * now.accumulation, *losses]))
+"""
+
+
+def scarce(engine: str, more_mib: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCARCE, engine, str(more_mib)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    state, step, held, samples, losses, plain = json.loads(done.stdout.splitlines()[-1])
+    assert losses == pytest.approx(plain, rel=1e-4), "as of a step that found room at once"
+    assert (state, step, samples) == ("finished", 2, 8192)
+    assert held, "the limit was no limit"
+    for number, (_, notes, advice, waited) in enumerate(held):
+        assert waited == "paused"
+        told = [note for note in notes if "memory did not suffice for step" in note]
+        if engine == "eager" or number == 0:
+            assert "memory did not suffice for step 1;" in told[0]
+        assert told
+        # No advice where nothing smaller is left, and a session's threads found no room.
+        if engine == "eager" or number == 0 or advice:
+            assert advice["batch_size"] * advice["accumulation"] == 8192
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
+def test_a_step_that_does_not_fit_is_survived_with_smaller_micro_batches() -> None:
+    scarce("eager", 60)
+
+
+@NEEDS_ORT
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
+def test_so_is_one_that_does_not_fit_in_ort_whose_sessions_give_their_memory_back() -> None:
+    # With less, one in ten runs ends in glibc, which has no room for a new thread's own data.
+    scarce("ort", 80)
+
+
+@NEEDS_ORT
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
+@pytest.mark.parametrize("more_mib", range(50, 70, 2))
+@pytest.mark.parametrize("engine", ["eager", "ort", "offload"])
+def test_ten_of_ten_are_survived(engine: str, more_mib: int) -> None:
+    scarce(engine, more_mib)
+
+
+STACKS = """
+import resource, sys, psutil, torch, ortlab
+from torch import nn
+from ortlab.engines.ortmodule.engine import execution_of
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+wrapped, inputs = ortlab.wrap(model), torch.randn(4, 8)
+if sys.argv[1] == "limited":
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**30, -1))
+wrapped(inputs).sum().backward()
+print(execution_of(wrapped).report().remarks)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+execution_of(wrapped).rest()
+wrapped(inputs).sum().backward()
+print(execution_of(wrapped).report().remarks)
+"""
+
+
+@NEEDS_ORT
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
+@pytest.mark.parametrize(
+    ("space", "told"),
+    [
+        ("limited", '("no room for ORT\'s threads: its own kernels compute in one",)'),
+        ("plenty", "()"),
+    ],
+    ids=["limited", "plenty"],
+)
+def test_a_session_whose_threads_find_no_room_does_without_them(space: str, told: str) -> None:
+    """A step that was too large leaves free memory in which no stack fits: here none does."""
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -s 8000000; exec "$@"', "-", sys.executable, "-c", STACKS, space],
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-2:] == [told, "()"], "there is room again"
+
+
+class Wide(nn.Module):
+    """It asks for more memory than there is to train on more than two samples, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training and len(inputs) > 2:
+            torch.empty(2**60)
+        found: torch.Tensor = self.inner(inputs)
+        return found
+
+
+def test_what_was_advised_and_does_not_fit_either_asks_for_less() -> None:
+    """The settings from before it are known not to fit, and are not tried again."""
+    run = ortlab.finetune(Wide(), Table(), hold=True, **{**CHOSEN, "batch_size": 16})
+    advised = []
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="allocate memory"):
+            run.result(60)
+        advised.append(dict(run.advice))
+        run.resume(**run.advice)
+    assert run.result(60).state == "finished"
+    assert [(each["batch_size"], each["accumulation"]) for each in advised] == [
+        (8, 2), (4, 4), (2, 8)
+    ]  # fmt: skip
+    assert not [e.text for e in run.recorder.events("warning") if "goes on without" in e.text]
+
+
+def test_data_that_does_not_fit_is_held_as_a_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    collate = data_loading.collate
+
+    def scarce_collate(items: Any) -> Any:
+        if len(items) > 8:
+            raise MemoryError
+        return collate(items)
+
+    monkeypatch.setattr(data_loading, "collate", scarce_collate)
+    run = ortlab.finetune(network(), Table(), hold=True, **{**CHOSEN, "batch_size": 16})
+    with pytest.raises(MemoryError):
+        run.result(60)
+    assert run.advice == {"batch_size": 8, "accumulation": 2}
+    run.resume(**run.advice)
+    assert run.result(60).state == "finished"
+
+
+def test_a_run_ends_where_there_is_no_memory_to_list_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce_entry(_: Path) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(sqlite_index, "read_entry", scarce_entry)
+    run = ortlab.finetune(network(), Table(), **CHOSEN)
+    assert run.result(60).state == "finished"
+
+
+@NEEDS_ORT
+@pytest.mark.parametrize("at", ["_reference", "_compare"])
+def test_a_check_without_memory_says_nothing_of_the_graph(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    model = ortlab.wrap(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)), cache=False)
+    if at == "_compare":  # else it is the first check, of a quarter of the batch
+        model(torch.randn(16, 4)).sum().backward()
+    observe = dispatch.observe
+    calls = iter(range(9))
+
+    def scarce_observe(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == ["_reference", "_compare"].index(at):
+            raise RuntimeError("not enough memory: 64 bytes")
+        return observe(*args, **kwargs)
+
+    monkeypatch.setattr(dispatch, "observe", scarce_observe)
+    with pytest.raises(RuntimeError, match=r"^not enough memory"):
+        model(torch.randn(12, 4))
+    model(torch.randn(12, 4)).sum().backward()
+    assert len(execution_of(model).exports()) == 1, "one graph is right for both"
+    assert not execution_of(model).report().remarks
+
+
+def test_what_a_kernel_in_c_says_of_its_memory() -> None:
+    error = RuntimeError("not enough memory: 64 bytes\nException raised from take at k.cc:84")
+    assert out_of_memory(error)
+    assert concise(error) == ["RuntimeError: not enough memory: 64 bytes"]
+
+
+def test_zero_is_named_where_there_are_gpus_to_share_out_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = network()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(memory_advice, "available_bytes", lambda _: 0)
+    settings = FinetuneSettings(engine="eager", batch_size=8)
+    zero = "; workers=4, zero_stage=1 shares batch and optimizer state out to 4 GPUs"
+
+    def told(device: str, **changes: Any) -> tuple[str, str]:
+        chosen = settings.replace(**changes)
+        said = memory_advice.foretold(model, chosen, device, lambda _: None)
+        return memory_advice.hint({}, chosen, device), said or ""
+
+    assert all(each.endswith(zero) for each in told("cuda"))
+    assert not any("zero_stage" in each for each in told("cpu")), "one memory for all ranks"
+    assert not any("zero_stage" in each for each in told("cuda", batch_size=3)), "no row for one"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert not any("zero_stage" in each for each in told("cuda"))
+
+
+def test_a_model_that_cannot_fit_is_told_before_the_first_step() -> None:
+    settings = FinetuneSettings(engine="eager", device="cpu")
+    with torch.device("meta"):
+        model = nn.Linear(10**6, 10**6)
+    said = memory_advice.foretold(model, settings, "cpu", lambda _: None)
+    assert said is not None
+    weights = sum(p.nbytes for p in model.parameters())
+    assert f"weights, gradients and adamw's state alone take {memory(4 * weights)}" in said
+    isolated = settings.replace(isolated=True)
+    assert memory_advice.foretold(model, isolated, "cpu", lambda _: None) == said
+    for stage, copies in enumerate((8, 6, 5, 4)):
+        several = settings.replace(workers=2, zero_stage=stage)
+        said = memory_advice.foretold(model, several, "cpu", lambda _: None)
+        assert said is not None
+        assert f"adamw's state alone on 2 workers take {memory(copies * weights)}" in said
+    assert memory_advice.foretold(network(), settings, "cpu", lambda _: None) is None
+    assert memory_advice.foretold(network(), isolated, "cpu", lambda _: None) is None
+    room = memory_advice.available_bytes("cpu")
+    assert "by the memory plan, take" in (
+        memory_advice.foretold(network(), settings, "cpu", lambda _: 2 * room) or ""
+    )
+
+
+def test_a_run_that_may_not_fit_says_so_until_its_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_advice, "available_bytes", lambda _: 0)
+    table = Table()
+    table.hangs, table.read = threading.Event(), 20
+    run = ortlab.finetune(network(), table, **CHOSEN)
+    until(lambda: run.state == "running")
+    (badge,) = run.status().badges
+    assert badge.startswith("weights, gradients and adamw's state alone take ")
+    table.hangs.set()
+    assert run.result(60).state == "finished"
+    (warning,) = run.recorder.events("warning")
+    assert (warning.step, warning.text) == (0, badge)
+    assert badge not in run.status().badges
