@@ -259,7 +259,12 @@ def test_readme_commands_exist() -> None:
         assert helped.returncode == 0, f"ortlab {command}: {helped.stderr}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests/bench").glob("[!t]*.py")), ids=lambda p: p.stem)
+MEASUREMENTS = sorted(
+    path for path in (ROOT / "tests/bench").glob("*.py") if not path.stem.startswith("test_")
+)
+
+
+@pytest.mark.parametrize("path", MEASUREMENTS, ids=lambda path: path.stem)
 def test_a_measurement_is_importable(path: Path) -> None:
     """Nothing else runs them between one release and the next."""
     importlib.import_module(f"tests.bench.{path.stem}")

