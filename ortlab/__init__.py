@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ortlab._version import __version__
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from ortlab.training.run import Run
 
     last_run: Run | None
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ORTTrainer",

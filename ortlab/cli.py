@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ortlab
+from ortlab._version import __version__
 from ortlab.bench import BenchSettings, PaperSettings, StepSettings
 from ortlab.bench.models import MODELS
 from ortlab.bench.papers import PAPERS
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ortlab", description="Training in ONNX Runtime, live in JupyterLab."
     )
-    parser.add_argument("--version", action="version", version=f"ortlab {ortlab.__version__}")
+    parser.add_argument("--version", action="version", version=f"ortlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     about = "list what this machine has, what it lacks and how to mend it"
     doctor = commands.add_parser(
@@ -107,7 +107,7 @@ def _add_kernelspec(commands: Any) -> None:
 
 
 def _install_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    from ortlab.engines.ortmodule.compat import doctor
+    from ortlab.engines import doctor
     from ortlab.notebook import kernelspec
 
     try:
@@ -367,17 +367,13 @@ def _cache(*, clear: bool) -> int:
 
 
 def _doctor(*, build: bool) -> int:
-    from ortlab.engines.ortmodule import compat
-    from ortlab.engines.ortmodule.compat import doctor, extensions
+    from ortlab.engines import doctor
+    from ortlab.utils.findings import findings_table
 
-    # What keeps ORTModule from running altogether is in the table below.
-    if build and doctor.obstacle() is None:
-        try:
-            extensions.build(print)
-        except compat.OrtUnavailable as error:
-            print(error, file=sys.stderr)
+    if build and (failure := doctor.build(print)) is not None:
+        print(failure, file=sys.stderr)
     findings = doctor.checks()
-    print(doctor.table(findings))
+    print(findings_table(findings))
     return 0 if doctor.can_run(findings) else 1
 
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from ortlab.checkpoint.checkpoint import Checkpoint
     from ortlab.cluster.workers import Workers
     from ortlab.engines.base import LossFunction, Stepper
-    from ortlab.engines.ortmodule.compat.doctor import Finding
+    from ortlab.engines.doctor import Fact
+    from ortlab.engines.nonfinite import Cause
     from ortlab.graph.capture import Graphs, Overlay, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -53,11 +54,10 @@ if TYPE_CHECKING:
     from ortlab.search.comparison import Prefer
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
-    from ortlab.training.failures import Cause
     from ortlab.training.resume import Beginning, Earlier
     from ortlab.training.run import Run
     from ortlab.training.tracker import Tracker
-    from ortlab.utils.hardware import Fact
+    from ortlab.utils.findings import Finding
 
 B = TypeVar("B")
 """A batch, whatever a loader gives."""
@@ -896,7 +896,7 @@ def prune_runs(
 
 def check_setup() -> Table[Finding]:
     """What this machine has, what it lacks for ORTModule and the charts, and how to mend it."""
-    from ortlab.engines.ortmodule.compat import doctor
+    from ortlab.engines import doctor
 
     findings = doctor.checks()
     return Table(
@@ -908,9 +908,10 @@ def check_setup() -> Table[Finding]:
 
 def device() -> Table[Fact]:
     """Where this kernel computes: processor, threads, memory and its limits, GPUs, engines."""
+    from ortlab.engines import doctor
     from ortlab.utils import hardware
 
-    facts = hardware.facts()
+    facts = doctor.facts()
     return Table(facts, _FACT_COLUMNS, notes=hardware.advice())
 
 

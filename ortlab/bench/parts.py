@@ -34,8 +34,8 @@ from ortlab.engines.ortmodule.guard import Guard
 from ortlab.graph import profile_ort
 from ortlab.graph.profile_ort import NodeTime
 from ortlab.graph.timed_step import Step
-from ortlab.history import run_folder
 from ortlab.settings import FinetuneSettings
+from ortlab.utils import environment
 from ortlab.utils.rng import undisturbed_random
 
 EAGER, ORT, OTHER = "eager", "ort", "other"
@@ -66,7 +66,7 @@ def _measured(trial: Trial, settings: StepSettings, here: Machine) -> StepBench:
     return StepBench(
         settings=settings,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        environment=run_folder.environment(),
+        environment=environment.environment(),
         machine=here,
         model=models.MODELS[settings.model].about,
         parameters=len(trial.trained),

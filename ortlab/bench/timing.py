@@ -31,8 +31,8 @@ from ortlab.bench.settings import Cell as Key
 from ortlab.engines import kernel_choice
 from ortlab.engines.base import engine, tell
 from ortlab.engines.torch.stepper import training_device
-from ortlab.history import run_folder
 from ortlab.settings import IN_ORT, REFERENCE, FinetuneSettings
+from ortlab.utils import environment
 from ortlab.utils.rng import undisturbed_random
 
 _INTERRUPTED = "interrupted before it was timed"
@@ -50,7 +50,7 @@ def engines(
         result = EngineBench(
             settings=settings,
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-            environment=run_folder.environment(),
+            environment=environment.environment(),
             machine=machine(device),
             models={name: known[name].about for name in chosen},
             cells=(),

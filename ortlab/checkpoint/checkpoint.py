@@ -33,7 +33,8 @@ import torch
 
 from ortlab.checkpoint import sharded
 from ortlab.checkpoint.serialization import Packed, memory_of, rebuilt, unpacked
-from ortlab.history.run_folder import environment, folder_beside, write_beside
+from ortlab.utils.environment import environment
+from ortlab.utils.files import folder_beside, write_beside
 from ortlab.utils.rng import RandomStates
 
 FORM = 2
@@ -89,7 +90,7 @@ class Checkpoint:
 
     ``model`` and ``optimizer`` are state dictionaries in torch's form; ``loss_scale`` is what a
     dynamic loss scale has learnt, None without one. ``settings`` are the run's by name,
-    ``versions`` is what it ran on (see `ortlab.history.run_folder.environment`). ``shards`` is
+    ``versions`` is what it ran on (see `ortlab.utils.environment.environment`). ``shards`` is
     where the ranks of several processes have written all of the state, None of one process.
     """
 

@@ -46,7 +46,7 @@ def as_text() -> str:
 def _version(distribution: str) -> Any:
     try:
         if distribution == "ortlab":  # as it is imported: it may be a clone that is not installed
-            return importlib.import_module("ortlab").__version__
+            return importlib.import_module("ortlab._version").__version__
         return importlib.metadata.version(distribution)
     except ImportError:  # PackageNotFoundError too
         return None

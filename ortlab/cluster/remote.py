@@ -28,8 +28,8 @@ from ortlab.engines.base import (
     StepResult,
     tell,
 )
+from ortlab.engines.nonfinite import Cause
 from ortlab.settings import FinetuneSettings
-from ortlab.training.failures import Cause
 
 P = ParamSpec("P")
 R = TypeVar("R")

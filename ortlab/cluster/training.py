@@ -25,9 +25,9 @@ from ortlab.engines.base import (
     engine_for,
 )
 from ortlab.engines.distributed import data_parallel
+from ortlab.engines.nonfinite import Cause
 from ortlab.engines.torch.stepper import training_device
 from ortlab.settings import FinetuneSettings
-from ortlab.training.failures import Cause
 from ortlab.utils import warn_once
 from ortlab.utils.process_memory import SAMPLER, Memory, Meter
 from ortlab.utils.threads import trim

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ortlab.checkpoint.sharded import fingerprint
-from ortlab.history.run_folder import folder_beside
 from ortlab.utils import files as folders
+from ortlab.utils.files import folder_beside
 
 MANIFEST = "export.json"
 """What an export is: its ports, differences, and every other file with its size and hash."""

@@ -10,7 +10,7 @@ import onnx
 import torch
 from onnx import helper
 
-import ortlab
+from ortlab._version import __version__
 from ortlab.deploy.axes import Axes
 from ortlab.deploy.call import Call
 from ortlab.deploy.check import Expected
@@ -105,7 +105,7 @@ def finish(
     del model.graph.value_info[:]  # the exporter's hold for the example alone
     model.graph.name = name
     model.ir_version = min(model.ir_version, _IR)
-    model.producer_name, model.producer_version = "ortlab", ortlab.__version__
+    model.producer_name, model.producer_version = "ortlab", __version__
     helper.set_model_props(
-        model, {"ortlab": ortlab.__version__, "torch": torch.__version__, "opset": str(opset)}
+        model, {"ortlab": __version__, "torch": torch.__version__, "opset": str(opset)}
     )

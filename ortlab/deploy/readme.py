@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import ortlab
+from ortlab._version import __version__
 from ortlab.deploy import snippets
 from ortlab.deploy.check import Expected
 from ortlab.deploy.exported import MODEL, Exported, size
@@ -20,7 +20,7 @@ def text(exported: Exported, example: Expected) -> str:
     sizes = _sizes(exported.inputs, example)
     parts = [
         f"# {escaped(exported.model)}\n\n"
-        f"Exported by ortlab {ortlab.__version__} for inference, at ONNX opset {exported.opset}. "
+        f"Exported by ortlab {__version__} for inference, at ONNX opset {exported.opset}. "
         "Each file was run in onnxruntime beside eager torch, on "
         f"{escaped(', '.join(exported.tried))}; {MODEL} is within {exported.forms[0].relative:.1e} "
         "of an output's largest value, or of 1 where that is less.",

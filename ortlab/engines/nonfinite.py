@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import nn
 
 from ortlab.engines import batch as batches
 from ortlab.engines.torch.stepper import autocast_for
-from ortlab.training.failures import Cause
 from ortlab.utils.rng import undisturbed_random
 
 if TYPE_CHECKING:
@@ -154,3 +154,21 @@ def _good(tensor: torch.Tensor) -> bool:
 
 def _kind(tensor: torch.Tensor) -> str:
     return "NaN" if bool(torch.isnan(tensor).any()) else "infinite"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Where a step was first not finite, in words.
+
+    With ``in_data`` the batch itself is, in the samples ``rows``, counted from 0 over the step's
+    micro-batches; none where it does not tell which.
+    """
+
+    told: str
+    in_data: bool = False
+    rows: Sequence[int] = ()
+
+    @classmethod
+    def unknown(cls, error: Exception) -> Cause:
+        """That looking for it failed."""
+        return cls(f"where it began could not be found: {error}")

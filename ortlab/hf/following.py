@@ -18,11 +18,12 @@ from ortlab.engines.batch import count
 from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
 from ortlab.history import sqlite_index
 from ortlab.history.run_files import Kept
-from ortlab.history.run_folder import RunFolder, environment
+from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
 from ortlab.training.run import RunResult
 from ortlab.training.tracker import INTERCEPTION, Turn
 from ortlab.training.trainer import Evaluation, best
+from ortlab.utils.environment import environment
 from ortlab.utils.process_memory import SAMPLER, Meter
 
 if TYPE_CHECKING:

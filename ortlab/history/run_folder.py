@@ -28,16 +28,11 @@ are written beside their name, synced and renamed. JSON and safetensors only: re
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
-import shutil
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,23 +40,14 @@ from typing import TYPE_CHECKING, Any
 import filelock
 import numpy as np
 
-import ortlab
 from ortlab.metrics.recorder import COLUMNS, Event, Rows, State
 from ortlab.utils import files
+from ortlab.utils.files import write_private
 
 if TYPE_CHECKING:
     from ortlab.checkpoint.checkpoint import Checkpoint
 
 FORM = 1
-
-_PACKAGES = (
-    "torch",
-    "onnxruntime-training",
-    "onnx",
-    "transformers",
-    "safetensors",
-    "numpy",
-)
 
 
 def runs_root() -> Path:
@@ -71,37 +57,6 @@ def runs_root() -> Path:
         return Path(home) / "runs"
     data = os.environ.get("XDG_DATA_HOME")
     return (Path(data) if data else Path.home() / ".local" / "share") / "ortlab" / "runs"
-
-
-@functools.cache
-def _versions() -> Mapping[str, str]:
-    """Those of the packages that are installed; looking them up takes tens of milliseconds."""
-    versions = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
-
-
-def environment() -> dict[str, Any]:
-    """What a run depends on besides its settings; nothing that names the user or the machine."""
-    found: dict[str, Any] = {
-        "ortlab": ortlab.__version__,
-        "python": platform.python_version(),
-        "packages": dict(_versions()),
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-    }
-    import torch
-
-    found["torch_threads"] = torch.get_num_threads()
-    if torch.cuda.is_available():
-        found["cuda"] = torch.version.cuda
-        found["devices"] = [
-            torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
-        ]
-    return found
 
 
 class RunFolder:
@@ -243,74 +198,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Makes `data` the whole of a file of mode 0600, at once: a crash leaves the old or the new."""
-
-    def write(beside: Path) -> None:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-
-    write_beside(path, write)
-
-
-_BESIDE = re.compile(r"\..+\.\d+\.\d+(\.before)?")
-
-
-def _beside(path: Path) -> Path:
-    """Where what is to be at `path` is made: a name of this thread alone."""
-    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-
-
-def half_written(path: Path) -> bool:
-    """Whether `write_beside` or `folder_beside` gave `path` its name, for what is not whole yet."""
-    return _BESIDE.fullmatch(path.name) is not None
-
-
-def write_beside(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file beside `path`, which then takes its place at once and for good."""
-    beside = _beside(path)
-    try:
-        write(beside)
-        beside.chmod(0o600)
-        _sync(beside, os.O_RDWR)  # Windows syncs no descriptor that cannot write
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    if os.name == "posix":  # Windows opens no folder
-        _sync(path.parent, os.O_RDONLY)
-
-
-@contextlib.contextmanager
-def folder_beside(path: Path, *, mode: int = 0o700) -> Iterator[Path]:
-    """A folder to fill, which then takes the place of `path`, for good; or is gone.
-
-    It is private unless its `mode` lets others in.
-    """
-    beside = _beside(path)
-    before = beside.with_name(f"{beside.name}.before")
-    beside.mkdir(mode=mode)
-    try:
-        yield beside
-        if path.is_dir():
-            path.rename(before)
-        beside.rename(path)  # of a file it says that it is no folder
-        shutil.rmtree(before, ignore_errors=True)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        if before.exists():
-            before.rename(path)
-    if os.name == "posix":  # Windows opens no folder
-        _sync(path.parent, os.O_RDONLY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _HEAD = {"form": FORM, "columns": [column.name for column in COLUMNS]}

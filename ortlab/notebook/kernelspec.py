@@ -18,8 +18,8 @@ from typing import Any
 from ipykernel.kernelspec import get_kernel_dict
 from jupyter_client.kernelspec import KernelSpecManager
 
-import ortlab
-from ortlab.engines.ortmodule.compat import doctor
+from ortlab._version import __version__
+from ortlab.engines import doctor
 from ortlab.settings import unknown_name
 from ortlab.utils.hardware import best_threads
 from ortlab.utils.tables import Column, Table
@@ -81,7 +81,7 @@ def install(
     spec = get_kernel_dict(extra_arguments=["--ext=ortlab"])
     spec["display_name"] = display_name or f"ortlab ({'GPU' if gpu else 'CPU'})"
     spec["env"] = _environment(gpu=gpu, threads=threads or best_threads())
-    spec["metadata"][OURS] = ortlab.__version__
+    spec["metadata"][OURS] = __version__
     with tempfile.TemporaryDirectory() as folder:
         source = shutil.copytree(_LOGO, Path(folder, "kernel"))
         text = json.dumps(spec, indent=1) + "\n"

@@ -18,12 +18,12 @@ from ortlab.bench import interleaved
 from ortlab.bench.machine import machine
 from ortlab.engines.base import LossFunction, engine_for
 from ortlab.engines.torch.stepper import training_device
-from ortlab.history import run_folder
 from ortlab.search.background import Background
 from ortlab.search.candidate import PLAIN, Entrant
 from ortlab.search.feed import Feed
 from ortlab.search.result import Entry, Result
 from ortlab.settings import FinetuneSettings, SearchSettings
+from ortlab.utils import environment
 from ortlab.utils.process_memory import free_bytes, parse_bytes
 from ortlab.utils.tables import Table
 
@@ -167,7 +167,7 @@ class Comparison(Background[R], Generic[R, E]):
             "samples": self._feed.samples,
             "budget_bytes": self._budget,
             "shared": self._shared,
-            "environment": run_folder.environment(),
+            "environment": environment.environment(),
             "machine": machine(self._device.type),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }

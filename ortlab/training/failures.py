@@ -4,40 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from ortlab.engines.nonfinite import Cause
 
 if TYPE_CHECKING:
     from ortlab.engines.base import Batch, Stepper
     from ortlab.settings import FinetuneSettings
-
-_SHORT_OF_MEMORY: Final = (
-    "can't allocate memory",  # torch's allocator on a CPU: c10/core/impl/alloc_cpu.cpp
-    "bad_alloc",  # C++, in ORT's messages and torch's
-    "bad allocation",
-    "failed to allocate memory",  # ORT's arena: onnxruntime/core/framework/bfc_arena.cc
-    "not enough memory",  # our own kernels: ortlab/engines/ortmodule/kernels/kernels.cc
-    "out of memory",  # CUDA's own
-    "cannot allocate memory",  # the system's ENOMEM, as in a worker that cannot be forked
-    "memoryerror",  # Python's own, told by another process
-)
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Where a step was first not finite, in words.
-
-    With ``in_data`` the batch itself is, in the samples ``rows``, counted from 0 over the step's
-    micro-batches; none where it does not tell which.
-    """
-
-    told: str
-    in_data: bool = False
-    rows: Sequence[int] = ()
-
-    @classmethod
-    def unknown(cls, error: Exception) -> Cause:
-        """That looking for it failed."""
-        return cls(f"where it began could not be found: {error}")
 
 
 @dataclass(frozen=True)
@@ -73,20 +46,6 @@ class Hold:
     advice: Mapping[str, Any] = field(default_factory=dict)
     skips: bool = False
     passes: bool = False
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory of the host or of a device did not suffice, whoever says so."""
-    import torch
-
-    while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            return True
-        said = str(error).lower()
-        if isinstance(error, RuntimeError | OSError) and any(s in said for s in _SHORT_OF_MEMORY):
-            return True
-        error = error.__cause__
-    return False
 
 
 def typed(advice: Mapping[str, Any]) -> str:

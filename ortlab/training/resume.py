@@ -14,11 +14,12 @@ from typing import Any, Final
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.history.entry import read_entry
 from ortlab.history.run_files import Kept
-from ortlab.history.run_folder import RunFolder, half_written, in_checkpoints
+from ortlab.history.run_folder import RunFolder, in_checkpoints
 from ortlab.history.saved_run import PastRun, find
 from ortlab.metrics.recorder import INDEX, NAN, Event, Rows
 from ortlab.training.checkpoint_writer import BEST, remove
 from ortlab.training.trainer import Evaluation
+from ortlab.utils.files import half_written
 
 NAMES: Final = ("model", "train", "eval_data", "loss")
 """What of a run has names of the user's."""

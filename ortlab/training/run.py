@@ -24,7 +24,7 @@ from ortlab.engines.base import Report, Stepper, StepperLost, engine_for, progre
 from ortlab.engines.torch.stepper import training_device
 from ortlab.history import sqlite_index
 from ortlab.history.run_files import Kept
-from ortlab.history.run_folder import RunFolder, environment
+from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, State, Status, Watched
 from ortlab.settings import FinetuneSettings
@@ -34,6 +34,7 @@ from ortlab.training.control import Control
 from ortlab.training.failures import Faults, Hold, typed
 from ortlab.training.resume import Earlier
 from ortlab.training.trainer import Evaluation, best
+from ortlab.utils.environment import environment
 from ortlab.utils.errors import concise, forget_locals, message, shorten, users_line
 from ortlab.utils.interrupts import end_in_order, ends_already, until
 from ortlab.utils.process_memory import SAMPLER, Meter, memory

@@ -22,14 +22,15 @@ from ortlab.checkpoint.checkpoint import Checkpoint, Order, Position, Unit
 from ortlab.engines import base
 from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, Cost, NotFinite, RankStep, Stepper, StepperLost, StepResult
+from ortlab.engines.nonfinite import Cause
 from ortlab.engines.torch.stepper import training_device
 from ortlab.metrics.recorder import NAN, Event, Recorder, Sample
 from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
 from ortlab.training import memory_advice
 from ortlab.training.control import Control
 from ortlab.training.data_loading import Batches, Epoch
-from ortlab.training.failures import Cause, Faults, Hold, out_of_memory, typed
-from ortlab.utils.errors import forget_locals, message
+from ortlab.training.failures import Faults, Hold, typed
+from ortlab.utils.errors import forget_locals, message, out_of_memory
 from ortlab.utils.process_memory import Memory, Meter
 from ortlab.utils.rng import RandomStates, seeded, undisturbed_random
 from ortlab.utils.threads import trim

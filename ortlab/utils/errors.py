@@ -14,7 +14,11 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    pass
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,3 +122,29 @@ def _is_users(file: str) -> bool:
     path = Path(file)
     inside = any(root in path.parents for root in _NOT_THE_USERS)
     return not inside and not file.startswith("<frozen")
+
+
+_SHORT_OF_MEMORY: Final = (
+    "can't allocate memory",  # torch's allocator on a CPU: c10/core/impl/alloc_cpu.cpp
+    "bad_alloc",  # C++, in ORT's messages and torch's
+    "bad allocation",
+    "failed to allocate memory",  # ORT's arena: onnxruntime/core/framework/bfc_arena.cc
+    "not enough memory",  # our own kernels: ortlab/engines/ortmodule/kernels/kernels.cc
+    "out of memory",  # CUDA's own
+    "cannot allocate memory",  # the system's ENOMEM, as in a worker that cannot be forked
+    "memoryerror",  # Python's own, told by another process
+)
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory of the host or of a device did not suffice, whoever says so."""
+    import torch
+
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        said = str(error).lower()
+        if isinstance(error, RuntimeError | OSError) and any(s in said for s in _SHORT_OF_MEMORY):
+            return True
+        error = error.__cause__
+    return False

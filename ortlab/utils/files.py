@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import re
+import shutil
 import stat
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,3 +65,71 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")
     return found
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Makes `data` the whole of a file of mode 0600, at once: a crash leaves the old or the new."""
+
+    def write(beside: Path) -> None:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+
+    write_beside(path, write)
+
+
+_BESIDE = re.compile(r"\..+\.\d+\.\d+(\.before)?")
+
+
+def _beside(path: Path) -> Path:
+    """Where what is to be at `path` is made: a name of this thread alone."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+
+
+def half_written(path: Path) -> bool:
+    """Whether `write_beside` or `folder_beside` gave `path` its name, for what is not whole yet."""
+    return _BESIDE.fullmatch(path.name) is not None
+
+
+def write_beside(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` fill a file beside `path`, which then takes its place at once and for good."""
+    beside = _beside(path)
+    try:
+        write(beside)
+        beside.chmod(0o600)
+        _sync(beside, os.O_RDWR)  # Windows syncs no descriptor that cannot write
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    if os.name == "posix":  # Windows opens no folder
+        _sync(path.parent, os.O_RDONLY)
+
+
+@contextlib.contextmanager
+def folder_beside(path: Path, *, mode: int = 0o700) -> Iterator[Path]:
+    """A folder to fill, which then takes the place of `path`, for good; or is gone.
+
+    It is private unless its `mode` lets others in.
+    """
+    beside = _beside(path)
+    before = beside.with_name(f"{beside.name}.before")
+    beside.mkdir(mode=mode)
+    try:
+        yield beside
+        if path.is_dir():
+            path.rename(before)
+        beside.rename(path)  # of a file it says that it is no folder
+        shutil.rmtree(before, ignore_errors=True)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        if before.exists():
+            before.rename(path)
+    if os.name == "posix":  # Windows opens no folder
+        _sync(path.parent, os.O_RDONLY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

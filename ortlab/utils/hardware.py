@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from ortlab.engines.ortmodule.compat.extensions import CPUINFO, first_processor
-from ortlab.settings import ENGINES, FinetuneSettings
+from ortlab.utils.processor import CPUINFO, first_processor
 
-_BF16 = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX"}
-"""What makes bf16 fast, by the flags of /proc/cpuinfo."""
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -126,55 +122,6 @@ def gpus() -> list[Gpu]:
         of = torch.cuda.get_device_properties(index)
         found.append(Gpu(index, of.name, of.total_memory, device_used_bytes(index)))
     return found
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One line of `facts`: what it is about, and what was found."""
-
-    what: str
-    found: str
-
-
-def facts() -> list[Fact]:
-    """What a run meets here, in words. Imports torch; with a GPU, loads ORT's CUDA libraries."""
-    import psutil
-    import torch
-
-    from ortlab.engines.ortmodule.compat import doctor
-    from ortlab.utils.process_memory import memory
-
-    here, threads, host = processor(), torch.get_num_threads(), host_memory()
-    words = {True: "with", False: "without"}
-    bf16 = [f"{words[flag in here.flags]} {name}" for flag, name in _BF16.items() if here.flags]
-    usable = best_threads()
-    limited = f", of which {usable} by affinity or quota" if usable < here.cores else ""
-    free = f"{memory(host.available_bytes)} free of {memory(host.total_bytes)}"
-    if host.limit_bytes is not None:
-        free += f", and {memory(host.limit_bytes)} at most by the limit of this control group"
-    own = memory(psutil.Process().memory_info().rss)
-    found = [
-        Fact("processor", ", ".join([here.name, *bf16])),
-        Fact("cores", f"{here.cores}{limited}"),
-        Fact("torch's threads", f"{threads}"),
-        Fact("ORT's threads", f"{here.cores}, one for each core"),
-        Fact("memory", f"{free}; this process has {own}"),
-    ]
-    for gpu in gpus():
-        used = "" if math.isnan(gpu.used_bytes) else f"{memory(gpu.used_bytes)} used of "
-        found.append(Fact(f"GPU {gpu.index}", f"{gpu.name}, {used}{memory(gpu.total_bytes)}"))
-    if (lacking := doctor.no_gpu()) is not None:
-        found.append(Fact("GPU", f"none: {lacking}"))
-    else:
-        cuda = (doctor.cuda(), doctor.cuda_provider())
-        found += [Fact(finding.name, finding.found) for finding in cuda]
-    return found + [Fact(f"engine {name}", _engine(name)) for name in ENGINES]
-
-
-def _engine(name: str) -> str:
-    from ortlab.engines.base import refusal
-
-    return refusal(FinetuneSettings(engine=name)) or "runs"
 
 
 def advice() -> list[str]:

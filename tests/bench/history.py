@@ -23,9 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ortlab.history.run_folder import RunFolder, environment
+from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import COLUMNS, INDEX, Event
 from ortlab.settings import FinetuneSettings
+from ortlab.utils.environment import environment
 
 DISTINCT = 10
 KNOWN = (

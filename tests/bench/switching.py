@@ -31,9 +31,9 @@ import ortlab
 from ortlab.bench.interleaved import Spread
 from ortlab.bench.machine import machine
 from ortlab.bench.result import origin, table, warnings
-from ortlab.history.run_folder import environment
 from ortlab.metrics.recorder import INDEX, Event
 from ortlab.metrics.setting_changes import refusals
+from ortlab.utils.environment import environment
 from tests.bench import memory
 from tests.bench.children import found_by, nothing_cached
 

@@ -30,9 +30,9 @@ from ortlab.bench.machine import machine
 from ortlab.bench.result import origin, table, warnings
 from ortlab.engines.single_process import OneProcess
 from ortlab.engines.torch.stepper import optimizer_for
-from ortlab.history.run_folder import environment
 from ortlab.metrics.recorder import INDEX
 from ortlab.settings import FinetuneSettings
+from ortlab.utils.environment import environment
 from tests.bench import memory
 from tests.bench.children import found_by
 

@@ -34,6 +34,7 @@ from tests.cluster.test_training import (
     difference,
     losses,
     needs,
+    own_workers,  # noqa: F401 - a fixture
     train,
 )
 from tests.support.waiting import HANGS_S, until

@@ -32,8 +32,8 @@ from ortlab.engines.distributed import deepspeed
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX, Recorder
 from ortlab.session import session
-from ortlab.training.failures import out_of_memory
 from ortlab.training.run import Run
+from ortlab.utils.errors import out_of_memory
 from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.support.waiting import HANGS_S
 

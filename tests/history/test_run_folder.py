@@ -17,16 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from ortlab.history.run_folder import (
-    MetricsFile,
-    RunFolder,
-    environment,
-    read_metrics,
-    runs_root,
-    write_beside,
-    write_private,
-)
+from ortlab.history.run_folder import MetricsFile, RunFolder, read_metrics, runs_root
 from ortlab.metrics.recorder import COLUMNS, INDEX, NAN, Event, Rows
+from ortlab.utils.environment import environment
+from ortlab.utils.files import write_beside, write_private
 from tests.support.waiting import HANGS_S
 
 

@@ -15,7 +15,7 @@ from jupyter_client.manager import start_new_kernel
 
 import ortlab
 from ortlab.cli import main
-from ortlab.engines.ortmodule.compat import doctor
+from ortlab.engines import doctor
 from ortlab.utils import hardware
 from tests.notebook.test_kernel import Kernel
 

@@ -26,7 +26,7 @@ from typing import Any
 import onnxruntime
 
 from ortlab.engines.ortmodule.compat import extensions, patches
-from ortlab.engines.ortmodule.compat.doctor import TORCH_RANGE
+from ortlab.engines.ortmodule.compat.requirements import TORCH_RANGE
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("torch_range.json")

@@ -36,9 +36,8 @@ from ortlab.session import session
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading, memory_advice
 from ortlab.training import run as runs
-from ortlab.training.failures import out_of_memory
 from ortlab.training.run import Run
-from ortlab.utils.errors import concise
+from ortlab.utils.errors import concise, out_of_memory
 from ortlab.utils.process_memory import SAMPLER, memory
 from tests.support.waiting import HANGS_S, until
 

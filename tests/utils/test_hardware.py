@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import ortlab
+from ortlab.engines import doctor
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.compat import doctor
+from ortlab.engines.ortmodule.compat import requirements
 from ortlab.settings import ENGINES
-from ortlab.utils import hardware
+from ortlab.utils import findings, hardware
 from ortlab.utils.hardware import Gpu, HostMemory
 
 
@@ -108,8 +109,10 @@ def test_what_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_that_cannot_run_says_why(
     ort_not_loaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_python", lambda: doctor.Finding("Python", False, "too new", "x"))
-    monkeypatch.setattr(doctor, "ESSENTIALS", (doctor._python,))
+    monkeypatch.setattr(
+        requirements, "_python", lambda: findings.Finding("Python", False, "too new", "x")
+    )
+    monkeypatch.setattr(requirements, "ESSENTIALS", (requirements._python,))
     found = {fact.what: fact.found for fact in ortlab.device()}
     assert "too new" in found["engine ort"]
     assert found["engine eager"] == "runs"

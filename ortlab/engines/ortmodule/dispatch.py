@@ -56,9 +56,8 @@ from ortlab.engines.ortmodule.self_check import (
 )
 from ortlab.engines.torch.stepper import autocast_for
 from ortlab.settings import EngineSettings
-from ortlab.training.failures import out_of_memory
 from ortlab.utils import warn_once
-from ortlab.utils.errors import place
+from ortlab.utils.errors import out_of_memory, place
 from ortlab.utils.process_memory import is_scarce
 
 _EXPORTS = 6

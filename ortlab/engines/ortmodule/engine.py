@@ -24,6 +24,7 @@ from ortlab.engines.base import (
     unfit,
 )
 from ortlab.engines.ortmodule import compat, options
+from ortlab.engines.ortmodule.compat import base
 from ortlab.engines.ortmodule.dispatch import Execution, is_swapped, swapped
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.stepper import TorchStepper, autocast_for, no_device, training_device
@@ -74,7 +75,7 @@ class Ort:
         options.check(settings)
         try:
             return _class_for(model)(model, settings)
-        except compat.OrtUnavailable as error:
+        except base.OrtUnavailable as error:
             raise EngineUnavailable(str(error)) from error
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ortlab.cluster.workers import Workers
     from ortlab.deploy.exported import Exported
     from ortlab.deploy.on_device_training import TrainingArtifacts
-    from ortlab.engines.ortmodule.compat.doctor import Finding
+    from ortlab.engines.doctor import Fact
     from ortlab.graph.capture import Graphs, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from ortlab.search.result import Result
     from ortlab.search.tune import Tune
     from ortlab.training.run import Run
-    from ortlab.utils.hardware import Fact
+    from ortlab.utils.findings import Finding
 
 S = TypeVar("S")
 

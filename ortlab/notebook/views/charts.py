@@ -26,13 +26,13 @@ import traitlets
 from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
-from ortlab.history.run_folder import write_private
 from ortlab.history.saved_run import PastRun
 from ortlab.metrics.recorder import COLUMNS, INDEX, merged
 from ortlab.metrics.setting_changes import Change, changes
 from ortlab.notebook.static_views import plain_text
 from ortlab.notebook.views.closing import close_all, ends_with_cell
 from ortlab.notebook.views.rank_feed import RankFeed
+from ortlab.utils.files import write_private
 from ortlab.utils.threads import Thread
 
 if TYPE_CHECKING:

@@ -14,23 +14,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ortlab.engines.ortmodule.compat.base import OrtUnavailable, Progress
+
 if TYPE_CHECKING:
     from ortlab.engines.ortmodule.compat.failures import Failure
-
-MAX_IR, MAX_OPSET = 10, 21
-"""The newest form of an ONNX model that ORT 1.19.2 reads."""
-
-Progress = Callable[[str], None]
-"""Takes one line of text about something that takes seconds."""
-
-
-class OrtUnavailable(RuntimeError):
-    """ORTModule cannot run here: `reason` says why and `fix` what to do about it."""
-
-    def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(f"{reason}. {fix}")
-        self.reason = reason
-        self.fix = fix
 
 
 @dataclass(frozen=True)
@@ -56,11 +43,11 @@ _lock = threading.Lock()
 
 def unavailable() -> str | None:
     """Why ORTModule cannot run here and what to do; None when it can. Cheap: imports nothing."""
-    from ortlab.engines.ortmodule.compat import doctor
+    from ortlab.engines.ortmodule.compat import requirements
 
     if _ort is not None:  # charts ask with every update, and to read packages takes 15 ms
         return None
-    finding = doctor.obstacle()
+    finding = requirements.obstacle()
     return None if finding is None else f"{finding.found}. {finding.fix}"
 
 
@@ -119,9 +106,9 @@ def explain(error: BaseException) -> Failure:
 
 
 def _load(on_progress: Progress | None) -> Ort:
-    from ortlab.engines.ortmodule.compat import doctor
+    from ortlab.engines.ortmodule.compat import requirements
 
-    finding = doctor.obstacle()
+    finding = requirements.obstacle()
     if finding is not None:
         raise OrtUnavailable(finding.found, finding.fix)
     from ortlab.engines.ortmodule.compat import extensions, patches

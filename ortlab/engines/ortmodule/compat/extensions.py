@@ -27,8 +27,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ortlab.engines.ortmodule.compat import OrtUnavailable, Progress
+from ortlab.engines.ortmodule.compat.base import OrtUnavailable, Progress
 from ortlab.utils import files
+from ortlab.utils.processor import CPUINFO, first_processor
 
 COMPILERS = ("c++", "g++", "clang++")
 COMPILER_FIX = "Install one (Debian, Ubuntu: sudo apt-get install g++), or name yours in CXX"
@@ -42,8 +43,6 @@ CUDA_LIBRARIES = {
     "libcufft.so.10": "nvidia-cufft-cu11",
 }
 """What ORT's CUDA provider links to, and the PyPI package that has it: the extra ``cuda``."""
-CPUINFO = Path("/proc/cpuinfo")
-"""Where Linux tells of the processors."""
 _FLAGS = ("-std=c++20", "-fPIC", "-w")
 
 
@@ -162,12 +161,6 @@ def processor() -> str:
     told = first_processor(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else "")
     said = [told[name] for name in ("model name", "flags", "Features") if name in told]
     return " ".join(said) or platform.processor()
-
-
-def first_processor(cpuinfo: str) -> dict[str, str]:
-    """What the text of `CPUINFO` says of the first processor, by its words for that."""
-    pairs = [line.partition(":")[::2] for line in cpuinfo.splitlines()]
-    return {name.strip(): value.strip() for name, value in reversed(pairs)}
 
 
 def cache_folder() -> Path:

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.onnx._internal.torchscript_exporter import registration
 
-from ortlab.engines.ortmodule.compat import decisions, exporting, failures
-from ortlab.engines.ortmodule.compat.symbolics import builder
+from ortlab.engines.ortmodule.compat import decisions, exporting, failures, symbolics
 
 _PREFIX = "_original_module"  # as ORTModule has it, which `failures` knows
 _RULES = ("scaled_dot_product_attention", "diff", "as_strided", "unflatten")
@@ -177,7 +176,7 @@ def _plain_rules(opset: int) -> Iterator[None]:
                 before.append((functions, version, functions._overrides[version]))
                 functions.remove_override(version)
         try:
-            with builder.plain(_RULES, opset) as ours:
+            with symbolics.plain(_RULES, opset) as ours:
                 for name, rule in ours.items():
                     registry.register(name, opset, rule, custom=True)
                 try:

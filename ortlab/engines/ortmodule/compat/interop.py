@@ -33,7 +33,8 @@ from torch.onnx._internal.torchscript_exporter import registration
 from torch.onnx._internal.torchscript_exporter._type_utils import JitScalarType
 from torch.utils.dlpack import from_dlpack
 
-from ortlab.engines.ortmodule.compat import OrtUnavailable, extensions
+from ortlab.engines.ortmodule.compat import extensions
+from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 
 _NODE = "prim::PythonOp"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ortlab.engines.ortmodule.compat import OrtUnavailable, extensions
+from ortlab.engines.ortmodule.compat import extensions
+from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 
 Tensors = tuple[torch.Tensor, ...]
 Backward = Callable[[tuple[torch.Tensor | None, ...]], list[Any]]

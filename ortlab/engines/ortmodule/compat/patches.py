@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ortlab.engines.ortmodule.compat import MAX_IR, MAX_OPSET, exporting, probes
+from ortlab.engines.ortmodule.compat import exporting, probes
+from ortlab.engines.ortmodule.compat.base import MAX_IR, MAX_OPSET, ORT_LOG_FORMAT
 from ortlab.engines.ortmodule.compat.probes import PACKAGE
 
 Addresses = Mapping[str, Mapping[str, int]]
@@ -25,7 +26,6 @@ Addresses = Mapping[str, Mapping[str, int]]
 
 _EXTENSIONS = f"{PACKAGE}.torch_cpp_extensions"
 _EXPORTER = "torch.onnx._internal.torchscript_exporter"
-ORT_LOG_FORMAT = "%(asctime)s %(name)s [%(levelname)s] - %(message)s"
 
 
 @dataclass(frozen=True)
@@ -403,9 +403,9 @@ def _register_rules(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
     from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
 
-    from ortlab.engines.ortmodule.compat.symbolics import builder
+    from ortlab.engines.ortmodule.compat import symbolics
 
-    builder.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
+    symbolics.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
 
 
 def _fit_masks(_addresses: Addresses) -> None:

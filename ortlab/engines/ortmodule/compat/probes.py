@@ -350,7 +350,7 @@ def streams_need_no_descriptor() -> bool:
 
 
 def is_quiet() -> bool:
-    from ortlab.engines.ortmodule.compat.patches import ORT_LOG_FORMAT
+    from ortlab.engines.ortmodule.compat.base import ORT_LOG_FORMAT
 
     root, heard = logging.getLogger(), io.StringIO()
     formats = [handler.formatter and handler.formatter._fmt for handler in root.handlers]
@@ -367,7 +367,7 @@ def is_quiet() -> bool:
 def onnx_is_capped() -> bool:
     from onnxruntime.training import onnxblock
 
-    from ortlab.engines.ortmodule.compat import MAX_IR, MAX_OPSET
+    from ortlab.engines.ortmodule.compat.base import MAX_IR, MAX_OPSET
 
     with onnxblock.empty_base() as base:
         model = base.model

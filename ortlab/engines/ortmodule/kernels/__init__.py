@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from ortlab.engines.base import tell
-from ortlab.engines.ortmodule.compat import OrtUnavailable, extensions
+from ortlab.engines.ortmodule.compat import extensions
+from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 
 DOMAIN = "ortlab_kernels"
 """The namespace of their names in torch."""

@@ -15,10 +15,11 @@ import torch
 from packaging.requirements import Requirement
 
 import ortlab
+from ortlab.engines import doctor
 from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.compat import doctor, extensions
-from ortlab.engines.ortmodule.compat.doctor import Finding
+from ortlab.engines.ortmodule.compat import base, extensions, requirements
+from ortlab.utils.findings import Finding, findings_table
 from tests.support.readme import ROOT
 
 
@@ -47,7 +48,7 @@ def test_this_machine(ort: compat.Ort) -> None:
     assert doctor.can_run(findings)
     assert by_name(findings)["extension loads"].ok
     assert len(by_name(findings)) == len(findings)
-    assert doctor.obstacle() is None
+    assert requirements.obstacle() is None
 
 
 def test_what_is_wrong_has_a_fix(versions: dict[str, str | None]) -> None:
@@ -64,7 +65,7 @@ def test_a_missing_compiler(tmp_path: Path) -> None:
     """PATH emptied, nothing built yet: in a process of its own, as a user would meet it."""
     code = """
 import json
-from ortlab.engines.ortmodule.compat import doctor
+from ortlab.engines import doctor
 findings = {f.name: f for f in doctor.checks()}
 print(json.dumps([findings["torch extension"].ok, findings["C++ compiler"].fix,
                   doctor.can_run(list(findings.values()))]))
@@ -101,7 +102,9 @@ def test_what_is_not_built_yet(
 def test_ort_that_is_loaded_is_not_looked_for(
     ort: compat.Ort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "obstacle", lambda: pytest.fail("charts ask with every update"))
+    monkeypatch.setattr(
+        requirements, "obstacle", lambda: pytest.fail("charts ask with every update")
+    )
     assert compat.unavailable() is None
 
 
@@ -127,7 +130,7 @@ def test_obstacles(
 ) -> None:
     versions[distribution] = version
     assert said in (compat.unavailable() or "")
-    assert doctor.obstacle() in doctor.checks()
+    assert requirements.obstacle() in doctor.checks()
 
 
 @pytest.mark.parametrize(
@@ -153,9 +156,9 @@ def test_elsewhere_the_other_engines_are_named(
     reason = compat.unavailable() or ""
     assert said in reason
     assert "engine='eager' and engine='compile' run here" in reason
-    finding = doctor.obstacle()
+    finding = requirements.obstacle()
     assert finding is not None
-    with pytest.raises(compat.OrtUnavailable) as caught:
+    with pytest.raises(base.OrtUnavailable) as caught:
         compat._load(None)
     assert (caught.value.reason, caught.value.fix) == (finding.found, finding.fix)
 
@@ -186,12 +189,14 @@ def test_a_torch_for_rocm_is_named(tmp_path: Path) -> None:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+rocm7.2\n")
     code = """
 import json
+from ortlab.engines import doctor
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.compat import doctor
+from ortlab.engines.ortmodule.compat import base
+from ortlab.utils.findings import findings_table
 try:
     compat.ortmodule()
-except compat.OrtUnavailable as error:
-    table = doctor.table(doctor.checks())
+except base.OrtUnavailable as error:
+    table = findings_table(doctor.checks())
     print(json.dumps([compat.unavailable(), error.reason, error.fix, table]))
 """
     done = subprocess.run(
@@ -248,7 +253,8 @@ def beside(site: Path, code: str) -> str:
     code = f"""
 import ctypes
 from pathlib import Path
-from ortlab.engines.ortmodule.compat import doctor, extensions
+from ortlab.engines import doctor
+from ortlab.engines.ortmodule.compat import extensions
 extensions._torch_folder = lambda: Path({str(site)!r}, "torch")
 {code}
 """
@@ -325,7 +331,8 @@ def test_workers_are_optional(versions: dict[str, str | None]) -> None:
 def test_no_part_is_needed_to_look(tmp_path: Path) -> None:
     """A Python with nothing installed: neither torch nor ORT, nor anything else of ours."""
     code = (
-        "from ortlab.engines.ortmodule.compat import doctor; print(doctor.table(doctor.checks()))"
+        "from ortlab.engines import doctor; from ortlab.utils.findings import findings_table; "
+        "print(findings_table(doctor.checks()))"
     )
     root = str(Path(extensions.__file__).parents[4])
     done = subprocess.run(
@@ -339,7 +346,9 @@ def test_no_part_is_needed_to_look(tmp_path: Path) -> None:
 
 
 def test_the_table() -> None:
-    text = doctor.table([Finding("a", True, "found"), Finding("long name", False, "bad", "fix it")])
+    text = findings_table(
+        [Finding("a", True, "found"), Finding("long name", False, "bad", "fix it")]
+    )
     assert text.splitlines() == [
         "ok      a          found",
         "MISSING long name  bad",

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.compat import OrtUnavailable, extensions
+from ortlab.engines.ortmodule.compat import extensions
+from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 from tests.support.waiting import HANGS_S
 
 pytestmark = pytest.mark.skipif(

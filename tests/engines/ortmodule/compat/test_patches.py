@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.compat import exporting, extensions, patches
+from ortlab.engines.ortmodule.compat import base, exporting, extensions, patches
 from ortlab.engines.ortmodule.compat.patches import ROWS, Patch
 
 # In a process of its own for every row, forked so that torch is imported once.
@@ -90,7 +90,7 @@ def test_importing_changes_nothing() -> None:
     code = """
 import json, sys, os, warnings, logging
 environment, filters = dict(os.environ), list(warnings.filters)
-import ortlab.engines.ortmodule.compat, ortlab.engines.ortmodule.compat.doctor
+import ortlab.engines.ortmodule.compat, ortlab.engines.ortmodule.compat.requirements
 reason = ortlab.engines.ortmodule.compat.unavailable()
 assert reason is None, reason
 loaded = [name for name in ("torch", "onnx", "onnxruntime", "numpy") if name in sys.modules]
@@ -239,8 +239,8 @@ def test_generated_artifacts_are_read_by_ort(ort: compat.Ort, tmp_path: Path) ->
     for name in ("training_model", "eval_model", "optimizer_model"):
         written = onnx.load(tmp_path / f"{name}.onnx")
         opset = {entry.domain: entry.version for entry in written.opset_import}[""]
-        assert written.ir_version <= compat.MAX_IR
-        assert opset <= compat.MAX_OPSET
+        assert written.ir_version <= base.MAX_IR
+        assert opset <= base.MAX_OPSET
     state = api.CheckpointState.load_checkpoint(str(tmp_path / "checkpoint"))
     paths = [str(tmp_path / f"{name}_model.onnx") for name in ("training", "eval")]
     api.Optimizer(str(tmp_path / "optimizer_model.onnx"), api.Module(*paths[:1], state, paths[1]))

@@ -11,7 +11,7 @@ import tomllib
 import pytest
 
 from ortlab.engines.ortmodule.compat import extensions, patches
-from ortlab.engines.ortmodule.compat.doctor import TORCH_RANGE
+from ortlab.engines.ortmodule.compat.requirements import TORCH_RANGE
 from tests.support import torch_range
 from tests.support.torch_range import ROOT, Sources
 

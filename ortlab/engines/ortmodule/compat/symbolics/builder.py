@@ -1,13 +1,9 @@
-"""Export rules for operators that torch's exporter or ORT's gradient builder get wrong or lack.
-
-Each rule names the operator, what happens without it, and writes ONNX nodes in its place. ``ATen``
-nodes call torch's own kernel; their gradients are declared beside the rule.
-"""
+"""What export rules are made of: the decorator that declares one, and the nodes that they write."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +12,6 @@ import torch
 from onnx import numpy_helper
 from onnx.helper import make_tensor_value_info
 from torch.onnx import symbolic_helper
-from torch.onnx._internal.torchscript_exporter import registration
 from torch.onnx._internal.torchscript_exporter._type_utils import JitScalarType
 
 Graph = Any
@@ -26,7 +21,7 @@ Value = Any
 Gradient = list[tuple[Any, ...]]
 """ORT's declarative form: nodes of (operator, inputs, outputs, attributes)."""
 
-_ATEN = "org.pytorch.aten"
+ATEN = "org.pytorch.aten"
 DETACHED = "ortlab::detached"
 """Torch's detach() as a copy: ORT writes over memory that nobody seems to read any more, and does
 not know of two tensors in one place."""
@@ -57,63 +52,12 @@ class Attention:
 
 
 RULES: list[Rule] = []
-_OPSET = 17  # what ORTModule exports at
-_stock: dict[str, Callable[..., Any]] = {}
-_torchs: dict[str, Callable[..., Any]] = {}  # torch's own rules, in an export for inference
+OPSET = 17  # what ORTModule exports at
+STOCK: dict[str, Callable[..., Any]] = {}
+TORCHS: dict[str, Callable[..., Any]] = {}  # torch's own rules, in an export for inference
 _attention: Attention | None = None  # of the export under way
 _trained: set[str] = set()  # names of the parameters of the export under way
 _fixed: set[str] = set()  # and of its buffers, and the parameters that are not trained
-
-
-def register(registry: Any, gradients: Any) -> None:
-    """Puts the rules into ORT's registries, which ORTModule hands to torch and to ORT.
-
-    The modules imported here declare them.
-    """
-    from ortlab.engines.ortmodule.compat.symbolics import (
-        attention,
-    )
-    from ortlab.engines.ortmodule.compat.symbolics import (
-        torch as rules_torch,
-    )
-
-    rules_torch.define()
-    attention.define()
-    for each in RULES:
-        domain, _, name = each.operator.rpartition("::")
-        if each.operator not in _stock:
-            group = registration.registry.get_function_group(f"{domain or 'aten'}::{name}")
-            torchs = group.get(_OPSET) if group is not None else None
-            _stock[each.operator] = registry._SYMBOLICS.get(f"{domain}::{name}", torchs)
-        registry.register(name, domain, each.export)
-        if each.gradient is not None:
-            kernel, overload, nodes = each.gradient
-            if nodes is None:
-                stop = gradients.register_custom_stop_gradient_edges
-                stop([0], _ATEN, "ATen", kernel, overload)
-            else:
-                gradients.register(_ATEN, "ATen", (kernel, overload), nodes)
-
-
-@contextlib.contextmanager
-def plain(operators: Sequence[str], opset: int) -> Iterator[dict[str, Callable[..., Any]]]:
-    """Our rules for those `operators`, by torch's full name, for graphs that are not trained.
-
-    What they go on to meanwhile is torch's own rule at `opset`, not ORTModule's.
-    """
-    from ortlab.engines.ortmodule.compat.symbolics import attention, tensors  # noqa: F401
-
-    found = {each.operator: each.export for each in RULES if each.operator in operators}
-    for name in found:
-        group = registration.registry.get_function_group(f"aten::{name}")
-        torchs = None if group is None else group.get(opset)
-        if torchs is not None:
-            _torchs[name] = torchs
-    try:
-        with attention_as(None):
-            yield {f"aten::{name}": export for name, export in found.items()}
-    finally:
-        _torchs.clear()
 
 
 @contextlib.contextmanager
@@ -146,7 +90,7 @@ def attention() -> Attention | None:
 
 def stock(operator: str) -> Callable[..., Any]:
     """ORT's or torch's own rule, which one of ours goes on to for the ordinary case."""
-    return _torchs.get(operator) or _stock[operator]
+    return TORCHS.get(operator) or STOCK[operator]
 
 
 def rule(
@@ -238,7 +182,7 @@ def backwards(g: Graph, x: Value, axis: int) -> Value:
 def aten(g: Graph, name: str, *inputs: Value, overload: str = "", outputs: int = 1) -> Any:
     """A node that calls a kernel of torch's."""
     return g.op(
-        f"{_ATEN}::ATen", *inputs, operator_s=name, overload_name_s=overload, outputs=outputs
+        f"{ATEN}::ATen", *inputs, operator_s=name, overload_name_s=overload, outputs=outputs
     )
 
 
@@ -248,7 +192,7 @@ def aten_node(
     """A node of a declared gradient that calls a kernel of torch's."""
     names = {"operator": name, "overload_name": overload}
     attributes = {key: {"value": value, "dtype": "string"} for key, value in names.items()}
-    return (("ATen", _ATEN), inputs, outputs, attributes)
+    return (("ATen", ATEN), inputs, outputs, attributes)
 
 
 def all_of(count: int) -> tuple[Any, ...]:
@@ -276,7 +220,7 @@ def _origins(value: Value, *, detached: bool = True) -> Iterator[Value]:
 
 
 def _is_detach(node: Any) -> bool:
-    return bool(node.kind() == f"{_ATEN}::ATen" and node.s("operator") == DETACHED)
+    return bool(node.kind() == f"{ATEN}::ATen" and node.s("operator") == DETACHED)
 
 
 def may_have_gradient(value: Value) -> bool:

