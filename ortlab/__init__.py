@@ -15,15 +15,11 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab import data, hf, optim
-    from ortlab.data import squad
-    from ortlab.deploy.inference import export
-    from ortlab.deploy.torchrun_script import script
-    from ortlab.orttrainer import ORTTrainer, ORTTrainerOptions
-    from ortlab.plan.zero_memory import zero_plan
-    from ortlab.session import (
+    from ortlab.api import (
         check_setup,
         compare_runs,
         device,
+        export,
         finetune,
         graphs,
         list_runs,
@@ -35,12 +31,16 @@ if TYPE_CHECKING:
         race,
         recompute_plans,
         resume,
+        script,
         track,
         tune,
         unwrap,
         workers,
         wrap,
+        zero_plan,
     )
+    from ortlab.data import squad
+    from ortlab.orttrainer import ORTTrainer, ORTTrainerOptions
     from ortlab.training.run import Run
 
     last_run: Run | None
@@ -88,14 +88,6 @@ _MODULES = {
     "squad": "ortlab.data.squad",
 }
 """Public modules, by the name under which they are public."""
-_ELSEWHERE = {
-    "ORTTrainer": "ortlab.orttrainer",
-    "ORTTrainerOptions": "ortlab.orttrainer",
-    "export": "ortlab.deploy.inference",
-    "script": "ortlab.deploy.torchrun_script",
-    "zero_plan": "ortlab.plan.zero_memory",
-}
-"""Public functions that need nothing of the session where they are looked up."""
 
 
 def __getattr__(name: str) -> Any:
@@ -103,10 +95,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(_MODULES[name])
     if name == "last_run":
         return importlib.import_module("ortlab.session").session.last_run
-    if name in _ELSEWHERE:
-        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+    if name in ("ORTTrainer", "ORTTrainerOptions"):
+        return getattr(importlib.import_module("ortlab.orttrainer"), name)
     if name in __all__:
-        return getattr(importlib.import_module("ortlab.session"), name)
+        return getattr(importlib.import_module("ortlab.api"), name)
     raise AttributeError(f"module 'ortlab' has no attribute {name!r}")
 
 

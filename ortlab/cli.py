@@ -268,7 +268,7 @@ def _add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> N
 
 
 def _bench_kernels(given: argparse.Namespace) -> int:  # noqa: ARG001 - it has no options
-    from ortlab.engines import kernel_choice
+    from ortlab.engines.ortmodule.kernels import kernel_choice
 
     print(kernel_choice.table())
     return 0

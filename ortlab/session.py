@@ -11,7 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from ortlab.engines import wrapped_models
 from ortlab.settings import (
@@ -20,14 +20,11 @@ from ortlab.settings import (
     FinetuneSettings,
     HistorySettings,
     ProfileSettings,
-    PruneSettings,
     RaceSettings,
     SearchSettings,
     TuneSettings,
     unknown_name,
 )
-from ortlab.utils.errors import brief
-from ortlab.utils.tables import Column, Table
 from ortlab.utils.weak_list import Recent
 
 if TYPE_CHECKING:
@@ -38,16 +35,13 @@ if TYPE_CHECKING:
     from ortlab.checkpoint.checkpoint import Checkpoint
     from ortlab.cluster.workers import Workers
     from ortlab.engines.base import LossFunction, Stepper
-    from ortlab.engines.doctor import Fact
     from ortlab.engines.nonfinite import Cause
     from ortlab.graph.capture import Graphs, Overlay, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
-    from ortlab.hf.following import TrainerRun
     from ortlab.history.comparison import RunComparison
     from ortlab.history.listing import History
-    from ortlab.history.prune import Pruning
     from ortlab.history.run_files import Kept
     from ortlab.history.saved_run import PastRun
     from ortlab.metrics.recorder import Watched
@@ -57,14 +51,37 @@ if TYPE_CHECKING:
     from ortlab.training.resume import Beginning, Earlier
     from ortlab.training.run import Run
     from ortlab.training.tracker import Tracker
-    from ortlab.utils.findings import Finding
 
 B = TypeVar("B")
 """A batch, whatever a loader gives."""
 S = TypeVar("S", "Race", "Tune")
-R = TypeVar("R", "Run", "TrainerRun")
+R = TypeVar("R", bound="TrainingRun")
 
 _AT_WORK: Final = ("starting", "running", "stopping")
+
+
+class TrainingRun(Protocol):
+    """A run that moves the weights of a model."""
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        ...
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model in training; None once the run is over."""
+        ...
+
+    def over(self) -> bool:
+        """Return whether nothing more will come."""
+        ...
+
+
+if TYPE_CHECKING:
+
+    class FollowedRun(TrainingRun, Watched, Protocol):
+        """A run of Hugging Face's Trainer, which trains by itself and is followed from outside."""
 
 
 class Session:
@@ -82,7 +99,7 @@ class Session:
         self.wrapped = wrapped_models.Wrapped()
         self.runs: Recent[Run] = Recent(last=True)
         # Not even the last: the error of one that failed keeps its Trainer and model alive.
-        self.trainers: Recent[TrainerRun] = Recent(last=False)
+        self.trainers: Recent[FollowedRun] = Recent(last=False)
         self.workers: Workers | None = None
         # What each run trains, by engine; the run itself keeps it alive as long as it trains.
         self._executed: weakref.WeakKeyDictionary[
@@ -118,7 +135,7 @@ class Session:
 
     def check_engine(self, name: str) -> None:
         """EngineUnavailable says why the engine `name` cannot run here; ValueError if unknown."""
-        from ortlab.engines.base import engine as engine_called
+        from ortlab.engines.registry import engine as engine_called
 
         engine_called(name)
 
@@ -133,7 +150,7 @@ class Session:
         hold: bool | None = None,
         **settings: Any,
     ) -> Run:
-        """See `finetune` below."""
+        """See `ortlab.api.finetune`."""
         from ortlab.checkpoint.checkpoint import Checkpoint
         from ortlab.training.resume import beginning
 
@@ -154,7 +171,7 @@ class Session:
         loss: str | LossFunction | None = None,
         **settings: Any,
     ) -> Run:
-        """See `resume` below."""
+        """See `ortlab.api.resume`."""
         from ortlab.history.listing import GOES_ON
         from ortlab.history.run_files import Kept
         from ortlab.history.saved_run import run_name
@@ -223,8 +240,9 @@ class Session:
         settings: dict[str, Any],
     ) -> Run:
         from ortlab.checkpoint.checkpoint import check_model
-        from ortlab.engines.base import engine as engine_called
-        from ortlab.engines.base import engine_for, tell
+        from ortlab.engines.base import tell
+        from ortlab.engines.registry import engine as engine_called
+        from ortlab.engines.registry import engine_for
         from ortlab.training.data_loading import of_samples, unevenly
         from ortlab.training.failures import Faults
         from ortlab.training.resume import Beginning
@@ -342,7 +360,7 @@ class Session:
         loss: str | LossFunction | None = None,
         **settings: Any,
     ) -> Race:
-        """See `race` below."""
+        """See `ortlab.api.race`."""
         from ortlab.search.race import Race
 
         return self._search(Race, RaceSettings, model, data, loss, settings)
@@ -355,7 +373,7 @@ class Session:
         loss: str | LossFunction | None = None,
         **settings: Any,
     ) -> Tune:
-        """See `tune` below."""
+        """See `ortlab.api.tune`."""
         from ortlab.search.tune import Tune
 
         return self._search(Tune, TuneSettings, model, data, loss, settings)
@@ -447,7 +465,7 @@ class Session:
         return prefer
 
     def start_workers(self, count: int, *, profile: str | None = None) -> Workers:
-        """See `workers` below."""
+        """See `ortlab.api.workers`."""
         from ortlab.cluster.workers import Workers, refuse_too_many
         from ortlab.engines.base import tell
 
@@ -494,7 +512,7 @@ class Session:
             )
 
     def track(self, loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
-        """See `track` below."""
+        """See `ortlab.api.track`."""
         from ortlab.training.tracker import Tracker
 
         return Tracker(loader, name=name, show=self.show)
@@ -523,7 +541,7 @@ class Session:
             )
         return named[name]
 
-    def under_way(self, name: str | None = None) -> Run | TrainerRun:
+    def under_way(self, name: str | None = None) -> Run | FollowedRun:
         """The run called `name`, a Trainer's too; without one the last that goes on, or that was.
 
         Where both kinds go on it is `last_run`. ValueError when there is none.
@@ -538,7 +556,7 @@ class Session:
         return going[-1] if going and self.run().over() else self.run()
 
     def profile(self, model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
-        """See `profile` below."""
+        """See `ortlab.api.profile`."""
         from ortlab.graph import profiler
 
         chosen = ProfileSettings.of(settings)
@@ -556,7 +574,7 @@ class Session:
         return found
 
     def graphs(self, model: nn.Module, batch: Any = None) -> Graphs:
-        """See `graphs` below."""
+        """See `ortlab.api.graphs`."""
         from ortlab.graph.capture import capture
 
         found = capture(model, batch)
@@ -566,7 +584,7 @@ class Session:
     def memory_plan(
         self, model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
     ) -> MemoryPlan:
-        """See `memory_plan` below."""
+        """See `ortlab.api.memory_plan`."""
         from ortlab.graph.capture import capture
         from ortlab.graph.memory import plan
 
@@ -618,7 +636,7 @@ class Session:
         optimizer: str = "adamw",
         settings: EngineSettings | None = None,
     ) -> RecomputePlans:
-        """See `recompute_plans` below; of the graph that was made for `settings`, where given."""
+        """See `ortlab.api.recompute_plans`; of the graph made for `settings`, where given."""
         from ortlab.graph.recompute import RecomputePlans
 
         choose = functools.partial(self._choose_recompute, model)
@@ -645,13 +663,13 @@ class Session:
         return _moves(self.runs, model)
 
     def history(self, **settings: Any) -> History:
-        """See `list_runs` below."""
+        """See `ortlab.api.list_runs`."""
         from ortlab.history import listing
 
         return listing.history(HistorySettings.of(settings), [*self.runs])
 
     def open_run(self, run: str | int | Kept) -> Run | PastRun:
-        """See `open_run` below."""
+        """See `ortlab.api.open_run`."""
         from ortlab.history.run_files import Kept
         from ortlab.history.saved_run import PastRun, find, run_name
 
@@ -662,23 +680,10 @@ class Session:
         return own[name] if name in own else PastRun(find(run).folder)
 
     def compare_runs(self, *runs: str | int | Kept) -> RunComparison:
-        """See `compare_runs` below."""
+        """See `ortlab.api.compare_runs`."""
         from ortlab.history.comparison import RunComparison
 
         return RunComparison([self.open_run(run) for run in runs])
-
-
-_SIGNS: Final = {True: "ok", False: "MISSING", None: "-"}
-_FINDING_COLUMNS: Final[tuple[Column[Finding], ...]] = (
-    Column("check", lambda finding: finding.name),
-    Column("", lambda finding: _SIGNS[finding.ok]),
-    Column("found", lambda finding: finding.found),
-    Column("what to do", lambda finding: finding.fix),
-)
-_FACT_COLUMNS: Final[tuple[Column[Fact], ...]] = (
-    Column("", lambda fact: fact.what),
-    Column("here", lambda fact: fact.found),
-)
 
 
 def _moves(runs: Iterable[R], model: nn.Module) -> R | None:
@@ -758,298 +763,3 @@ def _loss(
 
 session: Final = Session()
 """The session of this process."""
-
-
-@brief
-def wrap(model: nn.Module, **settings: Any) -> nn.Module:
-    """`model` as an engine executes it, ORTModule unless ``engine=`` says otherwise.
-
-    The result behaves as the model does and shares its parameters: bind it to the model's name and
-    train on. The settings are those of `ortlab.settings.EngineSettings`. ValueError for what cannot
-    be wrapped, `ortlab.engines.base.EngineUnavailable` where the engine cannot run.
-    """
-    return session.wrapped.wrap(model, EngineSettings.of(settings))
-
-
-@brief
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside the wrapped `model`.
-
-    In a notebook every name that held the wrapper holds the module again.
-    """
-    return session.wrapped.unwrap(model)
-
-
-def models() -> Table[wrapped_models.ModelRow]:
-    """The wrapped models: engine asked for and used, device, precision, size, time to export.
-
-    Below them which could not be checked, and what ``%%ort`` left as it was, and why.
-    """
-    return session.wrapped.table()
-
-
-@brief
-def graphs(model: nn.Module, batch: Any = None) -> Graphs:
-    """The graphs that ORT made of the wrapped `model`, stage by stage; nothing is trained for it.
-
-    ``graphs(model).gradient`` is one of them, ``graphs(model).diff("exported", "forward")`` what
-    became of the operators. What `profile` measured of the model goes with them. A model that was
-    not called yet is exported for `batch`: a dictionary, a tuple or a tensor. ValueError where it
-    is not wrapped in engine ort, or neither called nor given a batch.
-    """
-    return session.graphs(model, batch)
-
-
-@brief
-def memory_plan(model: nn.Module, batch: Any = None, *, optimizer: str = "adamw") -> MemoryPlan:
-    """What a training step of the wrapped `model` takes of memory, for any batch; nothing is run.
-
-    ``memory_plan(model).peak_bytes(batch=32, seq=256)`` is the peak, with parameters, gradients and
-    the state of the `optimizer` ("adamw" or "sgd"); ``.max_batch("16GiB", seq=256)`` the largest
-    batch that fits; ``.dims`` are the names of the sizes. `batch` is as in `graphs`.
-    """
-    return session.memory_plan(model, batch, optimizer=optimizer)
-
-
-@brief
-def recompute_plans(
-    model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
-) -> RecomputePlans:
-    """What the backward pass of the wrapped `model` could compute again, and what that saves.
-
-    ``recompute_plans(model).measure()`` times what it costs, ``.at(batch=32)`` is for other sizes,
-    ``.choose("layers")`` lets a plan hold from the next step on, ``.least_time("2GiB")`` names the
-    cheapest that fits. `batch` is as in `graphs`. ValueError where the model is not wrapped in
-    engine ort, or has no graph of a training step yet.
-    """
-    return session.recompute_plans(model, batch, optimizer=optimizer)
-
-
-@brief
-def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
-    """What a step of the wrapped `model` takes: by phase, module, operator and node, beside torch.
-
-    `batch` is what the model takes: a dictionary, a tuple or a tensor; without it made-up values in
-    the form of the last call. ``steps=5`` is how many steps are timed. Forward and backward from
-    the model's own loss, or from all its outputs, in sessions of its own, without the optimizer;
-    under `torch.autocast` where the model trains so. A model in evaluation mode is called alone.
-    Weights, ``.grad``, buffers and random states stay as they are; meanwhile there is a second
-    session, with the memory that it takes. ValueError where the model is not wrapped in engine ort,
-    is in training in a run, or the batch does not fit.
-    """
-    return session.profile(model, batch, **settings)
-
-
-@brief
-def list_runs(**settings: Any) -> History:
-    """The runs that are kept, of this process and all others: what ``%ort runs`` shows.
-
-    `settings` are those of `HistorySettings`: ``sort="loss"``, ``engine="ort"``,
-    ``state="finished"``, ``model="Bert"``, ``tag="paper"``, ``limit=50``. It is a sequence of
-    `ortlab.history.entry.Entry`, the runs of this process that go on first; metrics are not read.
-    ValueError for an unknown setting.
-    """
-    return session.history(**settings)
-
-
-@brief
-def open_run(run: str | int) -> Run | PastRun:
-    """A run by its name or number (3 is that of "run-3"): its numbers, charts and notes.
-
-    One of this process is the run itself; any other is read from its folder. Both have
-    ``to_frame()``, ``metrics``, ``notes``, ``tags``, ``checkpoints``, ``environment``,
-    ``to_tensorboard(folder)`` and ``to_mlflow()``. ValueError where there is none.
-    """
-    return session.open_run(run)
-
-
-@brief
-def compare_runs(*runs: str | int | Kept) -> RunComparison:
-    """Two to eight runs side by side: curves, and what differs in settings, versions and results.
-
-    By names or numbers, of this process or of the history. ValueError where one is not found.
-    """
-    return session.compare_runs(*runs)
-
-
-@brief
-def prune_runs(
-    *,
-    older_than: str | None = None,
-    keep: int | None = None,
-    max_size: str | None = None,
-    yes: bool = False,
-    **filters: Any,
-) -> Pruning:
-    """Removes old runs: those that began longer ago than ``"30d"``, beyond the newest `keep`, or
-    beyond the size that the newest take together.
-
-    Without `yes` nothing is removed, and what would go is shown. `filters` (engine, state, model,
-    tag) choose which runs are looked at. Runs in training, in any process, stay. ValueError where
-    nothing says what is to go.
-    """
-    from ortlab.history.prune import prune
-
-    given = {"older_than": older_than, "keep": keep, "max_size": max_size, "yes": yes}
-    return prune(PruneSettings.of(given), HistorySettings.of(filters))
-
-
-def check_setup() -> Table[Finding]:
-    """What this machine has, what it lacks for ORTModule and the charts, and how to mend it."""
-    from ortlab.engines import doctor
-
-    findings = doctor.checks()
-    return Table(
-        findings,
-        _FINDING_COLUMNS,
-        notes=[f"ORTModule {'can' if doctor.can_run(findings) else 'cannot'} run here"],
-    )
-
-
-def device() -> Table[Fact]:
-    """Where this kernel computes: processor, threads, memory and its limits, GPUs, engines."""
-    from ortlab.engines import doctor
-    from ortlab.utils import hardware
-
-    facts = doctor.facts()
-    return Table(facts, _FACT_COLUMNS, notes=hardware.advice())
-
-
-@brief
-def finetune(
-    model: nn.Module,
-    train: Iterable[Any],
-    *,
-    eval_data: Iterable[Any] | None = None,
-    loss: str | LossFunction | None = None,
-    resume_from: str | int | Path | Checkpoint | Kept | None = None,
-    hold: bool | None = None,
-    **settings: Any,
-) -> Run:
-    """Trains `model` in the background, in place, and returns the `Run` at once.
-
-    `train` and `eval_data` are loaders, datasets or any iterables of batches. `loss` is a function
-    ``loss(output, target)`` or a name of `ortlab.settings.LOSSES`; without it the model returns its
-    own. The other settings are those of `ortlab.settings.FinetuneSettings`; a wrapped model runs on
-    own engine unless ``engine=`` is given. In a notebook ``await run``, in a script
-    ``run.result()``; both raise what the run raised.
-
-    With `hold`, as in a notebook, a run is not ended by data that raises, by numbers that are not
-    finite, or by memory that does not suffice: it waits as in a pause, the wait for it raises the
-    error with what to do, and ``run.resume()`` goes on. Without, as in a script, it ends there with
-    the last good weights. Before a first step is done there is nothing to keep, and what is wrong
-    with data or numbers ends it anyhow; so it does where data can be read only once.
-
-    `resume_from` is the file of a checkpoint (``run.checkpoint()`` writes one, and each run ends
-    with ``checkpoints/final.safetensors`` in its folder), or a run, by its name, number or folder:
-    of that the newest checkpoint that is whole. The run goes on there, with the same
-    settings where no others are given (but for those that name files or leave out a check, which
-    are this session's own), on the same data (see `ortlab.training.data_loading.batches` for how
-    its place is found again). Weights and losses are, to the last bit, those of the run that took
-    it and went on, where the engine computes with the same kernels. ValueError for a file that is
-    damaged or foreign, and for another model, optimizer, order or amount of data.
-    """
-    return session.finetune(
-        model,
-        train,
-        eval_data=eval_data,
-        loss=loss,
-        resume_from=resume_from,
-        hold=hold,
-        **settings,
-    )
-
-
-@brief
-def resume(
-    run: str | int | Kept,
-    model: nn.Module | None = None,
-    train: Iterable[Any] | None = None,
-    *,
-    eval_data: Iterable[Any] | None = None,
-    loss: str | LossFunction | None = None,
-    **settings: Any,
-) -> Run:
-    """Lets a run go on: one that is paused, or one of the history that did not finish.
-
-    The latter, whose kernel died or that was stopped or failed, goes on as a new run, from the
-    newest checkpoint that is whole; it has the numbers up to there and is linked with it. Model,
-    data and loss are what the user calls as they were called then, where they are not given; they
-    may be on another engine (``engine=``). ValueError says which name is missing, and where model,
-    data or loss do not fit, as `finetune` does.
-    """
-    return session.resume(run, model, train, eval_data=eval_data, loss=loss, **settings)
-
-
-@brief
-def race(
-    model: nn.Module,
-    data: Iterable[Any],
-    *,
-    loss: str | LossFunction | None = None,
-    **settings: Any,
-) -> Race:
-    """Trains copies of `model` in several set-ups side by side, in the background: a `Race`.
-
-    ``engines="eager,ort"`` and ``precisions="fp32,bf16"`` say which; ``preset="examples"`` is
-    another field. The other settings are those of `ortlab.settings.RaceSettings`, and those of a
-    run that all set-ups share (``batch_size``, ``lr``, ORT's options). `data` and `loss` are as in
-    `finetune`; what can be read only once is refused. In a notebook ``await race``, in a script
-    ``race.result()`` waits for the `ortlab.search.result.RaceResult`; ``race.stop()`` and an
-    interrupt end it with what was measured. ``ortlab.finetune(model, data, **race.settings)``
-    trains with the best, ``race.apply()`` has it hold in the model's run, or in its next ones.
-
-    The model stays as it is; meanwhile there is a copy of it for each set-up, with gradients and
-    optimizer. What torch.compile has in memory is dropped. ValueError where something is in
-    training just now, or for what `finetune` refuses; a set-up that cannot run says why in its row.
-    """
-    return session.race(model, data, loss=loss, **settings)
-
-
-@brief
-def tune(
-    model: nn.Module,
-    data: Iterable[Any],
-    *,
-    loss: str | LossFunction | None = None,
-    **settings: Any,
-) -> Tune:
-    """Searches the settings that train `model` fastest here, in the background: a `Tune`.
-
-    Engine, precision and micro-batch at a fixed ``global_batch`` (with accumulation for the rest),
-    and recomputation where a micro-batch does not fit into ``memory="16GiB"``, or into what is
-    free. What cannot fit by its memory plan is skipped, what cannot win is left out early; see
-    `ortlab.search.prune`. Micro-batches are searched for a Dataset; a loader keeps its own batches.
-    ``target="tokens"`` counts tokens in the place of samples. The other settings are those of
-    `ortlab.settings.TuneSettings`, and those of a run that all candidates share. ``await tune`` or
-    ``tune.result()`` waits for the `ortlab.search.result.TuneResult`;
-    ``ortlab.finetune(model, data, **tune.settings)`` trains with the best, ``tune.apply()`` has it
-    hold in the model's next runs. The model stays as it is. ValueError as in `race`.
-    """
-    return session.tune(model, data, loss=loss, **settings)
-
-
-@brief
-def workers(count: int | None = None, *, profile: str | None = None) -> Workers:
-    """`count` processes that train together, on this machine or where an ipyparallel profile says.
-
-    They are started, or those that run are given again where number and profile are the same; with
-    others they end and are started anew. Without `count` those that run. ``workers(2).run(f, x)``
-    calls ``f(x)`` on both, by value; see `ortlab.cluster.workers.Workers`. ValueError for no number
-    where none run, RuntimeError where they cannot be started: without ipyparallel it says how to
-    install it.
-    """
-    if count is not None:
-        return session.start_workers(count, profile=profile)
-    if session.workers is None:
-        raise ValueError("there are no workers yet; %ort workers 2, or ortlab.workers(2)")
-    return session.workers
-
-
-@brief
-def track(loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
-    """Iterates over `loader` and shows the user's own training loop, live.
-
-    The loss is what ``t.log(loss=...)`` is given, or the scalar that ``backward`` is called on.
-    """
-    return session.track(loader, name=name)

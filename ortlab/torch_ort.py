@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ortlab.api import wrap
 from ortlab.engines.base import tell
 from ortlab.engines.ortmodule import options
 from ortlab.engines.ortmodule.engine import is_wrapped
-from ortlab.session import session, wrap
+from ortlab.session import session
 
 __all__ = ["DebugOptions", "LogLevel", "ORTModule", "load_from_json", "set_seed"]
 

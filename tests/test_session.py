@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.registry import engine
 from ortlab.session import Session
 from ortlab.session import session as the_session
 from ortlab.settings import ENGINES, EngineSettings

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule.engine import execution_of
+from ortlab.engines.registry import engine
 from ortlab.torch_ort import DebugOptions, LogLevel, ORTModule, load_from_json, set_seed
 from tests.support.waiting import HANGS_S
 from tests.zoo.dropout import drawn_by_ort

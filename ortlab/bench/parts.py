@@ -24,13 +24,14 @@ from ortlab.bench import interleaved, models, timing
 from ortlab.bench.machine import Machine, machine
 from ortlab.bench.report import Operator, SessionPhase, StepBench, StepParts
 from ortlab.bench.settings import StepSettings
-from ortlab.engines.base import Stepper, engine, tell
+from ortlab.engines.base import Stepper, tell
 from ortlab.engines.batch import arguments
-from ortlab.engines.kernel_choice import Timing, kept
 from ortlab.engines.ortmodule.call_signature import Form
 from ortlab.engines.ortmodule.compat import profiling
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.guard import Guard
+from ortlab.engines.ortmodule.kernels.kernel_choice import Timing, kept
+from ortlab.engines.registry import engine
 from ortlab.graph import profile_ort
 from ortlab.graph.profile_ort import NodeTime
 from ortlab.graph.timed_step import Step

@@ -28,8 +28,9 @@ from ortlab.bench.machine import machine
 from ortlab.bench.result import Cell, EngineBench
 from ortlab.bench.settings import BenchSettings
 from ortlab.bench.settings import Cell as Key
-from ortlab.engines import kernel_choice
-from ortlab.engines.base import engine, tell
+from ortlab.engines.base import tell
+from ortlab.engines.ortmodule.kernels import kernel_choice
+from ortlab.engines.registry import engine
 from ortlab.engines.torch.stepper import training_device
 from ortlab.settings import IN_ORT, REFERENCE, FinetuneSettings
 from ortlab.utils import environment

@@ -54,7 +54,7 @@ class RemoteStepper:
     """Trains copies of `model` on all `workers`, which nobody else has meanwhile; a `Stepper`.
 
     Every rank is given every batch and takes its own rows; see
-    `ortlab.engines.distributed.data_parallel.prepare`.
+    `ortlab.engines.distributed.steppers.prepare`.
     The model here has the weights of the last `state_dict`, and of the end.
 
     StepperLost where a rank died, failed alone, or in the middle of a step that all had agreed on:

@@ -15,17 +15,10 @@ import torch
 from ortlab.checkpoint import sharded as shards
 from ortlab.cluster import packing
 from ortlab.engines import nonfinite
-from ortlab.engines.base import (
-    Batch,
-    EvalResult,
-    Report,
-    ShardedStepper,
-    StateBytes,
-    StepResult,
-    engine_for,
-)
-from ortlab.engines.distributed import data_parallel
+from ortlab.engines.base import Batch, EvalResult, Report, ShardedStepper, StateBytes, StepResult
+from ortlab.engines.distributed import steppers
 from ortlab.engines.nonfinite import Cause
+from ortlab.engines.registry import engine_for
 from ortlab.engines.torch.stepper import training_device
 from ortlab.settings import FinetuneSettings
 from ortlab.utils import warn_once
@@ -110,13 +103,13 @@ def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -
     _dies_first()
     warn_once.are_seen()
     chosen = engine_for(settings)
-    data_parallel.load(settings)  # a library that comes along is not the model's memory
+    steppers.load(settings)  # a library that comes along is not the model's memory
     trim()
     meter = SAMPLER.start()
     base_bytes = meter.take().rss_bytes
     try:
         model, loss = packing.unpack(packed, Path(file))
-        stepper = data_parallel.prepare(chosen, model, loss, settings)
+        stepper = steppers.prepare(chosen, model, loss, settings)
     except BaseException:
         SAMPLER.end(meter)
         raise

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ortlab.deploy.lab import Lab
 from ortlab.engines.base import Batch
 from ortlab.engines.batch import signature, tensors
 from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
@@ -16,13 +17,11 @@ from ortlab.training import data_loading
 from ortlab.utils.rng import RandomStates
 
 
-def of(model: nn.Module, module: nn.Module, given: Any) -> Batch:
+def of(lab: Lab, model: nn.Module, module: nn.Module, given: Any) -> Batch:
     """The batch that was `given`, or the first of the data, or what `model` was called with last.
 
     `module` is the user's own in `model`. ValueError where there is none.
     """
-    from ortlab.session import session
-
     if given is not None:
         return first(given)
     if is_wrapped(model) and (form := execution_of(model).last_call) is not None:
@@ -33,7 +32,7 @@ def of(model: nn.Module, module: nn.Module, given: Any) -> Batch:
         if not names:
             return args
         raise ValueError(f"the last call had places and names ({', '.join(names)}); give a batch")
-    data = session.last_data(module)
+    data = lab.last_data(module)
     if data is not None:
         return first(data)
     raise ValueError(

@@ -8,17 +8,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ortlab.checkpoint.sharded import fingerprint
-from ortlab.deploy import check, folder, weights
+from ortlab.deploy import check, folder, page, weights
 from ortlab.deploy.graph import Port
 from ortlab.utils.tables import Column, Table
-
-if TYPE_CHECKING:
-    from ortlab.notebook.views.in_page import InPage
 
 MODEL = "model.onnx"
 _MOST = 2**63
@@ -184,14 +181,16 @@ class Exported:
         took_ms = 1e3 * (time.perf_counter() - started)
         return dict(zip(names, found, strict=True)), took_ms
 
-    def in_page(self, form: str | None = None) -> InPage:
-        """The model in the notebook's page, by WebAssembly: fields, a button, both sides' outputs.
+    def in_page(self, form: str | None = None) -> Any:
+        """Return a widget that runs the model in the notebook's page, by WebAssembly.
 
-        ValueError for what a page cannot take, RuntimeError where ortlab was installed without it.
+        It has fields for the inputs, a button, and the outputs of the page and of the kernel.
+
+        Raises:
+            ValueError: If a page cannot take the model.
+            RuntimeError: If ortlab has no widget here, or before %load_ext ortlab.
         """
-        from ortlab.notebook.views.in_page import InPage
-
-        return InPage(self, form)
+        return page.registered()(self, form)
 
     def files(self) -> list[Path]:
         """Every file that the model's forms are in."""

@@ -7,7 +7,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import onnx
 import torch
@@ -31,46 +31,21 @@ from ortlab.deploy.call import Call
 from ortlab.deploy.check import Difference, Expected, SizeFailed
 from ortlab.deploy.exported import MODEL, Exported, Form
 from ortlab.deploy.graph import Port
+from ortlab.deploy.lab import Lab
 from ortlab.deploy.on_device_training import TrainingArtifacts
 from ortlab.deploy.trace import trace
+from ortlab.engines import wrapped_models
 from ortlab.engines.base import LossFunction, is_ortmodule, tell
 from ortlab.engines.batch import loss_function, to_device
 from ortlab.engines.ortmodule.compat import decisions
 from ortlab.engines.ortmodule.self_check import NotInGraph, undisturbed
 from ortlab.settings import ExportSettings
-from ortlab.utils.errors import brief
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-@overload
 def export(
-    model: nn.Module,
-    path: str | Path,
-    batch: Any = None,
-    *,
-    second: Any = None,
-    eval_data: Iterable[Any] | None = None,
-    trainable: None = None,
-    **settings: Any,
-) -> Exported: ...
-
-
-@overload
-def export(
-    model: nn.Module,
-    path: str | Path,
-    batch: Any = None,
-    *,
-    trainable: str | Sequence[str],
-    loss: str | LossFunction | None = None,
-    optimizer: str = "adamw",
-    weight_decay: float = 0.0,
-) -> TrainingArtifacts: ...
-
-
-@brief
-def export(
+    lab: Lab,
     model: nn.Module,
     path: str | Path,
     batch: Any = None,
@@ -83,46 +58,14 @@ def export(
     weight_decay: float = 0.0,
     **settings: Any,
 ) -> Exported | TrainingArtifacts:
-    """Writes the graph of `model` for inference into the folder `path`, and says how far it is off.
-
-    `model` may be wrapped or not; it is exported as it evaluates (dropout gone, BatchNorm by its
-    running statistics) and stays in the mode that it is in. `batch` is an example of what it is
-    called with: a dictionary, a tuple, a tensor, or a loader, whose first batch it is; without it
-    the last one that ortlab saw for this model. Labels are left out. Inputs are called as forward's
-    parameters, outputs as the fields of the model's result, weights as in its state_dict.
-
-    Sizes that may vary are those in which a `second` batch differs, or else those that eager torch
-    takes otherwise. Before anything is done the file is run in onnxruntime beside torch: on the
-    example, random values, each other size, padded rows, and values at the ends of their range.
-    `ortlab.deploy.check.CheckFailed` names the output that is off by more than 1e-4 of its size
-    (1e-2 where parameters have 16 bits); a size at which the graph alone is wrong is fixed in it,
-    with a note.
-
-    ``fp16=True`` and ``int8=True`` write further files, whose difference is told, and with labelled
-    `eval_data` their accuracy beside torch's. ``opset=17`` is the version of ONNX's operators, 14
-    to 20; ``external_data=True`` writes the weights into a file of their own, as is done for those
-    of 2 GiB and more. The folder appears when all is checked; one that holds an earlier export
-    alone is replaced.
-
-    With `trainable`, names of parameters or patterns such as "classifier.*" (or "*"), the folder
-    gets what ORT's on-device training API trains those with instead: graphs of a training step, of
-    an evaluation and of the `optimizer` ("adamw" as torch has it, or "sgd"), and the weights. The
-    `batch` has the labels then, and `loss` is a name or a function where the model has none of its
-    own. Loss and gradients are compared with eager torch's before it is done.
-
-    ValueError for what cannot be exported as it is given, `NotInGraph` (a RuntimeError) where
-    forward does what no graph can, RuntimeError where the folder cannot be written.
-    """
-    from ortlab.engines import wrapped_models
-    from ortlab.session import session
-
+    """See `ortlab.api.export`; `lab` knows which models are wrapped and what they were given."""
     chosen = ExportSettings.of(settings)
     function = loss_function(loss) if isinstance(loss, str) else loss
     given = wrapped_models.check_model("the first argument", model)
     target = Path(path).expanduser()
     folder.check(target)
-    module = original(given)
-    if (busy := session.training(module)) is not None and busy.state != "paused":
+    module = original(lab, given)
+    if (busy := lab.training(module)) is not None and busy.state != "paused":
         raise ValueError(
             f"{busy.name} is training this model; await it, or pause it (%ort pause {busy.name}), "
             "to export the model"
@@ -144,7 +87,7 @@ def export(
         )
     if loss is not None:
         raise ValueError("loss is for trainable=...; a graph for inference has none")
-    example = examples.of(given, module, batch)
+    example = examples.of(lab, given, module, batch)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     call = Call.of(module, to_device(example, device))
     find = axes.tried
@@ -180,11 +123,9 @@ def _parent(file: Path) -> Path:
     return file.parent
 
 
-def original(model: nn.Module) -> nn.Module:
+def original(lab: Lab, model: nn.Module) -> nn.Module:
     """The user's own module in what an engine, ORTModule or torch.compile made of it."""
-    from ortlab.session import session
-
-    entry = session.wrapped.entry(model)
+    entry = lab.wrapped.entry(model)
     if entry is not None:
         return entry.engine.unwrap(model)
     if is_ortmodule(model):

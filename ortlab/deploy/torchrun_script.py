@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ortlab.deploy.lab import Lab
 from ortlab.deploy.source_code import Sources
+from ortlab.engines import wrapped_models
 from ortlab.settings import IN_ORT, LOSSES, FinetuneSettings
-from ortlab.utils.errors import brief
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +48,8 @@ class Script:
         return "\n".join([*lines, *self.notes])
 
 
-@brief
 def script(
+    lab: Lab,
     model: nn.Module,
     data: Iterable[Any] | None = None,
     *,
@@ -58,25 +59,9 @@ def script(
     loss: Any = None,
     **settings: Any,
 ) -> Script:
-    """Writes the fine-tuning of `model` on `data` as a plain script into the folder `to`.
-
-    Stages 0 and 1 of ZeRO are torch's (DistributedDataParallel, ZeroRedundancyOptimizer), 2 and 3
-    DeepSpeed's; the other settings are those of `finetune`. ``train.py`` has the source of classes
-    and functions that cells define, ``model.safetensors`` the weights. A model of transformers, a
-    Sequential of torch's layers and a class without arguments are made anew by themselves; of
-    another one `make_model` is the expression that makes it, as in ``"Net(6, 4)"``. A Dataset whose
-    samples make batches, and a list of batches, are written beside the script, up to 1 GiB;
-    `make_data` is an expression for other data, whose value is an iterable of batches of all
-    processes together. What cannot be known is a line to fill in, and the `Script` says which.
-
-    The script trains and writes ``trained.safetensors``; it evaluates nothing. ValueError for
-    settings that it has no lines for, and for a folder that holds another script.
-    """
-    from ortlab.engines import wrapped_models
-    from ortlab.session import session
-
+    """See `ortlab.api.script`; `lab` knows which models are wrapped."""
     module = wrapped_models.check_model("the first argument", model)
-    entry = session.wrapped.entry(module)
+    entry = lab.wrapped.entry(module)
     original = module if entry is None else entry.engine.unwrap(module)
     own = {} if entry is None else entry.settings.as_dict()
     named = {"loss": loss} if isinstance(loss, str) else {}
@@ -85,7 +70,7 @@ def script(
     folder = Path(to)
     if (folder / "train.py").exists():
         raise ValueError(f"{folder / 'train.py'} is there already; name another folder with to=...")
-    sources = Sources(session.wrapped.namespace or vars(sys.modules["__main__"]))
+    sources = Sources(lab.wrapped.namespace or vars(sys.modules["__main__"]))
     for code in (make_model, make_data):
         if code is not None:
             sources.add_code(code)

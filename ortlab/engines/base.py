@@ -1,4 +1,4 @@
-"""The contract that every engine keeps, and the door to all of them."""
+"""The contract that every engine keeps: protocols and values."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ortlab.settings import OF_ANY_ENGINE, EngineSettings, unknown_name
+from ortlab.settings import OF_ANY_ENGINE, EngineSettings
 from ortlab.utils.errors import Concise
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ortlab.engines.single_process import Processes
-    from ortlab.engines.torch.stepper import TorchStepper
     from ortlab.settings import FinetuneSettings
     from ortlab.utils.process_memory import Memory
 
@@ -54,16 +52,6 @@ class NotFinite(Concise, RuntimeError):
     """A loss that is NaN or infinite; the optimizer did not use it."""
 
 
-_AMONG_WORKERS: dict[str, tuple[Any, str]] = {
-    "zero_stage": (0, "shares out among workers"),
-    "tensor_parallel": (1, "shares out among workers"),
-    "pipeline_stages": (1, "shares out among workers"),
-    "param_dtype": ("fp32", "is for what workers share out"),
-    "offload_optimizer": (False, "is for what workers share out"),
-}
-"""What one process has of the settings for several, and what those do."""
-
-
 @dataclass(frozen=True)
 class Capabilities:
     """What an engine can do that not all of them can.
@@ -79,38 +67,6 @@ class Capabilities:
     recompute: bool = False
     ort_options: bool = False
     size_cost: Cost = "free"
-
-    def refuses(self, engine: str, settings: EngineSettings) -> str | None:
-        """Why an `engine` with these cannot run under `settings`; None when it can."""
-        workers = getattr(settings, "workers", 1)  # a run's: wrapping alone has none
-        stage = getattr(settings, "zero_stage", 0)
-        if workers > 1 and not self.workers:
-            return (
-                f"workers={workers}: engine {engine!r} trains in one process; choose workers=1, or "
-                "engine='eager'"
-            )
-        if getattr(settings, "isolated", False) and not self.workers:
-            return (
-                f"isolated=True: engine {engine!r} trains in the process that has it; choose "
-                "isolated=False, or engine='eager'"
-            )
-        for name, (without, what) in _AMONG_WORKERS.items():
-            value = getattr(settings, name, without)
-            if value != without and workers == 1:
-                several = value if name in ("tensor_parallel", "pipeline_stages") else 2
-                return (
-                    f"{name}={value!r} {what}, and there is one; choose workers={several}, or "
-                    f"{name}={without!r}"
-                )
-        if stage not in self.zero_stages and workers > 1:
-            known = ", ".join(map(str, self.zero_stages))
-            return f"zero_stage={stage}: engine {engine!r} knows {known}; choose one of those"
-        if settings.recompute != "off" and not self.recompute:
-            return (
-                f"recompute={settings.recompute!r} is for engine 'ort'; choose recompute='off' "
-                f"with engine {engine!r}"
-            )
-        return None
 
     def ignores(self, engine: str, name: str) -> str | None:
         """Why the setting `name` means nothing to an `engine` with these; None where it does."""
@@ -321,14 +277,16 @@ class Engine(Protocol):
         loss: LossFunction | None,
         settings: FinetuneSettings,
         *,
-        processes: Processes = ...,
-        stepper: type[TorchStepper] = ...,
+        processes: Callable[..., Any] = ...,
+        stepper: type[Any] = ...,
     ) -> Stepper:
         """A stepper that trains `model` in place, by `loss(output, target)` or the model's own.
 
         `model` is the user's module, or what this engine's `wrap` gave, which goes on with what it
         has compiled or exported. `processes` says how several take each step, and `stepper` what
-        becomes of their gradients; see `ortlab.engines.distributed.data_parallel.prepare`.
+        becomes of their gradients: `single_process.OneProcess` and `torch.stepper.TorchStepper`, or
+        what takes their place among several; see
+        `ortlab.engines.distributed.steppers.prepare`.
         """
         ...
 
@@ -381,68 +339,3 @@ def parts(model: nn.Module) -> Iterator[nn.Module]:
                 met.add(id(part))
                 waiting.append(part)
                 yield part
-
-
-def engine(name: str) -> Engine:
-    """The engine called `name`; EngineUnavailable when it cannot run here."""
-    found = _engine(name)
-    reason = found.unavailable()
-    if reason is not None:
-        raise EngineUnavailable(reason)
-    return found
-
-
-def _engine(name: str) -> Engine:
-    from ortlab.engines.ortmodule import engine as ortmodule
-    from ortlab.engines.ortmodule import fused_engine
-    from ortlab.engines.torch import stepper as torch_native
-
-    engines: dict[str, Engine] = {
-        "eager": torch_native.Eager(),
-        "compile": torch_native.Compile(),
-        "ort": ortmodule.Ort(),
-        "offload": fused_engine.Offload(),
-    }
-    if name not in engines:
-        raise ValueError(f"engine={name!r}: {unknown_name(name, engines)}")
-    return engines[name]
-
-
-def refusal(settings: EngineSettings) -> str | None:
-    """Why nothing can run under `settings` on this machine; None when their engine can."""
-    found = _engine(settings.engine)
-    reason = found.capabilities.refuses(found.name, settings) or found.refuses(settings)
-    workers = getattr(settings, "workers", 1)
-    if reason is not None or workers == 1:
-        return reason
-    from ortlab.engines.distributed import data_parallel
-
-    return data_parallel.refuses(cast("FinetuneSettings", settings), workers)
-
-
-def ignored(settings: EngineSettings, name: str) -> str | None:
-    """Why the setting `name` means nothing to the engine of `settings`; None where it does."""
-    found = _engine(settings.engine)
-    return found.capabilities.ignores(found.name, name)
-
-
-def cost(before: EngineSettings, after: EngineSettings) -> Cost:
-    """What it takes to go on under `after` where `before` held, as the engine of `after` says."""
-    return _engine(after.engine).cost(before, after)
-
-
-def size_cost(settings: EngineSettings) -> Cost:
-    """What it takes to go on with batches of another size, as the engine of `settings` says."""
-    return _engine(settings.engine).capabilities.size_cost
-
-
-def engine_for(settings: EngineSettings) -> Engine:
-    """The engine that `settings` name; ValueError where it cannot run under them here.
-
-    EngineUnavailable when it cannot run at all.
-    """
-    found = engine(settings.engine)
-    reason = refusal(settings)
-    if reason is not None:
-        raise ValueError(reason)
-    return found

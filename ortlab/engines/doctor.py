@@ -173,6 +173,6 @@ def facts() -> list[Fact]:
 
 
 def _engine_state(name: str) -> str:
-    from ortlab.engines.base import refusal
+    from ortlab.engines.registry import refusal
 
     return refusal(FinetuneSettings(engine=name)) or "runs"

@@ -162,8 +162,8 @@ class Wrapped:
         return known or self._adopt(model)
 
     def _adopt(self, model: nn.Module) -> Entry | None:
-        from ortlab.engines.base import engine as engine_called
         from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
+        from ortlab.engines.registry import engine as engine_called
 
         if not is_wrapped(model):
             return None
@@ -367,7 +367,7 @@ class Wrapped:
         """Wraps all of `groups`; nothing is recorded when one of them fails."""
         if not groups:
             return []
-        from ortlab.engines.base import engine as engine_called
+        from ortlab.engines.registry import engine as engine_called
 
         engine = engine_called(settings.engine)
         made = []

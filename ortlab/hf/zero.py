@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from ortlab.engines.distributed import deepspeed
+from ortlab.engines.distributed import compatibility, deepspeed
 from ortlab.settings import EngineSettings
 
 STAGES = (0, 1, 2, 3)
@@ -55,7 +55,7 @@ def arguments(
             "torchrun --nproc-per-node 2 train.py; from a notebook, "
             f"%ort finetune model train --workers 2 --zero-stage {stage}"
         )
-    if (reason := deepspeed.missing()) is not None:
+    if (reason := compatibility.deepspeed_missing()) is not None:
         raise ValueError(f"zero_stage={stage} goes through DeepSpeed: {reason}")
     if args is None:
         args = TrainingArguments()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import datetime
 import importlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ortlab.metrics.recorder import COLUMNS, INDEX
 if TYPE_CHECKING:
     import pandas
 
-    from ortlab.history.run_files import Kept
+    from ortlab.history.notes import Note
     from ortlab.history.run_folder import Metrics
     from ortlab.metrics.recorder import Rows
 
@@ -37,6 +37,50 @@ _TAGS: Final = {
 """What TensorBoard shows a column under, where that is not its chart."""
 
 
+class KeptRun(Protocol):
+    """A run whose folder is read: what an exporter needs of it."""
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        ...
+
+    @property
+    def metrics(self) -> Metrics:
+        """All steps and events."""
+        ...
+
+    @property
+    def began_with(self) -> dict[str, Any]:
+        """The settings that the run began with, by name."""
+        ...
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Versions, platform and devices that the run began with."""
+        ...
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The contents of run.json."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[Note]:
+        """The notes, the last one last."""
+        ...
+
+    @property
+    def tags(self) -> Sequence[str]:
+        """The tags."""
+        ...
+
+
 def frame(metrics: Metrics) -> pandas.DataFrame:
     """See `Kept.to_frame`."""
     module = _needed("pandas")
@@ -47,7 +91,7 @@ def frame(metrics: Metrics) -> pandas.DataFrame:
     return found
 
 
-def write_tensorboard(run: Kept, folder: Path) -> Path:
+def write_tensorboard(run: KeptRun, folder: Path) -> Path:
     """See `Kept.to_tensorboard`."""
     _needed("tensorboard")
     from tensorboard.compat.proto.event_pb2 import Event
@@ -83,7 +127,7 @@ def check_free(folder: Path, names: Iterable[str]) -> None:
             raise ValueError(f"{folder / name} is there already; TensorBoard would draw it twice")
 
 
-def write_mlflow(run: Kept, experiment: str, tracking_uri: str | None) -> str:
+def write_mlflow(run: KeptRun, experiment: str, tracking_uri: str | None) -> str:
     """See `Kept.to_mlflow`."""
     _needed("mlflow", "mlflow-skinny")
     from mlflow import MlflowClient
@@ -122,7 +166,7 @@ def write_mlflow(run: Kept, experiment: str, tracking_uri: str | None) -> str:
     return made
 
 
-def _mlflow_state(run: Kept) -> str:
+def _mlflow_state(run: KeptRun) -> str:
     from ortlab.history.entry import read_entry
 
     entry = read_entry(run.folder)
@@ -168,8 +212,8 @@ def _tag(name: str) -> str:
     return _TAGS.get(name) or f"{column.chart or 'train'}/{name}"
 
 
-def _began(run: Kept) -> datetime.datetime:
-    created = str(run._folder.read_json("run").get("created", ""))
+def _began(run: KeptRun) -> datetime.datetime:
+    created = str(run.about.get("created", ""))
     try:
         return datetime.datetime.fromisoformat(created)
     except ValueError:

@@ -8,16 +8,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ortlab.history import sqlite_index
 from ortlab.history.entry import AT_WORK, Entry, read_entry
+from ortlab.history.live_run import LiveRun
 from ortlab.settings import RUN_SORTS, HistorySettings
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
-
-if TYPE_CHECKING:
-    from ortlab.training.run import Run
 
 SHOWN: Final = 50
 """Runs of a table as text or on paper, where no limit is given."""
@@ -142,7 +140,12 @@ class History(Table[Entry]):
     """
 
     def __init__(
-        self, found: Sequence[Entry], settings: HistorySettings, *, total: int, own: Sequence[Run]
+        self,
+        found: Sequence[Entry],
+        settings: HistorySettings,
+        *,
+        total: int,
+        own: Sequence[LiveRun],
     ) -> None:
         self.settings = settings
         self.own = tuple(run for run in own if not run.over())
@@ -200,7 +203,7 @@ def _nothing(settings: HistorySettings) -> str:
 _FILTERS: Final = ("engine", "state", "model", "tag")
 
 
-def history(settings: HistorySettings, own: Sequence[Run], root: Path | None = None) -> History:
+def history(settings: HistorySettings, own: Sequence[LiveRun], root: Path | None = None) -> History:
     """The runs that are kept below `root` as `settings` choose and sort them.
 
     `own` are the runs of this process: what they say goes before what the disk does.
@@ -242,12 +245,12 @@ def ranked(found: Iterable[Entry], sort: str, *, reverse: bool = False) -> list[
     return sorted(known, key=lambda entry: field.value(entry) or 0, reverse=high) + unknown
 
 
-def living_entries(own: Iterable[Run]) -> list[Entry]:
+def living_entries(own: Iterable[LiveRun]) -> list[Entry]:
     """Runs of this process as they are now; without those whose folders were removed."""
     return [live_entry(run) for run in own if run.folder.is_dir()]
 
 
-def live_entry(run: Run) -> Entry:
+def live_entry(run: LiveRun) -> Entry:
     """A run of this process in one line, as it is now; of one that is over as its folder has it."""
     over = run.over()  # before reading: what ends meanwhile has its folder say how
     entry = read_entry(run.folder, None if over else run.so_far().as_dict())

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ortlab.metrics.recorder import INDEX, NAN
+from ortlab.metrics.zero_bytes import optimizer_bytes, zero_bytes
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table, rounded
 
 if TYPE_CHECKING:
     from ortlab.metrics.recorder import Recorder, Rows
-    from ortlab.plan.zero_memory import Placement, ZeroPlan
     from ortlab.settings import FinetuneSettings
 
 Values = npt.NDArray[np.float64]
@@ -357,8 +357,12 @@ def _saving(ranks: Sequence[Rank], settings: FinetuneSettings) -> Saving | None:
         )
         whole = max(parameters) if stage < 3 else sum(parameters)
         # The state tells what is trained: it is shared out without what waits in buckets.
-        offload = settings.offload_optimizer
-        trained = sum(state) * each / _plan(each, each, 1, settings).state_each(offload=offload)
+        of_each = optimizer_bytes(
+            settings.optimizer,
+            mixed=settings.param_dtype == "bf16",
+            offload=settings.offload_optimizer,
+        )
+        trained = sum(state) * each / of_each
         models = [(whole, min(trained, whole))] * len(ranks)
     together = [
         float(sum(_placed(*model, sharing, settings, at) for model in models))
@@ -373,24 +377,23 @@ def _saving(ranks: Sequence[Rank], settings: FinetuneSettings) -> Saving | None:
 def _placed(
     parameters: float, trained: float, workers: int, settings: FinetuneSettings, stage: int
 ) -> int:
-    """Bytes of one rank by the formula, on its device and on the host."""
-    offload = settings.offload_optimizer and stage > 0
-    found: Placement = _plan(parameters, trained, workers, settings).at(stage, offload=offload)
-    return found.device + found.host
-
-
-def _plan(parameters: float, trained: float, workers: int, settings: FinetuneSettings) -> ZeroPlan:
-    """What the formula says of a model of so many bytes, of which some are trained.
+    """Return the bytes of one rank by the formula, on its device and on the host.
 
     In fp32 it counts parameters of 4 bytes. Of other types gradients and moments have the same one,
     so that as many of 4 bytes as they take together give the same figures.
     """
-    from ortlab.plan.zero_memory import ZeroPlan
-    from ortlab.settings import FleetSettings
-
-    precision, each = ("mixed", 2) if settings.param_dtype == "bf16" else ("fp32", 4)
-    of = FleetSettings(gpus=workers, optimizer=settings.optimizer, precision=precision)
-    return ZeroPlan(round(parameters / each), of, trained=round(trained / each))
+    mixed = settings.param_dtype == "bf16"
+    each = 2 if mixed else 4
+    found = zero_bytes(
+        round(parameters / each),
+        round(trained / each),
+        stage=stage,
+        ranks=workers,
+        optimizer=settings.optimizer,
+        mixed=mixed,
+        offload=settings.offload_optimizer and stage > 0,
+    )
+    return found.parameters + found.gradients + found.optimizer_state + found.host
 
 
 def _median(values: Values) -> float:

@@ -22,10 +22,11 @@ from ortlab.checkpoint.checkpoint import (
     check_model,
     check_optimizer,
 )
-from ortlab.engines.base import EngineUnavailable, NotFinite, engine, refusal, unfit
+from ortlab.engines.base import EngineUnavailable, NotFinite, unfit
 from ortlab.engines.batch import TARGETS, signature_names
 from ortlab.engines.ortmodule.engine import execution_of, reseed
 from ortlab.engines.ortmodule.fused_step import WholeStep
+from ortlab.engines.registry import engine, refusal
 from ortlab.engines.torch.stepper import modes_of, set_modes
 from ortlab.optim.config import DecayMode, OptimizerConfig
 from ortlab.orttrainer.description import Described, Description

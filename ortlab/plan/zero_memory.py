@@ -10,22 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from ortlab.metrics.zero_bytes import zero_bytes
 from ortlab.settings import FleetSettings
 from ortlab.utils import svg_bars
-from ortlab.utils.errors import brief
 from ortlab.utils.process_memory import memory, parse_bytes
 from ortlab.utils.tables import Column, Table
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ortlab.engines.wrapped_models import Wrapped
+    from ortlab.graph.memory import MemoryPlan
+    from ortlab.graph.recompute import RecomputePlans
+
 STAGES: Final = (0, 1, 2, 3)
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
 _TIMES: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_MOMENTS: Final = {"adamw": 8, "sgd": 4, "lamb": 8}
-"""Bytes for each parameter that is trained: two moments in fp32, or SGD's momentum."""
 _SIZES: Final = ("hidden", "layers", "sequence", "batch")
 _SERIES: Final = {  # the colours of `timeline`
     "parameters": ("#6c757d", 1.0),
@@ -135,28 +137,25 @@ class ZeroPlan:
     def _placement(
         self, stage: int, offload: bool, recompute: bool, activations: int | None
     ) -> Placement:
-        each = 4 if self.precision == "fp32" else 2
-        parameters = each * self._own(self.parameters, shared=stage >= 3)
-        gradients = each * self._own(self.trained, shared=stage >= 2)
-        state = self.state_each(offload=offload) * self._own(self.trained, shared=stage >= 1)
-        host = 0
-        if offload:
-            host, state = state, 0
-            if stage >= 2:  # the shard of gradients goes where the optimizer steps
-                host, gradients = host + gradients, 0
-        return Placement(stage, offload, recompute, parameters, gradients, state, activations, host)
-
-    def state_each(self, *, offload: bool = False) -> int:
-        """Bytes with the optimizer for each parameter that is trained: moments, and an fp32 copy.
-
-        In fp32 the weights themselves are updated, but not from the host, which has a copy.
-        """
-        copy = 4 if offload or self.precision == "mixed" else 0
-        return copy + _MOMENTS[self.settings.optimizer]
-
-    def _own(self, count: int, *, shared: bool) -> int:
-        """How many of `count` elements one device has; the last one's share is padded."""
-        return -(-count // self.settings.gpus) if shared else count
+        held = zero_bytes(
+            self.parameters,
+            self.trained,
+            stage=stage,
+            ranks=self.settings.gpus,
+            optimizer=self.settings.optimizer,
+            mixed=self.precision != "fp32",
+            offload=offload,
+        )
+        return Placement(
+            stage,
+            offload,
+            recompute,
+            held.parameters,
+            held.gradients,
+            held.optimizer_state,
+            activations,
+            held.host,
+        )
 
     def table(self) -> Table[Placement]:
         """The rows; the notes say which is best, and what comes on top."""
@@ -246,20 +245,28 @@ def _told(size: int) -> str:
     return memory(size) if size else "none"
 
 
-@brief
-def zero_plan(model: str | int | nn.Module, **settings: Any) -> ZeroPlan:
-    """What training `model` takes of each of ``gpus`` devices, at ZeRO's stages 0 to 3.
+class Lab(Protocol):
+    """The part of `ortlab.lab.Session` that a plan needs."""
 
-    `model` is a number of parameters (``"2.7B"``, ``350_000_000``) or a module, wrapped or not;
-    ``memory="40GiB"`` marks what fits. Activations are counted where ``hidden``, ``layers``,
-    ``sequence`` and ``batch`` are given, and for a model that engine ort has made a graph of. The
-    other settings are those of `ortlab.settings.FleetSettings`. Nothing is run, and nothing is
-    imported for a number. ValueError for what is no number of parameters, and for sizes without
-    the others that they need.
-    """
+    @property
+    def wrapped(self) -> Wrapped:
+        """The wrapped models."""
+        ...
+
+    def memory_plan(self, model: nn.Module) -> MemoryPlan:
+        """Return the memory plan of a wrapped model."""
+        ...
+
+    def recompute_plans(self, model: nn.Module) -> RecomputePlans:
+        """Return the recompute plans of a wrapped model."""
+        ...
+
+
+def zero_plan(lab: Lab, model: str | int | nn.Module, **settings: Any) -> ZeroPlan:
+    """See `ortlab.api.zero_plan`; `lab` knows the graphs of wrapped models."""
     chosen = FleetSettings.of(settings)
     if not isinstance(model, (str, int)):
-        return _of_module(model, chosen.replace(precision=chosen.precision or "fp32"))
+        return _of_module(lab, model, chosen.replace(precision=chosen.precision or "fp32"))
     chosen = chosen.replace(precision=chosen.precision or "mixed")
     count, activations = parse_count(model), _of_transformer(chosen)
     if activations is None and (chosen.sequence or chosen.batch):
@@ -315,16 +322,15 @@ def _of_transformer(settings: FleetSettings) -> Activations | None:
     )
 
 
-def _of_module(model: nn.Module, settings: FleetSettings) -> ZeroPlan:
+def _of_module(lab: Lab, model: nn.Module, settings: FleetSettings) -> ZeroPlan:
     from ortlab.engines.wrapped_models import check_model
-    from ortlab.session import session
 
     module = check_model("the first argument", model)
-    entry = session.wrapped.entry(module)
+    entry = lab.wrapped.entry(module)
     original = module if entry is None else entry.engine.unwrap(module)
     found = _of_transformer(settings)
     if found is None and entry is not None and entry.engine.name == "ort":
-        found = _of_graph(module, settings)
+        found = _of_graph(lab, module, settings)
     if found is None:
         found = _of_transformer(_with_config(settings, original))
     return ZeroPlan(
@@ -349,12 +355,11 @@ def _with_config(settings: FleetSettings, model: nn.Module) -> FleetSettings:
     return settings.replace(**sizes)
 
 
-def _of_graph(module: nn.Module, settings: FleetSettings) -> Activations | None:
+def _of_graph(lab: Lab, module: nn.Module, settings: FleetSettings) -> Activations | None:
     """What the graph that ORT made of `module` keeps; None before it has made one."""
-    from ortlab.session import session
 
     try:
-        plan = session.memory_plan(module)
+        plan = lab.memory_plan(module)
     except ValueError:  # it was not called yet: then they come on top
         return None
     given = {"batch": settings.batch, "seq": settings.sequence}
@@ -362,7 +367,7 @@ def _of_graph(module: nn.Module, settings: FleetSettings) -> Activations | None:
     plan = plan.at(**sizes)
     of = ", ".join(f"{name} {size}" for name, size in plan.dims.items())
     try:
-        plans = session.recompute_plans(module).at(**sizes)
+        plans = lab.recompute_plans(module).at(**sizes)
         recomputed = plans.memory("layers").activation_bytes() if plans.layers else None
     except ValueError:  # its graph is recomputed already, or has no training step
         recomputed = None

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 from torch import nn
 
 from ortlab.bench import interleaved
-from ortlab.engines.base import LossFunction, Stepper, engine_for
+from ortlab.engines.base import LossFunction, Stepper
+from ortlab.engines.registry import engine_for
 from ortlab.graph.memory import MemoryPlan
 from ortlab.search import memory
 from ortlab.search.feed import Feed

@@ -16,7 +16,8 @@ from torch import nn
 
 from ortlab.bench import interleaved
 from ortlab.bench.machine import machine
-from ortlab.engines.base import LossFunction, engine_for
+from ortlab.engines.base import LossFunction
+from ortlab.engines.registry import engine_for
 from ortlab.engines.torch.stepper import training_device
 from ortlab.search.background import Background
 from ortlab.search.candidate import PLAIN, Entrant

@@ -276,7 +276,7 @@ def of_samples(data: Any) -> bool:
 
 def unevenly(data: Any, settings: FinetuneSettings) -> str | None:
     """What is to be said where workers have micro-batches of different sizes; None elsewhere."""
-    places = compatibility.places(settings, settings.workers)
+    places = compatibility.data_parallel_size(settings, settings.workers)
     least, more = divmod(settings.batch_size, places)
     if not more or not of_samples(data):
         return None

@@ -81,7 +81,7 @@ def _smaller(settings: FinetuneSettings) -> Iterator[dict[str, Any]]:
     """Micro-batches of which a whole number makes one of now, from half the size down."""
     now, parts = settings.batch_size, settings.accumulation
     most = max(_MOST_PARTS, 2 * parts)
-    least = compatibility.places(settings, settings.workers)  # which have a sample each
+    least = compatibility.data_parallel_size(settings, settings.workers)  # which have a sample each
     for size in range(now // 2, least - 1, -1):
         if now % size == 0 and parts * (now // size) <= most:
             yield {"batch_size": size, "accumulation": parts * (now // size)}
@@ -89,7 +89,7 @@ def _smaller(settings: FinetuneSettings) -> Iterator[dict[str, Any]]:
 
 def _can_share(settings: FinetuneSettings, workers: int) -> bool:
     """Whether ZeRO's first stage would share out among `workers` what nothing shares out yet."""
-    from ortlab.engines.base import refusal
+    from ortlab.engines.registry import refusal
 
     if workers < 2 or settings.zero_stage:
         return False

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.engines.base import Report, Stepper, StepperLost, engine_for, progress
+from ortlab.engines.base import Report, Stepper, StepperLost, progress
+from ortlab.engines.registry import engine_for
 from ortlab.engines.torch.stepper import training_device
 from ortlab.history import sqlite_index
 from ortlab.history.run_files import Kept

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ortlab.engines.base import Cost, ignored, refusal
+from ortlab.engines.base import Cost
+from ortlab.engines.registry import ignored, refusal
 from ortlab.settings import Declaration, FinetuneSettings
 from ortlab.training import trainer
 

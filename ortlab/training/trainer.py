@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from ortlab.checkpoint.checkpoint import Checkpoint, Order, Position, Unit
-from ortlab.engines import base
 from ortlab.engines import batch as batches
+from ortlab.engines import registry
 from ortlab.engines.base import Batch, Cost, NotFinite, RankStep, Stepper, StepperLost, StepResult
 from ortlab.engines.nonfinite import Cause
 from ortlab.engines.torch.stepper import training_device
@@ -229,8 +229,8 @@ def evaluate(
 def cost(before: FinetuneSettings, after: FinetuneSettings) -> Cost:
     """What it takes a run to go on with `after` in the place of `before`."""
     if _rebuilds(before, after):
-        return base.cost(before, after)
-    return "free" if before.batch_size == after.batch_size else base.size_cost(after)
+        return registry.cost(before, after)
+    return "free" if before.batch_size == after.batch_size else registry.size_cost(after)
 
 
 @dataclass(frozen=True)

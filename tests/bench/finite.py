@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ortlab.engines.base import engine
+from ortlab.engines.registry import engine
 from ortlab.engines.torch.stepper import TorchStepper
 from ortlab.settings import FinetuneSettings
 from tests.bench.guard import bert

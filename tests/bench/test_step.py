@@ -21,8 +21,8 @@ from ortlab.bench import parts
 from ortlab.bench.interleaved import Spread
 from ortlab.bench.report import MOST_OPERATORS, Operator, StepBench, StepParts
 from ortlab.bench.settings import StepSettings
-from ortlab.engines.kernel_choice import Timing
 from ortlab.engines.ortmodule import compat
+from ortlab.engines.ortmodule.kernels.kernel_choice import Timing
 from ortlab.graph.profile_ort import NodeTime
 from ortlab.settings import FinetuneSettings
 from tests.support.waiting import HANGS_S

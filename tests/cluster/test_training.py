@@ -27,8 +27,9 @@ import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.cluster import facts
 from ortlab.cluster.call import RankError
-from ortlab.engines.base import EngineUnavailable, StepperLost, engine
-from ortlab.engines.distributed import deepspeed
+from ortlab.engines.base import EngineUnavailable, StepperLost
+from ortlab.engines.distributed import compatibility
+from ortlab.engines.registry import engine
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX, Recorder
 from ortlab.session import session
@@ -270,7 +271,7 @@ def test_a_run_moves_to_workers_and_back(alone: dict[str, Any]) -> None:
 
 def test_a_run_takes_16_bit_weights_and_gives_them_up(alone: dict[str, Any]) -> None:
     """In the middle of it, with its optimizer on the host too; its losses follow fp32's."""
-    if (reason := deepspeed.missing()) is not None:
+    if (reason := compatibility.deepspeed_missing()) is not None:
         pytest.skip(reason)
     model = Network()
     run = begin(model)

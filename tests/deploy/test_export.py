@@ -24,7 +24,8 @@ from ortlab.deploy.exported import Exported
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.self_check import NotInGraph
-from ortlab.notebook.views import charts, in_page
+from ortlab.notebook.views import display, in_page
+from ortlab.notebook.views.in_page import InPage
 from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.support import parity, tiny
 
@@ -522,14 +523,23 @@ def test_a_page_cannot_take_every_model(
 ) -> None:
     half = ortlab.export(nn.Linear(4, 2).half(), tmp_path / "half", torch.ones(1, 4).half())
     with pytest.raises(ValueError, match="JavaScript has no numbers for input float16"):
-        half.in_page()
+        InPage(half)
     with monkeypatch.context() as smaller:
         smaller.setattr(in_page, "MOST_BYTES", 2**10)
         with pytest.raises(ValueError, match=r"KiB, and a page gets up to 1.0 KiB"):
-            exported.in_page()
-    monkeypatch.setattr(charts, "STATIC", tmp_path)
+            InPage(exported)
+    monkeypatch.setattr(display, "STATIC", tmp_path)
     with pytest.raises(RuntimeError, match=r"pip install -e \. again"):
+        InPage(exported)
+
+
+def test_a_page_needs_the_extension(exported: Exported) -> None:
+    with pytest.raises(RuntimeError, match=r"%load_ext ortlab"):
         exported.in_page()
+
+
+def test_the_extension_shows_a_model_in_the_page(exported: Exported, ip: Typist) -> None:  # noqa: F811
+    assert isinstance(exported.in_page(), InPage)
 
 
 def test_a_page_gets_no_more_than_it_takes_whatever_the_manifest_says(
@@ -542,8 +552,8 @@ def test_a_page_gets_no_more_than_it_takes_whatever_the_manifest_says(
     (moved / folder.MANIFEST).write_text(json.dumps(facts))
     os.truncate(moved / "model.onnx.data", 240 * 2**20)  # of which the disk holds nothing
     with pytest.raises(ValueError, match=r"model\.onnx has 240\.0 MiB, and a page gets up to 64"):
-        Exported.load(moved).in_page()
+        InPage(Exported.load(moved))
     monkeypatch.setattr(in_page, "MOST_BYTES", 2**6)
     monkeypatch.setattr(weights, "check_places", None)  # a model that is too large is not read
     with pytest.raises(ValueError, match=r"model\.onnx has .*, and a page gets up to 64 bytes"):
-        Exported.load(moved).in_page()
+        InPage(Exported.load(moved))

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ortlab.engines.base import Engine, EngineUnavailable, NotFinite, engine
+from ortlab.engines.base import Engine, EngineUnavailable, NotFinite
+from ortlab.engines.registry import engine
 from ortlab.settings import ENGINES, EngineSettings, FinetuneSettings
 from tests.support import tiny
 

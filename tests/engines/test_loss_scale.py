@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ortlab.engines.base import Report, StepResult, engine
+from ortlab.engines.base import Report, StepResult
+from ortlab.engines.registry import engine
 from ortlab.engines.torch import stepper as torch_native
 from ortlab.engines.torch.stepper import TorchStepper
 from ortlab.settings import FinetuneSettings

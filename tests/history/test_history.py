@@ -28,7 +28,7 @@ from ortlab.history.run_folder import RunFolder, read_last, read_metrics
 from ortlab.history.saved_run import PastRun, find
 from ortlab.metrics.recorder import COLUMNS, INDEX
 from ortlab.notebook.static_views import curves
-from ortlab.notebook.views import charts, comparison_view
+from ortlab.notebook.views import charts, comparison_view, display
 from ortlab.session import session
 from ortlab.settings import HistorySettings, PruneSettings
 from tests.support.past_runs import end, kept, spoil, steps, wait_for
@@ -520,7 +520,7 @@ def test_what_is_shown_of_a_past_run_leaves_its_folder_alone(
     before = stamp(path)
     monkeypatch.setattr(charts, "get_ipython", lambda: type("Shell", (), {"kernel": 1})())
     shown: list[Any] = []
-    monkeypatch.setattr(charts, "publish", lambda *given, **_: shown.append(given))
+    monkeypatch.setattr(display, "publish", lambda *given, **_: shown.append(given))
     assert charts.follow(PastRun(path)) is None
     ((data, _, _),) = shown
     assert data["image/png"].startswith(b"\x89PNG")

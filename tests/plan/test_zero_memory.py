@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import ortlab
-from ortlab.plan.zero_memory import ZeroPlan, parse_count, zero_plan
+from ortlab.api import zero_plan
+from ortlab.plan.zero_memory import ZeroPlan, parse_count
 
 MODELS = {
     # Parameters, and those of the largest module, which DeepSpeed's stage 3 gathers whole.
@@ -255,7 +256,8 @@ def test_a_model_with_a_graph() -> None:
     """Activations are those of ORT's graph, for the sizes that are given."""
     import torch
 
-    from ortlab.engines.base import EngineUnavailable, engine
+    from ortlab.engines.base import EngineUnavailable
+    from ortlab.engines.registry import engine
     from tests.support import tiny
 
     try:

@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ortlab.api import export
 from ortlab.deploy.exported import Exported
-from ortlab.deploy.inference import export
 from tests.zoo import specs
 
 CELLS = {

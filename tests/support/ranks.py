@@ -28,8 +28,9 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.engines.base import Report, engine
-from ortlab.engines.distributed import adasum, data_parallel
+from ortlab.engines.base import Report
+from ortlab.engines.distributed import adasum, data_parallel, steppers
+from ortlab.engines.registry import engine
 from ortlab.engines.torch.stepper import TorchStepper
 from ortlab.metrics.recorder import Recorder
 from ortlab.settings import FinetuneSettings
@@ -66,7 +67,7 @@ def settings(**changes: Any) -> FinetuneSettings:
 def together(model: nn.Module, loss: Any, **changes: Any) -> Any:
     """A stepper of all ranks."""
     chosen = settings(workers=SIZE, **changes)
-    return data_parallel.prepare(engine(chosen.engine), model, loss, chosen)
+    return steppers.prepare(engine(chosen.engine), model, loss, chosen)
 
 
 def alone(model: nn.Module, loss: Any, **changes: Any) -> TorchStepper:
@@ -172,7 +173,7 @@ def course(model: nn.Module, steps: int, begin: Checkpoint | None, size: int, st
     if size == 1:
         stepper: Any = engine("eager").prepare(model, loss, chosen)
     else:
-        stepper = data_parallel.prepare(engine("eager"), model, loss, chosen)
+        stepper = steppers.prepare(engine("eager"), model, loss, chosen)
     recorder = Recorder()
     ours = Course(
         stepper,
@@ -433,7 +434,7 @@ def refused() -> dict[str, Any]:
     steps: Any = together(network(), functional.cross_entropy)
     (batch,) = data(8 + 8 * RANK)
     for call in (
-        lambda: data_parallel.prepare(engine("eager"), network(), None, whole),
+        lambda: steppers.prepare(engine("eager"), network(), None, whole),
         lambda: together(mixed, functional.cross_entropy, zero_stage=1),
         lambda: steps.step([batch], lr=LR),
         lambda: steps.step([{"x": torch.zeros(8, 6), "y": torch.zeros(7, 6)}], lr=LR),
@@ -476,7 +477,7 @@ def subgroups() -> dict[str, Any]:
         # Of rows that are twice the same the mean and Adasum are those of one half.
         inputs, targets = data(4)[0]
         batch = inputs.repeat(2, 1) + RANK % 2, targets.repeat(2)
-        many = data_parallel.prepare(
+        many = steppers.prepare(
             engine("eager"),
             network(),
             functional.cross_entropy,

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.engines.base import engine
+from ortlab.engines.registry import engine
 from ortlab.metrics.recorder import INDEX, Recorder
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading, trainer

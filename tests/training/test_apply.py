@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.engines.base import EngineUnavailable, Stepper, engine
+from ortlab.engines.base import EngineUnavailable, Stepper
+from ortlab.engines.registry import engine
 from ortlab.metrics.recorder import INDEX, Recorder
 from ortlab.metrics.setting_changes import refusals
 from ortlab.settings import FinetuneSettings

@@ -14,7 +14,8 @@ import safetensors
 
 import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.registry import engine
 from ortlab.history.run_folder import RunFolder
 from ortlab.history.saved_run import PastRun
 from ortlab.metrics.recorder import INDEX, Event

@@ -29,7 +29,8 @@ from torch.utils.data import (
 
 import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint, _digest
-from ortlab.engines.base import EngineUnavailable, NotFinite, Stepper, engine
+from ortlab.engines.base import EngineUnavailable, NotFinite, Stepper
+from ortlab.engines.registry import engine
 from ortlab.engines.torch.stepper import Eager
 from ortlab.metrics.recorder import INDEX, Recorder
 from ortlab.settings import FinetuneSettings

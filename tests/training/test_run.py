@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ortlab.engines.base import NotFinite, Report, Stepper, engine, tell
+from ortlab.engines.base import NotFinite, Report, Stepper, tell
+from ortlab.engines.registry import engine
 from ortlab.engines.torch.stepper import Eager, TorchStepper
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX, Watched

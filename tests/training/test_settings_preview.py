@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from ortlab.engines import base
-from ortlab.engines.base import Capabilities, EngineUnavailable, engine
+from ortlab.engines import registry
+from ortlab.engines.base import Capabilities, EngineUnavailable
+from ortlab.engines.registry import engine
 from ortlab.engines.torch import stepper
 from ortlab.settings import ENGINES, Declaration, FinetuneSettings
 from ortlab.training import data_loading, settings_preview, trainer
@@ -62,10 +63,10 @@ def test_zero_waits_for_workers() -> None:
 def test_an_engine_says_whether_it_trains_on_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepper.Eager, "capabilities", Capabilities())
     with pytest.raises(ValueError, match="workers=2: engine 'eager' trains in one process"):
-        base.engine_for(EAGER.replace(workers=2))
+        registry.engine_for(EAGER.replace(workers=2))
     monkeypatch.setattr(stepper.Eager, "capabilities", Capabilities(workers=True))
-    assert base.refusal(EAGER.replace(workers=2)) is None
-    refused = base.refusal(EAGER.replace(workers=2, zero_stage=1))
+    assert registry.refusal(EAGER.replace(workers=2)) is None
+    refused = registry.refusal(EAGER.replace(workers=2, zero_stage=1))
     assert refused == "zero_stage=1: engine 'eager' knows 0; choose one of those"
 
 

@@ -17,7 +17,7 @@ import torch._dynamo
 from torch import nn
 
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.engines.base import engine_for
+from ortlab.engines.registry import engine_for
 from ortlab.settings import FinetuneSettings
 from tests.support import tiny
 from tests.support.resuming import Tokens, bert

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.registry import engine
 
 SCRIPT = """
 import torch, ortlab

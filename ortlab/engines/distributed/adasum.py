@@ -16,17 +16,6 @@ from torch import distributed as dist
 from ortlab.engines.distributed.comm_timer import Clock
 
 
-def refuses(size: int) -> str | None:
-    """Why Adasum cannot combine what `size` ranks have; None when it can."""
-    if size & (size - 1) == 0:
-        return None
-    below = 1 << (size.bit_length() - 1)
-    return (
-        f"reduction='adasum' halves the ranks again and again, and {size} is no power of two; "
-        f"train with {below} or {2 * below} workers, or choose reduction='mean'"
-    )
-
-
 def combine(flat: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
     """Puts the Adasum of all ranks' `flat` [elements] into it, the same in every bit on each.
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
-import importlib.util
 import inspect
 import logging
 import os
@@ -31,12 +29,11 @@ from torch import nn
 from ortlab.checkpoint.checkpoint import check_model, check_optimizer
 from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, LossFunction, Report, StateBytes
+from ortlab.engines.distributed.compatibility import DEEPSPEED
 from ortlab.engines.distributed.data_parallel import MOST_NUMBERS, Ranks
 from ortlab.engines.torch.stepper import TorchStepper, decay_of
 from ortlab.settings import FinetuneSettings
 
-VERSION = "0.19.8"
-"""The release whose parts that are not public have been tried; the extra asks for it."""
 BUCKET = 25 * 1024**2 // 4
 """Elements of float32 that are reduced or gathered at once: DistributedDataParallel's 25 MiB."""
 _WAYS = 1 << 20
@@ -46,73 +43,6 @@ _COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
     *("barrier", "broadcast", "broadcast_object_list"),
 )
-
-
-def missing() -> str | None:
-    """Why DeepSpeed cannot be used here and what to do; None when it can. Imports nothing."""
-    found = None
-    if importlib.util.find_spec("deepspeed") is not None:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a folder of that name
-            found = importlib.metadata.version("deepspeed")
-    if found is None:
-        return "DeepSpeed is not installed: pip install 'ortlab[deepspeed]'"
-    if found != VERSION:
-        return (
-            f"DeepSpeed {found} is installed, and ortlab knows the inner parts of {VERSION}: "
-            "pip install 'ortlab[deepspeed]'"
-        )
-    return None
-
-
-def needed_for(settings: FinetuneSettings) -> str | None:
-    """What of `settings` nothing but DeepSpeed does; None where there is nothing."""
-    if settings.param_dtype != "fp32":
-        return f"param_dtype={settings.param_dtype!r}"
-    if settings.offload_optimizer:
-        return "offload_optimizer=True"
-    return f"zero_stage={settings.zero_stage}" if settings.zero_stage > 1 else None
-
-
-def refuses(settings: FinetuneSettings) -> str | None:
-    """Why DeepSpeed cannot train under `settings`; None when it can."""
-    stage, own = f"zero_stage={settings.zero_stage}", needed_for(settings)
-    if (reason := missing()) is not None:
-        return f"{own or stage} goes through DeepSpeed: {reason}"
-    if settings.zero_stage == 0:
-        return (
-            f"{own} with {stage}: DeepSpeed keeps what the optimizer needs in shares; choose "
-            "zero_stage=1"
-        )
-    if settings.reduction != "mean":
-        return (
-            f"{stage}: DeepSpeed reduces gradients itself, by their mean; choose reduction='mean'"
-        )
-    if settings.optimizer == "lamb":
-        return (
-            f"{stage} with optimizer='lamb': its ratios are of whole tensors, which DeepSpeed cuts "
-            "up; choose optimizer='adamw'"
-        )
-    if settings.precision == "fp16":
-        return (
-            f"{stage} with precision='fp16': DeepSpeed has a loss scale for float16 weights alone, "
-            "and these are float32; choose precision='bf16'"
-        )
-    if settings.param_dtype == "bf16" and settings.precision != "bf16":
-        return (
-            f"param_dtype='bf16' with precision={settings.precision!r}: weights of 16 bits give "
-            "products of 16 bits; choose precision='bf16', or param_dtype='fp32'"
-        )
-    if settings.param_dtype == "bf16" and settings.engine == "ort":
-        return (
-            "param_dtype='bf16' with engine='ort': ORT's CPU provider has no MatMul of bfloat16, "
-            "and on CUDA it has not been tried; choose engine='eager', or param_dtype='fp32'"
-        )
-    if settings.zero_stage == 3 and settings.engine != "eager":
-        return (
-            f"{stage} with engine={settings.engine!r}: it reads all weights of the model at once, "
-            "so that every rank would have to hold them; choose zero_stage=2, or engine='eager'"
-        )
-    return None
 
 
 @functools.cache
@@ -254,7 +184,7 @@ class DeepSpeedRanks(Ranks):
     whatever parameters are meant.
     """
 
-    sharer = f"DeepSpeed {VERSION}"
+    sharer = f"DeepSpeed {DEEPSPEED}"
 
     def __init__(
         self,

@@ -382,8 +382,7 @@ class Export:
 
     def _substituted(self, executed: bytes, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
         """The graph of a session with the kernels that are wanted."""
-        from ortlab.engines import kernel_choice
-        from ortlab.engines.ortmodule.kernels import substitutes
+        from ortlab.engines.ortmodule.kernels import kernel_choice, substitutes
 
         runtime = self.manager._runtime_options
         model = onnx.load_model_from_string(executed)

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from ortlab.deploy.torchrun_script import Script, script
+from ortlab.api import check_setup, device, graphs, prune_runs, script, workers, zero_plan
+from ortlab.deploy import page
+from ortlab.deploy.torchrun_script import Script
 from ortlab.engines.ortmodule import graph_cache
 from ortlab.engines.wrapped_models import CellReport, is_model, is_own_name, model_called
 from ortlab.history.exporters import check_free
@@ -33,8 +35,8 @@ from ortlab.notebook.magics.commands import (
     split,
 )
 from ortlab.notebook.views.closing import cell_begins
-from ortlab.plan.zero_memory import ZeroPlan, zero_plan
-from ortlab.session import check_setup, device, graphs, prune_runs, session, workers
+from ortlab.plan.zero_memory import ZeroPlan
+from ortlab.session import session
 from ortlab.settings import EngineSettings, HistorySettings, RecomputeSettings, unknown_name
 from ortlab.utils import warn_once
 from ortlab.utils.tables import Table
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute import RecomputePlans
-    from ortlab.hf.following import TrainerRun
     from ortlab.history.comparison import RunComparison
     from ortlab.history.listing import History
     from ortlab.history.prune import Pruning
@@ -60,13 +61,14 @@ if TYPE_CHECKING:
     from ortlab.search.race import Race
     from ortlab.search.result import Result
     from ortlab.search.tune import Tune
+    from ortlab.session import FollowedRun
     from ortlab.training.run import Run
     from ortlab.utils.findings import Finding
 
 S = TypeVar("S")
 
 
-def _no_trainer(run: Run | TrainerRun, otherwise: str) -> Run:
+def _no_trainer(run: Run | FollowedRun, otherwise: str) -> Run:
     """The `run`, which is no Trainer's; ValueError says what there is `otherwise`."""
     from ortlab.training.run import Run
 
@@ -419,7 +421,7 @@ class OrtMagics(Magics):
         )
 
     def _export(self, given: Given) -> Exported | TrainingArtifacts:
-        from ortlab.deploy.inference import export
+        from ortlab.api import export
 
         words = given.words
         if words["trainable"] is not None:
@@ -445,7 +447,7 @@ class OrtMagics(Magics):
         return exported
 
     def _export_training(self, given: Given) -> TrainingArtifacts:
-        from ortlab.deploy.inference import export
+        from ortlab.api import export
 
         words = given.words
         for name in ("second", "eval_data", *given.settings):
@@ -493,7 +495,7 @@ class OrtMagics(Magics):
         going = (search for search in session.searches if not search.over())
         return next((s for s in going if name is None or s is value or s.name == name), None)
 
-    def _run_alive(self, given: Given) -> Run | TrainerRun:
+    def _run_alive(self, given: Given) -> Run | FollowedRun:
         """The run that was named, by its own name or the user's; ValueError when it is over."""
         run = self._run(given.words["run"])
         if run.over():
@@ -504,10 +506,10 @@ class OrtMagics(Magics):
     def _is_alive(self, name: str) -> bool:
         """Whether this kernel has a run of that name, its own or the user's, that is not over."""
         value = self._ip.user_ns.get(name)
-        known: tuple[Run | TrainerRun, ...] = (*session.runs, *session.trainers)
+        known: tuple[Run | FollowedRun, ...] = (*session.runs, *session.trainers)
         return any(not r.over() and (r is value or r.name == name) for r in known)
 
-    def _run(self, name: str | None) -> Run | TrainerRun:
+    def _run(self, name: str | None) -> Run | FollowedRun:
         """The run of that name, its own or the user's; without one the last."""
         value = None if name is None else self._ip.user_ns.get(name)
         known = (*session.runs, *session.trainers)
@@ -618,6 +620,7 @@ class Extension:
         session.viewers.append(self._show)
         session.waits = True
         warn_once.are_seen()
+        page.register(_in_page)
         session.wrapped.namespace = shell.user_ns
         self._text_formatter().for_type_by_name(*_COMPARISON, _print_comparison)
         if _has_front_end(shell):
@@ -635,6 +638,7 @@ class Extension:
         session.viewers.remove(self._show)
         session.waits = False
         warn_once.are_seen(by_themselves=True)
+        page.register(None)
         while self._live:
             self._live.pop().close()
         session.wrapped.namespace = None
@@ -749,6 +753,13 @@ def _has_front_end(shell: InteractiveShell) -> bool:
 
 
 _extensions: dict[InteractiveShell, Extension] = {}
+
+
+def _in_page(exported: Exported, form: str | None) -> Any:
+    # Heavy: onnx.
+    from ortlab.notebook.views.in_page import InPage
+
+    return InPage(exported, form)
 
 
 def load(shell: InteractiveShell) -> None:

@@ -1,281 +1,46 @@
-"""A run as live charts in the notebook, and as text where there is no notebook.
-
-The kernel's side of the charts: what crosses the wire, and the one thread that sends it. The
-browser's side is js/src/runview.js, which documents the messages.
-"""
+"""A run as live charts in the notebook, and as text where there is no notebook."""
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import math
-import statistics
 import threading
 import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anywidget
-import numpy as np
 import traitlets
-from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
 from ortlab.history.saved_run import PastRun
-from ortlab.metrics.recorder import COLUMNS, INDEX, merged
-from ortlab.metrics.setting_changes import Change, changes
 from ortlab.notebook.static_views import plain_text
 from ortlab.notebook.views.closing import close_all, ends_with_cell
+from ortlab.notebook.views.display import PLACE, bundled, publish
+from ortlab.notebook.views.pump import Ending, Pump
 from ortlab.notebook.views.rank_feed import RankFeed
+from ortlab.notebook.views.run_feed import WIRE, Feed
 from ortlab.utils.files import write_private
-from ortlab.utils.threads import Thread
 
 if TYPE_CHECKING:
-    from ortlab.metrics.recorder import Rows, Status, Watched
+    from ortlab.metrics.recorder import Watched
 
-STATIC = Path(__file__).parents[1] / "static"
-WIRE = [COLUMNS[INDEX["step"]], *(column for column in COLUMNS if column.chart)]
-"""The columns that the charts need, in the order of the bits of a message's mask."""
-_WIRE_AT = [INDEX[column.name] for column in WIRE]
 
-UPDATE_BYTES = 192
-"""Of new rows in an update; with Jupyter's own headers a message stays below 1 KB."""
-WHOLE_ROWS = 2000
-"""Of a whole series: two for every pixel of a chart."""
 UNHEARD = 128
 """Updates until the whole is sent again to a browser that was never heard."""
 PRINT_EVERY_S = 5.0
 """Between two lines of progress in a terminal."""
 SETTLE_S = 20.0
 """That a cell waits for the picture of a run that ended in it."""
-CHANGE_LETTERS = 240
-"""Of the text of a change of settings in an update, which has one of them at most."""
-WHOLE_CHANGES = 200
-"""The last ones, that a whole series has."""
 KEPT = 8
 """Views of runs that are over."""
 PICTURE_WIDTH = 960
 """Of the static picture on a page, in pixels of the page."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """A message to the browser: its JSON part and the rows, float32, row by row."""
-
-    content: dict[str, Any]
-    rows: bytes = b""
-
-
-class Feed:
-    """What is new in a run since it was last asked: the messages without their transport."""
-
-    def __init__(self, watched: Watched) -> None:
-        self._watched = watched
-        self._cursor = 0
-        self._number = 0
-        self._evaluated_s = -math.inf
-        self._progress: object = None
-        self._info: dict[str, Any] = {}
-        self._changes: dict[int, list[Any]] = {}
-        self._settled = 0
-        self._limit = 8
-        self.waiting = False
-        """Whether there are rows that gave way to the words of the last message."""
-
-    def whole(self) -> Update:
-        """Everything so far; a browser that was told this needs nothing from before."""
-        recorder = self._watched.recorder
-        # The cursor is read first: what comes in between is sent twice rather than never, and the
-        # browser drops steps that it has.
-        _, self._cursor = recorder.since(recorder.count)
-        rows = recorder.rows()
-        self._evaluated_s = -math.inf
-        self._changes, self._settled = {}, 0
-        changed = self._changed(None)
-        self._changes = {change[0]: change for change in changed}
-        status = self._watched.status()
-        return self._update(rows, status, WHOLE_ROWS, changed[-WHOLE_CHANGES:], whole=True)
-
-    def fresh(self) -> Update | None:
-        """What came since the last call; None when nothing did."""
-        rows, cursor = self._watched.recorder.since(self._cursor, limit=self._limit)
-        status = self._watched.status()
-        changed = self._changed(2)[:1]
-        words = bool(changed) or _info(self._watched.title, status) != self._info
-        if not words and not len(rows) and _progress(status) == self._progress:
-            return None
-        # A message is small: rows give way to words, but not twice, or where words come with every
-        # message none would.
-        self.waiting = words and len(rows) > 1 and not self.waiting
-        if self.waiting:
-            rows = rows[:0]
-        else:
-            self._cursor = cursor
-        self._changes |= {change[0]: change for change in changed}
-        return self._update(rows, status, self._limit, changed, whole=False)
-
-    def _update(
-        self, rows: Rows, status: Status, limit: int, changes_: list[list[Any]], *, whole: bool
-    ) -> Update:
-        self._number += 1
-        self._progress = _progress(status)
-        content: dict[str, Any] = {
-            "p": [
-                self._number,
-                status.state,
-                status.step,
-                status.total_steps,
-                round(status.elapsed_s, 1),
-                None if status.left_s is None else round(status.left_s, 1),
-            ]
-        }
-        if whole:
-            content["a"] = 1
-        known = {} if whole else self._info
-        self._info = _info(self._watched.title, status)
-        if changed := {k: v for k, v in self._info.items() if k not in known or known[k] != v}:
-            content["i"] = changed
-        if changes_:
-            content["c"] = changes_
-        if not whole and (changed or changes_):
-            limit = 1
-        evaluations = [
-            event
-            for event in self._watched.recorder.events("eval")
-            if event.time_s > self._evaluated_s
-        ]
-        if evaluations:
-            self._evaluated_s = evaluations[-1].time_s
-            content["e"] = [[event.step, _json(event.values["loss"])] for event in evaluations]
-        if not len(rows):
-            return Update(content)
-        thin = plain_text.with_rates(merged(rows, math.ceil(len(rows) / limit)))
-        thin = thin[:, _WIRE_AT].astype(np.float32)
-        present = ~np.isnan(thin).all(axis=0)
-        self._limit = max(1, UPDATE_BYTES // (4 * int(present.sum())))
-        content["m"] = sum(1 << int(bit) for bit in np.flatnonzero(present))
-        return Update(content, thin[:, present].tobytes())
-
-    def _changed(self, most: int | None) -> list[list[Any]]:
-        """Of the `most` next changes of settings those that the browser knows otherwise."""
-        found = changes(self._watched.recorder, known=self._settled, most=most)
-        unknown = [one for one in map(_change, found) if self._changes.get(one[0]) != one]
-        for change in found:  # a run is changed many times: those that stay are not read again
-            if not change.settled or self._changes.get(change.number) != _change(change):
-                break
-            self._settled = change.number
-        return unknown
-
-
-def _progress(status: Status) -> tuple[object, ...]:
-    """What makes a message; while a run is paused time goes by and that is no news."""
-    if status.state == "paused":
-        return status.state, status.step
-    left_s = None if status.left_s is None else int(status.left_s)
-    return status.state, status.step, int(status.elapsed_s), left_s
-
-
-def _info(title: str, status: Status) -> dict[str, Any]:
-    """What changes seldom. A title names the engine that is used, so it may change too."""
-    return {
-        "title": title,
-        "badges": list(status.badges),
-        "lines": list(status.lines),
-        "error": status.error,
-        "advice": status.advice,
-    }
-
-
-def _change(change: Change) -> list[Any]:
-    text = change.text
-    if len(text) > CHANGE_LETTERS:
-        text = text[: CHANGE_LETTERS - 1] + "…"
-    figures = (change.cost_s, *change.samples_per_s, *change.memory_bytes)
-    return [change.number, change.step, text, *map(_json, figures)]
-
-
-def _json(value: float) -> float | None:
-    """Five digits; JSON has no NaN."""
-    return float(f"{value:.5g}") if math.isfinite(value) else None
-
-
-class Ending(Protocol):
-    """What comes to its end: a run, a race."""
-
-    def over(self) -> bool:
-        """Whether it has."""
-        ...
-
-
-class Pump:
-    """Calls `draw` a few times a second until the run is over, then `finish`, in one thread.
-
-    It draws every quarter of a second, or less often where `draw` would use more than `SHARE` of
-    a core; more often for a moment after somebody woke it, who waits for what he asked for.
-    Prints and displays land in the cell that made the pump.
-    """
-
-    PERIOD_S = 0.25
-    SLOWEST_S = 1.0
-    SHARE = 0.002
-    AWAKE_S = 1.0
-    AWAKE_PERIOD_S = 0.1
-
-    def __init__(
-        self, watched: Ending, draw: Callable[[], None], finish: Callable[[], None]
-    ) -> None:
-        self._watched = watched
-        self._draw = draw
-        self._finish = finish
-        self._wake = threading.Event()
-        self._closed = threading.Event()
-        self.finished = False
-        """Whether the run was over, and `finish` is called or was."""
-        self._costs_s = deque([0.0] * 5, maxlen=5)  # the median: a first update loads modules
-        self._awake_until = -math.inf
-        self._thread = Thread(contextvars.copy_context().run, self._work, name="ortlab-view")
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Draws now rather than at the end of the period, and often for a while."""
-        self._awake_until = time.monotonic() + self.AWAKE_S
-        self._wake.set()
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Waits until the last update was sent; returns whether it was."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def close(self) -> None:
-        """Ends the thread although the run goes on; `finish` is not called. Twice is fine."""
-        self._closed.set()
-        self._wake.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _work(self) -> None:
-        while not self._closed.is_set():
-            over = self._watched.over()  # before drawing: what came last is drawn too
-            began = time.thread_time()
-            self._draw()
-            self._costs_s.append(time.thread_time() - began)
-            if over:
-                self.finished = True
-                self._finish()
-                return
-            self._wake.wait(self._period_s())
-            self._wake.clear()
-
-    def _period_s(self) -> float:
-        if time.monotonic() < self._awake_until:
-            return self.AWAKE_PERIOD_S
-        cost_s = statistics.median(self._costs_s)
-        return min(self.SLOWEST_S, max(self.PERIOD_S, cost_s / self.SHARE))
 
 
 class RunView(anywidget.AnyWidget):
@@ -403,19 +168,6 @@ class RunView(anywidget.AnyWidget):
         self._then(self)
 
 
-_place: contextvars.ContextVar[str | None] = contextvars.ContextVar("place", default=None)
-
-
-@contextlib.contextmanager
-def shown_in(display_id: str) -> Iterator[None]:
-    """What is shown meanwhile takes the place of the display of this id."""
-    token = _place.set(display_id)
-    try:
-        yield
-    finally:
-        _place.reset(token)
-
-
 def show(watched: Watched) -> None:
     """Shows a run in the cell that is running: live charts, and when it is over a static picture.
 
@@ -500,7 +252,7 @@ def text(watched: Watched) -> str:
 
 def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     """Displays the live charts; returns their pump and what to do when that is closed early."""
-    place = _place.get()
+    place = PLACE.get()
     display_id = place or uuid.uuid4().hex
 
     def finish(live: RunView) -> None:
@@ -551,15 +303,6 @@ def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
         write_private(Path(folder, "charts.png"), image)
 
 
-def publish(
-    data: dict[str, Any], metadata: dict[str, Any], display_id: str, *, update: bool = False
-) -> None:
-    """Displays `data`, in the place of the display of this id with `update`."""
-    publish_display_data(  # type: ignore[no-untyped-call]
-        data, metadata, transient={"display_id": display_id}, update=update
-    )
-
-
 def _print(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     shown: list[Any] = [None, -math.inf]  # the state, and when it was printed
 
@@ -570,13 +313,3 @@ def _print(watched: Watched) -> tuple[Pump, Callable[[], None]]:
             print(plain_text.progress(watched), flush=True)
 
     return Pump(watched, draw, lambda: print(text(watched), flush=True)), lambda: None
-
-
-def bundled(name: str) -> str:
-    """What the build hook made; RuntimeError says how to make it."""
-    try:
-        return (STATIC / name).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RuntimeError(
-            f"the charts' {name} was not built; run `pip install -e .` in ortlab's repository"
-        ) from None

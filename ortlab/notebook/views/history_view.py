@@ -16,8 +16,10 @@ from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
 from ortlab.history.listing import FIELDS, History, living_entries
-from ortlab.notebook.views.charts import Live, Pump, bundled, publish
+from ortlab.notebook.views.charts import Live
 from ortlab.notebook.views.closing import close_all, ends_with_cell
+from ortlab.notebook.views.display import bundled, publish
+from ortlab.notebook.views.pump import Pump
 from ortlab.settings import RUN_SORTS
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import traitlets
 from ortlab.deploy import snippets, weights
 from ortlab.deploy.exported import Exported, size
 from ortlab.deploy.graph import Port
-from ortlab.notebook.views import charts
+from ortlab.notebook.views import display
 
 MOST_BYTES: Final = 64 * 2**20
 _MOST_VALUES: Final = 250_000
@@ -120,14 +120,14 @@ def _field(port: Port) -> dict[str, Any]:
 
 def _bundled(name: str) -> str:
     try:
-        return charts.bundled(name)
+        return display.bundled(name)
     except RuntimeError:
         raise RuntimeError(_MISSING) from None
 
 
 def _wasm() -> bytes:
     try:
-        return (charts.STATIC / _WASM).read_bytes()
+        return (display.STATIC / _WASM).read_bytes()
     except FileNotFoundError:
         raise RuntimeError(_MISSING) from None
 

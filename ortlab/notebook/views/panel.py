@@ -23,7 +23,10 @@ from IPython.core.getipython import get_ipython
 from ortlab.metrics.recorder import INDEX
 from ortlab.metrics.setting_changes import refusals
 from ortlab.notebook.static_views import plain_text
+from ortlab.notebook.views import display
 from ortlab.notebook.views.closing import close_all, ends_with_cell
+from ortlab.notebook.views.display import bundled
+from ortlab.notebook.views.pump import Pump
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
 from ortlab.training import settings_preview, trainer
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
 
     from ortlab.graph.memory import MemoryPlan
     from ortlab.metrics.recorder import Event, Watched
-    from ortlab.notebook.views.charts import Pump
     from ortlab.settings import EngineSettings
 
 Start = Callable[[dict[str, Any]], Run]
@@ -442,7 +444,6 @@ class PanelView(anywidget.AnyWidget):
     standing: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
 
     def __init__(self, panel: Panel) -> None:
-        from ortlab.notebook.views.charts import Pump, bundled
 
         self._panel = panel
         self._pump: Pump | None = None
@@ -481,14 +482,12 @@ def show(panel: Panel) -> None:
     Without its JavaScript too, and says so. A run that is started from the panel is shown in its
     place.
     """
-    from ortlab.notebook.views import charts
-
     table = panel.table()
     if getattr(get_ipython(), "kernel", None) is None:
         print(table)
         return
     display_id = uuid.uuid4().hex
-    panel.started_in = lambda: charts.shown_in(display_id)
+    panel.started_in = lambda: display.shown_in(display_id)
     try:
         view = PanelView(panel)
     except RuntimeError as error:
@@ -497,4 +496,4 @@ def show(panel: Panel) -> None:
     ends_with_cell(lambda: close_all(view))
     data, metadata = view._repr_mimebundle_() or ({}, {})
     data |= {"text/plain": repr(table), "text/html": table._repr_html_()}
-    charts.publish(data, metadata, display_id)
+    display.publish(data, metadata, display_id)

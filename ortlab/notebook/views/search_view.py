@@ -16,8 +16,9 @@ import ipywidgets
 from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
 
-from ortlab.notebook.views.charts import Live, Pump
+from ortlab.notebook.views.charts import Live
 from ortlab.notebook.views.closing import close_all, ends_with_cell
+from ortlab.notebook.views.pump import Pump
 from ortlab.search.background import Background
 
 PRINT_EVERY_S = 5.0

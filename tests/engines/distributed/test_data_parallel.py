@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ortlab.engines.base import EngineUnavailable, engine
-from ortlab.engines.distributed import data_parallel
+from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.distributed import compatibility, steppers
 from ortlab.engines.distributed.batch_split import share_of, weights_of
+from ortlab.engines.registry import engine
 from ortlab.settings import FinetuneSettings
 from tests.support.several import TOLERANCE, Found, check_parity, of, run
 
@@ -197,7 +198,7 @@ def _settings(**changes: Any) -> FinetuneSettings:
     ],
 )
 def test_what_does_not_go_together(changes: dict[str, Any], size: int, message: str) -> None:
-    assert message in str(data_parallel.refuses(_settings(**changes), size))
+    assert message in str(compatibility.ranks_conflict(_settings(**changes), size))
 
 
 @pytest.mark.parametrize(
@@ -209,12 +210,12 @@ def test_what_does_not_go_together(changes: dict[str, Any], size: int, message: 
     ],
 )
 def test_what_goes_together(changes: dict[str, Any], size: int) -> None:
-    assert data_parallel.refuses(_settings(**changes), size) is None
+    assert compatibility.ranks_conflict(_settings(**changes), size) is None
 
 
 def test_without_a_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group"):
-        data_parallel.prepare(engine("eager"), nn.Linear(2, 2), None, _settings())
+        steppers.prepare(engine("eager"), nn.Linear(2, 2), None, _settings())
 
 
 def _rows(batch: Any, rank: int, size: int) -> Any:

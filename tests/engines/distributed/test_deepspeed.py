@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from ortlab.engines.base import EngineUnavailable, engine
-from ortlab.engines.distributed import data_parallel, deepspeed
+from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.distributed import compatibility
+from ortlab.engines.registry import engine
 from ortlab.settings import FinetuneSettings
 from tests.support.several import TOLERANCE, Found, check_parity, of, run
 
@@ -20,7 +21,7 @@ ROUNDED = 1e-4
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    if (reason := deepspeed.missing()) is not None:
+    if (reason := compatibility.deepspeed_missing()) is not None:
         pytest.skip(reason)
     return run("tests.support.deepspeed_ranks", 2, tmp_path_factory.mktemp("two"))
 
@@ -32,7 +33,7 @@ def test_fifty_steps_are_those_of_one_process(two: Found, stage: int, optimizer:
     """Losses, gradient norms, states, evaluation: with accumulation, clipping, uneven shares."""
     found = of(two, f"parity eager {stage} {optimizer}")
     check_parity(found, "eager")
-    assert f"ZeRO stage {stage} by DeepSpeed {deepspeed.VERSION}" in found[0]["notes"][-1]
+    assert f"ZeRO stage {stage} by DeepSpeed {compatibility.DEEPSPEED}" in found[0]["notes"][-1]
 
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(1, "sgd"), (2, "adamw")])
@@ -47,7 +48,7 @@ def test_fifty_steps_in_ort(two: Found, stage: int, optimizer: str) -> None:
 @pytest.mark.nightly
 def test_fifty_steps_compiled(tmp_path: Path) -> None:
     """As eager, with 16-bit weights too."""
-    if (reason := deepspeed.missing()) is not None:
+    if (reason := compatibility.deepspeed_missing()) is not None:
         pytest.skip(reason)
     ranks = run("tests.support.compiled_ranks", 2, tmp_path)
     for case, tolerance in (("compiled", TOLERANCE), ("compiled mixed", ROUNDED)):
@@ -300,7 +301,7 @@ def test_what_is_refused_and_what_is_adopted(two: Found) -> None:
         assert "{'step': 2.0} for 2.weight and {'step': 1.0} for 0.weight" in steps
         assert each["unchanged"]
         assert each["adopted"] < TOLERANCE
-        version = deepspeed.VERSION
+        version = compatibility.DEEPSPEED
         assert each["notes"] == [
             f"rank {rank} of 2 over gloo: ZeRO stage 3 by DeepSpeed {version}, reduction mean"
         ]
@@ -339,7 +340,7 @@ def _settings(**changes: Any) -> FinetuneSettings:
     ],
 )
 def test_what_does_not_go_together(changes: dict[str, Any], message: str) -> None:
-    assert message in str(data_parallel.refuses(_settings(**changes), 2))
+    assert message in str(compatibility.ranks_conflict(_settings(**changes), 2))
 
 
 @pytest.mark.parametrize(
@@ -353,17 +354,17 @@ def test_what_does_not_go_together(changes: dict[str, Any], message: str) -> Non
     ],
 )
 def test_what_goes_together(changes: dict[str, Any]) -> None:
-    assert data_parallel.refuses(_settings(**changes), 2) is None
+    assert compatibility.ranks_conflict(_settings(**changes), 2) is None
 
 
 def test_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage 1 is torch's own then."""
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # Python's way: it cannot be imported
     assert "pip install 'ortlab[deepspeed]'" in str(
-        data_parallel.refuses(_settings(zero_stage=2), 2)
+        compatibility.ranks_conflict(_settings(zero_stage=2), 2)
     )
-    assert data_parallel.refuses(_settings(zero_stage=1), 2) is None
+    assert compatibility.ranks_conflict(_settings(zero_stage=1), 2) is None
     for more in (HALVES, {"offload_optimizer": True}):  # nobody else does that
-        told = str(data_parallel.refuses(_settings(zero_stage=1, **more), 2))
+        told = str(compatibility.ranks_conflict(_settings(zero_stage=1, **more), 2))
         assert f"{list(more)[-1]}=" in told
         assert "pip install 'ortlab[deepspeed]'" in told

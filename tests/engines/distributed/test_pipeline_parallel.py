@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ortlab.engines.base import EngineUnavailable, engine, refusal
-from ortlab.engines.distributed import compatibility, data_parallel, deepspeed, pipeline_parallel
+from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.distributed import compatibility, pipeline_parallel
+from ortlab.engines.registry import engine, refusal
 from ortlab.settings import FinetuneSettings
 from tests.support.several import TOLERANCE, Found, of, run
 
-pytestmark = pytest.mark.skipif(deepspeed.missing() is not None, reason="DeepSpeed is missing")
+pytestmark = pytest.mark.skipif(
+    compatibility.deepspeed_missing() is not None, reason="DeepSpeed is missing"
+)
 
 RANKS = "tests.support.pipeline_ranks"
 
@@ -154,7 +157,7 @@ TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_stages": 2}
 )
 def test_what_does_not_go_together(changes: dict[str, Any], size: int, message: str) -> None:
     settings = FinetuneSettings(**{"engine": "eager", "device": "cpu", **changes})
-    assert message in str(compatibility.refuses(settings, size))
+    assert message in str(compatibility.ranks_conflict(settings, size))
 
 
 @pytest.mark.parametrize("changes", [TENSOR, STAGES])
@@ -165,8 +168,8 @@ def test_one_process_has_nobody_to_share_with(changes: dict[str, Any]) -> None:
 
 def test_a_batch_is_shared_out_among_pipelines() -> None:
     settings = FinetuneSettings(engine="eager", device="cpu", batch_size=2, **STAGES)
-    assert data_parallel.refuses(settings, 4) is None
-    assert "cannot be shared out to 3 workers" in str(data_parallel.refuses(settings, 6))
+    assert compatibility.ranks_conflict(settings, 4) is None
+    assert "cannot be shared out to 3 workers" in str(compatibility.ranks_conflict(settings, 6))
 
 
 @pytest.mark.parametrize(
@@ -179,4 +182,4 @@ def test_a_batch_is_shared_out_among_pipelines() -> None:
 )
 def test_what_goes_together(changes: dict[str, Any], size: int) -> None:
     settings = FinetuneSettings(**{"engine": "eager", "device": "cpu", **changes})
-    assert compatibility.refuses(settings, size) is None
+    assert compatibility.ranks_conflict(settings, size) is None

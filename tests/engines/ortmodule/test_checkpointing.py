@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule.engine import Ort, execution_of
 from ortlab.engines.ortmodule.kernels.recompute import SUFFIX
 from ortlab.engines.ortmodule.self_check import SelfCheckFailed
+from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings
 
 RECOMPUTES = "gradient checkpointing: ORT recomputes activations in its place"

@@ -17,10 +17,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ortlab.engines.base import EngineUnavailable, Report, engine, progress
+from ortlab.engines.base import EngineUnavailable, Report, progress
 from ortlab.engines.ortmodule.engine import Ort, execution_of
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.ortmodule.self_check import SelfCheckFailed
+from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings, FinetuneSettings
 from tests.support import tiny
 from tests.zoo import specs

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule.compat import extensions, interop
 from ortlab.engines.ortmodule.engine import Ort, execution_of
 from ortlab.engines.ortmodule.export_pool import ExportFailed
+from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings
 
 

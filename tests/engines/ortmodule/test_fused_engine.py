@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engines.base import engine, engine_for
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.export_pool import ExportFailed, Served
 from ortlab.engines.ortmodule.fused_engine import OffloadStepper
 from ortlab.engines.ortmodule.kernels import optimizers
+from ortlab.engines.registry import engine, engine_for
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
 from ortlab.training.settings_preview import foreseen

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule import export, graph_cache
 from ortlab.engines.ortmodule.compat import restoring
 from ortlab.engines.ortmodule.engine import Ort, execution_of
+from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings
 
 FROM_CACHE = "graph from the cache (saved "

@@ -23,13 +23,14 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule import compat, options
 from ortlab.engines.ortmodule.compat import restoring
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.export import Export
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.ortmodule.kernels.recompute import UnknownPlan
+from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 BATCH = (torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]), torch.tensor([0, 2]))

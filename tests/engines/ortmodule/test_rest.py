@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ortlab
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule import compat, kernels
 from ortlab.engines.ortmodule.dispatch import Execution
 from ortlab.engines.ortmodule.engine import execution_of
+from ortlab.engines.registry import engine
 from ortlab.utils import process_memory
 from tests.support import tiny
 from tests.support.waiting import HANGS_S

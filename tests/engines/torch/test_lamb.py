@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ortlab.engines.base import EngineUnavailable, engine
+from ortlab.api import zero_plan
+from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.registry import engine
 from ortlab.engines.torch import lamb
 from ortlab.graph.lifetimes import STATE
-from ortlab.plan.zero_memory import zero_plan
 from ortlab.settings import OPTIMIZERS, FinetuneSettings
 
 LR, DECAY = 0.02, 0.1

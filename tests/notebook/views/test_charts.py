@@ -26,8 +26,9 @@ from ortlab.metrics.recorder import COLUMNS, INDEX, Event, Recorder, Rows, Sampl
 from ortlab.metrics.setting_changes import Change, changes
 from ortlab.notebook import build
 from ortlab.notebook.static_views import picture, plain_text
-from ortlab.notebook.views import charts
-from ortlab.notebook.views.charts import WIRE, Feed, Pump, Update
+from ortlab.notebook.views import charts, display, run_feed
+from ortlab.notebook.views.pump import Pump
+from ortlab.notebook.views.run_feed import WIRE, Feed, Update
 from tests.browser.bench_update import LIMIT_BYTES, LIMIT_MS, measure
 from tests.support.practice import Practice
 from tests.support.waiting import HANGS_S
@@ -108,7 +109,7 @@ def test_many_steps_are_merged_into_a_small_message(run: Still, before: int) -> 
     feed.whole()
     run.advance(700)
     update = fresh(feed)
-    assert len(update.rows) <= charts.UPDATE_BYTES
+    assert len(update.rows) <= run_feed.UPDATE_BYTES
     assert rows(update)[-1]["step"] == before + 700
     first, last = before + 1, before + 700
     merged = [row["loss"] for row in rows(update)]
@@ -120,7 +121,7 @@ def test_the_whole_has_every_step_merged_and_starts_anew(run: Still) -> None:
     run.advance(30_000)
     whole = feed.whole()
     assert whole.content["a"] == 1
-    assert len(rows(whole)) <= charts.WHOLE_ROWS
+    assert len(rows(whole)) <= run_feed.WHOLE_ROWS
     steps = [row["step"] for row in rows(whole)]
     assert steps == sorted(steps)
     assert steps[-1] == 30_000
@@ -236,7 +237,7 @@ def test_changes_keep_a_message_small_and_all_of_them_come(run: Still) -> None:
         assert len(json.dumps(update.content)) + len(update.rows) < 500
         got += update.content.get("c", [])
     assert {number for number, *_ in got} == {1, 2, 3}
-    assert all(len(text) == charts.CHANGE_LETTERS and text[-1] == "…" for _, _, text, *_ in got)
+    assert all(len(text) == run_feed.CHANGE_LETTERS and text[-1] == "…" for _, _, text, *_ in got)
 
 
 def test_an_update_reads_few_changes_however_many_were_made(
@@ -263,12 +264,12 @@ def test_an_update_reads_few_changes_however_many_were_made(
 
 def test_the_whole_has_the_last_changes_and_the_others_are_not_sent_after_it(run: Still) -> None:
     feed = Feed(run)
-    for number in range(charts.WHOLE_CHANGES + 5):
+    for number in range(run_feed.WHOLE_CHANGES + 5):
         run.advance(3)
         change(run, f"lr={number}")
     run.advance(700)
     told = feed.whole().content["c"]
-    assert [number for number, *_ in told] == list(range(6, charts.WHOLE_CHANGES + 6))
+    assert [number for number, *_ in told] == list(range(6, run_feed.WHOLE_CHANGES + 6))
     assert feed.fresh() is None
 
 
@@ -528,7 +529,7 @@ def test_a_package_without_its_javascript_says_so(
 ) -> None:
     unraisable: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
-    monkeypatch.setattr(charts, "STATIC", tmp_path)
+    monkeypatch.setattr(display, "STATIC", tmp_path)
     with pytest.raises(RuntimeError, match=r"runview.js was not built; run `pip install -e \.`"):
         charts.view(Still())
     gc.collect()

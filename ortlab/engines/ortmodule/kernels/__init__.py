@@ -1,7 +1,7 @@
 """Kernels that take the place of ORT's own in its CPU graphs, on torch's threads.
 
-ORT calls them through its ATen operator. `substitutes` puts them into a graph, `choice` tells by
-measurement which are faster on this machine, `kernels.cc` holds them.
+ORT calls them through its ATen operator. `substitutes` puts them into a graph, `kernel_choice`
+tells by measurement which are faster on this machine, `kernels.cc` holds them.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from torch import nn
 
 import ortlab
 from ortlab import cli
-from ortlab.engines import kernel_choice
 from ortlab.engines.ortmodule.compat import extensions
-from ortlab.engines.ortmodule.kernels import substitutes
+from ortlab.engines.ortmodule.kernels import kernel_choice, substitutes
 from tests.support.kernel_nodes import operators
 
 

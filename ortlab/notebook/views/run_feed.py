@@ -1,0 +1,180 @@
+"""What is new in a run, as messages for the browser; js/src/runview.js documents them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortlab.metrics.recorder import COLUMNS, INDEX, merged
+from ortlab.metrics.setting_changes import Change, changes
+from ortlab.notebook.static_views import plain_text
+
+if TYPE_CHECKING:
+    from ortlab.metrics.recorder import Rows, Status, Watched
+
+
+WIRE = [COLUMNS[INDEX["step"]], *(column for column in COLUMNS if column.chart)]
+"""The columns that the charts need, in the order of the bits of a message's mask."""
+
+
+_WIRE_AT = [INDEX[column.name] for column in WIRE]
+
+
+UPDATE_BYTES = 192
+"""Of new rows in an update; with Jupyter's own headers a message stays below 1 KB."""
+
+
+WHOLE_ROWS = 2000
+"""Of a whole series: two for every pixel of a chart."""
+
+
+CHANGE_LETTERS = 240
+"""Of the text of a change of settings in an update, which has one of them at most."""
+
+
+WHOLE_CHANGES = 200
+"""The last ones, that a whole series has."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """A message to the browser: its JSON part and the rows, float32, row by row."""
+
+    content: dict[str, Any]
+    rows: bytes = b""
+
+
+class Feed:
+    """What is new in a run since it was last asked: the messages without their transport."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._cursor = 0
+        self._number = 0
+        self._evaluated_s = -math.inf
+        self._progress: object = None
+        self._info: dict[str, Any] = {}
+        self._changes: dict[int, list[Any]] = {}
+        self._settled = 0
+        self._limit = 8
+        self.waiting = False
+        """Whether there are rows that gave way to the words of the last message."""
+
+    def whole(self) -> Update:
+        """Everything so far; a browser that was told this needs nothing from before."""
+        recorder = self._watched.recorder
+        # The cursor is read first: what comes in between is sent twice rather than never, and the
+        # browser drops steps that it has.
+        _, self._cursor = recorder.since(recorder.count)
+        rows = recorder.rows()
+        self._evaluated_s = -math.inf
+        self._changes, self._settled = {}, 0
+        changed = self._changed(None)
+        self._changes = {change[0]: change for change in changed}
+        status = self._watched.status()
+        return self._update(rows, status, WHOLE_ROWS, changed[-WHOLE_CHANGES:], whole=True)
+
+    def fresh(self) -> Update | None:
+        """What came since the last call; None when nothing did."""
+        rows, cursor = self._watched.recorder.since(self._cursor, limit=self._limit)
+        status = self._watched.status()
+        changed = self._changed(2)[:1]
+        words = bool(changed) or _info(self._watched.title, status) != self._info
+        if not words and not len(rows) and _progress(status) == self._progress:
+            return None
+        # A message is small: rows give way to words, but not twice, or where words come with every
+        # message none would.
+        self.waiting = words and len(rows) > 1 and not self.waiting
+        if self.waiting:
+            rows = rows[:0]
+        else:
+            self._cursor = cursor
+        self._changes |= {change[0]: change for change in changed}
+        return self._update(rows, status, self._limit, changed, whole=False)
+
+    def _update(
+        self, rows: Rows, status: Status, limit: int, changes_: list[list[Any]], *, whole: bool
+    ) -> Update:
+        self._number += 1
+        self._progress = _progress(status)
+        content: dict[str, Any] = {
+            "p": [
+                self._number,
+                status.state,
+                status.step,
+                status.total_steps,
+                round(status.elapsed_s, 1),
+                None if status.left_s is None else round(status.left_s, 1),
+            ]
+        }
+        if whole:
+            content["a"] = 1
+        known = {} if whole else self._info
+        self._info = _info(self._watched.title, status)
+        if changed := {k: v for k, v in self._info.items() if k not in known or known[k] != v}:
+            content["i"] = changed
+        if changes_:
+            content["c"] = changes_
+        if not whole and (changed or changes_):
+            limit = 1
+        evaluations = [
+            event
+            for event in self._watched.recorder.events("eval")
+            if event.time_s > self._evaluated_s
+        ]
+        if evaluations:
+            self._evaluated_s = evaluations[-1].time_s
+            content["e"] = [[event.step, _json(event.values["loss"])] for event in evaluations]
+        if not len(rows):
+            return Update(content)
+        thin = plain_text.with_rates(merged(rows, math.ceil(len(rows) / limit)))
+        thin = thin[:, _WIRE_AT].astype(np.float32)
+        present = ~np.isnan(thin).all(axis=0)
+        self._limit = max(1, UPDATE_BYTES // (4 * int(present.sum())))
+        content["m"] = sum(1 << int(bit) for bit in np.flatnonzero(present))
+        return Update(content, thin[:, present].tobytes())
+
+    def _changed(self, most: int | None) -> list[list[Any]]:
+        """Of the `most` next changes of settings those that the browser knows otherwise."""
+        found = changes(self._watched.recorder, known=self._settled, most=most)
+        unknown = [one for one in map(_change, found) if self._changes.get(one[0]) != one]
+        for change in found:  # a run is changed many times: those that stay are not read again
+            if not change.settled or self._changes.get(change.number) != _change(change):
+                break
+            self._settled = change.number
+        return unknown
+
+
+def _progress(status: Status) -> tuple[object, ...]:
+    """What makes a message; while a run is paused time goes by and that is no news."""
+    if status.state == "paused":
+        return status.state, status.step
+    left_s = None if status.left_s is None else int(status.left_s)
+    return status.state, status.step, int(status.elapsed_s), left_s
+
+
+def _info(title: str, status: Status) -> dict[str, Any]:
+    """What changes seldom. A title names the engine that is used, so it may change too."""
+    return {
+        "title": title,
+        "badges": list(status.badges),
+        "lines": list(status.lines),
+        "error": status.error,
+        "advice": status.advice,
+    }
+
+
+def _change(change: Change) -> list[Any]:
+    text = change.text
+    if len(text) > CHANGE_LETTERS:
+        text = text[: CHANGE_LETTERS - 1] + "…"
+    figures = (change.cost_s, *change.samples_per_s, *change.memory_bytes)
+    return [change.number, change.step, text, *map(_json, figures)]
+
+
+def _json(value: float) -> float | None:
+    """Five digits; JSON has no NaN."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
