@@ -3,7 +3,7 @@
 # make test       sets everything up, lints and runs the tests, with a browser where there is one;
 #                 BROWSER=install installs Debian's Chromium when there is none
 # make nightly    the tests that take too long for every change, too
-# make lint       ruff and mypy
+# make lint       ruff, mypy and import-linter
 # make clean      removes what the others made, .venv included
 #
 # PYTHON=python3.13 sets up with another Python (without the engine 'ort'), TORCH_INDEX=URL takes
@@ -46,7 +46,8 @@ nightly: $(DONE)/test $(DONE)/extension lint
 lint: $(DONE)/test
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy --no-error-summary
-	@echo "lint: ruff and mypy found nothing"
+	$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
+	@echo "lint: ruff, mypy and import-linter found nothing"
 
 clean:
 	rm -rf .venv build dist node_modules ortlab/notebook/js/node_modules ortlab/notebook/static

@@ -18,7 +18,6 @@ import functools
 import itertools
 import sys
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +34,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ortlab.engines.ortmodule.compat import extensions
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
+from ortlab.engines.ortmodule.compat.forward_states import RUNS
 
 _NODE = "prim::PythonOp"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -134,7 +134,7 @@ class Call:
         if _take_out(found, outputs) != self.results:
             raise RuntimeError("it returned another kind of result than when it was exported")
         state = _State(edges, [get_gradient_edge(y) if y.requires_grad else None for y in outputs])
-        kept = _runs.keep(state) if any(state.outputs) else None
+        kept = RUNS.keep(state) if any(state.outputs) else None
         return kept, *(_sent(y, to) for y, to in zip(outputs, self.output_types, strict=True))
 
     def backward(
@@ -214,44 +214,6 @@ def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 # ---- what keeps a run's states -------------------------------------------------------------------
-
-
-class _Runs(threading.local):
-    """The states of the forward pass that this thread is in.
-
-    ORT would hold a node's state until its backward, which for a forward alone never comes. So ORT
-    gets a weak reference, and the states live as long as what holds the run: the graph of autograd
-    that its outputs hang on.
-    """
-
-    states: list[Any] | None = None
-
-    def keep(self, state: _State) -> Any:
-        assert self.states is not None, "a PythonOp outside of run_forward"
-        self.states.append(state)
-        state.reference = weakref.ref(state)  # ORT insists that somebody else holds it, too
-        return state.reference
-
-
-_runs = _Runs()
-
-
-@contextlib.contextmanager
-def keeping_states() -> Iterator[list[Any]]:
-    """For a forward pass in this thread: gives the list of what its nodes left, to be held."""
-    before, _runs.states = _runs.states, []
-    try:
-        yield _runs.states
-    finally:
-        _runs.states = before
-
-
-def hold(state: object) -> bool:
-    """Holds `state` for as long as the pass that this thread is in may go back; no without one."""
-    if _runs.states is None:
-        return False
-    _runs.states.append(state)
-    return True
 
 
 # ---- the export ----------------------------------------------------------------------------------

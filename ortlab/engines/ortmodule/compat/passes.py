@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
-from ortlab.engines.ortmodule.compat import interop, native
+from ortlab.engines.ortmodule.compat import forward_states, native
 from ortlab.engines.ortmodule.compat.autograd import read_by
 from ortlab.engines.ortmodule.compat.native import Tensors
 
@@ -66,7 +66,7 @@ class Passes:
         state = self.ort.PartialGraphExecutionState()
         found = self.ort.OrtValueVector()
         agent = manager._execution_agent
-        with torch.no_grad(), interop.keeping_states() as states:
+        with torch.no_grad(), forward_states.keeping_states() as states:
             cache = manager._gradient_accumulation_manager.cache
             agent.run_forward(self._feeds(inputs), found, state, cache)
         outputs: Tensors = self.utils._ortvalues_to_torch_tensor(found, manager._device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.onnx._internal.torchscript_exporter import symbolic_opset14
 
-from ortlab.engines.ortmodule.compat import interop
+from ortlab.engines.ortmodule.compat import forward_states
 from ortlab.engines.ortmodule.compat.symbolics.builder import (
     Gradient,
     Graph,
@@ -221,7 +221,7 @@ def _fused(
             scale=scale,
         )
     held, ticket = _Held(inputs, output), next(_tickets)
-    if interop.hold(held):
+    if forward_states.hold(held):
         _held[ticket] = held
     return output.detach().contiguous(), torch.tensor(ticket)
 
