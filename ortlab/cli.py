@@ -268,9 +268,9 @@ def _add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> N
 
 
 def _bench_kernels(given: argparse.Namespace) -> int:  # noqa: ARG001 - it has no options
-    from ortlab.engines.ortmodule.kernels import kernel_choice
+    from ortlab.engines import caches
 
-    print(kernel_choice.table())
+    print(caches.kernel_timings())
     return 0
 
 
@@ -360,9 +360,9 @@ def _tell(result: EngineBench | PaperBench | StepBench, given: argparse.Namespac
 
 
 def _cache(*, clear: bool) -> int:
-    from ortlab.engines.ortmodule import graph_cache
+    from ortlab.engines import caches
 
-    print(f"removed {graph_cache.clear()}" if clear else graph_cache.usage())
+    print(f"removed {caches.clear_graphs()}" if clear else caches.graphs())
     return 0
 
 

@@ -602,31 +602,21 @@ class Session:
         or else the one that is in use; nothing is exported. ValueError where ORT has made
         none yet, or cannot compute that again.
         """
-        from ortlab.engines.ortmodule import fused_engine, options
-        from ortlab.engines.ortmodule.engine import execution_of
-        from ortlab.graph.capture import capture
-        from ortlab.graph.memory import plan
+        from ortlab.graph.capture import with_loss
+        from ortlab.graph.recompute import plan_for
         from ortlab.training.run import Run
 
         model: nn.Module | None
         if isinstance(target, Run):
             shared = dict(self._executed.get(target) or {})
             whole = shared.get("offload") if settings.engine == "offload" else None
-            model = shared.get("ort") if whole is None else fused_engine.with_loss(whole)
+            model = shared.get("ort") if whole is None else with_loss(whole)
         else:
             entry = self.wrapped.entry(target)
             model = target if entry is not None and entry.engine.name == "ort" else None
         if model is None:
             raise ValueError("engine 'ort' has made no graph of the model")
-        execution, optimizer = execution_of(model), settings.optimizer
-        made = [each for each in execution.exports(settings) if each.gradient]
-        if not made:
-            return plan(capture(model), model, optimizer=optimizer), execution.settings
-        if made[-1].plans == options.recomputed(settings):
-            graphs = capture(model, settings=settings)
-            return plan(graphs, model, optimizer=optimizer), settings
-        again = self.recompute_plans(model, optimizer=optimizer, settings=settings)
-        return again.memory(settings.recompute), settings
+        return plan_for(model, settings, choose=functools.partial(self._choose_recompute, model))
 
     def recompute_plans(
         self,

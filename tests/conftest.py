@@ -130,6 +130,15 @@ def ort_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_ort", None)
 
 
+@pytest.fixture(scope="session")
+def ort() -> compat.Ort:
+    """ORT's training package; skips, saying why, where it cannot run."""
+    reason = compat.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    return compat.ortmodule()
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads_end: None) -> Path:
     """The test's own folder, where its runs are kept."""

@@ -28,8 +28,8 @@ from ortlab.bench.machine import machine
 from ortlab.bench.result import Cell, EngineBench
 from ortlab.bench.settings import BenchSettings
 from ortlab.bench.settings import Cell as Key
+from ortlab.engines import caches
 from ortlab.engines.base import tell
-from ortlab.engines.ortmodule.kernels import kernel_choice
 from ortlab.engines.registry import engine
 from ortlab.engines.torch.stepper import training_device
 from ortlab.settings import IN_ORT, REFERENCE, FinetuneSettings
@@ -147,7 +147,7 @@ class Race:
         tell(f"{self.name}: first step of {name} in {precision}")
         settings = _finetune(key, self._device, self._settings)
         nothing_known = (
-            contextlib.nullcontext() if self._settings.quick else kernel_choice.forgotten()
+            contextlib.nullcontext() if self._settings.quick else caches.without_timings()
         )
         with reasons(lambda reason: self.refuse(key, reason)), nothing_known:
             # An engine that cannot run says so before the model is copied.

@@ -16,7 +16,7 @@ from ortlab.deploy import weights
 from ortlab.deploy.axes import Axis
 from ortlab.deploy.call import Call
 from ortlab.deploy.inputs import Trial
-from ortlab.engines.ortmodule import compat
+from ortlab.utils import plain_onnxruntime
 from ortlab.utils.errors import Concise
 
 TOLERANCE = 1e-4
@@ -61,7 +61,7 @@ class SizeFailed(Exception):
 def session(file: Path) -> Any:
     """An onnxruntime session of `file` on the CPU, whose external data lies in its own folder."""
     try:
-        onnxruntime: Any = compat.plain_onnxruntime()
+        onnxruntime: Any = plain_onnxruntime.plain_onnxruntime()
     except ImportError as error:
         raise RuntimeError(
             f"an export is checked in onnxruntime, which is not here ({error}): "

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ortlab.deploy.lab import Lab
-from ortlab.engines.base import Batch
+from ortlab.engines.base import Batch, wrapped_model
 from ortlab.engines.batch import signature, tensors
-from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading
 from ortlab.utils.rng import RandomStates
@@ -24,8 +23,9 @@ def of(lab: Lab, model: nn.Module, module: nn.Module, given: Any) -> Batch:
     """
     if given is not None:
         return first(given)
-    if is_wrapped(model) and (form := execution_of(model).last_call) is not None:
-        args, kwargs = form.placeholders()
+    wrapped = wrapped_model(model)
+    if wrapped is not None and (example := wrapped.example()) is not None:
+        args, kwargs = example
         names = list(kwargs)
         if not args:
             return kwargs

@@ -15,7 +15,7 @@ from ortlab.deploy.axes import Axes
 from ortlab.deploy.call import Call
 from ortlab.deploy.check import Expected
 from ortlab.deploy.weights import element_type
-from ortlab.engines.ortmodule.self_check import NotInGraph
+from ortlab.engines.torchscript.isolation import NotInGraph
 
 _IR = 10
 """The newest form of the file that onnxruntime 1.19 reads."""

@@ -37,8 +37,8 @@ from ortlab.deploy.trace import trace
 from ortlab.engines import wrapped_models
 from ortlab.engines.base import LossFunction, is_ortmodule, tell
 from ortlab.engines.batch import loss_function, to_device
-from ortlab.engines.ortmodule.compat import decisions
-from ortlab.engines.ortmodule.self_check import NotInGraph, undisturbed
+from ortlab.engines.torchscript import decisions
+from ortlab.engines.torchscript.isolation import NotInGraph, undisturbed
 from ortlab.settings import ExportSettings
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -23,9 +23,10 @@ from ortlab.deploy.trace import trace
 from ortlab.engines.base import Batch, LossFunction, tell
 from ortlab.engines.batch import forward, signature_names
 from ortlab.engines.ortmodule import dropout
-from ortlab.engines.ortmodule.compat import artifacts, decisions
+from ortlab.engines.ortmodule.compat import artifacts
 from ortlab.engines.ortmodule.compat.artifacts import Device, NotDifferentiable
-from ortlab.engines.ortmodule.self_check import NoDropout, NotInGraph, undisturbed
+from ortlab.engines.torchscript import decisions
+from ortlab.engines.torchscript.isolation import NoDropout, NotInGraph, undisturbed
 from ortlab.settings import unknown_name
 from ortlab.utils.tables import Column, Table
 

@@ -7,9 +7,9 @@ from torch import nn
 from ortlab.deploy.axes import Axes
 from ortlab.deploy.call import Call
 from ortlab.engines.base import tell
-from ortlab.engines.ortmodule.compat import inference
-from ortlab.engines.ortmodule.compat.decisions import Place
-from ortlab.engines.ortmodule.self_check import NotInGraph
+from ortlab.engines.torchscript import inference
+from ortlab.engines.torchscript.decisions import Place
+from ortlab.engines.torchscript.isolation import NotInGraph
 from ortlab.utils.errors import place
 
 

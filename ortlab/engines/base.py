@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -234,6 +234,45 @@ class ShardedStepper(Stepper, Protocol):
         ...
 
 
+class WrappedModel(Protocol):
+    """What an engine keeps of a model that it executes; see `wrapped_model`.
+
+    ``module`` is the user's own module, ``settings`` are those that hold now.
+    """
+
+    module: nn.Module
+    settings: EngineSettings
+
+    def report(self) -> Report:
+        """Return the report of the model: engine used, fallback, export time, notes."""
+        ...
+
+    def configure(self, settings: EngineSettings) -> None:
+        """Have `settings` hold from the next call on.
+
+        Raises:
+            ValueError: If an option cannot work here.
+        """
+        ...
+
+    def reseed(self, seed: int) -> None:
+        """Restart the engine's own random numbers, which torch's seeds do not reach."""
+        ...
+
+    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return arguments in the form of the last call, of made-up values; None before a call."""
+        ...
+
+
+def wrapped_model(model: object) -> WrappedModel | None:
+    """Return what an engine keeps of `model`, or None where no engine's wrapper is around it.
+
+    Engines whose wrapper is a module of their own keep it there as ``_ortlab``.
+    """
+    found: WrappedModel | None = getattr(model, "__dict__", {}).get("_ortlab")
+    return found
+
+
 class Engine(Protocol):
     """A way to execute a model."""
 
@@ -250,6 +289,14 @@ class Engine(Protocol):
 
     def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
         """What it takes to go on under `after`, which name this engine, where `before` held."""
+        ...
+
+    def graph_key(self, settings: EngineSettings) -> Hashable:
+        """Return the part of `settings` that the engine's graph is made with; None without one."""
+        ...
+
+    def graph_changes(self, before: EngineSettings, after: EngineSettings) -> str:
+        """Return the options of the graph that differ, as "opset=15, cast_level=0"; "" for none."""
         ...
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import cast
 
 from ortlab.engines.base import Cost, Engine, EngineUnavailable
@@ -55,6 +56,16 @@ def ignored(settings: EngineSettings, name: str) -> str | None:
 def cost(before: EngineSettings, after: EngineSettings) -> Cost:
     """What it takes to go on under `after` where `before` held, as the engine of `after` says."""
     return _engine(after.engine).cost(before, after)
+
+
+def graph_key(settings: EngineSettings) -> Hashable:
+    """Return the part of `settings` that their engine's graph is made with; None without one."""
+    return _engine(settings.engine).graph_key(settings)
+
+
+def graph_changes(before: EngineSettings, after: EngineSettings) -> str:
+    """Return the options of the graph that differ, as the engine of `after` names them."""
+    return _engine(after.engine).graph_changes(before, after)
 
 
 def size_cost(settings: EngineSettings) -> Cost:

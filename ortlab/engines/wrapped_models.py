@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
+from ortlab.engines.base import wrapped_model
 from ortlab.settings import EngineSettings, unknown_name
 from ortlab.utils.tables import Column, Table
 
@@ -162,13 +163,13 @@ class Wrapped:
         return known or self._adopt(model)
 
     def _adopt(self, model: nn.Module) -> Entry | None:
-        from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
         from ortlab.engines.registry import engine as engine_called
 
-        if not is_wrapped(model):
+        wrapped = wrapped_model(model)
+        if wrapped is None:
             return None
         # After a run those are the run's own settings.
-        settings = execution_of(model).settings.as_dict()
+        settings = wrapped.settings.as_dict()
         settings = {name: settings[name] for name in EngineSettings.declarations()}
         entry = Entry(
             (),
@@ -206,13 +207,13 @@ class Wrapped:
 
         ValueError for one that is not on engine ort, or for what `EngineSettings` refuse.
         """
-        from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
 
         entry = self.entry(model)
-        if entry is None or not is_wrapped(model):
+        wrapped = wrapped_model(model)
+        if entry is None or wrapped is None:
             raise ValueError(f"this {type(model).__name__} is not wrapped by engine 'ort'")
         settings = entry.settings.replace(**changes)
-        execution_of(model).configure(settings)
+        wrapped.configure(settings)
         self._entries[self._entries.index(entry)] = replace(entry, settings=settings)
 
     def bind_cell(

@@ -17,9 +17,10 @@ from torch import nn
 
 from ortlab.engines.base import Batch
 from ortlab.engines.batch import arguments, signature
-from ortlab.engines.ortmodule.compat.failures import module_path
+from ortlab.engines.ortmodule import fused_engine
 from ortlab.engines.ortmodule.dispatch import Execution
 from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
+from ortlab.engines.torchscript.failures import module_path
 from ortlab.graph import STAGES
 from ortlab.settings import EngineSettings, unknown_name
 from ortlab.utils.onnx_shapes import bytes_of, follows, size_of
@@ -432,6 +433,11 @@ def _count(stage: Stage, phase: str) -> int:
 def _most(stage: Stage) -> str:
     ops = ((op.rpartition(".")[2], count) for op, count in stage.ops.most_common(4))
     return ", ".join(f"{count} {op}" for op, count in ops)
+
+
+def with_loss(wrapped: nn.Module) -> nn.Module | None:
+    """Return what a run has executed last of a model wrapped in the fused engine, or None."""
+    return fused_engine.with_loss(wrapped)
 
 
 def execution_behind(model: nn.Module) -> Execution:

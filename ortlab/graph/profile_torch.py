@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ortlab.engines.ortmodule.compat import autograd
+from ortlab.engines.torch import autograd
 from ortlab.graph.timed_step import PHASES, WARMUP, Clock, Step
 
 Owner = str | None

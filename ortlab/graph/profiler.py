@@ -13,7 +13,7 @@ from ortlab.engines.base import Batch, tell
 from ortlab.engines.batch import arguments, describe, signature, tensors
 from ortlab.engines.ortmodule.compat import interop
 from ortlab.engines.ortmodule.dispatch import Execution
-from ortlab.engines.ortmodule.self_check import inputs_kept, undisturbed
+from ortlab.engines.torchscript.isolation import inputs_kept, undisturbed
 from ortlab.graph import profile_ort, profile_torch
 from ortlab.graph.capture import execution_behind
 from ortlab.graph.profile import Profile

@@ -17,11 +17,12 @@ from typing import Final
 from torch import nn
 
 from ortlab.engines.base import Batch
+from ortlab.engines.ortmodule import options
 from ortlab.engines.ortmodule.kernels.recompute import LAYERS, SUFFIX, Plans
 from ortlab.graph import profiler
 from ortlab.graph.capture import capture, execution_behind
-from ortlab.graph.memory import MemoryPlan, plan_of
-from ortlab.settings import EngineSettings
+from ortlab.graph.memory import MemoryPlan, plan, plan_of
+from ortlab.settings import EngineSettings, FinetuneSettings
 from ortlab.utils.process_memory import memory, parse_bytes
 from ortlab.utils.tables import Column, Table
 
@@ -272,3 +273,24 @@ def _within(inner: str, outer: str) -> bool:
 def signed(size_bytes: int) -> str:
     """Bytes in words, which may be less than none."""
     return memory(size_bytes) if size_bytes >= 0 else f"-{memory(-size_bytes)}"
+
+
+def plan_for(
+    model: nn.Module, settings: FinetuneSettings, *, choose: Callable[[str], None]
+) -> tuple[MemoryPlan, EngineSettings]:
+    """Return the memory plan of the wrapped `model`, and the settings that its graph has.
+
+    The graph is the one that was made for `settings`, with what they have computed again in it,
+    or else the one that is in use; nothing is exported.
+
+    Raises:
+        ValueError: If ORT has made no graph yet, or cannot compute that again.
+    """
+    execution, optimizer = execution_behind(model), settings.optimizer
+    made = [each for each in execution.exports(settings) if each.gradient]
+    if not made:
+        return plan(capture(model), model, optimizer=optimizer), execution.settings
+    if made[-1].plans == options.recomputed(settings):
+        return plan(capture(model, settings=settings), model, optimizer=optimizer), settings
+    again = RecomputePlans(model, None, optimizer=optimizer, choose=choose, settings=settings)
+    return again.memory(settings.recompute), settings

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ortlab.engines.batch import tensors
-from ortlab.engines.ortmodule.compat import autograd
+from ortlab.engines.torch import autograd
 
 PHASES: Final = ("forward", "backward")
 WARMUP = 2

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ortlab.engines.ortmodule.engine import execution_of, is_wrapped, reseed
+from ortlab.engines.base import wrapped_model
 from ortlab.hf.following import TrainerRun
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
@@ -118,15 +118,15 @@ def _is_idle_fp16(args: TrainingArguments) -> bool:
 
 
 def _restart_dropout(model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
-    if is_wrapped(model):
-        reseed(args.seed + state.global_step)
+    if (wrapped := wrapped_model(model)) is not None:
+        wrapped.reseed(args.seed + state.global_step)
 
 
 def _settings(model: nn.Module, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
     """The settings that the Trainer's arguments come to, as far as there are such."""
     known: dict[str, Any] = {"engine": "eager"}
-    if is_wrapped(model):
-        known = execution_of(model).settings.as_dict()
+    if (wrapped := wrapped_model(model)) is not None:
+        known = wrapped.settings.as_dict()
     precision = known.get("precision", "fp32")
     if args.bf16 or (args.fp16 and not _is_idle_fp16(args)):
         precision = "bf16" if args.bf16 else "fp16"

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ortlab.engines.base import Report
+from ortlab.engines.base import Report, wrapped_model
 from ortlab.engines.batch import count
-from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
 from ortlab.history import sqlite_index
 from ortlab.history.run_files import Kept
 from ortlab.history.run_folder import RunFolder
@@ -85,7 +84,7 @@ class TrainerRun(Kept):
         """What ``train`` raised, as far as it was told."""
         self._kind = model.__class__.__name__
         self._model = weakref.ref(model)
-        self._engine = execution_of(model) if is_wrapped(model) else None
+        self._engine = wrapped_model(model)
         self._engine_asked = str(settings["engine"])
         self._before = self._report = self._now()
         self._parameters = sum(p.numel() for p in model.parameters())

@@ -15,8 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from ortlab.engines.base import Stepper
-from ortlab.engines.ortmodule.engine import is_wrapped
+from ortlab.engines.base import Stepper, wrapped_model
 from ortlab.graph.capture import capture
 from ortlab.graph.memory import MemoryPlan, plan
 from ortlab.utils.process_memory import SAMPLER
@@ -111,7 +110,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def graph_plan(module: nn.Module, *, optimizer: str) -> MemoryPlan | None:
     """The plan of what `module` takes, from the graph that it trained with; None without one."""
-    if not is_wrapped(module):
+    if wrapped_model(module) is None:
         return None
     try:
         found = plan(capture(module), module, optimizer=optimizer)

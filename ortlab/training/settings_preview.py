@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ortlab.engines.base import Cost
-from ortlab.engines.registry import ignored, refusal
+from ortlab.engines.registry import graph_changes, ignored, refusal
 from ortlab.settings import Declaration, FinetuneSettings
 from ortlab.training import trainer
 
@@ -165,11 +165,9 @@ def foreseen(
     On workers that of each of them, which has its share of the batch. None where that graph does
     not tell, with the reason. `batch` is the size of a micro-batch where it is not the last call's.
     """
-    from ortlab.engines.ortmodule import options
-
     if ignored(settings, "kernels") is not None:  # an option of ORT's graph
         return None, f"engine {settings.engine!r} has no graph to read it from"
-    differs = options.changed(of, settings)
+    differs = graph_changes(of, settings)
     if of.recompute != settings.recompute:
         differs = ", ".join(filter(None, (differs, f"recompute={settings.recompute!r}")))
     if differs:

@@ -23,7 +23,7 @@ from ortlab.deploy.call import Call
 from ortlab.deploy.exported import Exported
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.engine import execution_of
-from ortlab.engines.ortmodule.self_check import NotInGraph
+from ortlab.engines.torchscript.isolation import NotInGraph
 from ortlab.notebook.views import display, in_page
 from ortlab.notebook.views.in_page import InPage
 from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture

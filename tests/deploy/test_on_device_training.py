@@ -21,7 +21,7 @@ from ortlab.deploy.check import CheckFailed
 from ortlab.deploy.on_device_training import TrainingArtifacts, chosen
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.compat import artifacts
-from ortlab.engines.ortmodule.self_check import NotInGraph
+from ortlab.engines.torchscript.isolation import NotInGraph
 from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.support import tiny
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ortlab.checkpoint.checkpoint import Checkpoint
+from ortlab.engines.distributed import steppers
 from ortlab.engines.distributed.deepspeed import BUCKET, DeepSpeedStepper
 from tests.support import mixed_ranks, ranks
 from tests.support.ranks import FOLDER, LR, RANK, alone, course, data, error, network, together
@@ -78,7 +79,7 @@ def held(stages: Sequence[int], layers: int = LAYERS, **among: Any) -> dict[str,
         }
         return sum(sizes.values())
 
-    ranks.sharded.load(ranks.settings(workers=2, zero_stage=1))
+    steppers.load(ranks.settings(workers=2, zero_stage=1))
     gc.collect()
     gc.freeze()  # what libraries are made of takes longer to go through than all steps
     found: dict[str, Any] = {"parameters": layers * (WIDTH + 1) * WIDTH}

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ortlab.engines.distributed.batch_split import share_of
+from ortlab.engines.distributed.data_parallel import RankFailed
 from tests.support import ranks
 from tests.support.ranks import LR, RANK, SIZE, alone, data, digest, error, network, together
 
@@ -238,7 +239,7 @@ def failing() -> dict[str, Any]:
                 before = digest(stepper.state_dict())
                 try:
                     stepper.step([good, bad], lr=LR)
-                except (ranks.sharded.RankFailed, ValueError) as raised:
+                except (RankFailed, ValueError) as raised:
                     told = type(raised).__name__
                 same = digest(stepper.state_dict()) == before
             losses.append([float(stepper.step([good], lr=LR).loss) for _ in range(3)])

@@ -146,9 +146,7 @@ def test_another_ratio_is_wrong(trial: Any, monkeypatch: pytest.MonkeyPatch, rat
 
 
 def test_a_missing_dropout_is_wrong(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "ortlab.engines.ortmodule.compat.symbolics.attention.dropout", lambda g, x, ratio: x
-    )
+    monkeypatch.setattr("ortlab.engines.torchscript.rules.dropout", lambda g, x, ratio: x)
     outcome = trial.trial(CELLS[MASKED])
     assert outcome.status == WRONG
     assert "more often than ORT" in outcome.reason

@@ -24,7 +24,6 @@ from ortlab.engines.ortmodule import compat, kernels, options
 from ortlab.engines.ortmodule.autocast import asks_for_bfloat16, autocast_now, in_types, types_of
 from ortlab.engines.ortmodule.call_signature import Form
 from ortlab.engines.ortmodule.compat import interop
-from ortlab.engines.ortmodule.compat.decisions import OtherDecision
 from ortlab.engines.ortmodule.export import Export
 from ortlab.engines.ortmodule.export_pool import (
     OF_A_KIND,
@@ -38,23 +37,21 @@ from ortlab.engines.ortmodule.guard import Guard
 from ortlab.engines.ortmodule.kernels.recompute import UnknownPlan
 from ortlab.engines.ortmodule.self_check import (
     EagerOnly,
-    NoDropout,
-    NotInGraph,
     Observed,
     SelfCheckFailed,
     Verdict,
     compare,
     depends_on_seed,
     in_double,
-    inputs_kept,
     is_at_a_kink,
     is_rounding,
     nudged,
     observe,
     parts_of,
-    undisturbed,
 )
 from ortlab.engines.torch.stepper import autocast_for
+from ortlab.engines.torchscript.decisions import OtherDecision
+from ortlab.engines.torchscript.isolation import NoDropout, NotInGraph, inputs_kept, undisturbed
 from ortlab.settings import EngineSettings
 from ortlab.utils import warn_once
 from ortlab.utils.errors import out_of_memory, place
@@ -110,6 +107,14 @@ class Execution:
             raise EngineUnavailable(f"ORTModule cannot wrap the model: {pending}")
         ort_module._fallback_manager.policy = no_fallback
         options.apply(ort_module, self.settings)
+
+    def reseed(self, seed: int) -> None:
+        """See `WrappedModel.reseed`: ORT's own dropout draws on a GPU, torch's on a CPU."""
+        compat.ortmodule().set_seed(seed)
+
+    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """See `WrappedModel.example`."""
+        return None if self.last_call is None else self.last_call.placeholders()
 
     def configure(self, settings: EngineSettings) -> None:
         """Lets `settings` hold from now on: where ORT's options differ, calls get a new export.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -62,6 +62,14 @@ class Ort:
         """See `Engine.cost`."""
         same = before.engine == self.name and options.key(before) == options.key(after)
         return "rebuild" if same else "re-export"
+
+    def graph_key(self, settings: EngineSettings) -> Hashable:
+        """See `Engine.graph_key`."""
+        return options.key(settings)
+
+    def graph_changes(self, before: EngineSettings, after: EngineSettings) -> str:
+        """See `Engine.graph_changes`."""
+        return options.changed(before, after)
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """An ORTModule around `model`. Nothing is exported before the first call.

@@ -20,19 +20,16 @@ from torch import nn
 
 from ortlab.engines.ortmodule import dropout, graph_cache, kernels, options
 from ortlab.engines.ortmodule.compat import (
-    decisions,
-    exporting,
     interop,
     outputs,
     profiling,
     recompute,
     restoring,
-    undifferentiated,
-    weightless,
 )
 from ortlab.engines.ortmodule.compat.symbolics import builder
 from ortlab.engines.ortmodule.fingerprint import Unknowable, fingerprint
 from ortlab.engines.ortmodule.kernels import recompute as recomputing
+from ortlab.engines.torchscript import decisions, streams, undifferentiated, weightless
 
 _HALF = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.BFLOAT16: torch.bfloat16}
 
@@ -145,7 +142,7 @@ class Export:
         transitions = manager._graph_transition_manager
         runtime = manager._runtime_options
         attention = builder.attention_as(_attention(runtime))
-        with exporting.EXPORT, attention, undifferentiated.as_now():
+        with streams.EXPORT, attention, undifferentiated.as_now():
             transitions.get_post_processed_model(args, kwargs)
         self.decisions, self.by_size = decisions.last_decisions(), decisions.last_by_size()
         self.left_out = outputs.last_left_out()

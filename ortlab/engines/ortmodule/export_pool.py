@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ortlab.engines.ortmodule.compat import interop
-from ortlab.engines.ortmodule.compat.decisions import OtherDecision
 from ortlab.engines.ortmodule.export import Export
+from ortlab.engines.torchscript.decisions import OtherDecision
 from ortlab.utils.errors import Concise, place
 
 OF_A_KIND = 16

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -417,6 +417,14 @@ class Eager:
         """See `Engine.cost`."""
         return "rebuild"
 
+    def graph_key(self, settings: EngineSettings) -> Hashable:  # noqa: ARG002
+        """See `Engine.graph_key`."""
+        return None
+
+    def graph_changes(self, before: EngineSettings, after: EngineSettings) -> str:  # noqa: ARG002
+        """See `Engine.graph_changes`."""
+        return ""
+
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """`model` itself. ValueError for another precision: a loop's own autocast gives that."""
         _refuse_precision(settings)
@@ -470,6 +478,14 @@ class Compile:
             for name in ("engine", "precision", "param_dtype")
         )
         return "rebuild" if same else "recompile"
+
+    def graph_key(self, settings: EngineSettings) -> Hashable:  # noqa: ARG002
+        """See `Engine.graph_key`."""
+        return None
+
+    def graph_changes(self, before: EngineSettings, after: EngineSettings) -> str:  # noqa: ARG002
+        """See `Engine.graph_changes`."""
+        return ""
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """torch.compile's module; the first call of a new kind of input compiles.

@@ -19,7 +19,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from ortlab.api import check_setup, device, graphs, prune_runs, script, workers, zero_plan
 from ortlab.deploy import page
 from ortlab.deploy.torchrun_script import Script
-from ortlab.engines.ortmodule import graph_cache
+from ortlab.engines import caches
 from ortlab.engines.wrapped_models import CellReport, is_model, is_own_name, model_called
 from ortlab.history.exporters import check_free
 from ortlab.history.run_files import Kept
@@ -479,7 +479,7 @@ class OrtMagics(Magics):
 
     def _cache(self, given: Given) -> None:
         clear = given.words["action"] == "clear"
-        print(f"removed {graph_cache.clear()}" if clear else graph_cache.usage())
+        print(f"removed {caches.clear_graphs()}" if clear else caches.graphs())
 
     def _device(self, given: Given) -> Table[Fact]:  # noqa: ARG002
         exposed = privacy.exposure()

@@ -20,6 +20,7 @@ import numpy as np
 import traitlets
 from IPython.core.getipython import get_ipython
 
+from ortlab.engines.registry import graph_key
 from ortlab.metrics.recorder import INDEX
 from ortlab.metrics.setting_changes import refusals
 from ortlab.notebook.static_views import plain_text
@@ -324,10 +325,8 @@ class Panel:
         return f"{memory(now)} → {memory(then)} at the peak of a step{_each(chosen)}"
 
     def _peak(self, settings: FinetuneSettings) -> tuple[int | None, str]:
-        from ortlab.engines.ortmodule import options
-
         try:
-            graph = (options.key(settings), settings.recompute, settings.optimizer)
+            graph = (graph_key(settings), settings.recompute, settings.optimizer)
             key = (self._held, graph)
             if key not in self._plans:
                 # That of what holds, and that of what is looked at.

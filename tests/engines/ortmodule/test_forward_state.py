@@ -15,7 +15,8 @@ from torch.nn import functional
 import ortlab
 from ortlab.engines.ortmodule.engine import Ort
 from ortlab.engines.ortmodule.export_pool import ExportFailed
-from ortlab.engines.ortmodule.self_check import NotInGraph, SelfCheckFailed
+from ortlab.engines.ortmodule.self_check import SelfCheckFailed
+from ortlab.engines.torchscript.isolation import NotInGraph
 from ortlab.settings import EngineSettings
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]

@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from ortlab.engines.ortmodule import self_check
 from ortlab.engines.ortmodule.self_check import (
-    NoDropout,
     Observed,
     SelfCheckFailed,
     compare,
@@ -26,6 +25,7 @@ from ortlab.engines.ortmodule.self_check import (
     observe,
     parts_of,
 )
+from ortlab.engines.torchscript.isolation import NoDropout
 
 
 def _observed(**changes: Any) -> Observed:

@@ -6,18 +6,16 @@ Importing it imports neither and changes nothing; `ortmodule` does both when it 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable, Progress
+from ortlab.utils.plain_onnxruntime import IMPORTING
 
 if TYPE_CHECKING:
-    from ortlab.engines.ortmodule.compat.failures import Failure
+    from ortlab.engines.torchscript.failures import Failure
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,6 @@ class Ort:
 
 
 _ort: Ort | None = None
-_lock = threading.Lock()
 
 
 def unavailable() -> str | None:
@@ -59,7 +56,7 @@ def ortmodule(on_progress: Progress | None = None) -> Ort:
     same object at once. Raises OrtUnavailable with the reason and the fix.
     """
     global _ort
-    with _lock:
+    with IMPORTING:
         if _ort is None:
             _ort = _load(on_progress)
         return _ort
@@ -82,25 +79,9 @@ def use_triton() -> None:
     register_triton_op_executor()
 
 
-def plain_onnxruntime() -> ModuleType:
-    """onnxruntime, for inference; ImportError where it is not here.
-
-    Its import brings its training package along, and that DeepSpeed, which takes a second and
-    prints a warning: that is hidden meanwhile.
-    """
-    with _lock:
-        if "onnxruntime" not in sys.modules and "deepspeed" not in sys.modules:
-            sys.modules["deepspeed"] = None  # type: ignore[assignment]  # Python's way to hide one
-            try:
-                importlib.import_module("onnxruntime")
-            finally:
-                del sys.modules["deepspeed"]
-        return importlib.import_module("onnxruntime")
-
-
 def explain(error: BaseException) -> Failure:
     """What an exception of ORTModule's says: operator, the user's line, a reason in a few words."""
-    from ortlab.engines.ortmodule.compat import failures
+    from ortlab.engines.torchscript import failures
 
     return failures.explain(error)
 

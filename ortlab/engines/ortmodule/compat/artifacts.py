@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ortlab.engines.ortmodule.compat import exporting, ortmodule, plain_onnxruntime
+from ortlab.engines.ortmodule.compat import exporting, ortmodule
+from ortlab.engines.torchscript import streams
+from ortlab.utils.plain_onnxruntime import plain_onnxruntime
 
 TRAINING, EVAL, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
 CHECKPOINT = "checkpoint"
@@ -47,7 +49,7 @@ def generate(
     block: Any = onnxblock.optim.SGD()
     if optimizer == "adamw":
         block = onnxblock.optim.AdamW(eps=1e-8, weight_decay=weight_decay)
-    with exporting.EXPORT, exporting.streams_filtered(noise=rb"^.*$\n?"), _quiet():
+    with streams.EXPORT, streams.streams_filtered(noise=rb"^.*$\n?"), _quiet():
         try:
             artifacts.generate_artifacts(
                 model,

@@ -7,32 +7,18 @@ traced forward changes (buffers, random numbers, file descriptors) is as before 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
-import os
-import re
-import sys
-import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ortlab.engines.ortmodule.compat import recompute, weightless
+from ortlab.engines.ortmodule.compat import recompute
+from ortlab.engines.torchscript import weightless
+from ortlab.engines.torchscript.streams import EXPORT
 
 if TYPE_CHECKING:
-    from ortlab.engines.ortmodule.compat.failures import Node
-
-EXPORT = threading.RLock()
-"""Held during an export."""
-
-_NOISE = (
-    rb"^(Torch IR graph at exception|Exported graph): .*?^  return \([^\n]*\n+"
-    rb"|^(\[W|Warning: )[^\n]*\n"
-    rb"|^[^\n]*type is missing, so it may result in wrong shape inference[^\n]*\n"
-)
-"""What the exporter says of itself on the process's standard streams."""
+    from ortlab.engines.torchscript.failures import Node
 
 
 def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +34,8 @@ def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
     def export_module(*args: Any, **kwargs: Any) -> Any:
         from torch.onnx import TrainingMode
 
-        from ortlab.engines.ortmodule.compat import failures, interop
+        from ortlab.engines.ortmodule.compat import interop
+        from ortlab.engines.torchscript import failures
 
         tracing: dict[str, Any] = {
             "training": kwargs["training"] == TrainingMode.TRAINING,
@@ -114,7 +101,7 @@ def _take_stacks(graph: Any) -> list[Node]:
 
     A stack takes kilobytes, and ORT would carry them along.
     """
-    from ortlab.engines.ortmodule.compat import failures
+    from ortlab.engines.torchscript import failures
 
     found = []
     for node in graph.node:
@@ -132,7 +119,7 @@ def located(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def build_or_locate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from ortlab.engines.ortmodule.compat import failures
+        from ortlab.engines.torchscript import failures
 
         nodes, _last.nodes = _last.nodes, ()
         try:
@@ -203,7 +190,7 @@ def _without_frozen(names: Sequence[str], module: Any) -> list[str]:
 
 
 def _refuse_wrong_gradient(graph: Any) -> None:
-    from ortlab.engines.ortmodule.compat import failures
+    from ortlab.engines.torchscript import failures
 
     if (reason := wrong_gradient(graph)) is not None:
         error = RuntimeError(reason)
@@ -262,47 +249,3 @@ def wrap_untouched(init: Callable[..., None]) -> Callable[..., None]:
             part.training = training
 
     return wrap
-
-
-@contextlib.contextmanager
-def streams_filtered(enable: bool = True, *, noise: bytes = _NOISE, **_log: Any) -> Iterator[None]:
-    """What C++ code writes to the process's standard streams is dropped where `noise` matches it.
-
-    The rest, printed by the model or another thread, is written when it is over. ORT's own form
-    asks sys.stdout for its descriptor, which in a notebook is another one than C++ writes to, and
-    elsewhere raises.
-    """
-    if not enable:
-        yield
-        return
-    with EXPORT, contextlib.ExitStack() as stack:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        _flush()
-        for stream in (1, 2):
-            with contextlib.suppress(OSError):  # closed, as in a daemon
-                stack.enter_context(_filtered(stream, noise))
-        yield
-
-
-def _flush() -> None:
-    """Has C's streams written: what they hold of a graph's text would come later, and in halves."""
-    with contextlib.suppress(OSError, TypeError):  # Windows, which ORT's training is not for
-        ctypes.CDLL(None).fflush(None)
-
-
-@contextlib.contextmanager
-def _filtered(stream: int, noise: bytes) -> Iterator[None]:
-    with tempfile.TemporaryFile() as sink:
-        kept = os.dup(stream)
-        try:
-            os.dup2(sink.fileno(), stream)
-            yield
-        finally:
-            _flush()
-            os.dup2(kept, stream)
-            os.close(kept)
-            sink.seek(0)
-            rest = re.sub(noise, b"", sink.read(), flags=re.MULTILINE | re.DOTALL)
-            while rest:
-                rest = rest[os.write(stream, rest) :]

@@ -35,6 +35,7 @@ from torch.utils.dlpack import from_dlpack
 from ortlab.engines.ortmodule.compat import extensions
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 from ortlab.engines.ortmodule.compat.forward_states import RUNS
+from ortlab.engines.torchscript.failures import FunctionRefused
 
 _NODE = "prim::PythonOp"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -45,14 +46,6 @@ _WITHOUT_REENTRY = "_checkpoint_without_reentrant_generator"
 """Of torch.utils.checkpoint: what goes on before and after a part that is computed again later."""
 _ORTS_OWN = "onnxruntime.training.ortmodule._io."
 """ORTModule marks outputs with identities, which have an export rule of their own."""
-
-
-class FunctionRefused(RuntimeError):
-    """A torch.autograd.Function that cannot be exported; `name` is its full name."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"torch.autograd.Function {name} {reason}")
-        self.name = name
 
 
 # ---- one call of a function in a graph -----------------------------------------------------------
@@ -259,7 +252,7 @@ def traced(*, training: bool, opset: int, refuse: str | None = None) -> Iterator
     Checkpointed parts are traced as if they were not. `training` is whether the graph gets a
     gradient, `opset` its ONNX opset. FunctionRefused is raised by the Function that cannot be
     exported; with `refuse` every one is, for that reason. Not for two threads at once: hold
-    `exporting.EXPORT`.
+    `streams.EXPORT`.
     """
     seen = Traced()
     thread = threading.get_ident()
@@ -383,7 +376,7 @@ def _other_than_tensors(value: Any) -> Iterator[str]:
 
 def _node(g: Any, call: Call, *tensors: Any, **_attributes: Any) -> Any:
     """The export rule: the node whose forward and backward are the call's."""
-    from ortlab.engines.ortmodule.compat.symbolics.builder import cast
+    from ortlab.engines.torchscript.nodes import cast
 
     given = zip(tensors, call.input_types, strict=True)
     inputs = [cast(g, tensor, _wire(dtype)) for tensor, dtype in given]

@@ -16,8 +16,8 @@ import torch
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from ortlab.engines.ortmodule.compat import forward_states, native
-from ortlab.engines.ortmodule.compat.autograd import read_by
 from ortlab.engines.ortmodule.compat.native import Tensors
+from ortlab.engines.torch.autograd import read_by
 
 if TYPE_CHECKING:
     import onnx

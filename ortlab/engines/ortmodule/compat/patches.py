@@ -20,6 +20,7 @@ from typing import Any
 from ortlab.engines.ortmodule.compat import exporting, probes
 from ortlab.engines.ortmodule.compat.base import MAX_IR, MAX_OPSET, ORT_LOG_FORMAT
 from ortlab.engines.ortmodule.compat.probes import PACKAGE
+from ortlab.engines.torchscript import streams
 
 Addresses = Mapping[str, Mapping[str, int]]
 """What `extensions.load` gives: extension -> function -> address."""
@@ -371,7 +372,7 @@ def _leave_caches_out(_addresses: Addresses) -> None:
 def _watch_decisions(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _io
 
-    from ortlab.engines.ortmodule.compat import decisions
+    from ortlab.engines.torchscript import decisions
 
     _replace(_io._FlattenedModule, "forward", decisions.with_decisions)
 
@@ -445,7 +446,7 @@ def _keep_dropouts(_addresses: Addresses) -> None:
 def _filter_streams(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _logger
 
-    _replace(_logger, "_suppress_os_stream_output", lambda _original: exporting.streams_filtered)
+    _replace(_logger, "_suppress_os_stream_output", lambda _original: streams.streams_filtered)
 
 
 def _no_label_hooks(_addresses: Addresses) -> None:

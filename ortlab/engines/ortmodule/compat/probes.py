@@ -303,7 +303,7 @@ class _Determinant(nn.Linear):
 
 
 def failures_are_located() -> bool:
-    from ortlab.engines.ortmodule.compat.failures import explain
+    from ortlab.engines.torchscript.failures import explain
 
     try:
         _wrapped(_Determinant(2, 2))(torch.ones(2, 2))

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from ortlab.engines.ortmodule.compat.autograd import read_by
+from ortlab.engines.torch.autograd import read_by
 
 EXPORTED, BUILT, OPTIMIZED = "exported.onnx", "built.onnx", "optimized.onnx"
 _CODE = {"PythonOp", "PythonOpGrad", "TritonOp"}
@@ -39,7 +39,12 @@ def versions() -> dict[str, str]:
 
     rules = hashlib.sha256()
     ours = Path(__file__).parents[1]
-    made_by = [*ours.glob("compat/**/*.py"), *ours.glob("kernels/*.py"), ours / "export.py"]
+    made_by = [
+        *ours.glob("compat/**/*.py"),
+        *ours.glob("kernels/*.py"),
+        *ours.parent.glob("torchscript/*.py"),
+        ours / "export.py",
+    ]
     for file in sorted(made_by):
         rules.update(file.read_bytes())
     return {

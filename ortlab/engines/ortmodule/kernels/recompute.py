@@ -22,11 +22,11 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
-from ortlab.engines.ortmodule.compat.autograd import read_by
-from ortlab.engines.ortmodule.compat.failures import module_path
 from ortlab.engines.ortmodule.compat.restoring import in_order
 from ortlab.engines.ortmodule.kernels import DOMAIN
 from ortlab.engines.ortmodule.kernels.nodes import BACKWARD, called, mark_backward, operator
+from ortlab.engines.torch.autograd import read_by
+from ortlab.engines.torchscript.failures import module_path
 from ortlab.settings import unknown_name
 from ortlab.utils.errors import Concise
 from ortlab.utils.onnx_shapes import bytes_of

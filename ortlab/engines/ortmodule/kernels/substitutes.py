@@ -16,9 +16,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ortlab.engines.ortmodule.compat.autograd import read_by
 from ortlab.engines.ortmodule.kernels import DOMAIN, nodes
 from ortlab.engines.ortmodule.kernels.nodes import BACKWARD, called
+from ortlab.engines.torch.autograd import read_by
 
 _LOW = "_ortlab_bf16"
 _NAME = re.compile(r"[A-Za-z_]\w*")

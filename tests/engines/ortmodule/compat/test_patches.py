@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.compat import base, exporting, extensions, patches
+from ortlab.engines.ortmodule.compat import base, extensions, patches
 from ortlab.engines.ortmodule.compat.patches import ROWS, Patch
+from ortlab.engines.torchscript import streams
 
 # In a process of its own for every row, forked so that torch is imported once.
 WITHOUT_EACH = """
@@ -154,7 +155,7 @@ with torch.no_grad():
 
 def test_what_is_printed_meanwhile_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
     """The exporter's C++ warnings are dropped; what the model or another thread prints is not."""
-    with exporting.streams_filtered():
+    with streams.streams_filtered():
         os.write(1, b"a line of the user's\n[W1121 shape_type_inference.cpp:1974] Warning: noise\n")
         os.write(2, b"progress: 3%\n")
         assert capfd.readouterr() == ("", "")
@@ -170,7 +171,7 @@ def test_what_c_holds_back_is_filtered_and_not_said_in_halves() -> None:
         graph = b"Exported graph: graph(%x : Float)" + b"x" * 2000 + b"\\n  return (%y)\\n"
         libc.printf(b"%s", b"before\\n")
         for _ in range(3):
-            with exporting.streams_filtered():
+            with streams.streams_filtered():
                 libc.printf(b"%s", graph + b"a line of the user's\\n")
             os.write(1, b"after\\n")
     """

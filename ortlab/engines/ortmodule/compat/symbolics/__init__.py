@@ -7,8 +7,6 @@ here declare the rules.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.onnx._internal.torchscript_exporter import registration
@@ -23,7 +21,7 @@ from ortlab.engines.ortmodule.compat.symbolics import (
 )
 from ortlab.engines.ortmodule.compat.symbolics import torch as torch_rules
 
-__all__ = ["activations", "layers", "plain", "products", "register", "tensors"]
+__all__ = ["activations", "layers", "products", "register", "tensors"]
 
 
 def register(registry: Any, gradients: Any) -> None:
@@ -44,22 +42,3 @@ def register(registry: Any, gradients: Any) -> None:
                 stop([0], builder.ATEN, "ATen", kernel, overload)
             else:
                 gradients.register(builder.ATEN, "ATen", (kernel, overload), nodes)
-
-
-@contextlib.contextmanager
-def plain(operators: Sequence[str], opset: int) -> Iterator[dict[str, Callable[..., Any]]]:
-    """Our rules for those `operators`, by torch's full name, for graphs that are not trained.
-
-    What they go on to meanwhile is torch's own rule at `opset`, not ORTModule's.
-    """
-    found = {each.operator: each.export for each in builder.RULES if each.operator in operators}
-    for name in found:
-        group = registration.registry.get_function_group(f"aten::{name}")
-        torchs = None if group is None else group.get(opset)
-        if torchs is not None:
-            builder.TORCHS[name] = torchs
-    try:
-        with builder.attention_as(None):
-            yield {f"aten::{name}": export for name, export in found.items()}
-    finally:
-        builder.TORCHS.clear()

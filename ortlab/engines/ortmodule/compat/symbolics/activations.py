@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from ortlab.engines.ortmodule.compat.symbolics.builder import (
+from ortlab.engines.ortmodule.compat.symbolics.builder import rule, stock
+from ortlab.engines.torchscript.nodes import (
     Graph,
     Value,
     cast,
@@ -20,8 +21,6 @@ from ortlab.engines.ortmodule.compat.symbolics.builder import (
     missing,
     number,
     rank,
-    rule,
-    stock,
 )
 
 _NO_GRADIENT = "no gradient"

@@ -9,37 +9,36 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.onnx._internal.torchscript_exporter import symbolic_opset14
 
 from ortlab.engines.ortmodule.compat import forward_states
 from ortlab.engines.ortmodule.compat.symbolics.builder import (
     Gradient,
-    Graph,
-    Value,
     all_of,
     aten,
     aten_node,
     attention,
+    is_trained,
+    rule,
+    with_gradient,
+)
+from ortlab.engines.torchscript import rules
+from ortlab.engines.torchscript.nodes import (
+    Graph,
+    Value,
     cast,
     constant,
-    dropout,
     dtype,
-    is_trained,
     literal,
     missing,
     number,
     rank,
     ranked_like_output,
-    rule,
-    traced_sizes,
-    with_gradient,
 )
 
 _KERNEL = "ortlab_kernels::attention"
@@ -78,16 +77,19 @@ def _attention(
     enable_gqa: Value = None,
 ) -> Value:
     if not missing(enable_gqa) and literal(enable_gqa, "i"):
-        key, value = (_repeat_heads(g, x, query) for x in (key, value))
+        key, value = (rules.repeat_heads(g, x, query) for x in (key, value))
     causal = not missing(is_causal) and bool(literal(is_causal, "i"))
     chosen = attention()
     if chosen is None or not _fits(query, key, value, mask, any_float=chosen.fused):
-        return _written_out(g, query, key, value, mask, dropout_p, causal, scale)
+        return rules.attention(g, query, key, value, mask, dropout_p, causal, scale)
     masked = not missing(mask)
     given = mask if masked else constant(g, [[[[0.0]]]], dtype(query))
     ratio = constant(g, 0.0 if missing(dropout_p) else number(dropout_p), torch.float32)
     inputs = [with_gradient(g, query, key, value, given), key, value, given, ratio]
-    inputs += [constant(g, causal, torch.bool), cast(g, _scale(g, query, scale), torch.float32)]
+    inputs += [
+        constant(g, causal, torch.bool),
+        cast(g, rules.attention_scale(g, query, scale), torch.float32),
+    ]
     if chosen.fused:
         learned = masked and is_trained(mask)
         inputs += [constant(g, masked, torch.bool), constant(g, learned, torch.bool)]
@@ -95,52 +97,6 @@ def _attention(
         inputs += [constant(g, chosen.low, torch.bool), constant(g, False, torch.bool)]
     found, _ = aten(g, _FUSED if chosen.fused else _KERNEL, *inputs, outputs=2)
     return ranked_like_output(g, found)
-
-
-def _written_out(
-    g: Graph,
-    query: Value,
-    key: Value,
-    value: Value,
-    mask: Value | None,
-    dropout_p: Value | None,
-    causal: bool,
-    scale: Value | None,
-) -> Value:
-    """Attention in ONNX's operators."""
-    last = list(range(rank(key)))
-    last[-1], last[-2] = last[-2], last[-1]
-    scaled = g.op("Mul", query, _scale(g, query, scale))
-    scores = g.op("MatMul", scaled, g.op("Transpose", key, perm_i=last))
-    seen = None
-    if causal:
-        mask = symbolic_opset14._causal_attention_mask(g, query, key)
-    if not missing(mask):
-        kind = dtype(query)
-        lowest = constant(g, torch.finfo(kind).min, kind)
-        if dtype(mask) == torch.bool:
-            seen = cast(g, mask, kind)
-            # The finite minimum, not infinity: a row that is masked out whole stays finite. Adding
-            # it, where filling would do too, keeps the gradient free of a Where.
-            mask = g.op("Where", mask, constant(g, 0.0, kind), lowest)
-        elif not causal:
-            seen = cast(g, g.op("GreaterOrEqual", mask, cast(g, lowest, dtype(mask))), kind)
-            mask = g.op("Max", mask, cast(g, lowest, dtype(mask)))
-        scores = g.op("Add", scores, mask)
-    weights = g.op("Softmax", scores, axis_i=-1)
-    if seen is not None:  # a query that sees no key gets nothing
-        weights = g.op("Mul", weights, _any_along_last(g, seen))
-    ratio = 0.0 if missing(dropout_p) else float(literal(dropout_p, "f"))
-    if ratio > 0:
-        weights = dropout(g, weights, ratio)
-    return g.op("MatMul", weights, value)
-
-
-def _any_along_last(g: Graph, seen: Value) -> Value:
-    """The largest along the last dimension, which stays; from opset 18 on axes are an input."""
-    if g.opset < 18:
-        return g.op("ReduceMax", seen, axes_i=[-1], keepdims_i=1)
-    return g.op("ReduceMax", seen, constant(g, [-1]), keepdims_i=1)
 
 
 def _fits(query: Value, key: Value, value: Value, mask: Value | None, *, any_float: bool) -> bool:
@@ -151,34 +107,6 @@ def _fits(query: Value, key: Value, value: Value, mask: Value | None, *, any_flo
     if any(dtype(each) != kind or rank(each) != 4 for each in (query, key, value)):
         return False
     return missing(mask) or dtype(mask) in (kind, torch.bool)
-
-
-def _scale(g: Graph, query: Value, scale: Value | None) -> Value:
-    """What torch multiplies the scores by: as given, else one over the root of the heads' size."""
-    if scale is not None and not missing(scale):
-        given = literal(scale, "f")
-        if isinstance(given, (int, float)):
-            return constant(g, float(given), dtype(query))
-        return cast(g, scale, dtype(query))
-    sizes = traced_sizes(next(iter(g.original_node.inputs())))
-    if sizes is not None:
-        return constant(g, 1 / math.sqrt(sizes[-1]), dtype(query))
-    # Of a model's own input no size is known.
-    return cast(g, symbolic_opset14._attention_scale(g, query), dtype(query))
-
-
-def _repeat_heads(g: Graph, x: Value, query: Value) -> Value:
-    """[batch, heads, length, size] with as many heads as `query`, each one repeated in place."""
-    shape, second = g.op("Shape", x), constant(g, [1])
-    batch, heads = (g.op("Gather", shape, constant(g, [i]), axis_i=0) for i in (0, 1))
-    rest = g.op("Gather", shape, constant(g, [2, 3]), axis_i=0)
-    wanted = g.op("Gather", g.op("Shape", query), second, axis_i=0)
-    wide = g.op("Concat", batch, heads, g.op("Div", wanted, heads), rest, axis_i=0)
-    flat = g.op("Concat", batch, wanted, rest, axis_i=0)
-    return g.op("Reshape", g.op("Expand", g.op("Unsqueeze", x, constant(g, [2])), wide), flat)
-
-
-# ---- torch's fused kernels -----------------------------------------------------------------------
 
 
 @dataclass(eq=False)

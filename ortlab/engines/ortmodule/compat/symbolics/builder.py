@@ -11,13 +11,9 @@ import numpy as np
 import torch
 from onnx import numpy_helper
 from onnx.helper import make_tensor_value_info
-from torch.onnx import symbolic_helper
-from torch.onnx._internal.torchscript_exporter._type_utils import JitScalarType
 
-Graph = Any
-"""The exporter's GraphContext: `g.op` adds a node."""
-Value = Any
-"""A value of the TorchScript or the ONNX graph."""
+from ortlab.engines.torchscript.nodes import Graph, Value, cast, constant, dtype, traced_sizes
+
 Gradient = list[tuple[Any, ...]]
 """ORT's declarative form: nodes of (operator, inputs, outputs, attributes)."""
 
@@ -54,7 +50,6 @@ class Attention:
 RULES: list[Rule] = []
 OPSET = 17  # what ORTModule exports at
 STOCK: dict[str, Callable[..., Any]] = {}
-TORCHS: dict[str, Callable[..., Any]] = {}  # torch's own rules, in an export for inference
 _attention: Attention | None = None  # of the export under way
 _trained: set[str] = set()  # names of the parameters of the export under way
 _fixed: set[str] = set()  # and of its buffers, and the parameters that are not trained
@@ -90,7 +85,7 @@ def attention() -> Attention | None:
 
 def stock(operator: str) -> Callable[..., Any]:
     """ORT's or torch's own rule, which one of ours goes on to for the ordinary case."""
-    return TORCHS.get(operator) or STOCK[operator]
+    return STOCK[operator]
 
 
 def rule(
@@ -108,63 +103,6 @@ def rule(
 
 
 # ---- what rules are written with -----------------------------------------------------------------
-
-
-def constant(g: Graph, value: Any, dtype: torch.dtype = torch.long) -> Value:
-    """A constant node."""
-    return g.op("Constant", value_t=torch.tensor(value, dtype=dtype))
-
-
-def literal(value: Value, kind: Any) -> Any:
-    """The constant that `value` is ('i', 'f', 'is' as the exporter calls them)."""
-    return symbolic_helper._maybe_get_const(value, kind)
-
-
-def missing(value: Value | None) -> bool:
-    """Whether an argument was None or left out."""
-    return value is None or symbolic_helper._is_none(value)
-
-
-def dtype(value: Value) -> torch.dtype:
-    """The element type; float32 where the exporter does not know it."""
-    return JitScalarType.from_value(value, JitScalarType.FLOAT).dtype()
-
-
-def rank(value: Value) -> int:
-    """The number of dimensions."""
-    found = symbolic_helper._get_tensor_rank(value)
-    if found is None:
-        raise RuntimeError("the number of dimensions is not known at export")
-    return int(found)
-
-
-def number(value: Value) -> float:
-    """The number that an argument is at export."""
-    return float(literal(value, "f"))
-
-
-def cast(g: Graph, value: Value, to: torch.dtype) -> Value:
-    """`value` with elements of type `to`; itself where it is known to have those."""
-    kind = value.type()
-    if kind.kind() == "TensorType" and kind.dtype() == to:
-        return value
-    return g.op("Cast", value, to_i=JitScalarType.from_dtype(to).onnx_type())
-
-
-def ranked_like_output(g: Graph, value: Value) -> Value:
-    """Gives `value` the traced output's type and rank, but no sizes: those are the sample's."""
-    traced = next(iter(g.original_node.outputs())).type()
-    value.setType(traced.with_sizes([None] * len(traced.sizes())))
-    return value
-
-
-def dropout(g: Graph, x: Value, ratio: float) -> Value:
-    """Dropout with the mask output that ORT's gradient needs."""
-    training = constant(g, True, torch.bool)
-    halved = dtype(x) == torch.float16 and x.type().device() == torch.device("cpu")
-    given = cast(g, x, torch.float32) if halved else x
-    kept, _mask = g.op("Dropout", given, constant(g, ratio, torch.float32), training, outputs=2)
-    return cast(g, kept, torch.float16) if halved else kept
 
 
 def backwards(g: Graph, x: Value, axis: int) -> Value:
@@ -292,10 +230,3 @@ def size(g: Graph, position: int, dim: int) -> int:
     if sizes is None:
         raise RuntimeError(f"the size of dimension {dim} is not known at export")
     return sizes[dim]
-
-
-def traced_sizes(value: Value) -> list[int] | None:
-    """The sizes that the trace saw, of a value of the TorchScript graph; None if not all."""
-    tensor = value.type()
-    sizes = tensor.sizes() if tensor.kind() == "TensorType" else None
-    return None if sizes is None or None in sizes else list(sizes)

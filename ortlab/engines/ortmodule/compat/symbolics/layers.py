@@ -13,26 +13,28 @@ from torch.onnx._internal.torchscript_exporter import (
 
 from ortlab.engines.ortmodule.compat.symbolics.builder import (
     Gradient,
-    Graph,
-    Value,
     all_of,
     aten,
     aten_node,
     backwards,
+    rule,
+    size,
+    stock,
+    with_gradient,
+)
+from ortlab.engines.torchscript.nodes import (
+    Graph,
+    Value,
     cast,
     constant,
-    dropout,
     dtype,
     literal,
     missing,
     number,
     rank,
     ranked_like_output,
-    rule,
-    size,
-    stock,
-    with_gradient,
 )
+from ortlab.engines.torchscript.rules import dropout
 
 # ---- convolution ---------------------------------------------------------------------------------
 

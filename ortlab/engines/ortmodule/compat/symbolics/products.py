@@ -9,16 +9,8 @@ from __future__ import annotations
 
 from torch.onnx import symbolic_helper
 
-from ortlab.engines.ortmodule.compat.symbolics.builder import (
-    Graph,
-    Value,
-    constant,
-    dtype,
-    literal,
-    missing,
-    rule,
-    stock,
-)
+from ortlab.engines.ortmodule.compat.symbolics.builder import rule, stock
+from ortlab.engines.torchscript.nodes import Graph, Value, constant, dtype, literal, missing
 
 _SYMPTOM = "with a vector: a wrong gradient, or shapes that do not fit in backward"
 

@@ -12,40 +12,30 @@ from torch.onnx._internal.torchscript_exporter._type_utils import JitScalarType
 from ortlab.engines.ortmodule.compat.symbolics.builder import (
     DETACHED,
     Gradient,
-    Graph,
-    Value,
     aten,
     aten_node,
     backwards,
+    inputs_of,
+    may_have_gradient,
+    rule,
+    stock,
+)
+from ortlab.engines.torchscript import rules
+from ortlab.engines.torchscript.nodes import (
+    Graph,
+    Value,
     cast,
     constant,
     dtype,
-    inputs_of,
     literal,
-    may_have_gradient,
     missing,
     number,
     rank,
     ranked_like_output,
-    rule,
-    stock,
     traced_sizes,
 )
 
-
-@rule("diff", "no rule")
-def _diff(
-    g: Graph, x: Value, n: Value, dim: Value, prepend: Value = None, append: Value = None
-) -> Value:
-    axis = literal(dim, "i")
-    parts = [part for part in (prepend, x, append) if not missing(part)]
-    x = parts[0] if len(parts) == 1 else g.op("Concat", *parts, axis_i=axis)
-    axes = constant(g, [axis])
-    for _ in range(literal(n, "i")):
-        later = g.op("Slice", x, constant(g, [1]), constant(g, [2**62]), axes)
-        earlier = g.op("Slice", x, constant(g, [0]), constant(g, [-1]), axes)
-        x = g.op("Sub", later, earlier)
-    return x
+rule("diff", "no rule")(rules.diff)
 
 
 def _cumsum_gradient() -> Gradient:
@@ -235,24 +225,7 @@ def _flip(g: Graph, x: Value, dims: Value) -> Value:
     "transposed one it reads other elements",
 )
 def _as_strided(g: Graph, x: Value, sizes: Value, strides: Value, offset: Value = None) -> Value:
-    order = _order_in_storage(next(iter(g.original_node.inputs())))
-    if order != list(range(len(order))):
-        x = g.op("Transpose", x, perm_i=order)
-    return stock("as_strided")(g, x, sizes, strides, offset)
-
-
-def _order_in_storage(value: Value) -> list[int]:
-    """The dimensions of a traced tensor as they follow each other in its storage."""
-    sizes, strides = traced_sizes(value), value.type().strides()
-    if sizes is None or strides is None:
-        raise RuntimeError("as_strided of a tensor whose strides are not known at export")
-    order = sorted(range(len(sizes)), key=lambda dim: -strides[dim])
-    step = 1
-    for dim in reversed(order):
-        if sizes[dim] != 1 and strides[dim] != step:
-            raise RuntimeError("as_strided of a tensor with gaps or overlaps in its storage")
-        step *= sizes[dim]
-    return order
+    return stock("as_strided")(g, rules.in_order_of_storage(g, x), sizes, strides, offset)
 
 
 @rule("index_add", "where an index occurs twice one of its terms is kept")
@@ -373,19 +346,7 @@ def _detached(g: Graph, value: Value) -> Value:
     return aten(g, DETACHED, first)
 
 
-@rule("unflatten", "the exporter computes the rank in the graph: no gradient")
-def _unflatten(g: Graph, x: Value, dim: Value, sizes: Value) -> Value:
-    axis = literal(dim, "i") % rank(x)
-    if symbolic_helper._is_packed_list(sizes):
-        parts = [g.op("Reshape", s, constant(g, [1])) for s in symbolic_helper._unpack_list(sizes)]
-    else:
-        parts = [constant(g, list(literal(sizes, "is")))]
-    shape, along = g.op("Shape", x), constant(g, [0])
-    if axis > 0:
-        parts.insert(0, g.op("Slice", shape, constant(g, [0]), constant(g, [axis]), along))
-    if axis + 1 < rank(x):
-        parts.append(g.op("Slice", shape, constant(g, [axis + 1]), constant(g, [rank(x)]), along))
-    return g.op("Reshape", x, g.op("Concat", *parts, axis_i=0) if len(parts) > 1 else parts[0])
+rule("unflatten", "the exporter computes the rank in the graph: no gradient")(rules.unflatten)
 
 
 @rule(

@@ -17,19 +17,21 @@ from torch import Tensor
 
 from ortlab.engines.ortmodule.compat.symbolics.builder import (
     DETACHED,
-    Graph,
-    Value,
     aten,
     aten_node,
+    rule,
+    stock,
+    with_gradient,
+)
+from ortlab.engines.torchscript.nodes import (
+    Graph,
+    Value,
     cast,
     constant,
     literal,
     missing,
     rank,
     ranked_like_output,
-    rule,
-    stock,
-    with_gradient,
 )
 
 _LIBRARY = "ortlab"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.compat.failures import Failure
+from ortlab.engines.torchscript.failures import Failure
 
 
 class Fft(nn.Module):

@@ -19,14 +19,9 @@ import torch
 from torch import nn
 from torch.onnx._internal.torchscript_exporter import registration
 
-from ortlab.engines.ortmodule.compat import decisions, exporting, failures, symbolics
+from ortlab.engines.torchscript import decisions, failures, rules, streams
 
 _PREFIX = "_original_module"  # as ORTModule has it, which `failures` knows
-_RULES = ("scaled_dot_product_attention", "diff", "as_strided", "unflatten")
-"""Of ortlab's export rules those for what the stock ones lack or get wrong in inference too.
-
-The other rules are for gradients, and write nodes that torch runs.
-"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ def export(
     """
     forward = _Forward(module, call, known)
     file = io.BytesIO()
-    with exporting.EXPORT, exporting.streams_filtered(), _plain_rules(opset), _no_fast_path():
+    with streams.EXPORT, streams.streams_filtered(), _plain_rules(opset), _no_fast_path():
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
@@ -161,12 +156,12 @@ def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _plain_rules(opset: int) -> Iterator[None]:
-    """Meanwhile the exporter's rules are torch's own and `_RULES`.
+    """Meanwhile the exporter's rules are torch's own and those of `rules.for_inference`.
 
     ORTModule registers its rules, and ours, for the whole process: they write nodes of torch's.
     """
     registry = registration.registry
-    with exporting.EXPORT:
+    with streams.EXPORT:
         before = []
         for name in list(registry.all_functions()):
             group = registry.get_function_group(name)
@@ -176,14 +171,14 @@ def _plain_rules(opset: int) -> Iterator[None]:
                 before.append((functions, version, functions._overrides[version]))
                 functions.remove_override(version)
         try:
-            with symbolics.plain(_RULES, opset) as ours:
-                for name, rule in ours.items():
-                    registry.register(name, opset, rule, custom=True)
-                try:
-                    yield
-                finally:
-                    for name in ours:
-                        registry.unregister(name, opset)
+            ours = rules.for_inference(opset)
+            for name, rule in ours.items():
+                registry.register(name, opset, rule, custom=True)
+            try:
+                yield
+            finally:
+                for name in ours:
+                    registry.unregister(name, opset)
         finally:
             for functions, version, rule in before:
                 functions.override(version, rule)

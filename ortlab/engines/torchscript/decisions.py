@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ortlab.engines.ortmodule.compat import undifferentiated, weightless
+from ortlab.engines.torchscript import undifferentiated, weightless
 from ortlab.utils import errors
 
 Place = tuple[str, int]

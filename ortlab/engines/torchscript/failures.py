@@ -1,4 +1,4 @@
-"""Why ORTModule could not take a model: the operator, the user's line and a short reason."""
+"""Why an export could not take a model: the operator, the user's line and a short reason."""
 
 from __future__ import annotations
 
@@ -57,11 +57,8 @@ class Lines:
 
 _ATTRIBUTE = "_ortlab_failure"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_OWN = {
-    Path(__file__).with_name(f"{name}.py")
-    for name in ("exporting", "decisions", "inference", "interop", "undifferentiated")
-}
-"""What stands between the exporter and the model."""
+_OWN = Path(__file__).resolve().parents[1]
+"""The folder of the engines, whose frames stand between the exporter and the model."""
 _LIBRARIES = tuple(
     Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")
 )
@@ -133,8 +130,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _from_traceback(error: BaseException) -> Failure:
-    from ortlab.engines.ortmodule.compat.interop import FunctionRefused
-
     node = _node(error.__traceback__)
     if node is not None:
         operator = str(node.kind())
@@ -227,7 +222,7 @@ def _line(frames: Sequence[tuple[str, int]]) -> str | None:
 @functools.cache
 def _belongs_to(file: str, *packages: str) -> bool:
     path = Path(file)
-    return path in _OWN or any(
+    return _OWN in path.parents or any(
         root / package in path.parents for root in _LIBRARIES for package in packages
     )
 
@@ -256,3 +251,11 @@ def _first_line(text: str) -> str:
 
 def _short(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+class FunctionRefused(RuntimeError):
+    """A torch.autograd.Function that cannot be exported; `name` is its full name."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"torch.autograd.Function {name} {reason}")
+        self.name = name

@@ -13,10 +13,10 @@ import ortlab
 from ortlab.engines.batch import tensors
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.export import Export
-from ortlab.engines.ortmodule.self_check import inputs_kept, undisturbed
+from ortlab.engines.torchscript.isolation import inputs_kept, undisturbed
 from tests.support import tiny
 
-weightless = pytest.importorskip("ortlab.engines.ortmodule.compat.weightless")
+weightless = pytest.importorskip("ortlab.engines.torchscript.weightless")
 
 
 class Net(nn.Module):
