@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ortlab.history.comparison import RunComparison
     from ortlab.history.listing import History
     from ortlab.history.prune import Pruning
-    from ortlab.history.run_files import Kept
-    from ortlab.history.saved_run import PastRun
+    from ortlab.history.run_files import StoredRun
+    from ortlab.history.saved_run import SavedRun
     from ortlab.plan.zero_memory import ZeroPlan
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
@@ -149,14 +149,14 @@ def list_runs(**settings: Any) -> History:
 
     `settings` are those of `HistorySettings`: ``sort="loss"``, ``engine="ort"``,
     ``state="finished"``, ``model="Bert"``, ``tag="paper"``, ``limit=50``. It is a sequence of
-    `ortlab.history.entry.Entry`, the runs of this process that go on first; metrics are not read.
-    ValueError for an unknown setting.
+    `ortlab.history.entry.RunEntry`, the runs of this process that go on first; metrics are not
+    read. ValueError for an unknown setting.
     """
     return session.history(**settings)
 
 
 @brief
-def open_run(run: str | int) -> Run | PastRun:
+def open_run(run: str | int) -> Run | SavedRun:
     """A run by its name or number (3 is that of "run-3"): its numbers, charts and notes.
 
     One of this process is the run itself; any other is read from its folder. Both have
@@ -167,7 +167,7 @@ def open_run(run: str | int) -> Run | PastRun:
 
 
 @brief
-def compare_runs(*runs: str | int | Kept) -> RunComparison:
+def compare_runs(*runs: str | int | StoredRun) -> RunComparison:
     """Two to eight runs side by side: curves, and what differs in settings, versions and results.
 
     By names or numbers, of this process or of the history. ValueError where one is not found.
@@ -225,7 +225,7 @@ def finetune(
     *,
     eval_data: Iterable[Any] | None = None,
     loss: str | LossFunction | None = None,
-    resume_from: str | int | Path | Checkpoint | Kept | None = None,
+    resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
     hold: bool | None = None,
     **settings: Any,
 ) -> Run:
@@ -265,7 +265,7 @@ def finetune(
 
 @brief
 def resume(
-    run: str | int | Kept,
+    run: str | int | StoredRun,
     model: nn.Module | None = None,
     train: Iterable[Any] | None = None,
     *,

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from ortlab.graph.recompute import RecomputePlans
     from ortlab.history.comparison import RunComparison
     from ortlab.history.listing import History
-    from ortlab.history.run_files import Kept
-    from ortlab.history.saved_run import PastRun
+    from ortlab.history.run_files import StoredRun
+    from ortlab.history.saved_run import SavedRun
     from ortlab.metrics.recorder import Watched
     from ortlab.search.comparison import Prefer
     from ortlab.search.race import Race
@@ -96,7 +96,7 @@ class Session:
         self.viewers: list[Callable[[Watched | Race | Tune], None]] = []
         self.waits = False
         """Whether somebody is there to let a run go on that is held: in a notebook."""
-        self.wrapped = wrapped_models.Wrapped()
+        self.wrapped = wrapped_models.WrappedModels()
         self.runs: Recent[Run] = Recent(last=True)
         # Not even the last: the error of one that failed keeps its Trainer and model alive.
         self.trainers: Recent[FollowedRun] = Recent(last=False)
@@ -146,7 +146,7 @@ class Session:
         *,
         eval_data: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
-        resume_from: str | int | Path | Checkpoint | Kept | None = None,
+        resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
         hold: bool | None = None,
         **settings: Any,
     ) -> Run:
@@ -163,7 +163,7 @@ class Session:
 
     def resume(
         self,
-        run: str | int | Kept,
+        run: str | int | StoredRun,
         model: nn.Module | None = None,
         train: Iterable[Any] | None = None,
         *,
@@ -173,12 +173,12 @@ class Session:
     ) -> Run:
         """See `ortlab.api.resume`."""
         from ortlab.history.listing import GOES_ON
-        from ortlab.history.run_files import Kept
+        from ortlab.history.run_files import StoredRun
         from ortlab.history.saved_run import run_name
         from ortlab.training import resume
 
         given = {"model": model, "train": train, "eval_data": eval_data, "loss": loss}
-        name = run.name if isinstance(run, Kept) else run_name(run)
+        name = run.name if isinstance(run, StoredRun) else run_name(run)
         alive = next((each for each in self.runs if each.name == name and not each.over()), None)
         if alive is not None:
             if settings or any(value is not None for value in given.values()):
@@ -244,7 +244,7 @@ class Session:
         from ortlab.engines.registry import engine as engine_called
         from ortlab.engines.registry import engine_for
         from ortlab.training.data_loading import of_samples, unevenly
-        from ortlab.training.failures import Faults
+        from ortlab.training.failures import FailurePolicy
         from ortlab.training.resume import Beginning
         from ortlab.training.run import Run
 
@@ -335,7 +335,7 @@ class Session:
             prepare,
             train,
             kept=kept,
-            faults=Faults(waits, examine, peak_bytes, far),
+            faults=FailurePolicy(waits, examine, peak_bytes, far),
             evaluation=eval_data,
             settings=chosen,
             show=self.show,
@@ -658,18 +658,18 @@ class Session:
 
         return listing.history(HistorySettings.of(settings), [*self.runs])
 
-    def open_run(self, run: str | int | Kept) -> Run | PastRun:
+    def open_run(self, run: str | int | StoredRun) -> Run | SavedRun:
         """See `ortlab.api.open_run`."""
-        from ortlab.history.run_files import Kept
-        from ortlab.history.saved_run import PastRun, find, run_name
+        from ortlab.history.run_files import StoredRun
+        from ortlab.history.saved_run import SavedRun, find, run_name
 
-        if isinstance(run, Kept):
-            return cast("Run | PastRun", run)
+        if isinstance(run, StoredRun):
+            return cast("Run | SavedRun", run)
         own = {f"{each.name}": each for each in self.runs}
         name = run_name(run)
-        return own[name] if name in own else PastRun(find(run).folder)
+        return own[name] if name in own else SavedRun(find(run).folder)
 
-    def compare_runs(self, *runs: str | int | Kept) -> RunComparison:
+    def compare_runs(self, *runs: str | int | StoredRun) -> RunComparison:
         """See `ortlab.api.compare_runs`."""
         from ortlab.history.comparison import RunComparison
 

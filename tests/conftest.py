@@ -131,7 +131,7 @@ def ort_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def ort() -> compat.Ort:
+def ort() -> compat.TrainingRuntime:
     """ORT's training package; skips, saying why, where it cannot run."""
     reason = compat.unavailable()
     if reason is not None:

@@ -53,7 +53,7 @@ def test_doctor_where_it_cannot(tmp_path: Path) -> None:
 
 
 def test_cache() -> None:
-    graph_cache.store("0" * 64, graph_cache.Entry({"a.onnx": b"graph"}, {}))
+    graph_cache.store("0" * 64, graph_cache.CachedGraph({"a.onnx": b"graph"}, {}))
     shown = run("cache").stdout
     assert shown == f"{graph_cache.usage()}\n"
     assert shown.startswith("1 exported graph, ")

@@ -89,15 +89,14 @@ def imported_outside(folder: str, wrong: Callable[[str], bool]) -> set[str]:
     }
 
 
-def test_only_compat_touches_ort_training_and_private_torch() -> None:
-    assert not imported_outside(
-        "compat", lambda name: within(name, "onnxruntime.training") or private_torch(name)
-    )
+def test_only_engines_touch_private_torch() -> None:
+    assert not imported_outside("engines", private_torch)
 
 
 @pytest.mark.parametrize(
     ("folder", "roots"),
     [
+        ("ortmodule", ("onnxruntime.training",)),
         ("notebook", ("IPython", "ipywidgets", "anywidget", "ipykernel")),
         ("cluster", ("ipyparallel", "cloudpickle")),
         ("deepspeed.py", ("deepspeed",)),

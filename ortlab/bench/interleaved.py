@@ -50,7 +50,7 @@ class Spread:
         return cls(median, low, high)
 
 
-class Lane:
+class TimedTrial:
     """One set-up in training: what `prepare` makes, its first step behind it.
 
     ``first_step_s`` is from before `prepare` to the end of that step, everything cold. ``losses``

@@ -26,7 +26,7 @@ from ortlab.bench.report import Operator, SessionPhase, StepBench, StepParts
 from ortlab.bench.settings import StepSettings
 from ortlab.engines.base import Stepper, tell
 from ortlab.engines.batch import arguments
-from ortlab.engines.ortmodule.call_signature import Form
+from ortlab.engines.ortmodule.call_signature import CallSignature
 from ortlab.engines.ortmodule.compat import profiling
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.guard import Guard
@@ -161,7 +161,7 @@ class Trial:
         tensors = [parameter.detach() for parameter in self.trained]
         calls: dict[str, Callable[[], object]] = {
             "guard": guard.key,
-            "form": lambda: Form.of(self._args, self._kwargs),
+            "form": lambda: CallSignature.of(self._args, self._kwargs),
             "dlpack": lambda: [from_dlpack(tensor) for tensor in tensors],
             "guard again": guard.key,
         }
@@ -174,7 +174,7 @@ class Trial:
                 found[name].append((time.perf_counter() - started) * 1e6)
         return {name: tuple(us) for name, us in found.items()}
 
-    def profile(self) -> profile_ort.Ort:
+    def profile(self) -> profile_ort.OrtProfile:
         """ORT's own profile of some steps more, forward and backward alone."""
         tell(f"{self._settings.model}: {self.profiled_steps} steps with ORT's profile")
         taken = Step(self._model, self._args, self._kwargs)

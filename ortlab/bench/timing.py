@@ -23,7 +23,15 @@ import torch
 from torch import nn
 
 from ortlab.bench import models
-from ortlab.bench.interleaved import SHORTEST_MS, WARMUP, Lane, enough, reasons, rounds, take_turns
+from ortlab.bench.interleaved import (
+    SHORTEST_MS,
+    WARMUP,
+    TimedTrial,
+    enough,
+    reasons,
+    rounds,
+    take_turns,
+)
 from ortlab.bench.machine import machine
 from ortlab.bench.result import Cell, EngineBench
 from ortlab.bench.settings import BenchSettings
@@ -109,7 +117,7 @@ class Race:
         self._device = device
         self._model, self._batch = models.build(name, quick=settings.quick, known=known)
         self._cells = {key: Cell(name, *key, reason=_INTERRUPTED) for key in settings.cells}
-        self.lanes: dict[Key, Lane] = {}
+        self.lanes: dict[Key, TimedTrial] = {}
         """Those that run, by cell."""
         self._turns = 0
         self.steps = 1
@@ -153,7 +161,7 @@ class Race:
             # An engine that cannot run says so before the model is copied.
             chosen = engine(name)
             model = copy.deepcopy(self._model)
-            lane = Lane(
+            lane = TimedTrial(
                 lambda: chosen.prepare(model, None, settings),
                 [self._batch],
                 lr=0.0,

@@ -34,7 +34,7 @@ class RankDied(RankError):
     """A rank whose process ended."""
 
 
-class Call:
+class WorkerCall:
     """What ipyparallel's `results`, one a rank, have given by now.
 
     ``pending`` are the ranks that are still at it, ``failures`` how others failed, ``lost`` those

@@ -15,7 +15,7 @@ from ortlab.checkpoint import sharded
 from ortlab.checkpoint.sharded import Shards
 from ortlab.cluster import packing, training
 from ortlab.cluster.call import RankError
-from ortlab.cluster.training import Told
+from ortlab.cluster.training import RankReport
 from ortlab.cluster.workers import Workers
 from ortlab.engines.base import (
     Batch,
@@ -109,7 +109,7 @@ class RemoteStepper:
             self._lost = True
             raise
 
-    def _hear(self, told: Sequence[Told]) -> None:
+    def _hear(self, told: Sequence[RankReport]) -> None:
         self._report = told[0].report or self._report
         self._finite = all(each.finite for each in told)
 

@@ -27,7 +27,7 @@ from ortlab.utils.threads import trim
 
 
 @dataclass(frozen=True)
-class Told:
+class RankReport:
     """What a rank tells beside a result.
 
     ``report`` is None where the engine has nothing new to say, ``finite`` as `Stepper.finite` is.
@@ -53,10 +53,10 @@ class _Trainee:
         self._from_bytes = self._highest = base_bytes
         self._report: Report | None = None
 
-    def told(self, *, step_ms: float = 0.0) -> Told:
+    def told(self, *, step_ms: float = 0.0) -> RankReport:
         report = self.stepper.report()
         new, self._report = report != self._report, report
-        return Told(
+        return RankReport(
             report if new else None,
             self.stepper.finite(),
             self._meter.take(),
@@ -98,7 +98,7 @@ _trainees: dict[int, _Trainee] = {}
 """The steppers of this process, by the number that the kernel has given each."""
 
 
-def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -> Told:
+def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -> RankReport:
     """Makes a stepper of what `packing.pack` gave: (model, loss)."""
     _dies_first()
     warn_once.are_seen()
@@ -123,7 +123,7 @@ def _dies_first() -> None:
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
 
-def step(number: int, batches: list[Batch], lr: float) -> tuple[StepResult, Told]:
+def step(number: int, batches: list[Batch], lr: float) -> tuple[StepResult, RankReport]:
     """See `Stepper.step`; the tensors of the result are on the CPU."""
     trainee = _trainees[number]
     began = time.perf_counter()
@@ -137,7 +137,7 @@ def step(number: int, batches: list[Batch], lr: float) -> tuple[StepResult, Told
     return dataclasses.replace(result, **tensors), trainee.told(step_ms=step_ms)
 
 
-def evaluate(number: int, batch: Batch) -> tuple[EvalResult, Told]:
+def evaluate(number: int, batch: Batch) -> tuple[EvalResult, RankReport]:
     """See `Stepper.evaluate`; the loss is on the CPU."""
     trainee = _trainees[number]
     result = trainee.stepper.evaluate(batch)
@@ -164,7 +164,7 @@ def write_state(number: int, folder: str) -> Any:
     return shards.write(_trainees[number].stepper.state_dict(), Path(folder))
 
 
-def read_state(number: int, folder: str, outline: Any) -> Told:
+def read_state(number: int, folder: str, outline: Any) -> RankReport:
     """Takes the state that is in `folder`."""
     trainee = _trainees[number]
     trainee.stepper.load_state_dict(shards.read(Path(folder), outline))

@@ -25,7 +25,7 @@ import psutil
 
 from ortlab.cluster import facts
 from ortlab.cluster import rank as on_rank
-from ortlab.cluster.call import Call, RankDied
+from ortlab.cluster.call import RankDied, WorkerCall
 from ortlab.cluster.launch import LOOPBACK, Cluster
 from ortlab.engines.base import tell
 from ortlab.training.memory_advice import available_bytes
@@ -220,7 +220,7 @@ class Workers:
         with self._taken(name):
             client = self._cluster.client
             return self._finish(
-                Call([client[rank.engine].apply_async(how, payload) for rank in self._ranks])
+                WorkerCall([client[rank.engine].apply_async(how, payload) for rank in self._ranks])
             )
 
     @contextlib.contextmanager
@@ -282,7 +282,7 @@ class Workers:
             self._busy = before
             self._lock.release()
 
-    def _finish(self, call: Call) -> list[Any]:
+    def _finish(self, call: WorkerCall) -> list[Any]:
         """Waits for the end of a call on all ranks; see `run`."""
         try:
             self._watch(call)
@@ -301,7 +301,7 @@ class Workers:
             raise error
         return call.values()
 
-    def _watch(self, call: Call, seconds: float = math.inf) -> None:
+    def _watch(self, call: WorkerCall, seconds: float = math.inf) -> None:
         """Polls until all ranks are done, or the time is over, or without one a rank failed.
 
         RankDied where a process ended.
@@ -316,7 +316,7 @@ class Workers:
             if call.lost or self._gone():
                 raise self._died(call.lost)
 
-    def _interrupt(self, call: Call) -> None:
+    def _interrupt(self, call: WorkerCall) -> None:
         """Ends a call on the ranks that are still at it, by SIGINT and at last by SIGKILL.
 
         An interrupt of this wait kills them at once.

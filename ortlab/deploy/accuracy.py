@@ -10,15 +10,17 @@ from typing import Any
 import torch
 
 from ortlab.deploy import check
-from ortlab.deploy.call import Call
-from ortlab.deploy.exported import Form
+from ortlab.deploy.call import ModelCall
+from ortlab.deploy.exported import ExportedFile
 from ortlab.engines.base import Batch, tell
 from ortlab.engines.batch import Forward, hits, target_of, to_device
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading
 
 
-def measured(call: Call, folder: Path, forms: Sequence[Form], data: Iterable[Any]) -> list[Form]:
+def measured(
+    call: ModelCall, folder: Path, forms: Sequence[ExportedFile], data: Iterable[Any]
+) -> list[ExportedFile]:
     """`forms` with the share of classes that they predict right in all of `data`, and torch's.
 
     ValueError where the data has no classes as targets, or batches that a fixed size does not take.
@@ -30,7 +32,7 @@ def measured(call: Call, folder: Path, forms: Sequence[Form], data: Iterable[Any
     tell("measuring the accuracy")
     for batch in data_loading.Epoch(found.open(0, 0), found.size, 0):
         target = target_of(batch)
-        tensors = Call.of(call.module, to_device(batch, device)).tensors
+        tensors = ModelCall.of(call.module, to_device(batch, device)).tensors
         answers: list[Mapping[str, torch.Tensor]] = [call(tensors)]
         for session in sessions:
             given = check.run(session, tensors)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ortlab.deploy.call import Call
+from ortlab.deploy.call import ModelCall
 
 Place = tuple[str, int]
 """An input and a dimension of it."""
@@ -74,7 +74,7 @@ def resized(tensors: Mapping[str, torch.Tensor], axis: Axis, size: int) -> dict[
     return changed
 
 
-def of_two(call: Call, other: Mapping[str, torch.Tensor]) -> Axes:
+def of_two(call: ModelCall, other: Mapping[str, torch.Tensor]) -> Axes:
     """The sizes in which the example and the `other` batch differ.
 
     ValueError where they differ in more than sizes.
@@ -100,7 +100,7 @@ def of_two(call: Call, other: Mapping[str, torch.Tensor]) -> Axes:
     return Axes(made)
 
 
-def tried(call: Call) -> Axes:
+def tried(call: ModelCall) -> Axes:
     """The sizes that eager torch takes otherwise than the example has them.
 
     A size varies where forward runs with another one. Equal sizes of several inputs are one, but
@@ -117,7 +117,7 @@ def tried(call: Call) -> Axes:
 
 
 def _apart(
-    call: Call, tensors: Mapping[str, torch.Tensor], places: tuple[Place, ...]
+    call: ModelCall, tensors: Mapping[str, torch.Tensor], places: tuple[Place, ...]
 ) -> list[tuple[tuple[Place, ...], tuple[int, ...]]]:
     """What of `places`, of one size, changes together, with the sizes that fit; none where none."""
     whole = _fits(call, tensors, places)
@@ -154,7 +154,7 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[Place, ...]]:
 
 
 def _fits(
-    call: Call, tensors: Mapping[str, torch.Tensor], places: tuple[Place, ...]
+    call: ModelCall, tensors: Mapping[str, torch.Tensor], places: tuple[Place, ...]
 ) -> tuple[int, ...]:
     """The other sizes at `places` that forward runs with, at most two."""
     n, is_first = _size(tensors, places), places[0][1] == 0
@@ -172,7 +172,7 @@ def _fits(
     return tuple(found)
 
 
-def _name(call: Call, places: Sequence[Place], before: Sequence[Axis]) -> str:
+def _name(call: ModelCall, places: Sequence[Place], before: Sequence[Axis]) -> str:
     """What a size is called: batch, sequence, height and width, or by its input and dimension."""
     name, dim = places[0]
     rank = call.tensors[name].dim()

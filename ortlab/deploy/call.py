@@ -31,7 +31,7 @@ class _Slot:
     at: int | str
 
 
-class Call:
+class ModelCall:
     """One way to call `module`: the tensors of ``tensors`` may change, all else is fixed.
 
     ``left_out`` are results that no graph can have.
@@ -61,7 +61,7 @@ class Call:
             )
 
     @classmethod
-    def of(cls, module: nn.Module, batch: Batch) -> Call:
+    def of(cls, module: nn.Module, batch: Batch) -> ModelCall:
         """The call that `batch` makes, without the answers in it; ValueError where none fits."""
         args, kwargs = _without_answers(module, batch)
         return cls(module, args, kwargs)

@@ -14,7 +14,7 @@ import torch
 
 from ortlab.deploy import weights
 from ortlab.deploy.axes import Axis
-from ortlab.deploy.call import Call
+from ortlab.deploy.call import ModelCall
 from ortlab.deploy.inputs import Trial
 from ortlab.utils import plain_onnxruntime
 from ortlab.utils.errors import Concise
@@ -103,7 +103,7 @@ class Expected:
     outputs: dict[str, torch.Tensor]
 
 
-def expected(call: Call, trials: Iterable[Trial]) -> Iterator[Expected]:
+def expected(call: ModelCall, trials: Iterable[Trial]) -> Iterator[Expected]:
     """What eager torch gives in each of `trials`; those that it refuses are left out.
 
     ValueError where it gives other outputs than for the example.

@@ -23,7 +23,7 @@ _MOST = 2**63
 
 
 @dataclass(frozen=True)
-class Form:
+class ExportedFile:
     """The model in one file, with what it takes and how far it is from torch.
 
     ``difference`` is the largest of all outputs in all trials, ``relative`` the largest relative to
@@ -50,7 +50,7 @@ class Exported:
     def __init__(
         self,
         path: Path,
-        forms: Sequence[Form],
+        forms: Sequence[ExportedFile],
         inputs: Sequence[Port],
         outputs: Sequence[Port],
         *,
@@ -78,7 +78,7 @@ class Exported:
         try:
             found = cls(
                 at,
-                [Form(**each) for each in facts["forms"]],
+                [ExportedFile(**each) for each in facts["forms"]],
                 [Port(p["name"], p["type"], tuple(p["shape"])) for p in facts["inputs"]],
                 [Port(p["name"], p["type"], tuple(p["shape"])) for p in facts["outputs"]],
                 opset=facts["opset"],
@@ -148,7 +148,7 @@ class Exported:
         """The largest difference of the model in full precision from torch."""
         return self.forms[0].difference
 
-    def __getitem__(self, name: str) -> Form:
+    def __getitem__(self, name: str) -> ExportedFile:
         """The form called `name`: fp32, fp16 or int8."""
         for form in self.forms:
             if form.name == name:
@@ -196,15 +196,17 @@ class Exported:
         """Every file that the model's forms are in."""
         return [each for form in self.forms for each in weights.files(self.path / form.file)]
 
-    def table(self) -> Table[Form]:
+    def table(self) -> Table[ExportedFile]:
         """The files, with sizes and differences."""
         columns = [
-            Column[Form]("form", lambda form: form.name),
-            Column[Form]("file", lambda form: str(self.path / form.file)),
-            Column[Form]("size", lambda form: size(form.bytes), number=True),
-            Column[Form]("largest difference", lambda form: f"{form.difference:.1e}", number=True),
-            Column[Form]("of its size", lambda form: f"{form.relative:.1e}", number=True),
-            Column[Form]("at", lambda form: form.worst),
+            Column[ExportedFile]("form", lambda form: form.name),
+            Column[ExportedFile]("file", lambda form: str(self.path / form.file)),
+            Column[ExportedFile]("size", lambda form: size(form.bytes), number=True),
+            Column[ExportedFile](
+                "largest difference", lambda form: f"{form.difference:.1e}", number=True
+            ),
+            Column[ExportedFile]("of its size", lambda form: f"{form.relative:.1e}", number=True),
+            Column[ExportedFile]("at", lambda form: form.worst),
         ]
         if any(form.accuracy is not None for form in self.forms):
             columns.append(Column("accuracy (torch)", _accuracies, number=True))
@@ -227,7 +229,7 @@ def size(number: int) -> str:
     return f"{number} bytes"
 
 
-def _accuracies(form: Form) -> str:
+def _accuracies(form: ExportedFile) -> str:
     if form.accuracy is None or form.torch_accuracy is None:
         return "-"
     return f"{form.accuracy:.4f} ({form.torch_accuracy:.4f})"

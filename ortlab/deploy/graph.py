@@ -12,7 +12,7 @@ from onnx import helper
 
 from ortlab._version import __version__
 from ortlab.deploy.axes import Axes
-from ortlab.deploy.call import Call
+from ortlab.deploy.call import ModelCall
 from ortlab.deploy.check import Expected
 from ortlab.deploy.weights import element_type
 from ortlab.engines.torchscript.isolation import NotInGraph
@@ -41,7 +41,7 @@ class Port:
 
 
 def ports(
-    call: Call, axes: Axes, references: Sequence[Expected], read: Container[str]
+    call: ModelCall, axes: Axes, references: Sequence[Expected], read: Container[str]
 ) -> tuple[list[Port], list[Port]]:
     """Inputs, those that are `read`, and outputs, whose sizes the `references` tell."""
     varies = axes.by_input()

@@ -27,9 +27,9 @@ from ortlab.deploy import (
 )
 from ortlab.deploy import readme as readme_of
 from ortlab.deploy.axes import Axes
-from ortlab.deploy.call import Call
+from ortlab.deploy.call import ModelCall
 from ortlab.deploy.check import Difference, Expected, SizeFailed
-from ortlab.deploy.exported import MODEL, Exported, Form
+from ortlab.deploy.exported import MODEL, Exported, ExportedFile
 from ortlab.deploy.graph import Port
 from ortlab.deploy.lab import Lab
 from ortlab.deploy.on_device_training import TrainingArtifacts
@@ -89,17 +89,17 @@ def export(
         raise ValueError("loss is for trainable=...; a graph for inference has none")
     example = examples.of(lab, given, module, batch)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    call = Call.of(module, to_device(example, device))
+    call = ModelCall.of(module, to_device(example, device))
     find = axes.tried
     if second is not None:
-        other = Call.of(module, to_device(examples.first(second), device))
+        other = ModelCall.of(module, to_device(examples.first(second), device))
         find = functools.partial(axes.of_two, other=other.tensors)
     with _evaluating(module), folder.filled(target) as made:
         exported = _Writer(module, call, find, chosen, made).write(eval_data)
     return exported.at(target)
 
 
-def one_file(module: nn.Module, call: Call, found: Axes, file: str | Path) -> None:
+def one_file(module: nn.Module, call: ModelCall, found: Axes, file: str | Path) -> None:
     """Writes the graph of `call`, which evaluates `module`, into `file`, checked as by `export`.
 
     `found` are the sizes that vary. What was at `file` stays where the check
@@ -149,8 +149,8 @@ class _Writer:
     def __init__(
         self,
         module: nn.Module,
-        call: Call,
-        found: Callable[[Call], Axes],
+        call: ModelCall,
+        found: Callable[[ModelCall], Axes],
         settings: ExportSettings,
         made: Path,
     ) -> None:
@@ -248,7 +248,7 @@ class _Writer:
                 f"opset {self._settings.opset} ({said}); try another opset"
             ) from error
 
-    def _smaller(self, name: str) -> Form:
+    def _smaller(self, name: str) -> ExportedFile:
         tell(f"converting it to {name}")
         source, file = self._folder / MODEL, self._folder / f"model.{name}.onnx"
         {"fp16": quantize.to_fp16, "int8": quantize.to_int8}[name](source, file)
@@ -262,9 +262,9 @@ class _Writer:
         return _form(name, file, found)
 
 
-def _form(name: str, file: Path, found: list[Difference]) -> Form:
+def _form(name: str, file: Path, found: list[Difference]) -> ExportedFile:
     worst = max(found, key=lambda each: each.relative)
     size = sum(each.stat().st_size for each in weights.files(file))
     largest = max(each.largest for each in found)
     at = f"{worst.output}, {worst.trial}"
-    return Form(name, file.name, size, largest, worst.relative, at)
+    return ExportedFile(name, file.name, size, largest, worst.relative, at)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ortlab.deploy.axes import BATCH, Axes, Axis, resized
-from ortlab.deploy.call import Call
+from ortlab.deploy.call import ModelCall
 
 _SEED = 20210301
 _EXTREME = 100.0
@@ -37,7 +37,7 @@ class Values:
     fractions there are all. Inputs of zeros and ones whose name says mask are masks.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ModelCall) -> None:
         self._call = call
         self._rows = _rows(call)
         self._generator = torch.Generator().manual_seed(_SEED)
@@ -80,7 +80,7 @@ class Values:
         return ends.expand_as(tensor).contiguous()
 
 
-def trials(call: Call, axes: Axes) -> Iterator[Trial]:
+def trials(call: ModelCall, axes: Axes) -> Iterator[Trial]:
     """What is tried: the example, random values, other sizes, padding, extremes."""
     values = Values(call)
     yield Trial("the example", dict(call.tensors))
@@ -97,7 +97,7 @@ def trials(call: Call, axes: Axes) -> Iterator[Trial]:
     yield Trial("smallest values", values.extreme(high=False))
 
 
-def _rows(call: Call) -> dict[str, int]:
+def _rows(call: ModelCall) -> dict[str, int]:
     """How many rows the embedding has that an input goes into as it is, by the input's name."""
     given = {name: tensor.clone() for name, tensor in call.tensors.items()}
     places = {tensor.data_ptr(): name for name, tensor in given.items() if tensor.numel()}

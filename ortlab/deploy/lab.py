@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ortlab.engines.wrapped_models import Wrapped
+from ortlab.engines.wrapped_models import WrappedModels
 from ortlab.training.run import Run
 
 
@@ -14,7 +14,7 @@ class Lab(Protocol):
     """The part of `ortlab.session.Session` that exports need."""
 
     @property
-    def wrapped(self) -> Wrapped:
+    def wrapped(self) -> WrappedModels:
         """The wrapped models."""
         ...
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ortlab.deploy import axes, folder, weights
-from ortlab.deploy.call import Call
+from ortlab.deploy.call import ModelCall
 from ortlab.deploy.check import CheckFailed
 from ortlab.deploy.exported import size
 from ortlab.deploy.trace import trace
@@ -141,7 +141,7 @@ def export(
     named = _named(module, batch)
     frozen = [name for name, _ in module.named_parameters() if name not in names]
     with folder.filled(target) as made, undisturbed(module):
-        call = Call(objective, (), named)
+        call = ModelCall(objective, (), named)
         module.eval()
         with torch.no_grad():
             objective(**named)  # what is wrong with the batch is torch's to say
@@ -232,7 +232,7 @@ def _generate(
 
 def _check(
     module: nn.Module,
-    call: Call,
+    call: ModelCall,
     model: onnx.ModelProto,
     trained: Sequence[str],
     frozen: Sequence[str],
@@ -269,7 +269,7 @@ def _check(
 
 
 def _eager(
-    module: nn.Module, call: Call, trained: Sequence[str]
+    module: nn.Module, call: ModelCall, trained: Sequence[str]
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients in training mode without dropout."""
     parameters = dict(module.named_parameters())
@@ -294,7 +294,7 @@ def _padding(module: nn.Module, name: str) -> int | None:
     return owner.padding_idx if isinstance(owner, nn.Embedding) else None
 
 
-def _readme(made: TrainingArtifacts, model: str, call: Call) -> str:
+def _readme(made: TrainingArtifacts, model: str, call: ModelCall) -> str:
     from ortlab.deploy.readme import escaped
 
     values = {name: call.tensors[name] for name in made.inputs}

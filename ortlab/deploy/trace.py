@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ortlab.deploy.axes import Axes
-from ortlab.deploy.call import Call
+from ortlab.deploy.call import ModelCall
 from ortlab.engines.base import tell
 from ortlab.engines.torchscript import inference
 from ortlab.engines.torchscript.decisions import Place
@@ -14,7 +14,7 @@ from ortlab.utils.errors import place
 
 
 def trace(
-    module: nn.Module, call: Call, axes: Axes, *, opset: int, known: frozenset[Place]
+    module: nn.Module, call: ModelCall, axes: Axes, *, opset: int, known: frozenset[Place]
 ) -> tuple[inference.Traced, Axes]:
     """The graph of `call` of `module`, and those of `axes` that do vary in it.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from ortlab.engines.ortmodule import graph_cache
 from ortlab.engines.ortmodule.graph_cache import Usage
-from ortlab.engines.ortmodule.kernels import kernel_choice
-from ortlab.engines.ortmodule.kernels.kernel_choice import Timing
 from ortlab.utils.tables import Table
+
+if TYPE_CHECKING:
+    from ortlab.engines.ortmodule.kernels.kernel_choice import Timing
 
 
 def graphs() -> Usage:
@@ -23,9 +25,13 @@ def clear_graphs() -> Usage:
 
 def kernel_timings() -> Table[tuple[str, Timing]]:
     """Return the kernels measured on this machine with these versions, the slowest first."""
+    from ortlab.engines.ortmodule.kernels import kernel_choice  # heavy: torch
+
     return kernel_choice.table()
 
 
 def without_timings() -> AbstractContextManager[None]:
     """Return a context in which no earlier timing is known and no new one is stored."""
+    from ortlab.engines.ortmodule.kernels import kernel_choice  # heavy: torch
+
     return kernel_choice.forgotten()

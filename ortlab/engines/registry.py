@@ -28,8 +28,8 @@ def _engine(name: str) -> Engine:
     engines: dict[str, Engine] = {
         "eager": torch_native.Eager(),
         "compile": torch_native.Compile(),
-        "ort": ortmodule.Ort(),
-        "offload": fused_engine.Offload(),
+        "ort": ortmodule.OrtModuleEngine(),
+        "offload": fused_engine.FusedEngine(),
     }
     if name not in engines:
         raise ValueError(f"engine={name!r}: {unknown_name(name, engines)}")

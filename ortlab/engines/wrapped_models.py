@@ -38,7 +38,7 @@ _MOST_REMARKS = 5
 
 
 @dataclass(frozen=True)
-class Entry:
+class WrappedEntry:
     """A wrapped model. It keeps neither wrapper nor model alive."""
 
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Left:
+class NotWrapped:
     """A name that a cell bound to something that was left as it is, and why."""
 
     name: str
@@ -71,8 +71,8 @@ class Left:
 class CellReport:
     """What became of the modules that a cell bound."""
 
-    wrapped: tuple[Entry, ...]
-    left: tuple[Left, ...]
+    wrapped: tuple[WrappedEntry, ...]
+    left: tuple[NotWrapped, ...]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class _Group:
     names: list[str]
 
 
-class Wrapped:
+class WrappedModels:
     """The wrapped models of a session.
 
     ``namespace`` is where the user's names live: the notebook's once the extension is loaded, None
@@ -130,17 +130,17 @@ class Wrapped:
 
     def __init__(self) -> None:
         self.namespace: Namespace | None = None
-        self._entries: list[Entry] = []
-        self._left: dict[str, Left] = {}
+        self._entries: list[WrappedEntry] = []
+        self._left: dict[str, NotWrapped] = {}
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[WrappedEntry]:
         """The wrapped models that somebody still holds, in the order of wrapping."""
         self._entries = [entry for entry in self._entries if entry.wrapper is not None]
         return list(self._entries)
 
     @property
-    def left(self) -> list[Left]:
+    def left(self) -> list[NotWrapped]:
         """What cells bound and was left as it is, while the name still holds the same value."""
         held = self.namespace
         if held is not None:
@@ -151,7 +151,7 @@ class Wrapped:
             }
         return list(self._left.values())
 
-    def entry(self, model: object) -> Entry | None:
+    def entry(self, model: object) -> WrappedEntry | None:
         """The entry whose wrapper is `model`.
 
         An ORT wrapper that came to be without the session, a copy or one that was unpickled, gets
@@ -162,7 +162,7 @@ class Wrapped:
         known = next((entry for entry in self.entries if entry.wrapper is model), None)
         return known or self._adopt(model)
 
-    def _adopt(self, model: nn.Module) -> Entry | None:
+    def _adopt(self, model: nn.Module) -> WrappedEntry | None:
         from ortlab.engines.registry import engine as engine_called
 
         wrapped = wrapped_model(model)
@@ -171,7 +171,7 @@ class Wrapped:
         # After a run those are the run's own settings.
         settings = wrapped.settings.as_dict()
         settings = {name: settings[name] for name in EngineSettings.declarations()}
-        entry = Entry(
+        entry = WrappedEntry(
             (),
             EngineSettings.of({**settings, "engine": "ort"}),
             engine_called("ort"),
@@ -226,7 +226,7 @@ class Wrapped:
         """See `Session.bind_cell`."""
         if names:
             groups = self._named(namespace, names)
-            left: list[Left] = []
+            left: list[NotWrapped] = []
         else:
             groups, left = self._found(namespace, bound)
         wrapped = self._wrap(groups, settings)
@@ -256,7 +256,7 @@ class Wrapped:
             empty="no model is wrapped",
         )
 
-    def _row(self, entry: Entry) -> ModelRow | None:
+    def _row(self, entry: WrappedEntry) -> ModelRow | None:
         wrapper, original = entry.wrapper, entry.original
         if wrapper is None or original is None:
             return None
@@ -289,10 +289,12 @@ class Wrapped:
             name for name, value in self.namespace.items() if value is model and is_own_name(name)
         ]
 
-    def _found(self, namespace: Namespace, bound: Iterable[str]) -> tuple[list[_Group], list[Left]]:
+    def _found(
+        self, namespace: Namespace, bound: Iterable[str]
+    ) -> tuple[list[_Group], list[NotWrapped]]:
         """What is to be wrapped among the values of `bound`, and what is not."""
         groups: dict[int, _Group] = {}
-        left: list[Left] = []
+        left: list[NotWrapped] = []
         for name in dict.fromkeys(bound):
             value = namespace.get(name)
             if not is_model(value):
@@ -364,7 +366,7 @@ class Wrapped:
 
     def _wrap(
         self, groups: Sequence[_Group], settings: EngineSettings
-    ) -> list[tuple[Entry, nn.Module]]:
+    ) -> list[tuple[WrappedEntry, nn.Module]]:
         """Wraps all of `groups`; nothing is recorded when one of them fails."""
         if not groups:
             return []
@@ -376,7 +378,7 @@ class Wrapped:
             wrapper = self._wrapper_of(group.module, settings)
             if wrapper is None:
                 wrapper = engine.wrap(group.module, settings)
-            entry = Entry(tuple(group.names), settings, engine, weakref.ref(wrapper))
+            entry = WrappedEntry(tuple(group.names), settings, engine, weakref.ref(wrapper))
             made.append((entry, wrapper, group.module))
         for entry, wrapper, module in made:
             # The entry of the same wrapper, or of the model itself on the eager engine.
@@ -466,9 +468,9 @@ def _role(model: nn.Module) -> str | None:
     return None
 
 
-def _left(name: str, value: object, reason: str) -> Left:
+def _left(name: str, value: object, reason: str) -> NotWrapped:
     if is_model(value):
         reference = weakref.ref(value)
-        return Left(name, reason, lambda other: other is reference())
+        return NotWrapped(name, reason, lambda other: other is reference())
     address = id(value)  # a list takes no weak reference, and must not be kept alive either
-    return Left(name, reason, lambda other: id(other) == address)
+    return NotWrapped(name, reason, lambda other: id(other) == address)

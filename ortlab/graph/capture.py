@@ -18,7 +18,7 @@ from torch import nn
 from ortlab.engines.base import Batch
 from ortlab.engines.batch import arguments, signature
 from ortlab.engines.ortmodule import fused_engine
-from ortlab.engines.ortmodule.dispatch import Execution
+from ortlab.engines.ortmodule.dispatch import GraphDispatcher
 from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
 from ortlab.engines.torchscript.failures import module_path
 from ortlab.graph import STAGES
@@ -440,7 +440,7 @@ def with_loss(wrapped: nn.Module) -> nn.Module | None:
     return fused_engine.with_loss(wrapped)
 
 
-def execution_behind(model: nn.Module) -> Execution:
+def execution_behind(model: nn.Module) -> GraphDispatcher:
     """How the wrapped `model` runs; ValueError where it is not wrapped in engine ort."""
     if not is_wrapped(model):
         raise ValueError(

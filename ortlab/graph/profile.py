@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from ortlab.graph import profile_ort
 from ortlab.graph.capture import Overlay, Stage
-from ortlab.graph.profile_ort import NodeTime, Ort, PhaseTime
+from ortlab.graph.profile_ort import NodeTime, OrtProfile, PhaseTime
 from ortlab.graph.profile_torch import Eager
 from ortlab.utils import svg_bars
 from ortlab.utils.tables import Column, Table
@@ -77,7 +77,7 @@ class Profile:
         model: str,
         modules: Iterable[str],
         *,
-        ort: Ort | None,
+        ort: OrtProfile | None,
         eager: Eager,
         notes: Iterable[str] = (),
     ) -> None:

@@ -59,7 +59,7 @@ class PhaseTime:
 
 
 @dataclass(frozen=True)
-class Ort:
+class OrtProfile:
     """ORT's time: of the nodes, in the order of the first run, and of the phases.
 
     ``plain_us`` is a whole step without a profile, ``watched_us`` one with it. ``joined`` is the
@@ -73,7 +73,7 @@ class Ort:
     joined: float
 
 
-def profile(step: Step, export: Export, steps: int, device: torch.device) -> Ort:
+def profile(step: Step, export: Export, steps: int, device: torch.device) -> OrtProfile:
     """Times `steps` steps in a session like that of `export`, after some to warm up.
 
     ValueError where ORT's profile does not hold so many.
@@ -109,7 +109,7 @@ def profile(step: Step, export: Export, steps: int, device: torch.device) -> Ort
     total = sum(node.us for node in nodes)
     joined = sum(node.us for node in nodes if origin(node.node, known) is not None)
     share = joined / total if total else 1.0
-    return Ort(tuple(nodes), times, plain.median_us(), watched.median_us(), share)
+    return OrtProfile(tuple(nodes), times, plain.median_us(), watched.median_us(), share)
 
 
 def origin(name: str, known: Container[str]) -> str | None:

@@ -12,12 +12,12 @@ from torch import nn
 from ortlab.engines.base import Batch, tell
 from ortlab.engines.batch import arguments, describe, signature, tensors
 from ortlab.engines.ortmodule.compat import interop
-from ortlab.engines.ortmodule.dispatch import Execution
+from ortlab.engines.ortmodule.dispatch import GraphDispatcher
 from ortlab.engines.torchscript.isolation import inputs_kept, undisturbed
 from ortlab.graph import profile_ort, profile_torch
 from ortlab.graph.capture import execution_behind
 from ortlab.graph.profile import Profile
-from ortlab.graph.profile_ort import Ort
+from ortlab.graph.profile_ort import OrtProfile
 from ortlab.graph.profile_torch import Eager
 from ortlab.graph.timed_step import Step
 
@@ -62,7 +62,9 @@ def _as_it_was(step: Step) -> Iterator[None]:
         yield
 
 
-def _call(execution: Execution, batch: Batch | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call(
+    execution: GraphDispatcher, batch: Batch | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The batch as arguments of forward, or what stands in for those of the last call."""
     if batch is not None:
         return arguments(execution.module, batch)
@@ -85,7 +87,7 @@ def _fitting(*, made_up: bool) -> Iterator[None]:
         raise ValueError(f"made-up values do not fit forward ({first}); give a batch") from error
 
 
-def medians(steps: int, ort: Ort | None, eager: Eager) -> Iterator[str]:
+def medians(steps: int, ort: OrtProfile | None, eager: Eager) -> Iterator[str]:
     """What the figures are of, and whether to trust them, in lines."""
     took = f"{eager.watched_us / 1000:.2f} ms in eager torch"
     if ort is not None:
@@ -97,7 +99,9 @@ def medians(steps: int, ort: Ort | None, eager: Eager) -> Iterator[str]:
         yield "watched steps are far from others: the model is small, or the machine busy"
 
 
-def _notes(execution: Execution, step: Step, made_up: bool, ort: Ort | None) -> Iterator[str]:
+def _notes(
+    execution: GraphDispatcher, step: Step, made_up: bool, ort: OrtProfile | None
+) -> Iterator[str]:
     if made_up:
         given = ", ".join(filter(None, (describe(step.args)[1:-1], describe(step.kwargs))))
         yield f"made-up values in the form of the last call: {given}"

@@ -16,7 +16,7 @@ import torch
 from ortlab.engines.base import Report, wrapped_model
 from ortlab.engines.batch import count
 from ortlab.history import sqlite_index
-from ortlab.history.run_files import Kept
+from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
 from ortlab.training.run import RunResult
@@ -59,7 +59,7 @@ class Step(Turn):
         self.tokens += tokens
 
 
-class TrainerRun(Kept):
+class TrainerRun(StoredRun):
     """What `OrtLabCallback` knows of one call of ``train``; a `telemetry.Watched`.
 
     It is kept as a run is (see `history.run_folder`), with ``trainer.json`` for the Trainer's own

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ortlab.history.entry import Entry
+from ortlab.history.entry import RunEntry
 from ortlab.history.exporters import flat
 from ortlab.history.listing import FIELDS, live_entry
 from ortlab.history.live_run import LiveRun
-from ortlab.history.saved_run import PastRun
+from ortlab.history.saved_run import SavedRun
 from ortlab.utils.tables import Column, Table
 
 MOST: Final = 8
@@ -38,7 +38,7 @@ class RunComparison:
     ``differences`` has what is not the same in settings and versions, and all results.
     """
 
-    def __init__(self, runs: Sequence[LiveRun | PastRun]) -> None:
+    def __init__(self, runs: Sequence[LiveRun | SavedRun]) -> None:
         names = [run.name for run in runs]
         if len(set(names)) != len(names):
             raise ValueError(f"{', '.join(names)}: a run does not differ from itself")
@@ -82,15 +82,15 @@ class RunComparison:
         return self.differences._repr_html_()
 
 
-def _with_last(run: LiveRun | PastRun) -> dict[str, Any]:
+def _with_last(run: LiveRun | SavedRun) -> dict[str, Any]:
     """The settings that a run began with, and each change of them."""
     settings = dict(run.began_with)
     changed = [f"step {e.step}: {e.text}" for e in run.recorder.events("change")]
     return settings | ({"changed in the run": "; ".join(changed)} if changed else {})
 
 
-def _entry(run: LiveRun | PastRun) -> Entry:
-    return run.entry if isinstance(run, PastRun) else live_entry(run)
+def _entry(run: LiveRun | SavedRun) -> RunEntry:
+    return run.entry if isinstance(run, SavedRun) else live_entry(run)
 
 
 def _differing(part: str, values: Sequence[Mapping[str, Any]]) -> list[Difference]:

@@ -25,7 +25,7 @@ _MOST: Final = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class RunEntry:
     """One run of the history. Numbers that are not known are NaN, words that are not are empty.
 
     ``state`` is "interrupted" where the process died before the run was over, and for a run of
@@ -85,7 +85,7 @@ class Entry:
         return f"{self.name}: {self.model} on {self.engine_used or self.engine_asked}, {self.state}"
 
 
-def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> Entry | None:
+def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> RunEntry | None:
     """The run that is kept in a folder; None where that is no run's, or one of another form.
 
     ``so_far`` is what a run of this process that goes on has given, as run.json holds a result:
@@ -104,7 +104,7 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> Entry | N
         state = "running" if RunFolder(path).held() else "interrupted"
     said = read_notes(path)
     asked = legible(about.get("engine_asked") or settings.get("engine", ""))
-    return Entry(
+    return RunEntry(
         name=path.name,
         number=numbered(path.name),
         state=state,

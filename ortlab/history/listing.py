@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ortlab.history import sqlite_index
-from ortlab.history.entry import AT_WORK, Entry, read_entry
+from ortlab.history.entry import AT_WORK, RunEntry, read_entry
 from ortlab.history.live_run import LiveRun
 from ortlab.settings import RUN_SORTS, HistorySettings
 from ortlab.utils.process_memory import memory
@@ -28,11 +28,11 @@ _HIGH_FIRST: Final = {"created", "samples_per_s", "peak_bytes", "size_bytes", "s
 
 @dataclass(frozen=True)
 class Field:
-    """A column of the history: head, text, and what it is sorted by (``key`` of `Entry`)."""
+    """A column of the history: head, text, and what it is sorted by (``key`` of `RunEntry`)."""
 
     head: str
     key: str
-    text: Callable[[Entry], str]
+    text: Callable[[RunEntry], str]
     number: bool = False
 
     @property
@@ -40,7 +40,7 @@ class Field:
         """Whether one asks for the highest first: the newest, the fastest, the largest."""
         return self.key in _HIGH_FIRST
 
-    def value(self, entry: Entry) -> float | str | None:
+    def value(self, entry: RunEntry) -> float | str | None:
         """What it is sorted by; None is unknown."""
         value = getattr(entry, self.key)
         if isinstance(value, float) and math.isnan(value):
@@ -52,20 +52,20 @@ def _figure(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def _engine(entry: Entry) -> str:
+def _engine(entry: RunEntry) -> str:
     """What was asked for, and after a fallback what was used."""
     if entry.engine_used in ("", entry.engine_asked):
         return entry.engine_asked
     return f"{entry.engine_asked} → {entry.engine_used}"
 
 
-def _held_out(entry: Entry) -> str:
+def _held_out(entry: RunEntry) -> str:
     accuracy = entry.held_out_accuracy
     hits = "" if math.isnan(accuracy) else f" ({accuracy:.1%})"
     return _figure(entry.held_out_loss) + hits
 
 
-def _began(entry: Entry) -> str:
+def _began(entry: RunEntry) -> str:
     """In the local time of whoever reads it."""
     try:
         return f"{datetime.datetime.fromisoformat(entry.created).astimezone():%Y-%m-%d %H:%M}"
@@ -73,7 +73,7 @@ def _began(entry: Entry) -> str:
         return "-"
 
 
-def _took(entry: Entry) -> str:
+def _took(entry: RunEntry) -> str:
     if math.isnan(entry.wall_s):
         return "-"
     minutes, seconds = divmod(round(entry.wall_s), 60)
@@ -83,7 +83,7 @@ def _took(entry: Entry) -> str:
     return f"{minutes}:{seconds:02}" if minutes else f"{entry.wall_s:.1f} s"
 
 
-def _said(entry: Entry) -> str:
+def _said(entry: RunEntry) -> str:
     """Error, tags, the last note and where it goes on, in so many letters."""
     parts = [f"#{tag}" for tag in entry.tags.split()]
     if entry.continues:
@@ -95,13 +95,13 @@ def _said(entry: Entry) -> str:
     return said if len(said) <= _NOTE else f"{said[: _NOTE - 1]}…"
 
 
-def _waits(entry: Entry) -> bool:
+def _waits(entry: RunEntry) -> bool:
     """Whether the run was cut off, can go on, and has not yet."""
     cut_off = entry.state == "interrupted" and entry.can_go_on
     return cut_off and not entry.note.startswith(GOES_ON)
 
 
-def _hint(found: Iterable[Entry]) -> str:
+def _hint(found: Iterable[RunEntry]) -> str:
     """How the runs that were cut off go on, the newest first; empty where there is none."""
     waiting = sorted(filter(_waits, found), key=lambda entry: entry.created, reverse=True)
     if not waiting:
@@ -133,15 +133,16 @@ def _bytes(size: float) -> str:
     return "-" if math.isnan(size) else memory(size)
 
 
-class History(Table[Entry]):
+class History(Table[RunEntry]):
     """Runs of the history, as a table: those of this process that go on first, then as asked for.
 
-    It is a sequence of `Entry`; a notebook shows it with headings to click on and a box to search.
+    It is a sequence of `RunEntry`; a notebook shows it with headings to click on and a box to
+    search.
     """
 
     def __init__(
         self,
-        found: Sequence[Entry],
+        found: Sequence[RunEntry],
         settings: HistorySettings,
         *,
         total: int,
@@ -160,7 +161,7 @@ class History(Table[Entry]):
         elif len(shown) > 1:
             notes.append(f"{total:,} runs, {memory(sum(entry.size_bytes for entry in found))}")
         notes += [self.hint] if self.hint else []
-        columns = [Column[Entry](field.head, field.text, field.number) for field in FIELDS]
+        columns = [Column[RunEntry](field.head, field.text, field.number) for field in FIELDS]
         super().__init__(shown, columns, notes=notes, empty=_nothing(settings))
         self.found = tuple(found)
         """All of them, also those that do not fit on a page."""
@@ -219,7 +220,7 @@ def history(settings: HistorySettings, own: Sequence[LiveRun], root: Path | None
     return History(limited, settings, total=len(found), own=own)
 
 
-def chosen(found: Iterable[Entry], settings: HistorySettings) -> Iterable[Entry]:
+def chosen(found: Iterable[RunEntry], settings: HistorySettings) -> Iterable[RunEntry]:
     """Those that are what `settings` ask for."""
     for entry in found:
         state = "running" if entry.state in AT_WORK else entry.state
@@ -234,7 +235,7 @@ def chosen(found: Iterable[Entry], settings: HistorySettings) -> Iterable[Entry]
         yield entry
 
 
-def ranked(found: Iterable[Entry], sort: str, *, reverse: bool = False) -> list[Entry]:
+def ranked(found: Iterable[RunEntry], sort: str, *, reverse: bool = False) -> list[RunEntry]:
     """In the order that one asks for: low losses, high speeds, the newest first; unknown last."""
     key = RUN_SORTS[sort]
     high = (key in _HIGH_FIRST) != reverse
@@ -245,12 +246,12 @@ def ranked(found: Iterable[Entry], sort: str, *, reverse: bool = False) -> list[
     return sorted(known, key=lambda entry: field.value(entry) or 0, reverse=high) + unknown
 
 
-def living_entries(own: Iterable[LiveRun]) -> list[Entry]:
+def living_entries(own: Iterable[LiveRun]) -> list[RunEntry]:
     """Runs of this process as they are now; without those whose folders were removed."""
     return [live_entry(run) for run in own if run.folder.is_dir()]
 
 
-def live_entry(run: LiveRun) -> Entry:
+def live_entry(run: LiveRun) -> RunEntry:
     """A run of this process in one line, as it is now; of one that is over as its folder has it."""
     over = run.over()  # before reading: what ends meanwhile has its folder say how
     entry = read_entry(run.folder, None if over else run.so_far().as_dict())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ortlab.history import sqlite_index
-from ortlab.history.entry import Entry
+from ortlab.history.entry import RunEntry
 from ortlab.history.listing import FIELDS, chosen
 from ortlab.history.run_folder import RunFolder, runs_root
 from ortlab.settings import HistorySettings, PruneSettings
@@ -22,18 +22,18 @@ _HOURS: Final = {"h": 1, "d": 24, "w": 7 * 24}
 _SHOWN: Final = ("run", "state", "model", "started", "on disk", "note")
 
 
-class Pruning(Table[Entry]):
+class Pruning(Table[RunEntry]):
     """The runs that go, or that went (``done``); ``left`` says why one stayed that should go."""
 
     def __init__(
-        self, going: Sequence[Entry], *, of: int, done: bool, left: Sequence[str] = ()
+        self, going: Sequence[RunEntry], *, of: int, done: bool, left: Sequence[str] = ()
     ) -> None:
         self.done = done
         self.left = tuple(left)
         size = memory(sum(entry.size_bytes for entry in going))
         told = f"{len(going):,} of {of:,} runs, {size}"
         ask = f"{told} would go for good; --yes, or yes=True, removes them"
-        columns = [Column[Entry](f.head, f.text, f.number) for f in FIELDS if f.head in _SHOWN]
+        columns = [Column[RunEntry](f.head, f.text, f.number) for f in FIELDS if f.head in _SHOWN]
         super().__init__(
             going,
             columns,
@@ -71,7 +71,9 @@ def prune(settings: PruneSettings, filters: HistorySettings, root: Path | None =
     return Pruning(gone, of=len(found), done=True, left=left)
 
 
-def _going(found: Sequence[Entry], settings: PruneSettings, now: datetime.datetime) -> list[Entry]:
+def _going(
+    found: Sequence[RunEntry], settings: PruneSettings, now: datetime.datetime
+) -> list[RunEntry]:
     oldest = None if settings.older_than is None else now - _age(settings.older_than)
     room = None if settings.max_size is None else parse_bytes(settings.max_size)
     going, size = [], 0
@@ -94,7 +96,7 @@ def _age(text: str) -> datetime.timedelta:
     return datetime.timedelta(hours=float(match[1]) * _HOURS[match[2]])
 
 
-def _began(entry: Entry) -> datetime.datetime:
+def _began(entry: RunEntry) -> datetime.datetime:
     """When it was created; where that is not told, when its folder was last changed."""
     try:
         return datetime.datetime.fromisoformat(entry.created).astimezone(datetime.UTC)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class KeptCheckpoint:
+class StoredCheckpoint:
     """A checkpoint of a run. ``path`` is what ``resume_from`` takes; ``time`` is local."""
 
     name: str
@@ -27,7 +27,7 @@ class KeptCheckpoint:
     time: datetime.datetime
 
 
-class Kept:
+class StoredRun:
     """A run by its folder. All is read when it is asked for; what is written is written at once."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -64,7 +64,7 @@ class Kept:
         return self._folder.read_metrics()
 
     @property
-    def checkpoints(self) -> Table[KeptCheckpoint]:
+    def checkpoints(self) -> Table[StoredCheckpoint]:
         """The checkpoints in the run's folder, the newest last."""
         found = []
         for path in in_checkpoints(self.folder):
@@ -75,7 +75,7 @@ class Kept:
                 size = entry.size_of(path) if path.is_dir() else path.stat().st_size
                 written = datetime.datetime.fromtimestamp(path.stat().st_mtime).astimezone()
                 name = path.name.removesuffix(".safetensors")
-                found.append(KeptCheckpoint(name, path, size, written))
+                found.append(StoredCheckpoint(name, path, size, written))
         found.sort(key=lambda each: (each.time, each.name))
         return Table(found, _COLUMNS, empty=f"{self.name} has kept no checkpoint")
 
@@ -136,8 +136,8 @@ class Kept:
 
 
 _COLUMNS: Final = (
-    Column[KeptCheckpoint]("checkpoint", lambda each: each.name),
-    Column[KeptCheckpoint]("size", lambda each: memory(each.size_bytes), number=True),
-    Column[KeptCheckpoint]("written", lambda each: f"{each.time:%Y-%m-%d %H:%M:%S}"),
-    Column[KeptCheckpoint]("file", lambda each: str(each.path)),
+    Column[StoredCheckpoint]("checkpoint", lambda each: each.name),
+    Column[StoredCheckpoint]("size", lambda each: memory(each.size_bytes), number=True),
+    Column[StoredCheckpoint]("written", lambda each: f"{each.time:%Y-%m-%d %H:%M:%S}"),
+    Column[StoredCheckpoint]("file", lambda each: str(each.path)),
 )

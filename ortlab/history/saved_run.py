@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ortlab.history import sqlite_index
-from ortlab.history.entry import Entry, read_entry
-from ortlab.history.run_files import Kept
+from ortlab.history.entry import RunEntry, read_entry
+from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import Metrics, RunFolder, read_metrics, runs_root
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import NAN, Recorder, Status
@@ -17,7 +17,7 @@ from ortlab.settings import FinetuneSettings, unknown_name
 from ortlab.utils.tables import Table
 
 
-class PastRun(Kept):
+class SavedRun(StoredRun):
     """A run as its folder tells it; a notebook shows its charts.
 
     Of a run that another process trains, or that was interrupted, it has what is on the disk by
@@ -33,11 +33,11 @@ class PastRun(Kept):
             raise ValueError(
                 f"{str(path)!r} is no folder of a run; %ort runs lists those there are"
             )
-        self.entry: Entry = entry
+        self.entry: RunEntry = entry
         """The run in one line, as `ortlab.list_runs` has it."""
 
     def __repr__(self) -> str:
-        return f"<PastRun {self.entry}, {self.entry.steps} steps>"
+        return f"<SavedRun {self.entry}, {self.entry.steps} steps>"
 
     @property
     def title(self) -> str:
@@ -160,7 +160,7 @@ def run_name(given: str | int) -> str:
     return f"run-{int(given)}" if str(given).strip().isdecimal() else str(given)
 
 
-def find(name: str | int, root: Path | None = None) -> Entry:
+def find(name: str | int, root: Path | None = None) -> RunEntry:
     """The run of that name, or number; ValueError offers the nearest."""
     found = {entry.name: entry for entry in sqlite_index.entries(root)}
     wanted = run_name(name)
@@ -172,7 +172,7 @@ def find(name: str | int, root: Path | None = None) -> Entry:
     return found[wanted]
 
 
-def _offer(wanted: str, found: dict[str, Entry], newest: list[str]) -> str:
+def _offer(wanted: str, found: dict[str, RunEntry], newest: list[str]) -> str:
     """What may have been meant; of a long history the newest are listed."""
     if len(found) <= len(newest):
         return unknown_name(wanted, found)

@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from ortlab.history.entry import Entry, read_entry, stamp
+from ortlab.history.entry import RunEntry, read_entry, stamp
 from ortlab.history.run_folder import runs_root
 
 FORM: Final = 2
@@ -27,12 +27,12 @@ _WAIT_S: Final = 10.0
 """For another process that writes; then the folders are read without an index."""
 _DAMAGED: Final = sqlite3.DatabaseError, UnicodeDecodeError
 """What a file raises that SQLite did not write so."""
-_COLUMNS: Final = [field.name for field in fields(Entry) if field.name != "folder"]
+_COLUMNS: Final = [field.name for field in fields(RunEntry) if field.name != "folder"]
 _ROW: Final = f"checksum, stamp, {', '.join(_COLUMNS)}"
-_NUMBERS: Final = {field.name for field in fields(Entry) if field.type == "float"}
+_NUMBERS: Final = {field.name for field in fields(RunEntry) if field.type == "float"}
 
 
-def entries(root: Path | None = None) -> list[Entry]:
+def entries(root: Path | None = None) -> list[RunEntry]:
     """Every run that is kept below `root`, or where runs are kept, the newest last."""
     root = runs_root() if root is None else root
     stamps = {path.name: (path, stamp(path)) for path in _folders(root)}
@@ -41,7 +41,7 @@ def entries(root: Path | None = None) -> list[Entry]:
     for name, (path, now) in stamps.items():
         before = known.get(name)
         if before is not None and before[0] == now:
-            found.append(Entry(**before[1], folder=path))
+            found.append(RunEntry(**before[1], folder=path))
             continue
         entry = read_entry(path)
         if entry is None:
@@ -103,7 +103,7 @@ def _values(row: tuple[Any, ...]) -> dict[str, Any]:
     return {n: float("nan") if v is None and n in _NUMBERS else v for n, v in values.items()}
 
 
-def _write(root: Path, fresh: list[tuple[Entry, str]], gone: Any) -> None:
+def _write(root: Path, fresh: list[tuple[RunEntry, str]], gone: Any) -> None:
     """Puts rows in and takes rows out, in one transaction; without an index where that fails.
 
     One that could not be used just now stays as it was.
@@ -134,7 +134,7 @@ def _discard(path: Path) -> None:
             each.unlink()
 
 
-def _put(path: Path, fresh: list[tuple[Entry, str]], gone: Any) -> None:
+def _put(path: Path, fresh: list[tuple[RunEntry, str]], gone: Any) -> None:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would let others read it
     marks = ", ".join("?" * (2 + len(_COLUMNS)))
     rows = [_row(entry, now) for entry, now in fresh]
@@ -148,7 +148,7 @@ def _put(path: Path, fresh: list[tuple[Entry, str]], gone: Any) -> None:
         database.executemany("DELETE FROM runs WHERE name = ?", [(name,) for name in gone])
 
 
-def _row(entry: Entry, now: str) -> tuple[Any, ...]:
+def _row(entry: RunEntry, now: str) -> tuple[Any, ...]:
     """What stands for a run in the index; SQLite has no NaN."""
     values = [getattr(entry, name) for name in _COLUMNS]
     row = [now, *(None if value != value else value for value in values)]

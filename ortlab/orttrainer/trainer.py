@@ -25,7 +25,7 @@ from ortlab.checkpoint.checkpoint import (
 from ortlab.engines.base import EngineUnavailable, NotFinite, unfit
 from ortlab.engines.batch import TARGETS, signature_names
 from ortlab.engines.ortmodule.engine import execution_of, reseed
-from ortlab.engines.ortmodule.fused_step import WholeStep
+from ortlab.engines.ortmodule.fused_step import FusedStep
 from ortlab.engines.registry import engine, refusal
 from ortlab.engines.torch.stepper import modes_of, set_modes
 from ortlab.optim.config import DecayMode, OptimizerConfig
@@ -116,7 +116,7 @@ class ORTTrainer:
         self._objective = objective
         self._optimizer = _optimizer(optim_config, dict(model.named_parameters()))
         self._bad = torch.zeros(())
-        self._step = WholeStep(execution_of(self._wrapped), self._optimizer, self._bad)
+        self._step = FusedStep(execution_of(self._wrapped), self._optimizer, self._bad)
         self._info = TrainStepInfo(optim_config)
         self._last: list[torch.Tensor] | None = None  # batch that fitted, for `save_as_onnx`
         self._taken = 0  # micro-batches of the step under way
@@ -334,7 +334,7 @@ class ORTTrainer:
         """
         from ortlab.deploy import inference
         from ortlab.deploy.axes import Axes, Axis
-        from ortlab.deploy.call import Call
+        from ortlab.deploy.call import ModelCall
 
         if self._last is None:
             raise ValueError("no batch was seen yet; train or evaluate once, then save")
@@ -353,7 +353,7 @@ class ORTTrainer:
             size = given[at[0][0]].shape[at[0][1]]
             axes.append(Axis(name, size, tuple(at), (size + 1, max(size - 1, 1))))
         module = _Inference(self._objective)
-        inference.one_file(self.model, Call(module, (), given), Axes(axes), path)
+        inference.one_file(self.model, ModelCall(module, (), given), Axes(axes), path)
 
     def _fitting(self, weights: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
         """What the model loads of `weights`: all of its own, or not `strict` what both have."""
@@ -528,7 +528,7 @@ def _is_config(value: Any) -> bool:
 
 
 def _optimizer(config: Any, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """One of torch's with the groups of `config`, for `WholeStep`."""
+    """One of torch's with the groups of `config`, for `FusedStep`."""
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     groups: list[tuple[Mapping[str, Any], list[nn.Parameter]]] = []
     for group in config.params:

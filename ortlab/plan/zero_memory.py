@@ -21,7 +21,7 @@ from ortlab.utils.tables import Column, Table
 if TYPE_CHECKING:
     from torch import nn
 
-    from ortlab.engines.wrapped_models import Wrapped
+    from ortlab.engines.wrapped_models import WrappedModels
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.recompute import RecomputePlans
 
@@ -249,7 +249,7 @@ class Lab(Protocol):
     """The part of `ortlab.lab.Session` that a plan needs."""
 
     @property
-    def wrapped(self) -> Wrapped:
+    def wrapped(self) -> WrappedModels:
         """The wrapped models."""
         ...
 

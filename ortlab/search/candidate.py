@@ -25,7 +25,7 @@ LONG_S = 5.0
 """A first step that takes longer is not made for another batch without need."""
 
 
-class Entrant:
+class Candidate:
     """One set-up with the copy of `model` that it trains; its first step is behind it.
 
     With `workers` they train copies of that copy.
@@ -65,7 +65,7 @@ class Entrant:
             return chosen.prepare(self._wrapped, loss, settings)
 
         (batches,) = feed.steps(0, 1, micro=micro)
-        self.lane = interleaved.Lane(prepare, batches, lr=settings.lr, seed=settings.seed)
+        self.lane = interleaved.TimedTrial(prepare, batches, lr=settings.lr, seed=settings.seed)
 
     @property
     def slow_to_begin(self) -> bool:

@@ -20,9 +20,9 @@ from ortlab.engines.base import LossFunction
 from ortlab.engines.registry import engine_for
 from ortlab.engines.torch.stepper import training_device
 from ortlab.search.background import Background
-from ortlab.search.candidate import PLAIN, Entrant
+from ortlab.search.candidate import PLAIN, Candidate
 from ortlab.search.feed import Feed
-from ortlab.search.result import Entry, Result
+from ortlab.search.result import Result, TrialResult
 from ortlab.settings import FinetuneSettings, SearchSettings
 from ortlab.utils import environment
 from ortlab.utils.process_memory import free_bytes, parse_bytes
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ortlab.training.run import Run
 
 R = TypeVar("R", bound=Result[Any])
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=TrialResult)
 K = TypeVar("K")
 Prefer = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
 """Has settings hold for a model: what makes a set-up, and all that goes with it. Says what for."""
@@ -63,7 +63,7 @@ class Comparison(Background[R], Generic[R, E]):
 
     _result: R
     """What `standing` begins with."""
-    _entrants: dict[Any, Entrant]
+    _entrants: dict[Any, Candidate]
     """The set-ups that train, by what the race or the search knows them by."""
 
     def __init__(
@@ -187,7 +187,7 @@ class Comparison(Background[R], Generic[R, E]):
             self._feed.close()
             gc.collect()
 
-    def _enter(self, key: object, changes: Mapping[str, Any], *, micro: int) -> Entrant:
+    def _enter(self, key: object, changes: Mapping[str, Any], *, micro: int) -> Candidate:
         """Has a set-up make its first step. Raises what the settings and the engine raise."""
         settings = FinetuneSettings.of({**PLAIN, **self._shared, **changes})
         workers = None
@@ -196,7 +196,7 @@ class Comparison(Background[R], Generic[R, E]):
             if self._around.workers is None:
                 raise ValueError(f"{self.name} has no workers; ortlab.{self.kind} gives it some")
             workers = self._around.workers(settings.workers)
-        entrant = Entrant(
+        entrant = Candidate(
             settings, self._model, self._loss, self._feed, micro=micro, workers=workers
         )
         self._entrants[key] = entrant

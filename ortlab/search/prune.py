@@ -56,7 +56,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SearchPoint:
     """A set-up at a micro-batch of ``micro`` samples."""
 
     setup: Setup
@@ -91,12 +91,12 @@ class Track(Protocol):
         ...
 
     def rounds(
-        self, candidates: Sequence[Candidate], number: int
-    ) -> Mapping[Candidate, Sequence[float]]:
+        self, candidates: Sequence[SearchPoint], number: int
+    ) -> Mapping[SearchPoint, Sequence[float]]:
         """Rates of `candidates`, in turn, in `number` rounds, after one to warm up."""
         ...
 
-    def too_large(self, candidate: Candidate) -> str | None:
+    def too_large(self, candidate: SearchPoint) -> str | None:
         """Why a candidate does not fit into memory, as far as that can be said; None if it may."""
         ...
 
@@ -129,13 +129,13 @@ class Search:
         self._recompute = recompute
         self._unit = unit
         self.found = {
-            Candidate(setup, micro): Found() for setup in self.setups for micro in self.sizes
+            SearchPoint(setup, micro): Found() for setup in self.setups for micro in self.sizes
         }
         self._shape: dict[int, float] = {}
         """The speed of the first set-up by micro-batch, in parts of its best."""
         self._begun: dict[Setup, str | None] = {}
 
-    def best(self) -> Candidate | None:
+    def best(self) -> SearchPoint | None:
         """Who is ahead; None before anyone was measured."""
         going = [c for c, found in self.found.items() if found.state == "measured"]
         return max(going, key=lambda c: self.found[c].rate, default=None)
@@ -148,13 +148,13 @@ class Search:
         # All of the first engine, whose precisions are the measure for others'.
         for setup in others:
             if setup.way == reference.way:
-                self._measure(Candidate(setup, anchor))
+                self._measure(SearchPoint(setup, anchor))
         first, later = self._by_engine(anchor)
         for setup in first:
-            self._measure(Candidate(setup, anchor))
+            self._measure(SearchPoint(setup, anchor))
         for setup in later:
             if self._can_win(setup, anchor):
-                self._measure(Candidate(setup, anchor))
+                self._measure(SearchPoint(setup, anchor))
         self._other_sizes(anchor)
         self._forgetful(anchor)
         self._finals()
@@ -164,8 +164,8 @@ class Search:
     def _all_sizes(self, setup: Setup) -> None:
         """From the smallest micro-batch up, so that the next one's memory is known before."""
         for micro in self.sizes:
-            self._measure(Candidate(setup, micro), alone=True)
-        rates = {micro: self.found[Candidate(setup, micro)].rate for micro in self.sizes}
+            self._measure(SearchPoint(setup, micro), alone=True)
+        rates = {micro: self.found[SearchPoint(setup, micro)].rate for micro in self.sizes}
         best = max(rates.values())
         self._shape = {micro: rate / best for micro, rate in rates.items() if rate}
 
@@ -181,26 +181,28 @@ class Search:
 
     def _rate_of_precision(self, precision: str, anchor: int) -> float:
         like = replace(self.setups[0], precision=precision)
-        known = self.found.get(Candidate(like, anchor))
+        known = self.found.get(SearchPoint(like, anchor))
         return known.rate if known else 0.0
 
     def _can_win(self, setup: Setup, anchor: int) -> bool:
         """Whether the same engine's other precision leaves it a chance; says so where not."""
         leader = self.best()
         others = [
-            s for s in self.setups if s.way == setup.way and self.found[Candidate(s, anchor)].rates
+            s
+            for s in self.setups
+            if s.way == setup.way and self.found[SearchPoint(s, anchor)].rates
         ]
         ours = self._rate_of_precision(setup.precision, anchor)
         if leader is None or not others or not ours:
             return True
         other = others[0]
         theirs = self._rate_of_precision(other.precision, anchor)
-        expected = self.found[Candidate(other, anchor)].rate * ours / theirs if theirs else 0.0
+        expected = self.found[SearchPoint(other, anchor)].rate * ours / theirs if theirs else 0.0
         if not theirs or expected * SLACK >= self.found[leader].rate:
             return True
         ahead = self.found[leader].rate / expected
         self._leave_out(
-            (Candidate(setup, micro) for micro in self.sizes),
+            (SearchPoint(setup, micro) for micro in self.sizes),
             f"cannot win: {leader} is about {ahead:.1f} times as fast as {other} says of it",
         )
         return False
@@ -208,9 +210,9 @@ class Search:
     def _other_sizes(self, anchor: int) -> None:
         """The other micro-batches of the set-ups that may win with one."""
         for setup in self._fastest_first(anchor):
-            at_anchor = self.found[Candidate(setup, anchor)]
+            at_anchor = self.found[SearchPoint(setup, anchor)]
             for micro in sorted(self.sizes, key=lambda micro: -self._shape.get(micro, 1.0)):
-                candidate, leader = Candidate(setup, micro), self.best()
+                candidate, leader = SearchPoint(setup, micro), self.best()
                 if self.found[candidate].state != "waits":
                     continue
                 # Of a micro-batch that was too large for the first set-up nothing is known.
@@ -227,22 +229,22 @@ class Search:
         )
 
     def _fastest_first(self, anchor: int) -> list[Setup]:
-        measured = [s for s in self.setups if self.found[Candidate(s, anchor)].rates]
-        return sorted(measured, key=lambda s: -self.found[Candidate(s, anchor)].rate)
+        measured = [s for s in self.setups if self.found[SearchPoint(s, anchor)].rates]
+        return sorted(measured, key=lambda s: -self.found[SearchPoint(s, anchor)].rate)
 
     def _forgetful(self, anchor: int) -> None:
         """Recomputation costs time at every micro-batch: it is tried for those that do not fit."""
         if self._recompute is None:
             return
         for setup in self._fastest_first(anchor):
-            unfit = [m for m in self.sizes if self._track.too_large(Candidate(setup, m))]
+            unfit = [m for m in self.sizes if self._track.too_large(SearchPoint(setup, m))]
             if not unfit or not self._track.forgets(setup):
                 continue
             again = replace(setup, recompute=self._recompute)
             self.setups.append(again)
-            self.found |= {Candidate(again, micro): Found() for micro in unfit}
+            self.found |= {SearchPoint(again, micro): Found() for micro in unfit}
             for micro in unfit:
-                self._measure(Candidate(again, micro))
+                self._measure(SearchPoint(again, micro))
 
     def _finals(self) -> None:
         """Rounds among those that may still win, and more of them for fewer."""
@@ -255,7 +257,7 @@ class Search:
             self._take(left, number, again=True)  # all are compared in the same rounds
             made += number
 
-    def _in_reach(self) -> list[Candidate]:
+    def _in_reach(self) -> list[SearchPoint]:
         leader = self.best()
         if leader is None:
             return []
@@ -270,7 +272,7 @@ class Search:
 
     # ---- measuring -------------------------------------------------------------------------------
 
-    def _measure(self, candidate: Candidate, *, alone: bool = False) -> None:
+    def _measure(self, candidate: SearchPoint, *, alone: bool = False) -> None:
         """The first rounds of a candidate, beside the leader's unless it is to be `alone`."""
         setup = candidate.setup
         if not self._fits(candidate):
@@ -279,7 +281,7 @@ class Search:
             self._begun[setup] = self._track.begin(setup, candidate.micro)
         if (reason := self._begun[setup]) is not None:
             for micro in self.sizes:
-                if (known := self.found.get(Candidate(setup, micro))) is not None:
+                if (known := self.found.get(SearchPoint(setup, micro))) is not None:
                     known.state, known.reason = "failed", reason
             return
         # What was not known before it began: the plan of its graph.
@@ -289,14 +291,14 @@ class Search:
         self._take([candidate] if leader is None else [leader, candidate], FIRST)
         self._fits(candidate)  # now that it was measured
 
-    def _fits(self, candidate: Candidate) -> bool:
+    def _fits(self, candidate: SearchPoint) -> bool:
         """Whether it fits into memory, as far as that can be said; left out where it does not."""
         reason = self._track.too_large(candidate)
         if reason is not None:
             self._leave_out([candidate], reason)
         return reason is None
 
-    def _take(self, candidates: Sequence[Candidate], number: int, *, again: bool = False) -> None:
+    def _take(self, candidates: Sequence[SearchPoint], number: int, *, again: bool = False) -> None:
         """Rounds of `candidates`, which count with those before, or `again` in their place."""
         made = self._track.rounds(candidates, number)
         for candidate in candidates:
@@ -307,14 +309,14 @@ class Search:
             else:
                 found.state, found.reason = "failed", "failed in a round"
 
-    def _leave_out(self, candidates: Iterable[Candidate], reason: str) -> None:
+    def _leave_out(self, candidates: Iterable[SearchPoint], reason: str) -> None:
         for candidate in candidates:
             found = self.found[candidate]
             if found.state in ("waits", "measured"):
                 found.state, found.reason = "left out", reason
 
 
-def settings_of(candidate: Candidate, samples: int) -> dict[str, Any]:
+def settings_of(candidate: SearchPoint, samples: int) -> dict[str, Any]:
     """What a run has to be told to train as `candidate`, `samples` in an optimizer step."""
     setup = candidate.setup
     found: dict[str, Any] = {"engine": setup.engine, "precision": setup.precision}

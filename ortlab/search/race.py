@@ -22,7 +22,7 @@ from ortlab.bench import interleaved
 from ortlab.engines.base import LossFunction, Stepper
 from ortlab.engines.batch import forward, to_device
 from ortlab.search import memory as footprint
-from ortlab.search.candidate import PLAIN, Entrant
+from ortlab.search.candidate import PLAIN, Candidate
 from ortlab.search.comparison import ALONE, Comparison, Surroundings
 from ortlab.search.feed import Feed
 from ortlab.search.memory import Line
@@ -95,7 +95,7 @@ class Race(Comparison[RaceResult, Cell]):
     """
 
     kind = "race"
-    _entrants: dict[str, Entrant]
+    _entrants: dict[str, Candidate]
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Race(Comparison[RaceResult, Cell]):
                 self._change(label, max_batch=most)
             self._change(label, doing=DONE)
 
-    def _line(self, label: str, entrant: Entrant) -> Line:
+    def _line(self, label: str, entrant: Candidate) -> Line:
         """Through what was measured and a peak at half of the batch.
 
         A set-up that takes long to begin with another batch has in its place what stays between

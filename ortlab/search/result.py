@@ -27,14 +27,14 @@ LONGEST = 160
 
 
 @dataclass(frozen=True)
-class Entry:
+class TrialResult:
     """One set-up: ``settings`` are what makes it, by their names."""
 
     label: str
     settings: Mapping[str, Any]
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=TrialResult)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -47,7 +47,7 @@ class Result(abc.ABC, Generic[E]):
     """
 
     kind: ClassVar[str]
-    entries: ClassVar[tuple[str, type[Entry]]]
+    entries: ClassVar[tuple[str, type[TrialResult]]]
     """The field that the set-ups are in, and what they are."""
 
     model: str
@@ -130,7 +130,7 @@ class Result(abc.ABC, Generic[E]):
         return cls(**values)
 
 
-def _entry(kind: type[Entry], stored: Mapping[str, Any]) -> Entry:
+def _entry(kind: type[TrialResult], stored: Mapping[str, Any]) -> TrialResult:
     """An entry as it was: tuples for lists, NaN for the null of a figure that is not known."""
     values: dict[str, Any] = {}
     for each in dataclasses.fields(kind):
@@ -154,7 +154,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Cell(Entry):
+class Cell(TrialResult):
     """A set-up of a race.
 
     ``first_step_s`` is from the plain module to the end of its first step. ``step_ms`` has a figure
@@ -390,7 +390,7 @@ def _short(words: str) -> str:
 
 
 @dataclass(frozen=True)
-class Row(Entry):
+class Row(TrialResult):
     """A candidate: ``settings`` are what a run takes to train so, ``rates`` its rounds.
 
     ``state`` is "waits", "measured", "left out" or "failed", and ``reason`` says why.

@@ -18,11 +18,11 @@ from ortlab.bench import interleaved
 from ortlab.engines.base import LossFunction
 from ortlab.engines.batch import count
 from ortlab.search import memory as footprint
-from ortlab.search.candidate import PLAIN, Entrant
+from ortlab.search.candidate import PLAIN, Candidate
 from ortlab.search.comparison import ALONE, Comparison, Surroundings
 from ortlab.search.feed import Feed
 from ortlab.search.memory import Line
-from ortlab.search.prune import Candidate, Found, Search, Setup, settings_of
+from ortlab.search.prune import Found, Search, SearchPoint, Setup, settings_of
 from ortlab.search.result import Row, TuneResult
 from ortlab.settings import REFERENCE, FinetuneSettings, TuneSettings
 from ortlab.training import data_loading
@@ -39,7 +39,7 @@ class Tune(Comparison[TuneResult, Row]):
     """
 
     kind = "tune"
-    _entrants: dict[Setup, Entrant]
+    _entrants: dict[Setup, Candidate]
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Tune(Comparison[TuneResult, Row]):
         )
         self._settings = settings
         self._loader_s_own = () if data_loading.of_samples(data) else ("batch_size",)
-        self._peaks: dict[Candidate, float] = {}
-        self._failures: dict[Candidate, str] = {}
+        self._peaks: dict[SearchPoint, float] = {}
+        self._failures: dict[SearchPoint, str] = {}
         self._turn_steps = settings.steps or 1
         self._began, self._took_s = time.perf_counter(), math.nan
         self._search = Search(
@@ -93,7 +93,7 @@ class Tune(Comparison[TuneResult, Row]):
             took_s = time.perf_counter() - self._began
         return {"rows": tuple(self._row(*pair) for pair in found), "took_s": took_s}
 
-    def _row(self, candidate: Candidate, found: Found) -> Row:
+    def _row(self, candidate: SearchPoint, found: Found) -> Row:
         chosen = settings_of(candidate, self._feed.samples)
         return Row(
             str(candidate),
@@ -118,21 +118,21 @@ class Tune(Comparison[TuneResult, Row]):
         self._tell(f"{setup}: first step")
         reasons: list[str] = []
         with interleaved.reasons(reasons.append):
-            changes = settings_of(Candidate(setup, micro), self._feed.samples)
+            changes = settings_of(SearchPoint(setup, micro), self._feed.samples)
             self._enter(setup, changes, micro=micro)
-            self._note_peak(Candidate(setup, micro))
+            self._note_peak(SearchPoint(setup, micro))
             return None
         self._leave(setup)
         return reasons[0]
 
     def rounds(
-        self, candidates: Sequence[Candidate], number: int
-    ) -> Mapping[Candidate, Sequence[float]]:
+        self, candidates: Sequence[SearchPoint], number: int
+    ) -> Mapping[SearchPoint, Sequence[float]]:
         """See `prune.Track.rounds`."""
         self._tell(f"{len(candidates)} in turn: {candidates[-1]}")
-        rates: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
+        rates: dict[SearchPoint, list[float]] = {candidate: [] for candidate in candidates}
 
-        def fail(candidate: Candidate, reason: str) -> None:
+        def fail(candidate: SearchPoint, reason: str) -> None:
             self._failures[candidate] = reason
             rates.pop(candidate, None)
 
@@ -147,7 +147,7 @@ class Tune(Comparison[TuneResult, Row]):
             self.version += 1
         return rates
 
-    def too_large(self, candidate: Candidate) -> str | None:
+    def too_large(self, candidate: SearchPoint) -> str | None:
         """See `prune.Track.too_large`."""
         expected = self._expected_bytes(candidate)
         if math.isnan(expected) or expected <= self._budget * (1 - footprint.MARGIN):
@@ -162,20 +162,20 @@ class Tune(Comparison[TuneResult, Row]):
         """See `prune.Track.forgets`."""
         return setup in self._entrants and self._entrants[setup].plan is not None
 
-    def _turn(self, candidate: Candidate) -> float:
+    def _turn(self, candidate: SearchPoint) -> float:
         self._go_on()
         ms = self._entrants[candidate.setup].turn(self._turn_steps, micro=candidate.micro)
         if math.isnan(self._peaks.get(candidate, math.nan)):
             self._note_peak(candidate)
         return ms
 
-    def _settle(self, candidate: Candidate, ms: float) -> None:
+    def _settle(self, candidate: SearchPoint, ms: float) -> None:
         """The first turn of all says how many steps one is."""
         first = next(iter(self._entrants))
         if self._settings.steps is None and self._turn_steps == 1 and candidate.setup == first:
             self._turn_steps = interleaved.enough(ms)
 
-    def _note_peak(self, candidate: Candidate) -> None:
+    def _note_peak(self, candidate: SearchPoint) -> None:
         """What a step takes: by its graph, which the first step made, or by one step more."""
         entrant = self._entrants[candidate.setup]
         if entrant.plan is None:
@@ -184,7 +184,7 @@ class Tune(Comparison[TuneResult, Row]):
         if entrant.plan is not None:
             self._peaks[candidate] = self._expected_bytes(candidate)
 
-    def _expected_bytes(self, candidate: Candidate) -> float:
+    def _expected_bytes(self, candidate: SearchPoint) -> float:
         """What a step is expected to take; NaN where nothing says."""
         entrant = self._entrants.get(candidate.setup)
         if entrant is None:

@@ -760,7 +760,7 @@ RUN_SORTS: Mapping[str, str] = {
     "took": "wall_s",
     "size": "size_bytes",
 }
-"""What the history is sorted by, and which number of `ortlab.history.entry.Entry` that is."""
+"""What the history is sorted by, and which number of `ortlab.history.entry.RunEntry` that is."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ LAST: Final = "last"
 BEST: Final = "best"
 
 
-class Keeping:
+class CheckpointWriter:
     """Writes the checkpoints of the run in `folder`, and takes away those that are too many.
 
     `first` is called before each is written: the run's metrics are to be as far as it is. `tell`

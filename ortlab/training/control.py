@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.training.failures import Hold
+from ortlab.training.failures import PauseReason
 
 
 class Abandoned(BaseException):
@@ -35,7 +35,7 @@ class Control:
         self._changed = threading.Condition()
         self.settled = threading.Event()
         """Set while a wait for the loop is over: the loop is, or was held."""
-        self.held: Hold | None = None
+        self.held: PauseReason | None = None
         """What keeps a loop waiting that nobody has paused."""
         self.reading_since: float | None = None
         """Since when the loop waits for data, on `time.perf_counter`'s clock; None when not."""
@@ -70,7 +70,7 @@ class Control:
             self._skipping = skip
             self._go_on()
 
-    def hold(self, hold: Hold) -> None:
+    def hold(self, hold: PauseReason) -> None:
         """Has the loop wait, as after `pause`, since it cannot go on by itself."""
         with self._changed:
             if not self._stopping:
@@ -112,7 +112,7 @@ class Control:
         with self._in_read:
             yield self.reading_since == since
 
-    def hold_in_read(self, hold: Hold, since: float) -> bool:
+    def hold_in_read(self, hold: PauseReason, since: float) -> bool:
         """Holds a loop in the read that it began at `since`; False where it is not, or is to pause.
 
         When the data comes it goes on by itself.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Faults:
+class FailurePolicy:
     """What a run does about errors that need not end it.
 
     With ``waits`` somebody is there who can let it go on, as in a notebook: it then waits where a
@@ -31,7 +31,7 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class Hold:
+class PauseReason:
     """Why a run waits that nobody has paused, and what lets it go on.
 
     ``where`` and ``hint`` complete "it waits ...: ..."; ``advice`` are the settings to go on with,

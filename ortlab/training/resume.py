@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.history.entry import read_entry
-from ortlab.history.run_files import Kept
+from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder, in_checkpoints
-from ortlab.history.saved_run import PastRun, find
+from ortlab.history.saved_run import SavedRun, find
 from ortlab.metrics.recorder import INDEX, NAN, Event, Rows
 from ortlab.training.checkpoint_writer import BEST, remove
 from ortlab.training.trainer import Evaluation
@@ -73,7 +73,7 @@ class Earlier:
 
         None where it has none that is whole, or those of steps that are to be done again.
         """
-        for each in (each for run in self.line for each in Kept(RunFolder(run)).checkpoints):
+        for each in (each for run in self.line for each in StoredRun(RunFolder(run)).checkpoints):
             if each.name != BEST:
                 continue
             with contextlib.suppress(ValueError, RuntimeError):  # damaged, or there is no room
@@ -91,13 +91,13 @@ class Earlier:
         return None
 
 
-def beginning(resume_from: str | int | Path | Kept) -> Beginning:
+def beginning(resume_from: str | int | Path | StoredRun) -> Beginning:
     """The checkpoint that ``resume_from`` means: of a run the newest that is whole.
 
     A run is given by itself, its name or number, or its folder; a file, or the folder of a
     checkpoint of workers, is that one. ValueError where there is none, or none is whole.
     """
-    if isinstance(resume_from, Kept):
+    if isinstance(resume_from, StoredRun):
         return newest(resume_from.folder)
     path = Path(str(resume_from))
     if not path.exists() and not isinstance(resume_from, Path):
@@ -138,7 +138,7 @@ def newest(folder: Path) -> Beginning:
             wrong.append(f"{called} is no use ({_short(error, path)})")
             continue
         own = path.parent.parent == folder
-        settings = taken.settings if own else Kept(RunFolder(folder)).began_with
+        settings = taken.settings if own else StoredRun(RunFolder(folder)).began_with
         used, told = f"{called} of step {taken.position.step}", ""
         if wrong:
             told = f"{'; '.join(wrong)}: {used}, the one before, is used"
@@ -160,7 +160,7 @@ def _line(folder: Path) -> tuple[Path, ...]:
 
 
 def _kept(folder: Path) -> list[Path]:
-    found = [each.path for each in Kept(RunFolder(folder)).checkpoints]
+    found = [each.path for each in StoredRun(RunFolder(folder)).checkpoints]
     return sorted(found, key=_age, reverse=True)
 
 
@@ -182,7 +182,7 @@ def _age(path: Path) -> tuple[float, str]:
     return (int(match[1]) if match else math.inf if name == "final" else -1.0), name
 
 
-def earlier(run: PastRun, begin: Beginning) -> Earlier:
+def earlier(run: SavedRun, begin: Beginning) -> Earlier:
     """What another run, which goes on from `begin`, has of `run`."""
     position = begin.checkpoint.position
     metrics = run.metrics
@@ -201,9 +201,9 @@ def earlier(run: PastRun, begin: Beginning) -> Earlier:
     return Earlier(run.name, _line(run.folder), position.step, rows, tuple(events), told)
 
 
-def resumable(name: str | int) -> PastRun:
+def resumable(name: str | int) -> SavedRun:
     """The run of the history that is to go on; ValueError says why one cannot."""
-    run = PastRun(find(name).folder)
+    run = SavedRun(find(name).folder)
     if run.entry.at_work:
         raise ValueError(
             f"{run.name} is in training in another kernel: stop it there, and resume it then"
@@ -216,14 +216,14 @@ def resumable(name: str | int) -> PastRun:
     return run
 
 
-def clear(run: PastRun) -> None:
+def clear(run: SavedRun) -> None:
     """Takes away the checkpoint that a process was writing when it died; nobody else will."""
     for path in in_checkpoints(run.folder):
         if half_written(path) and not path.is_symlink():
             remove(path)
 
 
-def names_of(run: PastRun) -> dict[str, str]:
+def names_of(run: SavedRun) -> dict[str, str]:
     """What the user called model, data and loss of `run`, by `NAMES`; those that are known."""
     kept = run.about.get("names")
     kept = kept if isinstance(kept, dict) else {}
@@ -231,7 +231,7 @@ def names_of(run: PastRun) -> dict[str, str]:
 
 
 def found_by_name(
-    run: PastRun, given: Mapping[str, Any], namespace: Mapping[str, Any]
+    run: SavedRun, given: Mapping[str, Any], namespace: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`given`, and in the place of each that is None what the user calls as it was called.
 

@@ -24,15 +24,15 @@ from ortlab.engines.base import Report, Stepper, StepperLost, progress
 from ortlab.engines.registry import engine_for
 from ortlab.engines.torch.stepper import training_device
 from ortlab.history import sqlite_index
-from ortlab.history.run_files import Kept
+from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, State, Status, Watched
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading, memory_advice, trainer
-from ortlab.training.checkpoint_writer import Keeping
+from ortlab.training.checkpoint_writer import CheckpointWriter
 from ortlab.training.control import Control
-from ortlab.training.failures import Faults, Hold, typed
+from ortlab.training.failures import FailurePolicy, PauseReason, typed
 from ortlab.training.resume import Earlier
 from ortlab.training.trainer import Evaluation, best
 from ortlab.utils.environment import environment
@@ -102,7 +102,7 @@ class RunResult:
         return dataclasses.asdict(self)
 
 
-class Run(Kept):
+class Run(StoredRun):
     """A model in training, in the background.
 
     `prepare` makes the stepper for its settings, inside the run's thread, since exporting takes
@@ -143,7 +143,7 @@ class Run(Kept):
         earlier: Earlier | None = None,
         names: Mapping[str, str] | None = None,
         kept: Callable[[], Mapping[str, int]] = dict,
-        faults: Faults = Faults(),  # noqa: B008 - frozen
+        faults: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
     ) -> None:
         batches = data_loading.batches(train, settings)
         held_out = None
@@ -200,7 +200,7 @@ class Run(Kept):
         """The numbers of the run, and those of what it goes on with."""
         if earlier is not None:
             self.recorder.restore(earlier.rows, earlier.events)
-        self._keeping = Keeping(self._folder, first=self.recorder.flush, tell=self._event)
+        self._keeping = CheckpointWriter(self._folder, first=self.recorder.flush, tell=self._event)
 
     @property
     def title(self) -> str:
@@ -469,7 +469,7 @@ class Run(Kept):
         assert self._result is not None
         return self._result
 
-    def _hold_error(self, held: Hold) -> Exception:
+    def _hold_error(self, held: PauseReason) -> Exception:
         """What holds the run, with what can be done about it."""
         where = held.where.format(step=self.step)
         told = f"{self.name} waits {where}: {held.hint}, run.stop() ends it"
@@ -582,11 +582,11 @@ class Run(Kept):
                     notes = getattr(error, "__notes__", ())
                     self._event("warning", "; ".join((str(error), *notes)))
                 hint = "when the data comes it goes on by itself, run.resume() waits on"
-                hold = Hold(error, "after step {step}", hint, "the data hangs", passes=True)
+                hold = PauseReason(error, "after step {step}", hint, "the data hangs", passes=True)
                 if work.faults.waits and self._control.hold_in_read(hold, since):
                     held = since
 
-    def _keep_in_read(self, course: trainer.Course, since: float) -> None:
+    def _keep_in_read(self, course: trainer.Trainer, since: float) -> None:
         with self._control.kept_in_read(since) as stays:
             if not stays:
                 return
@@ -666,7 +666,7 @@ class Run(Kept):
         self._event("state", "starting")
         self._foretell(work)
         stepper = self._prepare(self.settings)
-        work.course = trainer.Course(
+        work.course = trainer.Trainer(
             stepper,
             work.train,
             self.settings,
@@ -871,7 +871,7 @@ class _Work:
     prepare: Callable[[FinetuneSettings], Stepper]
     train: data_loading.Batches
     evaluation: data_loading.Batches | None
-    faults: Faults
+    faults: FailurePolicy
     begin: Checkpoint | None = None
-    course: trainer.Course | None = None
+    course: trainer.Trainer | None = None
     heard: Stepper | None = None

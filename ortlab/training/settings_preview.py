@@ -28,7 +28,7 @@ COSTS: Mapping[Cost, str] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class SettingPreview:
     """A value of a setting as it is typed, and why it cannot be had; "" where it can."""
 
     text: str
@@ -46,7 +46,7 @@ class Control:
 
     declaration: Declaration
     value: Any
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[SettingPreview, ...] = ()
     reason: str = ""
     costs: tuple[Cost, ...] = ()
 
@@ -101,7 +101,7 @@ def _control(
 
     offered = tuple(_offered(declaration))
     choices = tuple(
-        Choice(declaration.show(other), "" if other == value else reason(other))
+        SettingPreview(declaration.show(other), "" if other == value else reason(other))
         for other in offered
     )
     others = [each.reason for each in choices if each.text != declaration.show(value)]

@@ -29,7 +29,7 @@ from ortlab.settings import LOWEST_LOSS_SCALE, EngineSettings, FinetuneSettings
 from ortlab.training import memory_advice
 from ortlab.training.control import Control
 from ortlab.training.data_loading import Batches, Epoch
-from ortlab.training.failures import Faults, Hold, typed
+from ortlab.training.failures import FailurePolicy, PauseReason, typed
 from ortlab.utils.errors import forget_locals, message, out_of_memory
 from ortlab.utils.process_memory import Memory, Meter
 from ortlab.utils.rng import RandomStates, seeded, undisturbed_random
@@ -268,7 +268,7 @@ def _differences(before: FinetuneSettings, after: FinetuneSettings) -> str:
     )
 
 
-class Course:
+class Trainer:
     """One run of the loop: its steps, and its exact state between two of them.
 
     With `begin` it goes on where that was taken: the same order of the data, place in it, random
@@ -301,7 +301,7 @@ class Course:
         begin: Checkpoint | None = None,
         prepare: Callable[[FinetuneSettings], Stepper] | None = None,
         keep: Callable[[Checkpoint], object] = lambda _: None,
-        faults: Faults = Faults(),  # noqa: B008 - frozen
+        faults: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
         keep_best: Callable[[Checkpoint], object] = lambda _: None,
         best: Evaluation | None = None,
     ) -> None:
@@ -458,7 +458,7 @@ class Course:
                 told = typed(changes)
                 hint = f"memory ran out; run.resume({told}) or its button goes on from there"
             where = "at step {step}, that of its last checkpoint"
-            self._control.hold(Hold(error, where, hint, advice=changes))
+            self._control.hold(PauseReason(error, where, hint, advice=changes))
             self._tell("warning", f"held: {error}")
             if not self._proceed():
                 return False
@@ -570,7 +570,7 @@ class Course:
 
     # ---- faults: what the loop waits for until somebody lets it go on --------------------------
 
-    def _held(self, hold: Hold) -> bool:
+    def _held(self, hold: PauseReason) -> bool:
         """Waits as `hold` says; whether the loop goes on. Raises its error where nobody would."""
         error = hold.error
         if not self._faults.waits or self._train.once:
@@ -611,7 +611,9 @@ class Course:
         hint = "mend the data, and run.resume() or its button reads on there"
         if skips:
             hint += "; run.resume(skip=True) leaves the samples of that step out"
-        if not self._held(Hold(error, "at step {step}", hint, "the data failed", skips=skips)):
+        if not self._held(
+            PauseReason(error, "at step {step}", hint, "the data failed", skips=skips)
+        ):
             return None
         if skips and self._control.skipping:
             asked = self.settings.batch_size * self.settings.accumulation
@@ -637,7 +639,7 @@ class Course:
             return None
         self._ended_at = self._epoch, read
         hint = "run.resume() reads on if there is more by then, and else ends the epoch there"
-        hold = Hold(RuntimeError(told), "at step {step}", hint, "the data ended early")
+        hold = PauseReason(RuntimeError(told), "at step {step}", hint, "the data ended early")
         return self._again() if self._held(hold) else None
 
     def _release(self, error: Exception) -> None:
@@ -677,7 +679,7 @@ class Course:
         hint = "run.resume() tries the step again"
         if changes:
             hint = f"run.resume({typed(changes)}) or its button goes on with that"
-        hold = Hold(error, "at step {step}", hint, "out of memory", changes)
+        hold = PauseReason(error, "at step {step}", hint, "out of memory", changes)
         return self._again() if self._held(hold) else None
 
     def _smaller(self, settings: FinetuneSettings, held: int = 0) -> dict[str, Any]:
@@ -722,7 +724,7 @@ class Course:
                     "run.resume() or its button evaluates again; run.resume(skip=True) goes on "
                     "without it"
                 )
-                hold = Hold(error, "after step {step}", hint, what, skips=True)
+                hold = PauseReason(error, "after step {step}", hint, what, skips=True)
                 if not self._held(hold):
                     return None
                 if self._control.skipping:
@@ -756,7 +758,7 @@ class Course:
         if cause is not None and cause.in_data:  # no settings would help
             change, hint = {}, "run.resume() or its button leaves the data of the step out"
         where = "with the weights of step {step}"
-        if not self._held(Hold(error, where, hint, "not finite", change)):
+        if not self._held(PauseReason(error, where, hint, "not finite", change)):
             self._told_not_finite = True
             return False
         taken = self.checkpoint()

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from ortlab.engines.ortmodule.autocast import autocast_now
-from ortlab.engines.ortmodule.call_signature import Form
+from ortlab.engines.ortmodule.call_signature import CallSignature
 from ortlab.engines.ortmodule.guard import Guard
 
 ROUNDS, CALLS = 15, 200
@@ -37,7 +37,7 @@ def _call_us(guard: Guard, kwargs: dict[str, torch.Tensor]) -> list[float]:
         started = time.perf_counter()
         for _ in range(CALLS):
             guard.key()
-            Form.of((), kwargs)
+            CallSignature.of((), kwargs)
             autocast_now()
         rounds.append((time.perf_counter() - started) / CALLS * 1e6)
     return sorted(rounds)

@@ -54,11 +54,11 @@ def _settings(given: argparse.Namespace) -> Any:
 
 
 def _candidates(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    from ortlab.search.prune import Candidate, settings_of
+    from ortlab.search.prune import SearchPoint, settings_of
     from ortlab.search.tune import setups_of
 
     sizes = [given.batch >> place for place in range(given.sizes)]
-    candidates = [Candidate(s, micro) for s in setups_of(_settings(given)) for micro in sizes]
+    candidates = [SearchPoint(s, micro) for s in setups_of(_settings(given)) for micro in sizes]
     return {str(each): settings_of(each, given.batch) for each in candidates}
 
 

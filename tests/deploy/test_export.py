@@ -19,7 +19,7 @@ from torch import nn
 
 import ortlab
 from ortlab.deploy import axes, check, folder, weights
-from ortlab.deploy.call import Call
+from ortlab.deploy.call import ModelCall
 from ortlab.deploy.exported import Exported
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.engine import execution_of
@@ -138,7 +138,7 @@ def test_smaller_forms_say_how_far_they_are(exported: Exported) -> None:
 
 def test_a_mask_that_hides_nothing_has_the_length_of_what_it_masks() -> None:
     """BERT leaves such a mask aside, whatever its length."""
-    found = axes.tried(Call.of(tiny.bert().eval(), batch())).found
+    found = axes.tried(ModelCall.of(tiny.bert().eval(), batch())).found
     assert [axis.name for axis in found] == ["batch", "sequence"]
     assert found[1].places == (("input_ids", 1), ("attention_mask", 1))
 

@@ -21,14 +21,14 @@ from torch import nn
 import ortlab
 from ortlab.history import sqlite_index
 from ortlab.history.comparison import RunComparison
-from ortlab.history.entry import Entry, read_entry, size_of, stamp
+from ortlab.history.entry import RunEntry, read_entry, size_of, stamp
 from ortlab.history.listing import living_entries
 from ortlab.history.prune import prune
 from ortlab.history.run_folder import RunFolder, read_last, read_metrics
-from ortlab.history.saved_run import PastRun, find
+from ortlab.history.saved_run import SavedRun, find
 from ortlab.metrics.recorder import COLUMNS, INDEX
 from ortlab.notebook.static_views import curves
-from ortlab.notebook.views import charts, comparison_view, display
+from ortlab.notebook.views import charts, comparison_view
 from ortlab.session import session
 from ortlab.settings import HistorySettings, PruneSettings
 from tests.support.past_runs import end, kept, spoil, steps, wait_for
@@ -119,7 +119,7 @@ def test_what_others_wrote_into_a_folder_is_listed_nonetheless(
 
 
 def test_half_a_character_in_a_note_stands_as_a_question_mark(root: Path) -> None:
-    run = PastRun(kept(root))
+    run = SavedRun(kept(root))
     run.note("good \ud800")
     assert ortlab.list_runs()[0].note == "good ?"
     assert [note.text for note in run.notes] == ["good ?"]
@@ -134,9 +134,9 @@ def test_what_a_terminal_obeys_is_shown_and_not_obeyed(root: Path) -> None:
     about = folder.read_json("run") | {"name": f"run-3{obeyed}"}
     folder.write_json("run", about)
     folder.path.rename(root / f"run-3{obeyed}")
-    PastRun(path).note(f"good{obeyed}")
+    SavedRun(path).note(f"good{obeyed}")
     other = kept(root)
-    compared = RunComparison([PastRun(path), PastRun(other)])
+    compared = RunComparison([SavedRun(path), SavedRun(other)])
     listed = ortlab.list_runs()
     assert "run-1" in names(listed)
     assert len(listed) == 2, "and a name with a line of its own is no run's"
@@ -198,7 +198,7 @@ def test_nothing_is_noted_through_a_link(root: Path, tmp_path: Path) -> None:
     path = kept(root)
     (path / "notes.jsonl").symlink_to(others)
     with pytest.raises(OSError, match="a link, which is not followed"):
-        PastRun(path).note("mine")
+        SavedRun(path).note("mine")
     assert others.read_text() == "theirs\n"
 
 
@@ -208,9 +208,9 @@ def test_a_rank_without_those_before_it_is_nobody_s(root: Path) -> None:
         sink = RunFolder(path).metrics(rank)
         sink.write(steps(3), [])
         sink.close()
-    assert len(PastRun(path).recorder.ranks) == 1
+    assert len(SavedRun(path).recorder.ranks) == 1
     (path / "rank-0.jsonl").unlink()
-    assert PastRun(path).recorder.ranks == []
+    assert SavedRun(path).recorder.ranks == []
 
 
 @pytest.mark.parametrize("size", [1, 40, 5000])
@@ -263,7 +263,7 @@ def test_a_bit_that_flips_in_the_index_changes_nothing(root: Path) -> None:
     """Seeded, everywhere, and more often in the head of the file; read, then written to."""
     for day in range(3):
         kept(root, days=day)
-    PastRun(root / "run-2").note("größer")
+    SavedRun(root / "run-2").note("größer")
     expected = repr(sqlite_index.entries())
     told = repr(ortlab.list_runs(sort="loss"))
     file = root / "index.sqlite"
@@ -365,7 +365,7 @@ def test_a_run_is_interrupted_when_its_process_dies(root: Path) -> None:
         (entry,) = sqlite_index.entries()
         assert (entry.state, entry.steps, entry.loss) == ("running", 5, 1.0)
         assert entry.at_work
-        assert PastRun(entry.folder).status().state == "running"
+        assert SavedRun(entry.folder).status().state == "running"
     finally:
         process.kill()
         process.wait()
@@ -374,7 +374,7 @@ def test_a_run_is_interrupted_when_its_process_dies(root: Path) -> None:
     assert (entry.steps, entry.samples_per_s, entry.peak_bytes) == (5, 2000, 2**30)
     assert rows_of_index(root)["run-1"][0] == "interrupted"
     assert names(ortlab.list_runs(state="interrupted")) == ["run-1"]
-    assert "interrupted" in charts.text(PastRun(entry.folder))
+    assert "interrupted" in charts.text(SavedRun(entry.folder))
 
 
 def test_asking_whether_a_run_is_held_changes_nothing(root: Path) -> None:
@@ -490,7 +490,7 @@ def test_a_run_that_goes_on_is_first_and_as_it_is_now(
 
 
 def test_a_run_opened_again_is_the_run(trained: Any) -> None:
-    live, past = trained[0], PastRun(trained[0].folder)
+    live, past = trained[0], SavedRun(trained[0].folder)
     assert (past.name, past.state, past.error) == (live.name, "finished", None)
     assert past.settings == live.settings
     assert past.began_with == live.began_with == live.settings.as_dict()
@@ -520,8 +520,8 @@ def test_what_is_shown_of_a_past_run_leaves_its_folder_alone(
     before = stamp(path)
     monkeypatch.setattr(charts, "get_ipython", lambda: type("Shell", (), {"kernel": 1})())
     shown: list[Any] = []
-    monkeypatch.setattr(display, "publish", lambda *given, **_: shown.append(given))
-    assert charts.follow(PastRun(path)) is None
+    monkeypatch.setattr(charts, "publish", lambda *given, **_: shown.append(given))
+    assert charts.follow(SavedRun(path)) is None
     ((data, _, _),) = shown
     assert data["image/png"].startswith(b"\x89PNG")
     assert "run-1" in data["text/plain"]
@@ -530,7 +530,7 @@ def test_what_is_shown_of_a_past_run_leaves_its_folder_alone(
 
 def test_notes_and_tags_stay_with_a_run(root: Path) -> None:
     path = kept(root)
-    one, two = PastRun(path), PastRun(path)
+    one, two = SavedRun(path), SavedRun(path)
     one.note("first\nof two lines")
     two.note("last <b>word</b>")
     one.tag("paper", "x/y")
@@ -567,7 +567,7 @@ def test_a_run_is_found_by_name_or_number(root: Path) -> None:
     with pytest.raises(ValueError, match=r"'bret': the newest are run-4, .*did you mean 'bert'\?"):
         ortlab.open_run("bret")
     with pytest.raises(ValueError, match="is no folder of a run"):
-        PastRun(root)
+        SavedRun(root)
 
 
 # The table.
@@ -615,7 +615,7 @@ def test_a_page_has_so_many_runs_as_fit(root: Path) -> None:
 
 
 def test_a_comparison_tells_what_differs_and_nothing_else(trained: Any) -> None:
-    comparison = RunComparison([trained[0], PastRun(trained[1].folder)])
+    comparison = RunComparison([trained[0], SavedRun(trained[1].folder)])
     found = {(each.part, each.name): each.values for each in comparison.differences}
     assert found["settings", "lr"] == ("0.1", "0.01")
     assert [name for part, name in found if part == "settings"] == ["lr"]
@@ -646,7 +646,7 @@ def test_a_damaged_environment_is_named_in_a_comparison(root: Path, text: str) -
     first, second = kept(root), kept(root)
     (second / "environment.json").write_text(text)
     with pytest.raises(ValueError, match=r"run-2/environment\.json is damaged: "):
-        RunComparison([PastRun(first), PastRun(second)])
+        RunComparison([SavedRun(first), SavedRun(second)])
 
 
 def test_versions_and_changes_in_the_run_differ_too(root: Path) -> None:
@@ -683,7 +683,7 @@ def test_a_comparison_is_of_two_to_eight_different_runs(root: Path) -> None:
 
 
 def test_a_curve_of_a_comparison_is_the_run_s(root: Path) -> None:
-    run = PastRun(kept(root, count=40))
+    run = SavedRun(kept(root, count=40))
     at, losses = curves.curve(run.recorder, "step", "loss")
     assert at.tolist() == list(range(1, 41))
     assert losses == pytest.approx(np.linspace(2, 1, 40))
@@ -698,7 +698,7 @@ def test_a_curve_of_a_comparison_is_the_run_s(root: Path) -> None:
 
 def test_a_frame_has_every_step_and_no_empty_column(root: Path) -> None:
     pandas = pytest.importorskip("pandas")
-    frame = PastRun(kept(root, count=5)).to_frame()
+    frame = SavedRun(kept(root, count=5)).to_frame()
     assert isinstance(frame, pandas.DataFrame)
     assert frame.index.tolist() == [1, 2, 3, 4, 5]
     assert frame.index.name == "step"
@@ -712,7 +712,7 @@ def test_tensorboard_reads_every_step_back(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = PastRun(kept(root, count=300))
+    run = SavedRun(kept(root, count=300))
     path = run.to_tensorboard(tmp_path / "board")
     assert path == tmp_path / "board" / "run-1"
     read = EventAccumulator(str(path), size_guidance={"scalars": 0})
@@ -736,7 +736,7 @@ def test_mlflow_reads_the_run_back(
 ) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the one store that needs no server
-    run = PastRun(kept(root, count=30, lr=0.125))
+    run = SavedRun(kept(root, count=30, lr=0.125))
     run.note("a note")
     run.tag("paper")
     place = f"file://{tmp_path / 'mlruns'}"
@@ -757,7 +757,7 @@ def test_mlflow_reads_the_run_back(
 
 
 def test_a_package_that_is_missing_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = PastRun(kept(root))
+    run = SavedRun(kept(root))
     for module in ("pandas", "tensorboard", "mlflow"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(RuntimeError, match="pip install pandas"):
@@ -854,7 +854,7 @@ def test_pruning_asks_and_refuses(root: Path) -> None:
 def test_a_run_that_comes_to_life_meanwhile_stays(root: Path) -> None:
     """Between what was listed and what is removed."""
     folder = RunFolder(kept(root))
-    entries: list[Entry] = sqlite_index.entries()
+    entries: list[RunEntry] = sqlite_index.entries()
     folder.hold()
     from ortlab.history.prune import _remove
 

@@ -24,7 +24,7 @@ import ortlab
 from ortlab import ORTTrainer, ORTTrainerOptions, optim
 from ortlab.engines.base import NotFinite
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.fused_step import WholeStep
+from ortlab.engines.ortmodule.fused_step import FusedStep
 from ortlab.orttrainer.description import Description
 from ortlab.orttrainer.trainer import TrainStepInfo
 from tests.support import tiny
@@ -584,13 +584,13 @@ def test_a_model_with_its_own_loss_is_saved_without_it(tmp_path: Path) -> None:
 
 def test_deterministic_compute_is_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    plain = WholeStep.run
+    plain = FusedStep.run
 
-    def run(self: WholeStep, *args: Any, **kwargs: Any) -> Any:
+    def run(self: FusedStep, *args: Any, **kwargs: Any) -> Any:
         seen.append(torch.are_deterministic_algorithms_enabled())
         return plain(self, *args, **kwargs)
 
-    monkeypatch.setattr(WholeStep, "run", run)
+    monkeypatch.setattr(FusedStep, "run", run)
     found = trainer(net(), debug={"deterministic_compute": True})
     found.train_step(*next(batches(1)))
     assert seen == [True]

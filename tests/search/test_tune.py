@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import ortlab
 from ortlab.engines.ortmodule import compat
-from ortlab.search.prune import Candidate, Search, Setup, settings_of
+from ortlab.search.prune import Search, SearchPoint, Setup, settings_of
 from ortlab.search.result import TuneResult
 from ortlab.search.tune import setups_of
 from ortlab.session import session
@@ -35,13 +35,13 @@ BEGIN_S = {"eager": 0.1, "compile": 25.0, "ort": 4.0}
 class Costs:
     """A track of made-up speeds without a clock: rates in samples a second, seconds spent."""
 
-    def __init__(self, speeds: Mapping[Candidate, float], *, room: int = 10**9) -> None:
+    def __init__(self, speeds: Mapping[SearchPoint, float], *, room: int = 10**9) -> None:
         self.speeds = speeds
         self.room = room
         self.spent_s = 0.0
         self.begun: list[Setup] = []
-        self.measured: list[Candidate] = []
-        self.together: list[set[Candidate]] = []
+        self.measured: list[SearchPoint] = []
+        self.together: list[set[SearchPoint]] = []
         self.broken: dict[Setup, str] = {}
         self._noise = itertools.cycle([1.01, 0.99, 1.0, 0.98, 1.02])
 
@@ -51,14 +51,14 @@ class Costs:
         return self.broken.get(setup)
 
     def rounds(
-        self, candidates: Sequence[Candidate], number: int
-    ) -> Mapping[Candidate, Sequence[float]]:
+        self, candidates: Sequence[SearchPoint], number: int
+    ) -> Mapping[SearchPoint, Sequence[float]]:
         self.measured += [c for c in candidates if c not in self.measured]
         self.together.append(set(candidates))
         self.spent_s += sum((1 + number) * 8 / self.speeds[c] for c in candidates)
         return {c: [self.speeds[c] * next(self._noise) for _ in range(number)] for c in candidates}
 
-    def too_large(self, candidate: Candidate) -> str | None:
+    def too_large(self, candidate: SearchPoint) -> str | None:
         takes = candidate.micro // (2 if candidate.setup.recompute else 1)
         return f"takes {takes}, more than {self.room}" if takes > self.room else None
 
@@ -69,7 +69,7 @@ class Costs:
         return setup.engine == "ort"
 
 
-def speeds(**changes: float) -> dict[Candidate, float]:
+def speeds(**changes: float) -> dict[SearchPoint, float]:
     """Products of engine, precision and micro-batch; `changes` are factors, as ort_bf16=0.5."""
     found = {}
     for (engine, e), (precision, p), (micro, m) in itertools.product(
@@ -77,8 +77,8 @@ def speeds(**changes: float) -> dict[Candidate, float]:
     ):
         factor = changes.get(f"{engine}_{precision}", 1.0)
         factor *= changes.get(f"{engine}_{precision}_{micro}", 1.0)
-        found[Candidate(Setup(engine, precision), micro)] = 10 * e * p * m * factor
-        again = Candidate(Setup(engine, precision, "layers"), micro)
+        found[SearchPoint(Setup(engine, precision), micro)] = 10 * e * p * m * factor
+        again = SearchPoint(Setup(engine, precision, "layers"), micro)
         found[again] = 8 * e * p * m * factor
     return found
 
@@ -125,16 +125,16 @@ def test_what_cannot_win_is_not_begun_and_says_why() -> None:
     search = searched(costs)
     assert Setup("compile", "fp32") not in costs.begun
     assert len(costs.begun) == len(set(costs.begun)), "a set-up began twice"
-    left = search.found[Candidate(Setup("compile", "fp32"), 4)]
+    left = search.found[SearchPoint(Setup("compile", "fp32"), 4)]
     assert left.state == "left out"
     assert "cannot win" in left.reason
     assert not left.rates
-    small = search.found[Candidate(Setup("ort", "bf16"), 1)]
+    small = search.found[SearchPoint(Setup("ort", "bf16"), 1)]
     assert "samples/s expected, ort bf16, 4 at a time has more" in small.reason
     assert not small.rates
-    of_tokens = searched(Costs(speeds()), unit="tokens").found[Candidate(Setup("ort", "bf16"), 1)]
+    of_tokens = searched(Costs(speeds()), unit="tokens").found[SearchPoint(Setup("ort", "bf16"), 1)]
     assert "tokens/s expected" in of_tokens.reason
-    behind = search.found[Candidate(Setup("eager", "fp32"), 1)]
+    behind = search.found[SearchPoint(Setup("eager", "fp32"), 1)]
     assert behind.rates
     assert "behind ort bf16, 4 at a time" in behind.reason
     assert all(found.state != "waits" for found in search.found.values())
@@ -164,8 +164,8 @@ def test_what_does_not_fit_is_never_measured() -> None:
     best = search.best()
     assert best is not None
     assert best.micro == 2
-    assert search.found[Candidate(Setup("eager", "fp32"), 8)].reason == "takes 8, more than 2"
-    assert search.found[Candidate(Setup("ort", "bf16"), 4)].reason == "takes 4, more than 2"
+    assert search.found[SearchPoint(Setup("eager", "fp32"), 8)].reason == "takes 8, more than 2"
+    assert search.found[SearchPoint(Setup("ort", "bf16"), 4)].reason == "takes 4, more than 2"
 
 
 def test_recomputation_is_for_what_does_not_fit_without() -> None:
@@ -175,7 +175,7 @@ def test_recomputation_is_for_what_does_not_fit_without() -> None:
     tight = Costs(speeds(), room=1)
     search = searched(tight, recompute="layers")
     best = search.best()
-    assert best == Candidate(Setup("ort", "bf16", "layers"), 2)  # 0.8 of 0.8, beside 0.5
+    assert best == SearchPoint(Setup("ort", "bf16", "layers"), 2)  # 0.8 of 0.8, beside 0.5
     assert {s.engine for s in tight.begun if s.recompute} == {"ort"}
     assert settings_of(best, 8) == {
         "engine": "ort",
@@ -196,16 +196,16 @@ def test_workers_are_another_way_to_execute() -> None:
         *("eager fp32 x 2 ZeRO 1", "ort fp32 x 2 ZeRO 1"),
     ]
     assert len({setup.way for setup in setups}) == 6
-    found = settings_of(Candidate(setups[-1], 4), 8)
+    found = settings_of(SearchPoint(setups[-1], 4), 8)
     assert (found["workers"], found["zero_stage"]) == (2, 1)
-    assert "workers" not in settings_of(Candidate(setups[0], 4), 8)
+    assert "workers" not in settings_of(SearchPoint(setups[0], 4), 8)
 
 
 def test_one_that_fails_is_left_and_others_go_on() -> None:
     costs = Costs(speeds())
     costs.broken = {Setup("ort", "bf16"): "no such kernel", Setup("eager", "fp32"): "tired"}
     search = searched(costs)
-    failed = search.found[Candidate(Setup("ort", "bf16"), 4)]
+    failed = search.found[SearchPoint(Setup("ort", "bf16"), 4)]
     assert (failed.state, failed.reason) == ("failed", "no such kernel")
     best = search.best()
     assert best is not None
@@ -215,8 +215,8 @@ def test_one_that_fails_is_left_and_others_go_on() -> None:
 def test_all_may_fail_in_a_round() -> None:
     class Broken(Costs):
         def rounds(
-            self, candidates: Sequence[Candidate], number: int
-        ) -> Mapping[Candidate, Sequence[float]]:
+            self, candidates: Sequence[SearchPoint], number: int
+        ) -> Mapping[SearchPoint, Sequence[float]]:
             found = super().rounds(candidates, number)
             return found if len(self.together) <= 5 else {}
 

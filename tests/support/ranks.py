@@ -36,7 +36,7 @@ from ortlab.metrics.recorder import Recorder
 from ortlab.settings import FinetuneSettings
 from ortlab.training.control import Control
 from ortlab.training.data_loading import batches
-from ortlab.training.trainer import Course
+from ortlab.training.trainer import Trainer
 
 RANK, SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 LR = 0.01
@@ -175,7 +175,7 @@ def course(model: nn.Module, steps: int, begin: Checkpoint | None, size: int, st
     else:
         stepper = steppers.prepare(engine("eager"), model, loss, chosen)
     recorder = Recorder()
-    ours = Course(
+    ours = Trainer(
         stepper,
         batches(TensorDataset(inputs, targets), chosen),
         chosen,

@@ -30,9 +30,9 @@ ELSEWHERE = {"squad": "data.squad"}
 RESULTS = [
     "training.run.Run",
     "training.run.RunResult",
-    "history.saved_run.PastRun",
-    "history.run_files.Kept",
-    "history.entry.Entry",
+    "history.saved_run.SavedRun",
+    "history.run_files.StoredRun",
+    "history.entry.RunEntry",
     "history.listing.History",
     "history.comparison.RunComparison",
     "history.prune.Pruning",

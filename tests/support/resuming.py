@@ -114,7 +114,7 @@ class Course:
         self.model = case.model()
         stepper = engine(settings.engine).prepare(self.model, case.loss, settings)
         self.recorder = Recorder()
-        self.loop = trainer.Course(
+        self.loop = trainer.Trainer(
             stepper,
             data_loading.batches(case.data(), settings),
             settings,

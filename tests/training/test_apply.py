@@ -66,7 +66,7 @@ class Course:
             return engine(name).prepare(wrapped[name], loss, settings)
 
         self.control = Control()
-        self.loop = trainer.Course(
+        self.loop = trainer.Trainer(
             prepare(settings),
             data_loading.batches(data, settings),
             settings,

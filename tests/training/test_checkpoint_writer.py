@@ -17,11 +17,11 @@ from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.registry import engine
 from ortlab.history.run_folder import RunFolder
-from ortlab.history.saved_run import PastRun
+from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import INDEX, Event
 from ortlab.session import session
 from ortlab.training import resume
-from ortlab.training.checkpoint_writer import Keeping
+from ortlab.training.checkpoint_writer import CheckpointWriter
 from ortlab.training.run import Run
 from ortlab.training.trainer import Evaluation, better
 from tests.support import killing
@@ -39,12 +39,12 @@ CHOSEN: dict[str, Any] = {
 }
 
 
-def losses(run: Run | PastRun) -> list[float]:
+def losses(run: Run | SavedRun) -> list[float]:
     values: list[float] = run.recorder.rows()[:, INDEX["loss"]].tolist()
     return values
 
 
-def steps(run: Run | PastRun) -> list[float]:
+def steps(run: Run | SavedRun) -> list[float]:
     values: list[float] = run.recorder.rows()[:, INDEX["step"]].tolist()
     return values
 
@@ -84,13 +84,13 @@ def taken() -> Callable[[int], Checkpoint]:
 
 
 @pytest.fixture
-def keeping(home: Path) -> Iterator[Keeping]:
-    made = Keeping(RunFolder.create(), first=lambda: None, tell=lambda kind, text: None)
+def keeping(home: Path) -> Iterator[CheckpointWriter]:
+    made = CheckpointWriter(RunFolder.create(), first=lambda: None, tell=lambda kind, text: None)
     yield made
     made.close()
 
 
-def test_the_last_ones_stay(home: Path, keeping: Keeping, taken: Any) -> None:
+def test_the_last_ones_stay(home: Path, keeping: CheckpointWriter, taken: Any) -> None:
     folder = home / "runs" / "run-1"
     for step in (1, 2, 3, 4):
         keeping.keep(taken(step), 3)
@@ -105,7 +105,7 @@ def test_the_last_ones_stay(home: Path, keeping: Keeping, taken: Any) -> None:
 def test_a_slow_disk_gets_the_newest_and_nobody_waits(home: Path, taken: Any) -> None:
     turns = Turns()
     folder = RunFolder.create()
-    keeping = Keeping(folder, first=turns.take, tell=lambda kind, text: None)
+    keeping = CheckpointWriter(folder, first=turns.take, tell=lambda kind, text: None)
     keeping.keep(taken(1), 9)
     turns.until_asked(1)  # it is being written
     for step in (2, 3, 4):
@@ -235,7 +235,7 @@ def on_a_full_disk(disk: Path) -> None:
     run.result()
     assert run.status().badges == ()
     assert names(run.folder) == {"final", "last-10"}
-    read = PastRun(run.folder)
+    read = SavedRun(run.folder)
     assert steps(read) == list(range(1, 13)), "what waited is written, and once"
     assert read.metrics.torn == 0
     assert losses(read) == pytest.approx(losses(run), rel=1e-8)
@@ -339,7 +339,7 @@ def test_of_the_names_the_newest_comes_first() -> None:
 
 
 @pytest.fixture
-def died(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PastRun:
+def died(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedRun:
     """What a process that is killed in step 9 leaves: the folders as they are then."""
     model = Gated(turns=8)
     data = examples(22)
@@ -365,14 +365,14 @@ def died(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PastRun
     run.result()
     monkeypatch.setenv("ORTLAB_HOME", str(after))
     monkeypatch.setattr(session, "runs", [])  # those of another process
-    return PastRun(after / "runs" / "run-1")
+    return SavedRun(after / "runs" / "run-1")
 
 
 WHOLE = {"eval_every": 2, "keep_best": "eval_loss", "checkpoint_every": 3}
 
 
 def test_a_run_goes_on_by_its_names_with_its_charts_whole(
-    died: PastRun, monkeypatch: pytest.MonkeyPatch
+    died: SavedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert died.state == "interrupted"
     assert "%ort resume 1 goes on from its checkpoint" in died.status().badges[0]
@@ -386,7 +386,7 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
     assert run.model is fresh["model"]
     assert run.name == "run-2"
     whole = undisturbed(eval_data=examples(9), **WHOLE)
-    for each in (run, PastRun(run.folder)):
+    for each in (run, SavedRun(run.folder)):
         assert steps(each) == list(range(1, 13))
         assert losses(each) == pytest.approx(losses(whole), rel=1e-8)
     assert losses(run)[6:] == losses(whole)[6:]
@@ -408,7 +408,7 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
 
 
 @pytest.fixture
-def elsewhere(died: PastRun, tmp_path: Path) -> Path:
+def elsewhere(died: SavedRun, tmp_path: Path) -> Path:
     """Where the checkpoints of the run lead, which are a link: a folder with files of others."""
     checkpoints, elsewhere = died.folder / "checkpoints", tmp_path / "elsewhere"
     checkpoints.rename(elsewhere)
@@ -418,18 +418,18 @@ def elsewhere(died: PastRun, tmp_path: Path) -> Path:
     return elsewhere
 
 
-def test_checkpoints_that_are_a_link_are_not_the_run_s(died: PastRun, elsewhere: Path) -> None:
+def test_checkpoints_that_are_a_link_are_not_the_run_s(died: SavedRun, elsewhere: Path) -> None:
     before = sorted(elsewhere.rglob("*"))
     resume.clear(died)
     assert sorted(elsewhere.rglob("*")) == before
-    assert len(died.checkpoints) == PastRun(died.folder).entry.checkpoints == 0
+    assert len(died.checkpoints) == SavedRun(died.folder).entry.checkpoints == 0
     with pytest.raises(ValueError, match=r"checkpoints is a link, .* takes the path of a check"):
         ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
     taken = resume.beginning(elsewhere / "last-6.safetensors")
     assert taken.checkpoint.position.step == 6
 
 
-def test_only_half_of_a_checkpoint_is_cleared_away(died: PastRun, elsewhere: Path) -> None:
+def test_only_half_of_a_checkpoint_is_cleared_away(died: SavedRun, elsewhere: Path) -> None:
     checkpoints = died.folder / "checkpoints"
     checkpoints.unlink()
     elsewhere.rename(checkpoints)
@@ -442,7 +442,7 @@ def test_only_half_of_a_checkpoint_is_cleared_away(died: PastRun, elsewhere: Pat
 
 
 @pytest.fixture
-def died_again(died: PastRun) -> PastRun:
+def died_again(died: SavedRun) -> SavedRun:
     """What a process leaves that went on with it by other settings, and died in its first step."""
     again = RunFolder.create(root=died.folder.parent)
     again.write_json("settings", died.began_with | {"lr": 0.01})
@@ -453,19 +453,19 @@ def died_again(died: PastRun) -> PastRun:
     metrics.close()
     shutil.copy(RunFolder(died.folder).checkpoint_path("best"), again.checkpoint_path("best"))
     died.note("goes on as run-2")
-    return PastRun(again.path)
+    return SavedRun(again.path)
 
 
 @pytest.mark.parametrize("carried", [True, False])
 def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_the_one_before(
-    died: PastRun, died_again: PastRun, carried: bool
+    died: SavedRun, died_again: SavedRun, carried: bool
 ) -> None:
     if not carried:
         RunFolder(died_again.folder).checkpoint_path("best").unlink()
-        assert not PastRun(died_again.folder).entry.checkpoints
+        assert not SavedRun(died_again.folder).entry.checkpoints
     told = "run-2 was interrupted: %ort resume 2 goes on from its checkpoint"
     assert ortlab.list_runs().hint == told
-    assert "%ort resume 2 goes on" in PastRun(died_again.folder).status().badges[0]
+    assert "%ort resume 2 goes on" in SavedRun(died_again.folder).status().badges[0]
     run = ortlab.resume(2, Gated(), examples(22), eval_data=examples(9))
     run.result()
     assert steps(run) == list(range(1, 13))
@@ -482,7 +482,7 @@ def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_the_one_before
 
 
 def test_the_best_of_the_run_before_goes_along(
-    died: PastRun, died_again: PastRun, tmp_path: Path
+    died: SavedRun, died_again: SavedRun, tmp_path: Path
 ) -> None:
     checkpoints = died.folder / "checkpoints"
     shutil.copy(checkpoints / "last-6.safetensors", checkpoints / "best.safetensors")
@@ -498,14 +498,14 @@ def test_the_best_of_the_run_before_goes_along(
     assert not other.checkpoint_path("best").exists(), "what lies behind a link is not the run's"
 
 
-def test_a_note_that_cannot_be_written_leaves_the_run_that_goes_on(died: PastRun) -> None:
+def test_a_note_that_cannot_be_written_leaves_the_run_that_goes_on(died: SavedRun) -> None:
     (died.folder / "notes.jsonl").symlink_to("/dev/null")
     with pytest.warns(UserWarning, match="run-1 does not say that it goes on: .*a link"):
         run = ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
     assert run.result().steps == 12
 
 
-def test_of_a_run_that_is_gone_nothing_goes_on(died: PastRun, died_again: PastRun) -> None:
+def test_of_a_run_that_is_gone_nothing_goes_on(died: SavedRun, died_again: SavedRun) -> None:
     shutil.rmtree(died.folder)
     RunFolder(died_again.folder).checkpoint_path("best").unlink()
     told = "run-2 has kept no checkpoint, nor is one left of run-1, which it went on with"
@@ -513,12 +513,12 @@ def test_of_a_run_that_is_gone_nothing_goes_on(died: PastRun, died_again: PastRu
         ortlab.resume(2, Gated(), examples(22), eval_data=examples(9))
 
 
-def test_runs_that_say_that_they_went_on_with_one_another(died: PastRun) -> None:
+def test_runs_that_say_that_they_went_on_with_one_another(died: SavedRun) -> None:
     RunFolder(died.folder).write_json("run", died.about | {"continues": "../runs/run-1"})
     assert resume.newest(died.folder).path.name == "last-6.safetensors"
 
 
-def test_what_is_missing_is_named(died: PastRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(died: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session.wrapped, "namespace", {"data": examples(22)})
     before = names(died.folder)
     with pytest.raises(ValueError, match="cannot go on without") as raised:
@@ -531,7 +531,7 @@ def test_what_is_missing_is_named(died: PastRun, monkeypatch: pytest.MonkeyPatch
     assert names(died.folder) == before
 
 
-def test_another_model_and_other_data_are_refused(died: PastRun) -> None:
+def test_another_model_and_other_data_are_refused(died: SavedRun) -> None:
     data, held_out = examples(22), examples(9)
     with pytest.raises(ValueError, match="the checkpoint is of another model"):
         ortlab.resume(1, network()[:3], data, eval_data=held_out)
@@ -541,7 +541,7 @@ def test_another_model_and_other_data_are_refused(died: PastRun) -> None:
 
 
 def test_a_run_that_finished_or_trains_elsewhere_is_refused(
-    died: PastRun, home: Path, monkeypatch: pytest.MonkeyPatch
+    died: SavedRun, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(died.folder)
     folder.hold()
@@ -598,7 +598,7 @@ def dies_and_goes_on(
     if spoilt:
         killing.spoil(kept[0], drawn)
     killing.resume(home, "run-1")
-    warned = [e for e in PastRun(home / "runs" / "run-2").metrics.events if e.kind == "warning"]
+    warned = [e for e in SavedRun(home / "runs" / "run-2").metrics.events if e.kind == "warning"]
     assert len(warned) == spoilt
     if spoilt:
         assert kept[0].name in warned[0].text

@@ -175,7 +175,7 @@ def trained(
         | {"schedule": "constant", **values}
     )
     model, recorder, kept = model or network(), Recorder(), None
-    course = trainer.Course(
+    course = trainer.Trainer(
         Eager().prepare(model, functional.cross_entropy, settings),
         data_loading.batches(data, settings),
         settings,
@@ -327,7 +327,7 @@ def test_a_run_that_is_over_goes_on_with_more_epochs(
             engine="eager", device="cpu", lr=0.05, epochs=epochs, schedule="constant"
         )
         recorder = Recorder()
-        course = trainer.Course(
+        course = trainer.Trainer(
             Eager().prepare(network(), functional.cross_entropy, settings),
             data_loading.batches(data(), settings),
             settings,
@@ -367,7 +367,7 @@ def test_the_state_in_a_paused_evaluation_is_that_between_two_steps(tmp_path: Pa
                 control.pause()
             return examples()[index]
 
-    course = trainer.Course(
+    course = trainer.Trainer(
         Eager().prepare(network(), functional.cross_entropy, settings),
         data_loading.batches(examples(22), settings),
         settings,

@@ -23,7 +23,7 @@ from ortlab.metrics.recorder import INDEX, Recorder
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading, trainer
 from ortlab.training.control import Control
-from ortlab.training.trainer import Course
+from ortlab.training.trainer import Trainer
 from tests.support.waiting import HANGS_S
 
 
@@ -73,7 +73,7 @@ class Trained:
         if held_out is not None:
             evaluation = data_loading.batches(held_out, chosen, evaluation=True)
         try:
-            course = Course(
+            course = Trainer(
                 stepper,
                 train,
                 chosen,
@@ -220,7 +220,7 @@ def test_random_states_come_back_from_a_loop_that_is_left() -> None:
     recorder = Recorder()
     stepper = Eager().prepare(network(0.5), functional.cross_entropy, chosen)
     train = data_loading.batches(examples(), chosen)
-    running = Course(stepper, train, chosen, control=Control(), recorder=recorder).steps()
+    running = Trainer(stepper, train, chosen, control=Control(), recorder=recorder).steps()
     next(running)
     assert not torch.equal(torch.get_rng_state(), state)
     running.close()
@@ -233,7 +233,7 @@ def _unfinished(seed: int) -> tuple[Iterator[StepResult], Recorder]:
     chosen, recorder = settings(seed=seed), Recorder()
     stepper = Eager().prepare(network(0.5), functional.cross_entropy, chosen)
     train = data_loading.batches(examples(), chosen)
-    running = Course(stepper, train, chosen, control=Control(), recorder=recorder).steps()
+    running = Trainer(stepper, train, chosen, control=Control(), recorder=recorder).steps()
     next(running)
     return running, recorder
 
@@ -406,7 +406,7 @@ def drive(stepper: Any, batches: Iterable[Any], recorder: Recorder, **values: An
     chosen = settings(schedule="constant", **values)
     train = data_loading.batches(batches, chosen)
     try:
-        for _ in Course(stepper, train, chosen, control=Control(), recorder=recorder).steps():
+        for _ in Trainer(stepper, train, chosen, control=Control(), recorder=recorder).steps():
             pass
     finally:
         recorder.close()

@@ -13,7 +13,7 @@ _SEED = 20210301
 
 
 @dataclass(frozen=True)
-class Form:
+class CallSignature:
     """A call's arguments: structure, types, ranks, Python values, and apart the tensors' shapes."""
 
     args: Hashable
@@ -21,7 +21,7 @@ class Form:
     shapes: tuple[torch.Size, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSignature:
         """Of one call."""
         shapes: list[torch.Size] = []
         return cls(_signature(args, shapes), _signature(kwargs, shapes), tuple(shapes))

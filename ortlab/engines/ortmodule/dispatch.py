@@ -22,14 +22,14 @@ from ortlab.engines.base import (
 from ortlab.engines.batch import tensors
 from ortlab.engines.ortmodule import compat, kernels, options
 from ortlab.engines.ortmodule.autocast import asks_for_bfloat16, autocast_now, in_types, types_of
-from ortlab.engines.ortmodule.call_signature import Form
+from ortlab.engines.ortmodule.call_signature import CallSignature
 from ortlab.engines.ortmodule.compat import interop
 from ortlab.engines.ortmodule.export import Export
 from ortlab.engines.ortmodule.export_pool import (
     OF_A_KIND,
+    CachedExport,
     ExportFailed,
     Kind,
-    Served,
     Shapes,
     bucket,
 )
@@ -66,7 +66,7 @@ _MOST_FALLBACKS = 3
 _WITHOUT_WORKERS = "no room for ORT's threads: its own kernels compute in one"
 
 
-class Execution:
+class GraphDispatcher:
     """How one module runs in ORT: its exports, their checks, and what happened.
 
     An export serves the calls that it fits: the same state of the module (`Guard`), the same
@@ -94,7 +94,7 @@ class Execution:
         self._remarks: list[str] = []
         self._fallback: tuple[Hashable, str] | None = None
         self._fallbacks = 0
-        self.last_call: Form | None = None
+        self.last_call: CallSignature | None = None
         """What the last call was given, without its data."""
         # A cell may call a model that a run trains; a check puts buffers and random states back.
         self._lock = threading.RLock()
@@ -203,7 +203,7 @@ class Execution:
             if wanted is None or key[1] == wanted
         ]
 
-    def _served(self) -> list[Served]:
+    def _served(self) -> list[CachedExport]:
         return [served for kind in list(self._kinds.values()) for served in kind.served[:]]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,7 +245,7 @@ class Execution:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[torch.dtype, ...] | None:
         """See `types_of`; asked once for each form of a call."""
-        form = Form.of(args, kwargs)
+        form = CallSignature.of(args, kwargs)
         key = (self._guard.key(), form.args, form.kwargs)
         if key not in self._types:
             if len(self._types) == _EXPORTS:
@@ -257,7 +257,7 @@ class Execution:
     def _forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, dropout: bool = True
     ) -> Any:
-        self.last_call = form = Form.of(args, kwargs)
+        self.last_call = form = CallSignature.of(args, kwargs)
         if self._fallback is not None and self._falls_back():
             return self._eagerly(args, kwargs)
         key, shapes = self._key(form), form.shapes
@@ -316,7 +316,7 @@ class Execution:
             served.export.open()
             return served.export
 
-    def served_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | None:
+    def served_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedExport | None:
         """`export_for`, with what it has served, and without a session where none is open."""
         with self._lock, torch.set_grad_enabled(self.module.training):
             if self._fallback is not None and self._falls_back():
@@ -330,7 +330,7 @@ class Execution:
                 served = self._met(args, kwargs)
             return served
 
-    def _met(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | None:
+    def _met(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedExport | None:
         """The export that has served such a call."""
         key, shapes = self._kind(args, kwargs)
         fitting = self._kinds.get(key, Kind()).fitting(shapes)
@@ -340,10 +340,10 @@ class Execution:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Hashable, ...], Shapes]:
         """What an export must fit, and the shapes, which every export should take."""
-        form = Form.of(args, kwargs)
+        form = CallSignature.of(args, kwargs)
         return self._key(form), form.shapes
 
-    def _key(self, form: Form) -> tuple[Hashable, ...]:
+    def _key(self, form: CallSignature) -> tuple[Hashable, ...]:
         return (
             self._guard.key(),
             self._options,
@@ -355,7 +355,7 @@ class Execution:
 
     def _first(
         self,
-        served: Served | None,
+        served: CachedExport | None,
         key: tuple[Hashable, ...],
         shapes: Shapes,
         args: tuple[Any, ...],
@@ -423,7 +423,7 @@ class Execution:
 
     def _make(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str, *, checked: bool
-    ) -> Served:
+    ) -> CachedExport:
         """Makes an export; the quickest way where it is to be `checked` before it is used."""
         change, self._guard.change = self._guard.change, ""
         change = change or options.changed(self._exported_with, self.settings)
@@ -474,7 +474,7 @@ class Execution:
             )
         counters, buffers = _batch_counters(self.module), list(self.module.buffers())
         made_with = options.told(self.settings)
-        served = Served(export, shapes, counters, buffers, made_with)
+        served = CachedExport(export, shapes, counters, buffers, made_with)
         # Forward ran by now, and may have set attributes: what fits the export is what it left.
         self._kinds.setdefault(self._kind(args, kwargs)[0], Kind()).served.insert(0, served)
         self._let_some_go()
@@ -543,7 +543,7 @@ class Execution:
         with undisturbed(self.module), torch.no_grad():
             self.module(*args, **kwargs)
 
-    def _due(self, served: Served | None, shapes: Shapes) -> bool:
+    def _due(self, served: CachedExport | None, shapes: Shapes) -> bool:
         """Whether this call is to be checked: new exports, and new shapes while there are few.
 
         An export's second call is, whose data it was not made with. Its first three shapes are,
@@ -565,12 +565,12 @@ class Execution:
 
     def _check_or_split(
         self,
-        served: Served | None,
+        served: CachedExport | None,
         key: tuple[Hashable, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         why: str,
-    ) -> Served:
+    ) -> CachedExport:
         """`_check`; what is right for one shape and wrong for another gets an export for each."""
         started, exported_s = time.perf_counter(), self._export_s
         known = served is not None and self._kind(args, kwargs)[1] in served.shapes
@@ -597,13 +597,13 @@ class Execution:
 
     def _check(
         self,
-        served: Served | None,
+        served: CachedExport | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         why: str,
         *,
         part: bool,
-    ) -> Served:
+    ) -> CachedExport:
         """Compares the export with eager torch, after making it where there is none.
 
         With `part` on a part of the batch: what is right for other sizes than it was exported with
@@ -663,7 +663,9 @@ class Execution:
         self._checks += 1
         return served
 
-    def _by_shape(self, served: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _by_shape(
+        self, served: CachedExport, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         """Whether it is another matter for some of the batch's rows."""
         export, kind = served.export, self._kinds.get(self._kind(args, kwargs)[0])
         return bool(export.by_size or export.decisions or (kind and kind.per_shape))
@@ -729,7 +731,7 @@ class Execution:
         reference: Observed,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        served: Served,
+        served: CachedExport,
     ) -> None:
         given = tensors([args, kwargs])
         try:

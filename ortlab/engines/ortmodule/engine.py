@@ -25,7 +25,7 @@ from ortlab.engines.base import (
 )
 from ortlab.engines.ortmodule import compat, options
 from ortlab.engines.ortmodule.compat import base
-from ortlab.engines.ortmodule.dispatch import Execution, is_swapped, swapped
+from ortlab.engines.ortmodule.dispatch import GraphDispatcher, is_swapped, swapped
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.stepper import TorchStepper, autocast_for, no_device, training_device
 from ortlab.settings import EngineSettings, FinetuneSettings
@@ -35,7 +35,7 @@ _OF_ACCELERATE = ("_original_forward", "_is_accelerate_prepared")
 """What accelerate sets where it replaces ``forward``: that of the wrapper, so not the model's."""
 
 
-class Ort:
+class OrtModuleEngine:
     """ORTModule on today's torch, checked against eager torch."""
 
     name = "ort"
@@ -141,14 +141,14 @@ def reseed(seed: int) -> None:
 
 
 def is_wrapped(module: object) -> bool:
-    """Whether `module` is what `Ort.wrap` gives."""
-    return isinstance(getattr(module, "__dict__", {}).get("_ortlab"), Execution)
+    """Whether `module` is what `OrtModuleEngine.wrap` gives."""
+    return isinstance(getattr(module, "__dict__", {}).get("_ortlab"), GraphDispatcher)
 
 
-def execution_of(wrapped: nn.Module) -> Execution:
-    """How `wrapped`, which `Ort.wrap` gave, is executed."""
+def execution_of(wrapped: nn.Module) -> GraphDispatcher:
+    """How `wrapped`, which `OrtModuleEngine.wrap` gave, is executed."""
     execution = wrapped.__dict__["_ortlab"]
-    assert isinstance(execution, Execution)
+    assert isinstance(execution, GraphDispatcher)
     return execution
 
 
@@ -161,7 +161,7 @@ def _wrapper_class() -> type[nn.Module]:
 
         def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
             # Before ORTModule's own __init__: afterwards every new attribute goes to the model.
-            self._ortlab = Execution(model, settings)
+            self._ortlab = GraphDispatcher(model, settings)
             super().__init__(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
             self._ortlab.attach(self, ort.FallbackPolicy.FALLBACK_DISABLE)
             self.__dict__["forward"] = _forward_like(model, self._ortlab)
@@ -229,10 +229,10 @@ def _container_class(names: tuple[str, ...]) -> type[nn.Module]:
 
 
 def _rewrap(model: nn.Module, settings: EngineSettings) -> nn.Module:
-    return Ort().wrap(model, settings)
+    return OrtModuleEngine().wrap(model, settings)
 
 
-def _forward_like(model: nn.Module, execution: Execution) -> Callable[..., Any]:
+def _forward_like(model: nn.Module, execution: GraphDispatcher) -> Callable[..., Any]:
     @functools.wraps(model.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return execution.forward(args, kwargs)

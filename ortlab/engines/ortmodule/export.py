@@ -25,6 +25,7 @@ from ortlab.engines.ortmodule.compat import (
     profiling,
     recompute,
     restoring,
+    traced_decisions,
 )
 from ortlab.engines.ortmodule.compat.symbolics import builder
 from ortlab.engines.ortmodule.fingerprint import Unknowable, fingerprint
@@ -144,7 +145,10 @@ class Export:
         attention = builder.attention_as(_attention(runtime))
         with streams.EXPORT, attention, undifferentiated.as_now():
             transitions.get_post_processed_model(args, kwargs)
-        self.decisions, self.by_size = decisions.last_decisions(), decisions.last_by_size()
+        self.decisions, self.by_size = (
+            traced_decisions.last_decisions(),
+            traced_decisions.last_by_size(),
+        )
         self.left_out = outputs.last_left_out()
         manager._initialize_graph_builder(transitions._post_export_processed_model_info)
         manager._detect_from_inputs(args, kwargs)
@@ -209,7 +213,7 @@ class Export:
                 graphs[restoring.OPTIMIZED] = self._optimized
             facts |= {"left out": self.left_out, "by size": self.by_size}
             facts |= {"seconds": self._build_s}
-            graph_cache.store(name, graph_cache.Entry(graphs, facts))
+            graph_cache.store(name, graph_cache.CachedGraph(graphs, facts))
         except (restoring.NotPlain, graph_cache.Unusable, OSError) as error:
             self.cache_note = f"the graph is not cached: {error}"
 
@@ -384,7 +388,7 @@ class Export:
         runtime = self.manager._runtime_options
         model = onnx.load_model_from_string(executed)
         if runtime.torch_kernels == "measured":
-            chosen = kernel_choice.Choice(model.graph.input, shapes)
+            chosen = kernel_choice.KernelChoice(model.graph.input, shapes)
             substitutes.substitute(model, low=runtime.low_precision, better=chosen.better)
             chosen.keep()
         else:

@@ -27,7 +27,7 @@ Shapes = tuple[torch.Size, ...]
 
 
 @dataclasses.dataclass
-class Served:
+class CachedExport:
     """An export, the input shapes that it has served, and its twin without dropout.
 
     `made_of` are the shapes that it was exported with, `sizes` those that each dimension of each
@@ -112,7 +112,7 @@ class Kind:
     One serves every shape, unless the graph holds sizes (`per_shape`) or what forward decides.
     """
 
-    served: list[Served] = dataclasses.field(default_factory=list)
+    served: list[CachedExport] = dataclasses.field(default_factory=list)
     per_shape: bool = False
 
     @property
@@ -120,7 +120,7 @@ class Kind:
         """Whether one of them has a session."""
         return any(served.export.is_open for served in self.served)
 
-    def fitting(self, shapes: Shapes) -> list[Served]:
+    def fitting(self, shapes: Shapes) -> list[CachedExport]:
         """Those that may serve a call with these shapes."""
         if not self.per_shape:
             return self.served
@@ -137,7 +137,7 @@ class Kind:
                     break
         return found
 
-    def use(self, served: Served) -> None:
+    def use(self, served: CachedExport) -> None:
         """Tries `served` first from now on."""
         if self.served[0] is not served:
             self.served.remove(served)

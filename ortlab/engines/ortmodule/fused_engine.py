@@ -24,14 +24,14 @@ from ortlab.engines.base import (
     StateBytes,
     StepResult,
 )
-from ortlab.engines.ortmodule.engine import Ort, execution_of, is_wrapped, reseed
-from ortlab.engines.ortmodule.fused_step import WholeStep, WithLoss
+from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of, is_wrapped, reseed
+from ortlab.engines.ortmodule.fused_step import FusedStep, WithLoss
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.stepper import TorchStepper, autocast_for, trains_on_cpu
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 
-class Offload(Ort):
+class FusedEngine(OrtModuleEngine):
     """The whole step in ORT."""
 
     name = "offload"
@@ -68,7 +68,7 @@ class Offload(Ort):
         made = wrapped.__dict__.setdefault("_ortlab_with_loss", {})
         kept = made.pop(loss) if loss in made else self.wrap(WithLoss(owner, loss), settings)
         made[loss] = kept
-        return OffloadStepper(owner, kept, loss, settings, processes)
+        return FusedStepper(owner, kept, loss, settings, processes)
 
     def report(self, wrapped: nn.Module) -> Report:
         """See `Engine.report`; a loop of the user's own steps an optimizer of its own."""
@@ -81,15 +81,15 @@ class Offload(Ort):
 
 
 def with_loss(wrapped: nn.Module) -> nn.Module | None:
-    """What of `wrapped`, which `Offload.wrap` gave, a run has executed last: an ORTModule."""
+    """What of `wrapped`, which `FusedEngine.wrap` gave, a run has executed last: an ORTModule."""
     made = list(wrapped.__dict__.get("_ortlab_with_loss", {}).values())
     return made[-1] if made else None
 
 
-class OffloadStepper(TorchStepper):
+class FusedStepper(TorchStepper):
     """Trains `owner` by calls of a session; where the graph falls back, torch takes the steps.
 
-    `wrapped` is what `Ort.wrap` gave of `owner` with its loss.
+    `wrapped` is what `OrtModuleEngine.wrap` gave of `owner` with its loss.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class OffloadStepper(TorchStepper):
             reseed=reseed,
             processes=processes,
         )
-        self._whole = WholeStep(execution, self._optimizer, self._bad)
+        self._whole = FusedStep(execution, self._optimizer, self._bad)
 
     def _step(
         self, batches_: Sequence[Batch], lr: float, kept: Sequence[torch.Tensor]
@@ -177,7 +177,7 @@ def _told(report: Callable[[], Report]) -> Report:
         return found
     one = "forward, backward and optimizer are one call: its time stands under forward"
     remarks = (*found.remarks, one)
-    return dataclasses.replace(found, engine_used=Offload.name, remarks=remarks)
+    return dataclasses.replace(found, engine_used=FusedEngine.name, remarks=remarks)
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -19,9 +19,9 @@ from torch import nn
 from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, LossFunction, tell
 from ortlab.engines.ortmodule.compat.binding import Bound
-from ortlab.engines.ortmodule.dispatch import Execution
+from ortlab.engines.ortmodule.dispatch import GraphDispatcher
 from ortlab.engines.ortmodule.export import Export
-from ortlab.engines.ortmodule.export_pool import ExportFailed, Served
+from ortlab.engines.ortmodule.export_pool import CachedExport, ExportFailed
 from ortlab.engines.ortmodule.kernels import optimizers, whole_step
 from ortlab.engines.ortmodule.kernels.whole_step import Update
 from ortlab.utils.errors import place
@@ -78,7 +78,7 @@ class _Joined:
     accumulates: bool
 
 
-class WholeStep:
+class FusedStep:
     """Steps of what `execution` executes, a `WithLoss`, under `optimizer`.
 
     `optimizer` is one of torch's, for its groups and its state: it never steps itself. `bad` is set
@@ -86,7 +86,7 @@ class WholeStep:
     """
 
     def __init__(
-        self, execution: Execution, optimizer: torch.optim.Optimizer, bad: torch.Tensor
+        self, execution: GraphDispatcher, optimizer: torch.optim.Optimizer, bad: torch.Tensor
     ) -> None:
         optimizers.register()
         self._execution = execution
@@ -97,10 +97,10 @@ class WholeStep:
             for number, group in enumerate(optimizer.param_groups)
             for p in group["params"]
         }
-        self._joined: dict[int, tuple[Served, _Joined]] = {}
+        self._joined: dict[int, tuple[CachedExport, _Joined]] = {}
         self._totals: dict[int, torch.Tensor] = {}
 
-    def served(self, batch: Batch) -> Served | None:
+    def served(self, batch: Batch) -> CachedExport | None:
         """What serves `batch`, checked; None where torch has to run the model.
 
         ExportFailed where a whole step would not be the model's.
@@ -118,7 +118,7 @@ class WholeStep:
 
     def run(
         self,
-        served: Served,
+        served: CachedExport,
         batch: Batch,
         *,
         number: int = 1,
@@ -148,7 +148,7 @@ class WholeStep:
                 torch.autograd.graph.increment_version(parameter)
         return Outcome(tuple(outputs), verdict[0])
 
-    def graph(self, served: Served) -> onnx.ModelProto:
+    def graph(self, served: CachedExport) -> onnx.ModelProto:
         """The graph of the whole step that `run` has for `served`."""
         return self._joined[id(served)][1].graph
 
@@ -168,7 +168,7 @@ class WholeStep:
         totals = [self._totals[id(p)] for p, _ in joined.updated] if joined.accumulates else []
         return (*joined.model, *kept, *totals, self._bad)
 
-    def _session(self, served: Served, *, accumulates: bool) -> _Joined:
+    def _session(self, served: CachedExport, *, accumulates: bool) -> _Joined:
         found = self._joined.get(id(served))
         if found is None or (accumulates and not found[1].accumulates):
             self._joined.pop(id(served), None)  # so that there are never two with their memory

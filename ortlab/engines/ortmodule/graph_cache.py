@@ -44,7 +44,7 @@ class Unusable(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedGraph:
     """What one file holds: graphs by name, as ONNX bytes, and facts of JSON's types."""
 
     graphs: Mapping[str, bytes]
@@ -70,7 +70,7 @@ def folder() -> Path:
     return extensions.cache_folder().with_name("exports")
 
 
-def load(name: str) -> Entry | None:
+def load(name: str) -> CachedGraph | None:
     """The entry called `name`; None when there is none. A damaged file is removed.
 
     Unusable where others can write to the folder.
@@ -92,10 +92,10 @@ def load(name: str) -> Entry | None:
         return None
     with contextlib.suppress(OSError):
         os.utime(path)
-    return Entry(parts, facts)
+    return CachedGraph(parts, facts)
 
 
-def store(name: str, entry: Entry) -> None:
+def store(name: str, entry: CachedGraph) -> None:
     """Keeps `entry`, in the place of one of that name; throws out what is too much.
 
     Unusable where others can write to the folder; OSError where it cannot be written.

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import linecache
 import os
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +19,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ortlab.engines.torchscript import undifferentiated, weightless
 from ortlab.utils import errors
 
 Place = tuple[str, int]
@@ -44,8 +41,8 @@ _CONTAINS = torch.Tensor.__contains__
 _TRUTHS = {_TRUTH, _CONTAINS, *_NONZERO, *_EQUAL, *_CLOSE}
 """What gives Python's True or False."""
 _READS = {*_TRUTHS, *_WHOLE_NUMBERS, *_NUMBERS}
-_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-_MOST = 64
+INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+MOST = 64
 """Outputs that a graph gets for this."""
 
 
@@ -76,7 +73,7 @@ class Decision:
     value: torch.Tensor
 
 
-class _Listening(TorchFunctionMode):
+class Listening(TorchFunctionMode):
     """Within it, `hear` is told of every value of a tensor that is read in Python: where, how.
 
     How is a function of torch's and its arguments, given by place.
@@ -101,87 +98,7 @@ class _Listening(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Last(threading.local):
-    """What this thread's last run of a model for an export has read."""
-
-    places: frozenset[Place] = frozenset()
-    decisions: tuple[Decision, ...] = ()
-    by_size: bool = False
-
-
-_last = _Last()
-
-
-def last_decisions() -> tuple[Decision, ...]:
-    """The decisions of this thread's last export, in the order of the graph's last outputs."""
-    return _last.decisions
-
-
-def last_by_size() -> bool:
-    """Whether in this thread's last export code of the user's read a value in the trace alone.
-
-    It reads sizes, which are tensors in a trace and numbers elsewhere: the graph holds the way that
-    was taken, as in ``for i in range(x.shape[1] // 16)``, and may be wrong for any other size. What
-    is handed on to torch, as in ``x.view(rows, -1)``, is read by nobody and stays a size. Installed
-    packages read so in nearly every model, mostly to raise: theirs does not count.
-    """
-    return _last.by_size
-
-
-def with_decisions(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """_FlattenedModule.forward, whose traced form gives what it decides by after its outputs.
-
-    ORTModule runs it once as it is, to see the outputs, and then to trace it. Only what was read in
-    both counts: sizes are read as tensors in a trace alone, and a model that asks whether it is
-    traced may not read then. NotDecidable is raised for a fraction, since each would need a graph
-    of its own, and for more than `_MOST` decisions.
-    """
-
-    @functools.wraps(forward)
-    def forward_and_decide(self: Any, *args: Any) -> Any:
-        if torch._C._is_tracing():
-            with weightless.running():
-                return _traced(forward, self, args)
-        places = set()
-        # ORTModule has made a copy of its own where this is no run without weights.
-        module = weightless.twin(self) if weightless.is_asked() else self
-        listening = _Listening(lambda place, *_: places.add(place))
-        with weightless.running(), undifferentiated.detached(), listening:
-            outputs = forward(module, *args)
-        self._output_schema = module._output_schema
-        _last.places, _last.decisions = frozenset(places), ()
-        return outputs
-
-    return forward_and_decide
-
-
-def _traced(forward: Callable[..., Any], module: Any, args: Sequence[Any]) -> list[torch.Tensor]:
-    from onnxruntime.training.ortmodule import _io
-
-    found: list[tuple[Place, torch.Tensor | None]] = []
-
-    by_size = False
-
-    def hear(place: Place, func: Any, given: tuple[Any, ...]) -> None:
-        nonlocal by_size
-        if place in _last.places:
-            found.append((place, _decided(func, *given)))
-        elif not place[0].startswith(_INSTALLED):
-            by_size = True
-
-    with undifferentiated.detached(), _Listening(hear):
-        outputs = forward(module, *args)
-    decisions = []
-    for place, value in found:
-        if value is None or len(found) > _MOST:
-            raise NotDecidable(place)
-        decisions.append(Decision(place, value.detach()))
-        outputs.append(_io._OutputIdentityOp.apply(value))
-    _last.decisions, _last.by_size = tuple(decisions), by_size
-    return list(outputs)
-
-
-def _decided(func: Any, tensor: torch.Tensor, *rest: Any) -> torch.Tensor | None:
+def decided(func: Any, tensor: torch.Tensor, *rest: Any) -> torch.Tensor | None:
     """What `func` reads of `tensor`, as whole numbers; None where those would not tell all."""
     tensor = tensor.detach()
     if func is _TRUTH or func in _NONZERO:
@@ -241,7 +158,7 @@ class Frozen:
 def reads() -> Iterator[set[Place]]:
     """The set of places where values of tensors are read in Python meanwhile."""
     places: set[Place] = set()
-    with _Listening(lambda place, *_: places.add(place)):
+    with Listening(lambda place, *_: places.add(place)):
         yield places
 
 
@@ -252,7 +169,7 @@ def frozen_in_trace(known: frozenset[Place]) -> Iterator[Frozen]:
 
     def hear(place: Place, func: Any, _: tuple[Any, ...]) -> None:
         by_value = place in known
-        by_size = func in _TRUTHS and not place[0].startswith(_INSTALLED)
+        by_size = func in _TRUTHS and not place[0].startswith(INSTALLED)
         if not (by_value or by_size):
             return
         if func in _TRUTHS and _only_checks(place):
@@ -265,7 +182,7 @@ def frozen_in_trace(known: frozenset[Place]) -> Iterator[Frozen]:
     if not torch._C._is_tracing():
         yield found
         return
-    with _Listening(hear):
+    with Listening(hear):
         yield found
 
 

@@ -66,7 +66,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Given:
+class ParsedCommand:
     """What a user typed after a command: its words by name, and the settings that were chosen."""
 
     words: dict[str, Any]
@@ -121,7 +121,7 @@ class Command:
         """How it is typed."""
         return _plain(self.parser.format_usage())
 
-    def read(self, words: list[str], variables: Mapping[str, Any]) -> Given | None:
+    def read(self, words: list[str], variables: Mapping[str, Any]) -> ParsedCommand | None:
         """What `words` say; None when they ask for help, which is printed.
 
         A loss is one of the user's `variables`, also where that is called none or off. UsageError,
@@ -144,7 +144,7 @@ class Command:
                     settings[option.name] = option.declaration.parse(text)
                 except ValueError as error:
                     raise UsageError(str(error)) from None
-        return Given(values, settings)
+        return ParsedCommand(values, settings)
 
     def _refuse(self, unknown: list[str]) -> NoReturn:
         flag = next((word for word in unknown if word.startswith("-")), None)

@@ -22,14 +22,14 @@ from ortlab.deploy.torchrun_script import Script
 from ortlab.engines import caches
 from ortlab.engines.wrapped_models import CellReport, is_model, is_own_name, model_called
 from ortlab.history.exporters import check_free
-from ortlab.history.run_files import Kept
+from ortlab.history.run_files import StoredRun
 from ortlab.notebook import privacy
 from ortlab.notebook.magics import cells, completion
 from ortlab.notebook.magics.commands import (
     COMMANDS,
     HELP,
     WRAP,
-    Given,
+    ParsedCommand,
     command_called,
     overview,
     split,
@@ -113,7 +113,7 @@ class OrtMagics(Magics):
         given = command_called(name).read(rest, self._ip.user_ns)
         if given is None:
             return None
-        command: Callable[[Given], object] = getattr(self, f"_{name}")
+        command: Callable[[ParsedCommand], object] = getattr(self, f"_{name}")
         with _one_line():
             return command(given)
 
@@ -180,7 +180,7 @@ class OrtMagics(Magics):
 
     # The commands, one method each, by their names.
 
-    def _wrap(self, given: Given) -> None:
+    def _wrap(self, given: ParsedCommand) -> None:
         names = given.words["name"]
         if not names:
             raise UsageError("%ort wrap: name a model, as in %ort wrap model")
@@ -189,7 +189,7 @@ class OrtMagics(Magics):
             report = session.bind_cell(self._ip.user_ns, names, names, settings)
         _say(report, settings)
 
-    def _unwrap(self, given: Given) -> None:
+    def _unwrap(self, given: ParsedCommand) -> None:
         models = [model_called(name, self._ip.user_ns) for name in given.words["name"]]
         for name, model in zip(given.words["name"], models, strict=True):
             if session.wrapped.entry(model) is None:
@@ -197,7 +197,7 @@ class OrtMagics(Magics):
         for model in dict.fromkeys(models):
             session.wrapped.unwrap(model)
 
-    def _finetune(self, given: Given) -> Run:
+    def _finetune(self, given: ParsedCommand) -> Run:
         settings = dict(given.settings)
         loss = settings.pop("loss", None)
         evaluation = given.words["eval_data"]
@@ -210,13 +210,13 @@ class OrtMagics(Magics):
             **settings,
         )
 
-    def _race(self, given: Given) -> Race:
+    def _race(self, given: ParsedCommand) -> Race:
         return self._searched(session.race, given)
 
-    def _tune(self, given: Given) -> Tune:
+    def _tune(self, given: ParsedCommand) -> Tune:
         return self._searched(session.tune, given)
 
-    def _searched(self, search: Callable[..., S], given: Given) -> S:
+    def _searched(self, search: Callable[..., S], given: ParsedCommand) -> S:
         settings = dict(given.settings)
         loss = settings.pop("loss", None)
         return search(
@@ -226,7 +226,7 @@ class OrtMagics(Magics):
             **settings,
         )
 
-    def _graph(self, given: Given) -> Graphs | Stage | Table[tuple[str, int, int]]:
+    def _graph(self, given: ParsedCommand) -> Graphs | Stage | Table[tuple[str, int, int]]:
         model = model_called(given.words["model"], self._ip.user_ns)
         with _progress():
             found = graphs(model, self._batch(given))
@@ -235,7 +235,7 @@ class OrtMagics(Magics):
             return found.diff(since, stage or "execution")
         return found if stage is None else found.stage(stage)
 
-    def _memory(self, given: Given) -> MemoryPlan:
+    def _memory(self, given: ParsedCommand) -> MemoryPlan:
         model = model_called(given.words["model"], self._ip.user_ns)
         optimizer = given.words["optimizer"] or "adamw"
         with _progress():
@@ -247,7 +247,7 @@ class OrtMagics(Magics):
             sizes["batch"] = most
         return plan.at(**sizes)
 
-    def _recompute(self, given: Given) -> RecomputePlans:
+    def _recompute(self, given: ParsedCommand) -> RecomputePlans:
         model = model_called(given.words["model"], self._ip.user_ns)
         words = given.words
         chosen, budget = words["choose"], words["budget"]
@@ -266,16 +266,16 @@ class OrtMagics(Magics):
             print(f"{chosen} from the next step on")
         return plans
 
-    def _profile(self, given: Given) -> Profile:
+    def _profile(self, given: ParsedCommand) -> Profile:
         model = model_called(given.words["model"], self._ip.user_ns)
         with _progress():
             return session.profile(model, self._batch(given), **given.settings)
 
-    def _batch(self, given: Given) -> object | None:
+    def _batch(self, given: ParsedCommand) -> object | None:
         name = given.words["batch"]
         return None if name is None else self._value("batch", name)
 
-    def _panel(self, given: Given) -> None:
+    def _panel(self, given: ParsedCommand) -> None:
         from ortlab.notebook.views.panel import Panel, show
 
         name, data = given.words["target"], given.words["data"]
@@ -300,7 +300,7 @@ class OrtMagics(Magics):
             train = self._value("loader", data)
             show(Panel(value, name=name, start=start, data=data))
 
-    def _apply(self, given: Given) -> None:
+    def _apply(self, given: ParsedCommand) -> None:
         if not given.settings:
             raise UsageError("%ort apply: name a setting, as in %ort apply --lr 1e-4")
         run = _no_trainer(self._run_alive(given), "stop it, and train with other arguments")
@@ -308,16 +308,16 @@ class OrtMagics(Magics):
         names = ", ".join(given.settings)
         print(f"{run.name} takes {names} after the step in flight; %ort undo goes back")
 
-    def _checkpoint(self, given: Given) -> Path:
+    def _checkpoint(self, given: ParsedCommand) -> Path:
         run = _no_trainer(self._run(given.words["run"]), "TrainingArguments(save_steps=...) saves")
         return run.checkpoint(given.words["to"])
 
-    def _undo(self, given: Given) -> None:
+    def _undo(self, given: ParsedCommand) -> None:
         run = _no_trainer(self._run_alive(given), "its arguments hold to its end")
         run.undo()
         print(f"{run.name} goes back to what held before the last change, after the step in flight")
 
-    def _runs(self, given: Given) -> History | Pruning | None:
+    def _runs(self, given: ParsedCommand) -> History | Pruning | None:
         chosen = HistorySettings.declarations()
         filters = {name: value for name, value in given.settings.items() if name in chosen}
         prunes = {name: value for name, value in given.settings.items() if name not in chosen}
@@ -341,16 +341,16 @@ class OrtMagics(Magics):
         print(f"{len(found)} runs are there: tensorboard --logdir {shlex.quote(folder)}")
         return None
 
-    def _compare(self, given: Given) -> RunComparison:
+    def _compare(self, given: ParsedCommand) -> RunComparison:
         names = given.words["runs"]
         values = (self._ip.user_ns.get(name) for name in names)
         runs = [
-            value if isinstance(value, Kept) else name
+            value if isinstance(value, StoredRun) else name
             for name, value in zip(names, values, strict=True)
         ]
         return session.compare_runs(*runs)
 
-    def _pause(self, given: Given) -> None:
+    def _pause(self, given: ParsedCommand) -> None:
         run = self._run_alive(given)
         if not run.interactive:
             raise ValueError(
@@ -359,7 +359,7 @@ class OrtMagics(Magics):
         run.pause()
         print(f"{run.name} pauses after the step in flight; %ort resume lets it go on")
 
-    def _resume(self, given: Given) -> Run | None:
+    def _resume(self, given: ParsedCommand) -> Run | None:
         words = given.words
         others = [words[each] for each in ("model", "train", "eval_data", "loss")]
         if words["run"] is None or (self._is_alive(words["run"]) and not any(others)):
@@ -370,14 +370,14 @@ class OrtMagics(Magics):
         value = self._ip.user_ns.get(words["run"])
         model, train, evaluation, loss = others
         return session.resume(
-            value if isinstance(value, Kept) else words["run"],
+            value if isinstance(value, StoredRun) else words["run"],
             None if model is None else model_called(model, self._ip.user_ns),
             None if train is None else self._value("loader", train),
             eval_data=None if evaluation is None else self._value("loader", evaluation),
             loss=self._loss(loss),
         )
 
-    def _stop(self, given: Given) -> None:
+    def _stop(self, given: ParsedCommand) -> None:
         if (search := self._search_alive(given)) is not None:
             search.stop()
             print(f"{search.name} stops after the turn in flight and keeps what it has")
@@ -386,7 +386,7 @@ class OrtMagics(Magics):
         run.stop()
         print(f"{run.name} stops after the step in flight and keeps its weights")
 
-    def _workers(self, given: Given) -> Workers | None:
+    def _workers(self, given: ParsedCommand) -> Workers | None:
         count, profile = given.words["count"], given.words["profile"]
         if count is not None and count != "stop" and not count.isdecimal():
             raise UsageError(
@@ -406,7 +406,7 @@ class OrtMagics(Magics):
         print("the workers ended")
         return None
 
-    def _script(self, given: Given) -> Script:
+    def _script(self, given: ParsedCommand) -> Script:
         words, settings = given.words, dict(given.settings)
         loss = settings.pop("loss", None)
         data = None if words["data"] is None else self._value("loader", words["data"])
@@ -420,7 +420,7 @@ class OrtMagics(Magics):
             **settings,
         )
 
-    def _export(self, given: Given) -> Exported | TrainingArtifacts:
+    def _export(self, given: ParsedCommand) -> Exported | TrainingArtifacts:
         from ortlab.api import export
 
         words = given.words
@@ -446,7 +446,7 @@ class OrtMagics(Magics):
             display(exported.in_page())  # type: ignore[no-untyped-call]
         return exported
 
-    def _export_training(self, given: Given) -> TrainingArtifacts:
+    def _export_training(self, given: ParsedCommand) -> TrainingArtifacts:
         from ortlab.api import export
 
         words = given.words
@@ -467,7 +467,7 @@ class OrtMagics(Magics):
             )
         return made
 
-    def _zero(self, given: Given) -> ZeroPlan:
+    def _zero(self, given: ParsedCommand) -> ZeroPlan:
         model, count = given.words["model"], given.words["params"]
         if (model is None) == (count is None):
             raise UsageError(
@@ -477,25 +477,25 @@ class OrtMagics(Magics):
         planned = count if model is None else model_called(model, self._ip.user_ns)
         return zero_plan(planned, **given.settings)
 
-    def _cache(self, given: Given) -> None:
+    def _cache(self, given: ParsedCommand) -> None:
         clear = given.words["action"] == "clear"
         print(f"removed {caches.clear_graphs()}" if clear else caches.graphs())
 
-    def _device(self, given: Given) -> Table[Fact]:  # noqa: ARG002
+    def _device(self, given: ParsedCommand) -> Table[Fact]:  # noqa: ARG002
         exposed = privacy.exposure()
         return device() if exposed is None else device().noted(exposed)
 
-    def _doctor(self, given: Given) -> Table[Finding]:  # noqa: ARG002
+    def _doctor(self, given: ParsedCommand) -> Table[Finding]:  # noqa: ARG002
         return check_setup()
 
-    def _search_alive(self, given: Given) -> Race | Tune | None:
+    def _search_alive(self, given: ParsedCommand) -> Race | Tune | None:
         """The race or search that was named, by its name or the user's, or that goes on."""
         name = given.words["run"]
         value = None if name is None else self._ip.user_ns.get(name)
         going = (search for search in session.searches if not search.over())
         return next((s for s in going if name is None or s is value or s.name == name), None)
 
-    def _run_alive(self, given: Given) -> Run | FollowedRun:
+    def _run_alive(self, given: ParsedCommand) -> Run | FollowedRun:
         """The run that was named, by its own name or the user's; ValueError when it is over."""
         run = self._run(given.words["run"])
         if run.over():
@@ -598,7 +598,7 @@ class Extension:
         """What is being shown, and goes with the extension."""
         self._displays: dict[tuple[str, str], Callable[[Any], None]] = {
             ("ortlab.training.run", "Run"): self._display,
-            ("ortlab.history.saved_run", "PastRun"): self._display,
+            ("ortlab.history.saved_run", "SavedRun"): self._display,
             _COMPARISON: _display_comparison,
             ("ortlab.history.listing", "History"): self._display_history,
             ("ortlab.search.comparison", "Comparison"): self._display,

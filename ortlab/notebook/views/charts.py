@@ -18,7 +18,7 @@ import anywidget
 import traitlets
 from IPython.core.getipython import get_ipython
 
-from ortlab.history.saved_run import PastRun
+from ortlab.history.saved_run import SavedRun
 from ortlab.notebook.static_views import plain_text
 from ortlab.notebook.views.closing import close_all, ends_with_cell
 from ortlab.notebook.views.display import PLACE, bundled, publish
@@ -299,7 +299,7 @@ def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
         contextvars.Context().run(publish, data, metadata, replacing, update=True)
     # After it is on the page: a busy disk takes seconds.
     folder = getattr(watched, "folder", None)
-    if folder is not None and not isinstance(watched, PastRun):  # which may be no one's to change
+    if folder is not None and not isinstance(watched, SavedRun):  # which may be no one's to change
         write_private(Path(folder, "charts.png"), image)
 
 

@@ -23,7 +23,7 @@ from ortlab.notebook.views.pump import Pump
 from ortlab.settings import RUN_SORTS
 
 if TYPE_CHECKING:
-    from ortlab.history.entry import Entry
+    from ortlab.history.entry import RunEntry
 
 # A widget that is gone leaves a line of JupyterLab's, in the output before that of the table.
 _NO_DEAD_LINE = (
@@ -122,7 +122,7 @@ def _page(history: History, mark: str) -> dict[str, str]:
     return {**plain, "text/html": _NO_DEAD_LINE.format(mark=mark) + inside}
 
 
-def _row(entry: Entry, *, live: bool) -> dict[str, Any]:
+def _row(entry: RunEntry, *, live: bool) -> dict[str, Any]:
     return {
         "name": entry.name,
         "live": live,

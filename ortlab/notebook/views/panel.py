@@ -32,7 +32,7 @@ from ortlab.session import session
 from ortlab.settings import FinetuneSettings
 from ortlab.training import settings_preview, trainer
 from ortlab.training.run import Run
-from ortlab.training.settings_preview import Choice, Control
+from ortlab.training.settings_preview import Control, SettingPreview
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
 from ortlab.utils.threads import Thread
@@ -405,7 +405,7 @@ def _refused(control: Control) -> str:
     return "; ".join(_short(choice) for choice in control.choices if choice.reason) or "-"
 
 
-def _short(choice: Choice) -> str:
+def _short(choice: SettingPreview) -> str:
     return choice.reason if choice.text in choice.reason else f"{choice.text}: {choice.reason}"
 
 

@@ -19,7 +19,7 @@ from transformers import BertForSequenceClassification, MambaConfig, MambaForCau
 
 import ortlab
 from ortlab.engines.ortmodule import dispatch
-from ortlab.engines.ortmodule.engine import Ort
+from ortlab.engines.ortmodule.engine import OrtModuleEngine
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.ortmodule.self_check import SelfCheckFailed
 from ortlab.settings import EngineSettings
@@ -27,15 +27,17 @@ from tests.support import tiny
 
 
 @pytest.fixture
-def ort() -> Ort:
-    return Ort()
+def ort() -> OrtModuleEngine:
+    return OrtModuleEngine()
 
 
-def _wrap(ort: Ort, model: nn.Module, **settings: Any) -> nn.Module:
+def _wrap(ort: OrtModuleEngine, model: nn.Module, **settings: Any) -> nn.Module:
     return ort.wrap(model, EngineSettings(**settings))
 
 
-def _assert_trains_as_eager(ort: Ort, model: nn.Module, *batches: tuple[Any, ...]) -> nn.Module:
+def _assert_trains_as_eager(
+    ort: OrtModuleEngine, model: nn.Module, *batches: tuple[Any, ...]
+) -> nn.Module:
     """The same outputs and gradients as eager torch for each of `batches`; returns the wrapper."""
     twin = copy.deepcopy(model)
     wrapped = _wrap(ort, model)
@@ -103,7 +105,7 @@ def _of_size(size: float) -> tuple[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", [Branch, Loop])
-def test_a_decision_by_value_is_followed(ort: Ort, kind: type[nn.Module]) -> None:
+def test_a_decision_by_value_is_followed(ort: OrtModuleEngine, kind: type[nn.Module]) -> None:
     """A graph for each way; which one fits, its own outputs tell."""
     wrapped = _assert_trains_as_eager(ort, kind(), *map(_of_size, (2, -3, 1, 2, -3, 1, 4)))
     notes = [note for note in ort.report(wrapped).notes if note.startswith("exported again")]
@@ -111,13 +113,13 @@ def test_a_decision_by_value_is_followed(ort: Ort, kind: type[nn.Module]) -> Non
     assert all("test_adversarial.py" in note and "x." in note for note in notes)
 
 
-def test_a_wrong_way_leaves_no_trace(ort: Ort) -> None:
+def test_a_wrong_way_leaves_no_trace(ort: OrtModuleEngine) -> None:
     up = torch.tensor([[9.0, 0, 0], [0, 1, 2], [0, 2, 1]])
     batches = [(up,), (-up,), (up,), (-up,), (2 * up,)]
     _assert_trains_as_eager(ort, BranchAfterNorm(), *batches)
 
 
-def test_ways_to_decide_have_a_bound(ort: Ort) -> None:
+def test_ways_to_decide_have_a_bound(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, Loop())
     for times in range(16):
         wrapped(*_of_size(times + 0.5))
@@ -134,7 +136,7 @@ def test_ways_to_decide_have_a_bound(ort: Ort) -> None:
     ],
 )
 def test_a_fraction_that_is_read_is_refused_with_its_line(
-    ort: Ort, kind: type[nn.Module], line: str
+    ort: OrtModuleEngine, kind: type[nn.Module], line: str
 ) -> None:
     x = torch.full((2, 3), 2.0)
     with pytest.raises(ExportFailed) as refused:
@@ -158,7 +160,7 @@ class Guarded(Branch):
         return self.layer(x * mask)
 
 
-def test_a_value_that_the_graph_does_not_hold_may_be_read(ort: Ort) -> None:
+def test_a_value_that_the_graph_does_not_hold_may_be_read(ort: OrtModuleEngine) -> None:
     _assert_trains_as_eager(ort, Guarded(), (torch.ones(2, 3),), (torch.randn(2, 3),))
 
 
@@ -183,7 +185,7 @@ class Compares(nn.Module):
     ids=["equal", "allclose", "is_nonzero", "in"],
 )
 def test_what_torch_answers_with_a_truth_is_a_decision(
-    ort: Ort, truth: Callable[[torch.Tensor, torch.Tensor], bool]
+    ort: OrtModuleEngine, truth: Callable[[torch.Tensor, torch.Tensor], bool]
 ) -> None:
     x = torch.randn(2, 3)
     batches = (x, x), (x, torch.full((2, 3), 7.0)), (x, x)
@@ -198,7 +200,7 @@ class ByParity(Branch):
         return self.layer(x * 2 if x.shape[0] % 2 == 0 else x)
 
 
-def test_a_decision_by_size_is_checked_for_every_shape(ort: Ort) -> None:
+def test_a_decision_by_size_is_checked_for_every_shape(ort: OrtModuleEngine) -> None:
     """Seven rows come when other sizes of their bucket are known, and from the cache, too."""
     for _ in range(2):
         batches = [(torch.randn(rows, 3),) for rows in (8, 6, 10, 12, 7, 6, 7)]
@@ -225,7 +227,7 @@ class ByChunks(Branch):
     ids=["range", "int", "float"],
 )
 def test_a_size_that_is_read_as_a_number_is_checked_for_every_shape(
-    ort: Ort, count: Callable[[int], int]
+    ort: OrtModuleEngine, count: Callable[[int], int]
 ) -> None:
     """Three lengths agree, and the fourth is of their bucket."""
     batches = [(torch.randn(2, length, 3),) for length in (16, 17, 18, 32)]
@@ -251,7 +253,7 @@ class Heads(nn.Module):
         return self.last((shares @ v).transpose(1, 2).reshape(rows, length, width))
 
 
-def test_sizes_that_torch_is_given_ask_for_no_more_checks(ort: Ort) -> None:
+def test_sizes_that_torch_is_given_ask_for_no_more_checks(ort: OrtModuleEngine) -> None:
     batches = [(torch.randn(2, length, 8),) for length in (9, 10, 11, 12, 13)]
     wrapped = _assert_trains_as_eager(ort, Heads(), *batches)
     checks = [note for note in ort.report(wrapped).notes if note.startswith("checked on")]
@@ -279,7 +281,7 @@ class HoldsTable(HoldsLength):
 
 @pytest.mark.parametrize("kind", [HoldsLength, HoldsTable])
 def test_a_graph_that_holds_sizes_is_exported_for_each_shape(
-    ort: Ort, kind: type[nn.Module]
+    ort: OrtModuleEngine, kind: type[nn.Module]
 ) -> None:
     """Batches of other sizes first: the length changes when all seems well known."""
     sizes = [(8, 60), (4, 60), (3, 60), (5, 60), (5, 50), (8, 60), (2, 33), (5, 50)]
@@ -300,7 +302,7 @@ class Mamba(nn.Module):
         return self.mamba(ids, use_cache=False).logits
 
 
-def test_a_model_of_transformers_that_holds_its_length(ort: Ort) -> None:
+def test_a_model_of_transformers_that_holds_its_length(ort: OrtModuleEngine) -> None:
     torch.manual_seed(0)
     batches = [(torch.randint(20, (2, length)),) for length in (5, 8, 5)]
     wrapped = _assert_trains_as_eager(ort, Mamba(), *batches)
@@ -308,7 +310,7 @@ def test_a_model_of_transformers_that_holds_its_length(ort: Ort) -> None:
     assert "every shape is exported for itself" in remark
 
 
-def test_exports_for_each_shape_have_a_bound(ort: Ort) -> None:
+def test_exports_for_each_shape_have_a_bound(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, HoldsLength())
     for length in range(2, 18):
         wrapped(torch.randn(2, length, 3))
@@ -320,7 +322,7 @@ def test_exports_for_each_shape_have_a_bound(ort: Ort) -> None:
 # --- 4: a parameter's shape edited in place
 
 
-def test_a_parameter_that_gets_another_shape(ort: Ort) -> None:
+def test_a_parameter_that_gets_another_shape(ort: OrtModuleEngine) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     wrapped, x = _wrap(ort, model), torch.randn(2, 3)
     assert wrapped(x).shape == (2, 4)
@@ -348,7 +350,7 @@ class Average(nn.Module):
         return self.layer(x - self.average)
 
 
-def test_a_buffer_that_forward_changes(ort: Ort) -> None:
+def test_a_buffer_that_forward_changes(ort: OrtModuleEngine) -> None:
     """BatchNorm's trains; any other is refused by name, and is as it was."""
     torch.manual_seed(0)  # the gradient of the bias before the norm is rounding, now and then large
     batches = [(torch.randn(4, 3),), (torch.randn(6, 3),), (torch.randn(4, 3),)]
@@ -375,7 +377,7 @@ class Shared(nn.Module):
         return self.last(self.again(self.first(x).tanh()).tanh())
 
 
-def test_shared_submodules_and_weights(ort: Ort) -> None:
+def test_shared_submodules_and_weights(ort: OrtModuleEngine) -> None:
     _assert_trains_as_eager(ort, Shared(), (torch.randn(2, 3),), (torch.randn(5, 3),))
 
 
@@ -397,7 +399,7 @@ class TakesPair(nn.Module):
         return self.layer(pair.x) + pair.y
 
 
-def test_a_dataclass_is_refused_or_right(ort: Ort) -> None:
+def test_a_dataclass_is_refused_or_right(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, TakesPair())
     for _ in range(2):
         with pytest.raises(ExportFailed, match="Pair"):
@@ -422,7 +424,7 @@ class Spectrum(Branch):
 
 
 @pytest.mark.parametrize("kind", [Complex, Spectrum])
-def test_complex_numbers_are_refused(ort: Ort, kind: type[nn.Module]) -> None:
+def test_complex_numbers_are_refused(ort: OrtModuleEngine, kind: type[nn.Module]) -> None:
     with pytest.raises(ExportFailed, match=r"(?i)complex|fft"):
         _wrap(ort, kind())(torch.randn(2, 3))
 
@@ -430,7 +432,7 @@ def test_complex_numbers_are_refused(ort: Ort, kind: type[nn.Module]) -> None:
 # --- 9: gradients of gradients
 
 
-def test_gradients_of_gradients_are_refused(ort: Ort) -> None:
+def test_gradients_of_gradients_are_refused(ort: OrtModuleEngine) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     wrapped = _wrap(ort, model)
     loss = wrapped(torch.randn(2, 3)).sum()
@@ -438,7 +440,7 @@ def test_gradients_of_gradients_are_refused(ort: Ort) -> None:
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
-def test_a_second_backward_is_refused(ort: Ort) -> None:
+def test_a_second_backward_is_refused(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
     loss = wrapped(torch.randn(2, 3)).sum()
     loss.backward(retain_graph=True)
@@ -446,7 +448,7 @@ def test_a_second_backward_is_refused(ort: Ort) -> None:
         loss.backward()
 
 
-def test_a_step_between_forward_and_backward_is_refused(ort: Ort) -> None:
+def test_a_step_between_forward_and_backward_is_refused(ort: OrtModuleEngine) -> None:
     """As in eager torch: the gradient would be that of other weights."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     optimizer, wrapped = torch.optim.SGD(model.parameters(), lr=0.1), _wrap(ort, model)
@@ -471,7 +473,7 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.parametrize("head", [0, 1])
-def test_what_no_output_in_use_depends_on_has_no_gradient(ort: Ort, head: int) -> None:
+def test_what_no_output_in_use_depends_on_has_no_gradient(ort: OrtModuleEngine, head: int) -> None:
     """Zeros would be decayed by AdamW."""
     model = TwoHeads()
     twin = copy.deepcopy(model)
@@ -484,7 +486,7 @@ def test_what_no_output_in_use_depends_on_has_no_gradient(ort: Ort, head: int) -
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_a_frozen_model_has_the_gradient_of_its_input(ort: Ort) -> None:
+def test_a_frozen_model_has_the_gradient_of_its_input(ort: OrtModuleEngine) -> None:
     model = TwoHeads().requires_grad_(False)
     wrapped = _wrap(ort, TwoHeads())
     wrapped.load_state_dict(model.state_dict())
@@ -495,7 +497,7 @@ def test_a_frozen_model_has_the_gradient_of_its_input(ort: Ort) -> None:
     torch.testing.assert_close(x.grad, same.grad)
 
 
-def test_a_check_without_gradients_is_not_for_calls_with_them(ort: Ort) -> None:
+def test_a_check_without_gradients_is_not_for_calls_with_them(ort: OrtModuleEngine) -> None:
     model = TwoHeads()
     wrapped = _wrap(ort, model)
     with torch.no_grad():
@@ -512,7 +514,7 @@ def _double(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Ten
     return output * 2
 
 
-def test_a_forward_hook_that_computes_is_in_the_graph(ort: Ort) -> None:
+def test_a_forward_hook_that_computes_is_in_the_graph(ort: OrtModuleEngine) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     handle = model[0].register_forward_hook(_double)
     batch = (torch.randn(2, 3),)
@@ -522,7 +524,7 @@ def test_a_forward_hook_that_computes_is_in_the_graph(ort: Ort) -> None:
     torch.testing.assert_close(wrapped(*batch), model(*batch))
 
 
-def test_a_backward_hook_is_refused(ort: Ort) -> None:
+def test_a_backward_hook_is_refused(ort: OrtModuleEngine) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     model[0].register_full_backward_hook(lambda *_: None)
     with pytest.raises(ExportFailed, match="0 has a backward hook"):
@@ -549,7 +551,7 @@ class Hooks(Branch):
     ids=["register_hook", "retain_grad"],
 )
 def test_a_hook_of_what_forward_computes_is_refused(
-    ort: Ort, how: Callable[[torch.Tensor], object]
+    ort: OrtModuleEngine, how: Callable[[torch.Tensor], object]
 ) -> None:
     with pytest.raises(RuntimeError, match=r"forward calls re.*engine='eager'"):
         _wrap(ort, Hooks(how))(torch.randn(2, 3))
@@ -563,7 +565,7 @@ class ChangesInput(Branch):
         return self.layer(x.mul_(2))
 
 
-def test_an_input_that_forward_changes_is_told_and_left(ort: Ort) -> None:
+def test_an_input_that_forward_changes_is_told_and_left(ort: OrtModuleEngine) -> None:
     model = ChangesInput()
     wrapped = _wrap(ort, model)
     for x in (torch.randn(2, 3), torch.randn(2, 3)):
@@ -573,7 +575,7 @@ def test_an_input_that_forward_changes_is_told_and_left(ort: Ort) -> None:
     assert any("changes its input in place" in remark for remark in ort.report(wrapped).remarks)
 
 
-def test_a_parameter_that_forward_changes_is_refused(ort: Ort) -> None:
+def test_a_parameter_that_forward_changes_is_refused(ort: OrtModuleEngine) -> None:
     with pytest.raises(ExportFailed, match=r"parameter weight in place"):
         _wrap(ort, nn.Embedding(5, 3, max_norm=1.0))(torch.tensor([1, 2]))
 
@@ -588,7 +590,7 @@ class Collects(Branch):
         return self.layer(x)
 
 
-def test_what_forward_collects_is_told_and_left(ort: Ort) -> None:
+def test_what_forward_collects_is_told_and_left(ort: OrtModuleEngine) -> None:
     model = Collects()
     wrapped = _wrap(ort, model)
     wrapped(torch.randn(2, 3))
@@ -600,7 +602,7 @@ def test_what_forward_collects_is_told_and_left(ort: Ort) -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.Conv1d(3, 3, 1), nn.Linear(4, 4)], ids=["conv", "linear"])
-def test_an_empty_batch_is_refused(ort: Ort, layer: nn.Module) -> None:
+def test_an_empty_batch_is_refused(ort: OrtModuleEngine, layer: nn.Module) -> None:
     """ORT's gradient of a convolution divides by zero, which ends the process."""
     wrapped = _wrap(ort, layer)
     wrapped(torch.randn(2, 3, 4)).sum().backward()
@@ -616,7 +618,7 @@ class ByChance(Branch):
         return self.layer(x) * int(torch.rand(()) * 1e6)
 
 
-def test_a_decision_by_random_numbers_is_refused(ort: Ort) -> None:
+def test_a_decision_by_random_numbers_is_refused(ort: OrtModuleEngine) -> None:
     torch.manual_seed(0)
     x, model = torch.randn(2, 3), ByChance()
     with pytest.raises(ExportFailed, match=r"decides by random numbers at .*torch\.rand"):
@@ -643,7 +645,7 @@ class SkipsLayers(Branch):
         return x if torch.rand([]) < 0.0 else self.layer(x)
 
 
-def test_numpys_random_numbers_are_refused_where_they_matter(ort: Ort) -> None:
+def test_numpys_random_numbers_are_refused_where_they_matter(ort: OrtModuleEngine) -> None:
     np.random.seed(0)  # one mask of eight is like that of the other seed
     with pytest.raises(ExportFailed, match="random numbers of Python's or numpy's"):
         _wrap(ort, NumpyMask())(torch.randn(2, 3))
@@ -652,7 +654,7 @@ def test_numpys_random_numbers_are_refused_where_they_matter(ort: Ort) -> None:
     _assert_trains_as_eager(ort, harmless, (torch.randn(2, 3),))
 
 
-def test_random_numbers_that_change_nothing_hinder_no_check(ort: Ort) -> None:
+def test_random_numbers_that_change_nothing_hinder_no_check(ort: OrtModuleEngine) -> None:
     wrapped = _assert_trains_as_eager(ort, SkipsLayers(), (torch.randn(2, 3),))
     assert not ort.report(wrapped).remarks
 
@@ -660,7 +662,7 @@ def test_random_numbers_that_change_nothing_hinder_no_check(ort: Ort) -> None:
 # --- results that no graph has
 
 
-def test_a_decoder_trains_with_its_cache_on(ort: Ort) -> None:
+def test_a_decoder_trains_with_its_cache_on(ort: OrtModuleEngine) -> None:
     model = tiny.gpt2(use_cache=True, bos_token_id=0, eos_token_id=0)
     twin, wrapped = copy.deepcopy(model), _wrap(ort, model)
     for size in ((2, 7), (3, 5)):
@@ -676,7 +678,7 @@ def test_a_decoder_trains_with_its_cache_on(ort: Ort) -> None:
     assert ort.report(wrapped).remarks == (f"{name} is None: ORT's graph has no cache",)
 
 
-def test_a_wrapped_model_generates_as_the_plain_one(ort: Ort) -> None:
+def test_a_wrapped_model_generates_as_the_plain_one(ort: OrtModuleEngine) -> None:
     """transformers' generate looks methods up in the model's class, and needs its cache."""
     model = tiny.gpt2(use_cache=True, bos_token_id=0, eos_token_id=0)
     ids = torch.randint(1, 32, (2, 5))
@@ -697,7 +699,9 @@ def _bert() -> nn.Module:
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_trains_by_itself(ort: Ort, again: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copy_trains_by_itself(
+    ort: OrtModuleEngine, again: Callable[[nn.Module], nn.Module]
+) -> None:
     wrapped = _wrap(ort, _bert())
     ids = torch.randint(20, (2, 5))
     wrapped(input_ids=ids)
@@ -710,7 +714,7 @@ def test_a_copy_trains_by_itself(ort: Ort, again: Callable[[nn.Module], nn.Modul
     torch.testing.assert_close(twin(input_ids=ids).logits, wrapped(input_ids=ids).logits + 1)
 
 
-def test_a_wrapped_model_saves_what_the_model_would(ort: Ort, tmp_path: Path) -> None:
+def test_a_wrapped_model_saves_what_the_model_would(ort: OrtModuleEngine, tmp_path: Path) -> None:
     model = _bert()
     wrapped = _wrap(ort, model)
     ids = torch.randint(20, (2, 5))
@@ -747,7 +751,9 @@ class DecidesBySize(Branch):
     ("kind", "rows"),
     [(Branch, 8), (nn.Linear, 2), (NeedsAll, 8), (HoldsSize, 8), (DecidesBySize, 8)],
 )
-def test_rows_are_checked_where_they_can_tell(ort: Ort, kind: type[nn.Module], rows: int) -> None:
+def test_rows_are_checked_where_they_can_tell(
+    ort: OrtModuleEngine, kind: type[nn.Module], rows: int
+) -> None:
     model = nn.Linear(3, 3) if kind is nn.Linear else kind()
     batches = [(torch.rand(rows, 3),) for rows in (8, 8, 12, 3)]
     if kind is NeedsAll:
@@ -757,7 +763,7 @@ def test_rows_are_checked_where_they_can_tell(ort: Ort, kind: type[nn.Module], r
     assert checks[0].startswith(f"checked on [{rows}, 3]"), checks
 
 
-def test_what_is_wrong_on_rows_and_on_all_is_refused(ort: Ort) -> None:
+def test_what_is_wrong_on_rows_and_on_all_is_refused(ort: OrtModuleEngine) -> None:
     class Twofold(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * (2 if torch.jit.is_tracing() else 1)
@@ -770,7 +776,7 @@ def test_what_is_wrong_on_rows_and_on_all_is_refused(ort: Ort) -> None:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_nothing_is_computed_for_frozen_parameters(ort: Ort, cached: bool) -> None:
+def test_nothing_is_computed_for_frozen_parameters(ort: OrtModuleEngine, cached: bool) -> None:
     """ORTModule would: fine-tuning a head alone cost the whole backward pass."""
     x = torch.randn(4, 3)
     if cached:
@@ -818,7 +824,9 @@ PADDED = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 0, 0]], dtype=torch.bool)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_row_that_is_hidden_whole_has_plain_attentions_gradient(ort: Ort, precision: Any) -> None:
+def test_a_row_that_is_hidden_whole_has_plain_attentions_gradient(
+    ort: OrtModuleEngine, precision: Any
+) -> None:
     """Torch's flash attention on a CPU has another one, of which the check says so."""
     model, x = Masked(PADDED), torch.randn(2, 3, 6)
     twin = copy.deepcopy(model)
@@ -836,7 +844,7 @@ def test_a_row_that_is_hidden_whole_has_plain_attentions_gradient(ort: Ort, prec
 
 
 def test_plain_attention_is_asked_where_the_first_comparison_fails_alone(
-    ort: Ort, monkeypatch: pytest.MonkeyPatch
+    ort: OrtModuleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 

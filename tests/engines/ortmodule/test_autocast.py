@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlab.engines.ortmodule.engine import Ort
+from ortlab.engines.ortmodule.engine import OrtModuleEngine
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.settings import EngineSettings
 from tests.support import tiny
@@ -20,8 +20,8 @@ HALF = 5e-3  # relative, of a whole gradient: float16 has ten bits
 
 
 @pytest.fixture
-def ort() -> Ort:
-    return Ort()
+def ort() -> OrtModuleEngine:
+    return OrtModuleEngine()
 
 
 def _mlp() -> nn.Module:
@@ -61,7 +61,7 @@ def _step(model: nn.Module, x: torch.Tensor, scaler: Any, optimizer: Any, scale:
 
 
 @pytest.mark.parametrize("make", [_mlp, Logits])
-def test_autocast_and_scaler_by_hand(ort: Ort, make: Any) -> None:
+def test_autocast_and_scaler_by_hand(ort: OrtModuleEngine, make: Any) -> None:
     """Types, gradients, the scale and what an overflow skips are those of eager torch."""
     model = make()
     twin = copy.deepcopy(model)
@@ -89,7 +89,7 @@ def test_autocast_and_scaler_by_hand(ort: Ort, make: Any) -> None:
         torch.testing.assert_close(theirs, ours, rtol=1e-2, atol=1e-4, msg=name)
 
 
-def test_autocast_inside_autocast_and_switched_off(ort: Ort) -> None:
+def test_autocast_inside_autocast_and_switched_off(ort: OrtModuleEngine) -> None:
     model = _mlp()
     wrapped, x = ort.wrap(model, EngineSettings()), _data(model)
     for _ in range(2):
@@ -114,7 +114,7 @@ class Partly(nn.Module):
         return scores
 
 
-def test_a_part_that_forward_keeps_in_float32_is_never_lowered(ort: Ort) -> None:
+def test_a_part_that_forward_keeps_in_float32_is_never_lowered(ort: OrtModuleEngine) -> None:
     wrapped, x = ort.wrap(Partly(), EngineSettings()), torch.randn(4, 6)
     with (
         torch.autocast("cpu", torch.bfloat16),
@@ -131,7 +131,7 @@ class InBfloat16(Partly):
             return self.second(self.first(x))
 
 
-def test_an_autocast_of_forwards_own_alone_is_refused(ort: Ort) -> None:
+def test_an_autocast_of_forwards_own_alone_is_refused(ort: OrtModuleEngine) -> None:
     x = torch.randn(4, 6)
     with pytest.raises(ExportFailed, match=r"no kernel for \w+ in first; use engine='eager'"):
         ort.wrap(InBfloat16(), EngineSettings())(x)
@@ -142,7 +142,7 @@ def test_an_autocast_of_forwards_own_alone_is_refused(ort: Ort) -> None:
 
 
 @pytest.mark.parametrize("make", [_mlp, Logits])
-def test_autocast_in_bfloat16_on_a_cpu(ort: Ort, make: Any) -> None:
+def test_autocast_in_bfloat16_on_a_cpu(ort: OrtModuleEngine, make: Any) -> None:
     """Torch's products in the graph; types as in eager torch, values within bfloat16's rounding."""
     model = make()
     twin, exact = copy.deepcopy(model), copy.deepcopy(model)
@@ -161,7 +161,7 @@ def test_autocast_in_bfloat16_on_a_cpu(ort: Ort, make: Any) -> None:
 
 
 def test_autocast_in_bfloat16_keeps_results_that_are_no_tensors_and_their_structure(
-    ort: Ort,
+    ort: OrtModuleEngine,
 ) -> None:
     class Several(nn.Module):
         def __init__(self) -> None:
@@ -182,7 +182,7 @@ def test_autocast_in_bfloat16_keeps_results_that_are_no_tensors_and_their_struct
         assert [each.dtype for each in found[name]] == [each.dtype for each in expected[name]]
 
 
-def test_autocast_in_bfloat16_needs_torchs_kernels(ort: Ort) -> None:
+def test_autocast_in_bfloat16_needs_torchs_kernels(ort: OrtModuleEngine) -> None:
     wrapped, x = ort.wrap(_mlp(), EngineSettings(kernels="ort")), _data(_mlp())
     with (
         torch.autocast("cpu", torch.bfloat16),
@@ -192,7 +192,7 @@ def test_autocast_in_bfloat16_needs_torchs_kernels(ort: Ort) -> None:
     assert wrapped(x).dtype == torch.float32, "without autocast it goes on"
 
 
-def test_autocast_in_bfloat16_without_torchs_kernels_falls_back(ort: Ort) -> None:
+def test_autocast_in_bfloat16_without_torchs_kernels_falls_back(ort: OrtModuleEngine) -> None:
     model = _mlp()
     wrapped, x = ort.wrap(model, EngineSettings(kernels="ort", fallback=True)), _data(model)
     for _ in range(4):
@@ -210,7 +210,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 def test_apex_is_refused_with_what_took_its_place(
-    ort: Ort, monkeypatch: pytest.MonkeyPatch
+    ort: OrtModuleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FusedLayerNorm, "__module__", "apex.normalization.fused_layer_norm")
     model = nn.Sequential(nn.Linear(3, 3), FusedLayerNorm(3))

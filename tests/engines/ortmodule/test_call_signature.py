@@ -12,7 +12,7 @@ from torch import nn
 
 import ortlab
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.call_signature import Form
+from ortlab.engines.ortmodule.call_signature import CallSignature
 from ortlab.engines.ortmodule.engine import execution_of
 
 
@@ -28,9 +28,9 @@ def test_a_stand_in_has_the_form_of_the_call() -> None:
         Pair(torch.zeros(2, 5, dtype=torch.long), math.nan),
     )
     kwargs = {"mask": torch.zeros(2, dtype=torch.bool), "nested": {"half": torch.ones(1).half()}}
-    form = Form.of(args, kwargs)
+    form = CallSignature.of(args, kwargs)
     made, named = form.placeholders()
-    assert Form.of(made, named) == form
+    assert CallSignature.of(made, named) == form
     assert isinstance(made[2], Pair)
     assert math.isnan(made[2].scale)
     assert made[1][1] == (None, True, 3, "mean")
@@ -40,7 +40,7 @@ def test_a_stand_in_has_the_form_of_the_call() -> None:
 
 
 def test_a_stand_in_draws_from_no_generator() -> None:
-    form = Form.of((torch.zeros(3),), {})
+    form = CallSignature.of((torch.zeros(3),), {})
     before = torch.get_rng_state()
     first, second = form.placeholders()[0][0], form.placeholders()[0][0]
     assert torch.equal(first, second)
@@ -48,14 +48,14 @@ def test_a_stand_in_draws_from_no_generator() -> None:
 
 
 def test_nothing_stands_in_for_an_object() -> None:
-    form = Form.of((), {"cache": object()})
+    form = CallSignature.of((), {"cache": object()})
     with pytest.raises(ValueError, match="nothing can stand in for a object; give a batch"):
         form.placeholders()
 
 
 def test_a_form_keeps_no_data() -> None:
     given = torch.randn(4, 3)
-    form = Form.of((given, [given]), {"nested": {"x": given}})
+    form = CallSignature.of((given, [given]), {"nested": {"x": given}})
     held = weakref.ref(given)
     del given
     assert held() is None
@@ -69,4 +69,4 @@ def test_a_model_knows_the_form_of_its_last_call() -> None:
     assert execution.last_call is None
     for rows in (4, 5, 4):
         model(torch.randn(rows, 3))
-        assert execution.last_call == Form.of((torch.randn(rows, 3),), {})
+        assert execution.last_call == CallSignature.of((torch.randn(rows, 3),), {})

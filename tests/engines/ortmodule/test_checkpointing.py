@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.ortmodule.engine import Ort, execution_of
+from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
 from ortlab.engines.ortmodule.kernels.recompute import SUFFIX
 from ortlab.engines.ortmodule.self_check import SelfCheckFailed
 from ortlab.engines.registry import engine
@@ -25,13 +25,13 @@ RECOMPUTES = "gradient checkpointing: ORT recomputes activations in its place"
 
 
 @pytest.fixture
-def ort() -> Ort:
+def ort() -> OrtModuleEngine:
     """The engine; skipped with its reason where ORT cannot run."""
     try:
         engine("ort")
     except EngineUnavailable as error:
         pytest.skip(str(error))
-    return Ort()
+    return OrtModuleEngine()
 
 
 class Blocks(nn.Module):
@@ -63,7 +63,9 @@ def in_segments(block: nn.Module, x: Tensor) -> Tensor:
     return checkpoint_sequential(block, 2, x, use_reentrant=False)
 
 
-def assert_trains_as_eager(ort: Ort, model: nn.Module, batches: list[dict[str, Any]]) -> nn.Module:
+def assert_trains_as_eager(
+    ort: OrtModuleEngine, model: nn.Module, batches: list[dict[str, Any]]
+) -> nn.Module:
     """Loss and all gradients, checkpointed in both."""
     eager = copy.deepcopy(model)
     wrapped = ort.wrap(model, EngineSettings(cache=False))
@@ -84,7 +86,9 @@ def assert_trains_as_eager(ort: Ort, model: nn.Module, batches: list[dict[str, A
 
 
 @pytest.mark.parametrize("keep", [with_reentry, without_reentry, in_segments])
-def test_trains_as_eager_torch_does(ort: Ort, keep: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def test_trains_as_eager_torch_does(
+    ort: OrtModuleEngine, keep: Callable[[nn.Module, Tensor], Tensor]
+) -> None:
     torch.manual_seed(0)
     batches = [{"x": torch.randn(rows, 16, requires_grad=True)} for rows in (5, 3)]
     wrapped = assert_trains_as_eager(ort, Blocks(keep), batches)
@@ -118,7 +122,7 @@ def text(rows: int, length: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_models_of_transformers(ort: Ort, name: str, reentrant: bool) -> None:
+def test_models_of_transformers(ort: OrtModuleEngine, name: str, reentrant: bool) -> None:
     model = transformer(name)
     with warnings.catch_warnings():  # transformers is about to rename it
         warnings.simplefilter("ignore", FutureWarning)
@@ -136,7 +140,7 @@ def recomputed(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_the_graph_recomputes(ort: Ort, name: str, p: float, tmp_path: Path) -> None:
+def test_the_graph_recomputes(ort: OrtModuleEngine, name: str, p: float, tmp_path: Path) -> None:
     """Where checkpointing is asked for, and only there; never a dropout, nor a whole layer."""
     for asked in (True, False):
         model = transformer(name, p)
@@ -155,7 +159,7 @@ def test_the_graph_recomputes(ort: Ort, name: str, p: float, tmp_path: Path) -> 
         assert not {"Dropout", "LayerNormalization"} & set(nodes)
 
 
-def test_a_forward_without_a_backward(ort: Ort) -> None:
+def test_a_forward_without_a_backward(ort: OrtModuleEngine) -> None:
     """ORT's own recomputed dropout would draw another mask afterwards."""
     model = Blocks(without_reentry, p=0.5)
     last = nn.Parameter(torch.ones(16))
@@ -184,21 +188,21 @@ class Plain(nn.Linear):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def test_where_there_is_nothing_to_recompute(ort: Ort) -> None:
+def test_where_there_is_nothing_to_recompute(ort: OrtModuleEngine) -> None:
     wrapped = ort.wrap(Plain(6, 4), EngineSettings(cache=False))
     wrapped(torch.randn(3, 6)).sum().backward()
     (remark,) = ort.report(wrapped).remarks
     assert remark.startswith("gradient checkpointing saves no memory in ORT")
 
 
-def test_plans_that_were_chosen_stay(ort: Ort) -> None:
+def test_plans_that_were_chosen_stay(ort: OrtModuleEngine) -> None:
     wrapped = ort.wrap(Blocks(without_reentry), EngineSettings(cache=False, memory_level=1))
     wrapped(torch.randn(3, 16)).sum().backward()
     (remark,) = ort.report(wrapped).remarks
     assert remark == "gradient checkpointing: the recompute plans that were chosen take its place"
 
 
-def test_plans_of_modules_that_were_chosen_stay(ort: Ort) -> None:
+def test_plans_of_modules_that_were_chosen_stay(ort: OrtModuleEngine) -> None:
     wrapped = ort.wrap(Blocks(without_reentry), EngineSettings(cache=False, recompute="layers"))
     wrapped(torch.randn(3, 16)).sum().backward()
     (export,) = execution_of(wrapped).exports()
@@ -208,7 +212,9 @@ def test_plans_of_modules_that_were_chosen_stay(ort: Ort) -> None:
 
 
 @pytest.mark.parametrize("chosen", [("layers", "off", "layers"), ("off", "layers", "off")])
-def test_plans_that_are_chosen_and_left_again(ort: Ort, chosen: tuple[str, ...]) -> None:
+def test_plans_that_are_chosen_and_left_again(
+    ort: OrtModuleEngine, chosen: tuple[str, ...]
+) -> None:
     model = Blocks(without_reentry)
     wrapped, x = ort.wrap(model, EngineSettings(cache=False)), torch.randn(3, 16)
     model(x).square().sum().backward()
@@ -225,7 +231,7 @@ def test_plans_that_are_chosen_and_left_again(ort: Ort, chosen: tuple[str, ...])
 
 
 @pytest.mark.parametrize("asked", ["precision", "autocast", "layers"])
-def test_in_bfloat16_on_a_cpu(ort: Ort, asked: str) -> None:
+def test_in_bfloat16_on_a_cpu(ort: OrtModuleEngine, asked: str) -> None:
     """ORT's own plans know no kernels for it: whole layers are computed again."""
     model = transformer("bert", p=0.1)
     with warnings.catch_warnings():  # transformers is about to rename it
@@ -251,7 +257,7 @@ def test_in_bfloat16_on_a_cpu(ort: Ort, asked: str) -> None:
     assert any(SUFFIX in node.name for node in graph.graph.node)
 
 
-def test_in_bfloat16_without_a_list_of_layers(ort: Ort) -> None:
+def test_in_bfloat16_without_a_list_of_layers(ort: OrtModuleEngine) -> None:
     wrapped = ort.wrap(Plain(6, 4), EngineSettings(cache=False, precision="bf16"))
     x = torch.randn(3, 6)
     wrapped(x).sum().backward()
@@ -259,7 +265,7 @@ def test_in_bfloat16_without_a_list_of_layers(ort: Ort) -> None:
     assert remark.startswith("gradient checkpointing saves no memory in ORT")
 
 
-def test_a_part_that_eager_torch_would_not_train(ort: Ort) -> None:
+def test_a_part_that_eager_torch_would_not_train(ort: OrtModuleEngine) -> None:
     """Re-entry without an input that requires a gradient: eager torch gives the part none."""
     model = nn.Sequential(Blocks(with_reentry), nn.Linear(16, 4))
     wrapped = ort.wrap(model, EngineSettings(cache=False))
@@ -268,7 +274,7 @@ def test_a_part_that_eager_torch_would_not_train(ort: Ort) -> None:
 
 
 def test_a_graph_from_the_cache_recomputes_too(
-    ort: Ort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ort: OrtModuleEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     remarks = []

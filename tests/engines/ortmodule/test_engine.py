@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ortlab.engines.base import EngineUnavailable, Report, progress
-from ortlab.engines.ortmodule.engine import Ort, execution_of
+from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.ortmodule.self_check import SelfCheckFailed
 from ortlab.engines.registry import engine
@@ -28,13 +28,13 @@ from tests.zoo import specs
 
 
 @pytest.fixture
-def ort() -> Ort:
+def ort() -> OrtModuleEngine:
     """The engine; skipped with its reason where ORT cannot run."""
     try:
         engine("ort")
     except EngineUnavailable as error:
         pytest.skip(str(error))
-    return Ort()
+    return OrtModuleEngine()
 
 
 class Net(nn.Module):
@@ -53,7 +53,7 @@ class Net(nn.Module):
         return self.second(-hidden if flip else hidden) * times
 
 
-def _wrap(ort: Ort, model: nn.Module, **settings: Any) -> nn.Module:
+def _wrap(ort: OrtModuleEngine, model: nn.Module, **settings: Any) -> nn.Module:
     torch.manual_seed(1)
     return ort.wrap(model, EngineSettings(**settings))
 
@@ -106,7 +106,9 @@ EDITS: list[Callable[[Net], None]] = [
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__.strip("_"))
-def test_an_edit_is_noticed_on_the_next_call(ort: Ort, edit: Callable[[Net], None]) -> None:
+def test_an_edit_is_noticed_on_the_next_call(
+    ort: OrtModuleEngine, edit: Callable[[Net], None]
+) -> None:
     """Outputs and gradients are those of the edited model, and the note says what changed."""
     net = Net()
     wrapped = _wrap(ort, net, self_check=False)
@@ -127,7 +129,7 @@ def test_an_edit_is_noticed_on_the_next_call(ort: Ort, edit: Callable[[Net], Non
     assert _exported_again(ort.report(wrapped)) == 1
 
 
-def test_another_dtype_is_noticed(ort: Ort) -> None:
+def test_another_dtype_is_noticed(ort: OrtModuleEngine) -> None:
     """ORT has no ReluGrad for double on a CPU, and says so; the float32 graph is not run."""
     net = Net()
     wrapped = _wrap(ort, net)
@@ -147,14 +149,14 @@ def test_another_dtype_is_noticed(ort: Ort) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_double_precision_is_refused_with_a_way_out(
-    ort: Ort, layer: nn.Module, reason: str
+    ort: OrtModuleEngine, layer: nn.Module, reason: str
 ) -> None:
     wrapped = _wrap(ort, layer.double())
     with pytest.raises(ExportFailed, match=rf"{reason}.*model\.float\(\)"):
         wrapped(torch.randn(2, 3, 6, dtype=torch.float64))
 
 
-def test_a_hook_that_is_removed_is_noticed(ort: Ort) -> None:
+def test_a_hook_that_is_removed_is_noticed(ort: OrtModuleEngine) -> None:
     net = Net()
     handle = net.first.register_forward_hook(lambda _module, _inputs, output: output * 2)
     wrapped = _wrap(ort, net)
@@ -165,7 +167,7 @@ def test_a_hook_that_is_removed_is_noticed(ort: Ort) -> None:
     assert not torch.allclose(wrapped(x), doubled)
 
 
-def test_dropout_p_is_noticed(ort: Ort) -> None:
+def test_dropout_p_is_noticed(ort: OrtModuleEngine) -> None:
     net = Net(p=0.5)
     wrapped = _wrap(ort, net)
     x = torch.randn(64, 6)
@@ -174,7 +176,7 @@ def test_dropout_p_is_noticed(ort: Ort) -> None:
     assert torch.allclose(wrapped(x), net(x), rtol=1e-5, atol=1e-6)
 
 
-def test_arguments_that_are_no_tensors_are_not_baked_in(ort: Ort) -> None:
+def test_arguments_that_are_no_tensors_are_not_baked_in(ort: OrtModuleEngine) -> None:
     net = Net()
     wrapped = _wrap(ort, net)
     x = torch.randn(3, 6)
@@ -184,7 +186,7 @@ def test_arguments_that_are_no_tensors_are_not_baked_in(ort: Ort) -> None:
     assert _exported_again(ort.report(wrapped)) == 2, "the first export serves again"
 
 
-def test_autocast_switched_on_later_is_noticed(ort: Ort) -> None:
+def test_autocast_switched_on_later_is_noticed(ort: OrtModuleEngine) -> None:
     net = Net()
     wrapped = _wrap(ort, net)
     x = torch.randn(3, 6)
@@ -195,7 +197,7 @@ def test_autocast_switched_on_later_is_noticed(ort: Ort) -> None:
     assert wrapped(x).dtype == torch.float32
 
 
-def test_dropout_goes_on_in_training_mode_without_gradients(ort: Ort) -> None:
+def test_dropout_goes_on_in_training_mode_without_gradients(ort: OrtModuleEngine) -> None:
     """As in eager torch: no_grad is not eval()."""
     wrapped = _wrap(ort, Net(p=0.5)).train()
     x = torch.randn(64, 6)
@@ -205,7 +207,7 @@ def test_dropout_goes_on_in_training_mode_without_gradients(ort: Ort) -> None:
         assert torch.allclose(wrapped(x), wrapped(x))
 
 
-def test_a_backward_after_another_export_uses_its_own_graph(ort: Ort) -> None:
+def test_a_backward_after_another_export_uses_its_own_graph(ort: OrtModuleEngine) -> None:
     net = Net()
     reference = copy.deepcopy(net)
     wrapped = _wrap(ort, net)
@@ -220,7 +222,7 @@ def test_a_backward_after_another_export_uses_its_own_graph(ort: Ort) -> None:
         assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_the_check_disturbs_nothing(ort: Ort) -> None:
+def test_the_check_disturbs_nothing(ort: OrtModuleEngine) -> None:
     """Buffers, random numbers, .grad and dropout are as an unchecked call leaves them."""
     from ortlab.engines.ortmodule import compat
 
@@ -259,7 +261,7 @@ class Spectrum(nn.Linear):
         return torch.special.bessel_j0(super().forward(x))
 
 
-def test_an_operator_without_a_rule_is_named_with_its_line(ort: Ort) -> None:
+def test_an_operator_without_a_rule_is_named_with_its_line(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, Spectrum(6, 4))
     with pytest.raises(ExportFailed) as caught:
         wrapped(torch.ones(3, 6))
@@ -270,7 +272,7 @@ def test_an_operator_without_a_rule_is_named_with_its_line(ort: Ort) -> None:
     assert len(text.splitlines()) <= 2
 
 
-def test_fallback_is_off_unless_asked_for_and_then_told(ort: Ort) -> None:
+def test_fallback_is_off_unless_asked_for_and_then_told(ort: OrtModuleEngine) -> None:
     model = Spectrum(6, 4)
     wrapped = _wrap(ort, model, fallback=True)
     x = torch.ones(3, 6)
@@ -280,7 +282,7 @@ def test_fallback_is_off_unless_asked_for_and_then_told(ort: Ort) -> None:
     assert "bessel_j0" in (report.fallback_reason or "")
 
 
-def test_a_model_that_is_mended_is_run_in_ort_again(ort: Ort) -> None:
+def test_a_model_that_is_mended_is_run_in_ort_again(ort: OrtModuleEngine) -> None:
     class Odd(nn.Linear):
         odd = True
 
@@ -298,7 +300,7 @@ def test_a_model_that_is_mended_is_run_in_ort_again(ort: Ort) -> None:
     assert ort.report(wrapped).engine_used == "ort"
 
 
-def test_a_run_has_its_own_settings_and_its_own_report(ort: Ort) -> None:
+def test_a_run_has_its_own_settings_and_its_own_report(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, Net())
     x, y = torch.randn(3, 6), torch.arange(3)
     for i in range(2):
@@ -312,7 +314,7 @@ def test_a_run_has_its_own_settings_and_its_own_report(ort: Ort) -> None:
     assert ort.report(wrapped).check_s > 0, "the wrapper checks itself again, as it was asked to"
 
 
-def test_a_run_does_not_fall_back_because_an_earlier_one_did(ort: Ort) -> None:
+def test_a_run_does_not_fall_back_because_an_earlier_one_did(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, Spectrum(6, 4))
     x, y = torch.ones(3, 6), torch.arange(3)
     for fallback in (True, False):
@@ -344,7 +346,7 @@ class Checkpointed(nn.Module):
         return self.b(self._block(x))
 
 
-def test_checkpointing_is_switched_on_and_off(ort: Ort) -> None:
+def test_checkpointing_is_switched_on_and_off(ort: OrtModuleEngine) -> None:
     model = Checkpointed()
     wrapped = _wrap(ort, model)
     x = torch.randn(3, 6)
@@ -356,7 +358,7 @@ def test_checkpointing_is_switched_on_and_off(ort: Ort) -> None:
     assert any("recompute: True -> False" in note for note in notes)
 
 
-def test_every_export_has_its_shapes_checked(ort: Ort) -> None:
+def test_every_export_has_its_shapes_checked(ort: OrtModuleEngine) -> None:
     class Baked(nn.Linear):
         def forward(self, x: torch.Tensor, *, bake: bool = False) -> torch.Tensor:
             y = super().forward(x)
@@ -370,7 +372,7 @@ def test_every_export_has_its_shapes_checked(ort: Ort) -> None:
     assert torch.allclose(wrapped(x, bake=True), ort.unwrap(wrapped)(x, bake=True), atol=1e-6)
 
 
-def test_the_check_gives_every_generator_back(ort: Ort) -> None:
+def test_the_check_gives_every_generator_back(ort: OrtModuleEngine) -> None:
     class Draws(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             random.random()
@@ -385,7 +387,7 @@ def test_the_check_gives_every_generator_back(ort: Ort) -> None:
     assert any(note.startswith("not checked") for note in ort.report(wrapped).notes)
 
 
-def test_what_forward_sets_is_put_back_and_told(ort: Ort) -> None:
+def test_what_forward_sets_is_put_back_and_told(ort: OrtModuleEngine) -> None:
     class Remembers(nn.Linear):
         last = None
 
@@ -403,7 +405,7 @@ def test_what_forward_sets_is_put_back_and_told(ort: Ort) -> None:
     assert model.last is None
 
 
-def test_what_transformers_notes_of_its_own_hooks_is_no_remark(ort: Ort) -> None:
+def test_what_transformers_notes_of_its_own_hooks_is_no_remark(ort: OrtModuleEngine) -> None:
     cell = next(each for each in specs.cells() if each.name == "segformer/segmentation/sdpa/0.0")
     model, (batch, *_) = specs.model(cell), specs.batches(cell)
     wrapped = _wrap(ort, model)
@@ -411,7 +413,7 @@ def test_what_transformers_notes_of_its_own_hooks_is_no_remark(ort: Ort) -> None
     assert ort.report(wrapped).remarks == ()
 
 
-def test_a_buffer_that_forward_replaces_is_given_back(ort: Ort) -> None:
+def test_a_buffer_that_forward_replaces_is_given_back(ort: OrtModuleEngine) -> None:
     class Averages(nn.Linear):
         def __init__(self) -> None:
             super().__init__(6, 4)
@@ -430,7 +432,7 @@ def test_a_buffer_that_forward_replaces_is_given_back(ort: Ort) -> None:
     assert not mean.any()
 
 
-def test_a_tuple_is_no_list(ort: Ort) -> None:
+def test_a_tuple_is_no_list(ort: OrtModuleEngine) -> None:
     class Kind(nn.Linear):
         def forward(self, xs: Any) -> torch.Tensor:
             return super().forward(xs[0]) * (2 if isinstance(xs, tuple) else 3)
@@ -442,7 +444,7 @@ def test_a_tuple_is_no_list(ort: Ort) -> None:
         assert torch.allclose(wrapped(inputs), model(inputs), rtol=1e-5, atol=1e-6)
 
 
-def test_threads_wait_for_each_other(ort: Ort) -> None:
+def test_threads_wait_for_each_other(ort: OrtModuleEngine) -> None:
     """A check puts buffers back: what another thread has counted meanwhile must not be lost."""
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     wrapped = _wrap(ort, model)
@@ -464,20 +466,20 @@ def test_threads_wait_for_each_other(ort: Ort) -> None:
     assert model[1].num_batches_tracked == 15
 
 
-def test_random_numbers_besides_dropout_are_said_to_be_unchecked(ort: Ort) -> None:
+def test_random_numbers_besides_dropout_are_said_to_be_unchecked(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, Noise(6, 4))
     wrapped(torch.ones(3, 6))
     assert any("random numbers" in note for note in ort.report(wrapped).notes)
 
 
-def test_backward_hooks_are_refused(ort: Ort) -> None:
+def test_backward_hooks_are_refused(ort: OrtModuleEngine) -> None:
     net = Net()
     net.first.register_full_backward_hook(lambda _module, _inputs, _outputs: None)
     with pytest.raises(ExportFailed, match="first has a backward hook"):
         _wrap(ort, net)(torch.ones(3, 6))
 
 
-def test_shapes_are_checked_three_times_and_then_by_bucket(ort: Ort) -> None:
+def test_shapes_are_checked_three_times_and_then_by_bucket(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, Net())
     for rows in (2, 3, 5):
         wrapped(torch.randn(rows, 6))
@@ -493,7 +495,7 @@ def test_shapes_are_checked_three_times_and_then_by_bucket(ort: Ort) -> None:
     assert _checks(ort.report(wrapped)) <= 16 + 1, "at most sixteen, and each new export's first"
 
 
-def test_without_the_check_nothing_is_compared(ort: Ort) -> None:
+def test_without_the_check_nothing_is_compared(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, Net(), self_check=False)
     wrapped(torch.randn(3, 6))
     report = ort.report(wrapped)
@@ -503,14 +505,14 @@ def test_without_the_check_nothing_is_compared(ort: Ort) -> None:
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_the_users_own_error_stays_theirs(ort: Ort, check: bool) -> None:
+def test_the_users_own_error_stays_theirs(ort: OrtModuleEngine, check: bool) -> None:
     wrapped = _wrap(ort, Net(), self_check=check)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         wrapped(torch.randn(3, 7))
     assert wrapped(torch.randn(3, 6)).shape == (3, 4)
 
 
-def test_what_cannot_be_wrapped(ort: Ort) -> None:
+def test_what_cannot_be_wrapped(ort: OrtModuleEngine) -> None:
     for model, message in (
         (nn.ReLU(), "no parameter that requires a gradient"),
         (nn.Linear(2, 2).requires_grad_(False), "no parameter that requires a gradient"),
@@ -522,7 +524,7 @@ def test_what_cannot_be_wrapped(ort: Ort) -> None:
             ort.wrap(model, EngineSettings())
 
 
-def test_a_wrapped_model_is_copied_and_pickled_as_one(ort: Ort) -> None:
+def test_a_wrapped_model_is_copied_and_pickled_as_one(ort: OrtModuleEngine) -> None:
     net = Net()
     wrapped = _wrap(ort, net)
     x = torch.randn(3, 6)
@@ -533,7 +535,7 @@ def test_a_wrapped_model_is_copied_and_pickled_as_one(ort: Ort) -> None:
         assert ort.unwrap(twin) is not net
 
 
-def test_a_wrapped_container_is_one(ort: Ort) -> None:
+def test_a_wrapped_container_is_one(ort: OrtModuleEngine) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     wrapped = _wrap(ort, model)
     assert len(wrapped) == 2
@@ -546,7 +548,7 @@ def test_a_wrapped_container_is_one(ort: Ort) -> None:
     assert bool(_wrap(ort, Net()))
 
 
-def test_a_wrapped_model_behaves_as_the_model(ort: Ort) -> None:
+def test_a_wrapped_model_behaves_as_the_model(ort: OrtModuleEngine) -> None:
     net = Net()
     wrapped = _wrap(ort, net)
     assert list(wrapped.state_dict()) == list(net.state_dict())
@@ -557,7 +559,7 @@ def test_a_wrapped_model_behaves_as_the_model(ort: Ort) -> None:
     assert ort.unwrap(wrapped) is net
 
 
-def test_long_work_is_told(ort: Ort) -> None:
+def test_long_work_is_told(ort: OrtModuleEngine) -> None:
     heard: list[str] = []
     token = progress.set(heard.append)
     try:
@@ -568,7 +570,7 @@ def test_long_work_is_told(ort: Ort) -> None:
     assert any("checking" in line for line in heard)
 
 
-def test_a_seed_repeats_the_dropout_of_a_run(ort: Ort) -> None:
+def test_a_seed_repeats_the_dropout_of_a_run(ort: OrtModuleEngine) -> None:
     losses = []
     torch.manual_seed(0)
     start = Net(p=0.5).state_dict()
@@ -584,7 +586,7 @@ def test_a_seed_repeats_the_dropout_of_a_run(ort: Ort) -> None:
     assert losses[0] != losses[2]
 
 
-def test_a_wrapper_is_what_its_model_is_to_those_who_ask(ort: Ort) -> None:
+def test_a_wrapper_is_what_its_model_is_to_those_who_ask(ort: OrtModuleEngine) -> None:
     """Libraries ask a model for its class; who replaces its forward leaves the model as it is."""
     model = tiny.gpt2().eval()
     before = set(vars(model))
@@ -613,7 +615,7 @@ class LogOfSigmoid(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [3, 8])
-def test_the_second_batch_is_checked_too(ort: Ort, rows: int) -> None:
+def test_the_second_batch_is_checked_too(ort: OrtModuleEngine, rows: int) -> None:
     mild, extreme = torch.randn(rows, 3), torch.randn(rows, 3)
     extreme[-1] = -30.0
     wrapped = _wrap(ort, LogOfSigmoid())
@@ -638,7 +640,9 @@ class LogOfTokens(nn.Module):
         return torch.sigmoid(self.table(ids)).log()
 
 
-def test_what_the_first_check_left_out_of_rows_is_refused_in_the_second_step(ort: Ort) -> None:
+def test_what_the_first_check_left_out_of_rows_is_refused_in_the_second_step(
+    ort: OrtModuleEngine,
+) -> None:
     ids = torch.arange(512).reshape(8, 64) % 2  # every second token is left out
     wrapped = _wrap(ort, LogOfTokens())
     wrapped(ids)
@@ -676,7 +680,7 @@ _LABELLED[:, 1] = 1
     ids=["every token", "none among the few", "one among the few", "all at once"],
 )
 def test_the_first_check_is_of_a_few_tokens_where_they_will_do(
-    ort: Ort, places: int, labels: torch.Tensor, checked: str
+    ort: OrtModuleEngine, places: int, labels: torch.Tensor, checked: str
 ) -> None:
     ids = torch.arange(512).reshape(8, 64) % 9
     wrapped = _wrap(ort, Tagger(places=places))
@@ -691,7 +695,7 @@ def test_the_first_check_is_of_a_few_tokens_where_they_will_do(
 
 def test_a_state_is_assigned_as_to_the_model() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    wrapped = Ort().wrap(model, EngineSettings())
+    wrapped = OrtModuleEngine().wrap(model, EngineSettings())
     x = torch.randn(4, 3)
     wrapped(x)
     state = {name: value.clone() * 2 for name, value in model.state_dict().items()}
@@ -703,7 +707,7 @@ def test_a_state_is_assigned_as_to_the_model() -> None:
 def test_shared_parameters_are_told_as_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     model.append(model[0])
-    wrapped = Ort().wrap(model, EngineSettings())
+    wrapped = OrtModuleEngine().wrap(model, EngineSettings())
     names = [name for name, _ in wrapped.named_parameters(remove_duplicate=False)]
     assert names == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert len(list(wrapped.named_parameters())) == 2
@@ -712,12 +716,14 @@ def test_shared_parameters_are_told_as_of_the_model() -> None:
 
 @pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))])
 def test_a_functional_call_names_the_model_itself(model: nn.Module) -> None:
-    wrapped, x = Ort().wrap(model, EngineSettings()), torch.randn(2, 3)
+    wrapped, x = OrtModuleEngine().wrap(model, EngineSettings()), torch.randn(2, 3)
     others = {name: p.detach() * 2 for name, p in model.named_parameters()}
     told = r"weight is a plain tensor.*functional_call.*ortlab\.unwrap\(model\)"
     with pytest.raises((ExportFailed, ValueError), match=told):
         torch.func.functional_call(wrapped, others, (x,))
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
     expected = torch.func.functional_call(copy.deepcopy(model), others, (x,))
-    assert torch.equal(torch.func.functional_call(Ort().unwrap(wrapped), others, (x,)), expected)
+    assert torch.equal(
+        torch.func.functional_call(OrtModuleEngine().unwrap(wrapped), others, (x,)), expected
+    )
     wrapped(x)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import ortlab
-from ortlab.engines.ortmodule.engine import Ort
+from ortlab.engines.ortmodule.engine import OrtModuleEngine
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.ortmodule.self_check import SelfCheckFailed
 from ortlab.engines.torchscript.isolation import NotInGraph
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 def _wrap(model: nn.Module, **settings: Any) -> nn.Module:
-    return Ort().wrap(model, EngineSettings(**settings))
+    return OrtModuleEngine().wrap(model, EngineSettings(**settings))
 
 
 def _assert_trains_as_eager(model: nn.Module) -> nn.Module:
@@ -256,7 +256,7 @@ def test_what_is_computed_under_no_grad_has_no_gradient(how: Forward) -> None:
     wrapped = _assert_trains_as_eager(Layer(how))
     x = torch.randn(4, 3)
     with torch.no_grad():
-        torch.testing.assert_close(wrapped(x), Ort().unwrap(wrapped)(x))
+        torch.testing.assert_close(wrapped(x), OrtModuleEngine().unwrap(wrapped)(x))
 
 
 def test_what_needs_no_gradient_costs_no_detach() -> None:

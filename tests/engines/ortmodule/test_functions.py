@@ -23,20 +23,20 @@ from torch.utils.checkpoint import checkpoint
 
 from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule.compat import extensions, interop
-from ortlab.engines.ortmodule.engine import Ort, execution_of
+from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings
 
 
 @pytest.fixture
-def ort() -> Ort:
+def ort() -> OrtModuleEngine:
     """The engine; skipped with its reason where ORT cannot run."""
     try:
         engine("ort")
     except EngineUnavailable as error:
         pytest.skip(str(error))
-    return Ort()
+    return OrtModuleEngine()
 
 
 Middle = Callable[[Tensor, Tensor, Tensor], Any]
@@ -387,7 +387,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
-def assert_trains_as_eager(ort: Ort, model: nn.Module, **settings: Any) -> nn.Module:
+def assert_trains_as_eager(ort: OrtModuleEngine, model: nn.Module, **settings: Any) -> nn.Module:
     """Loss and all gradients, of the input as well, for two batches of different sizes."""
     eager = copy.deepcopy(model)
     wrapped = ort.wrap(model, EngineSettings(**settings))
@@ -409,7 +409,7 @@ def assert_trains_as_eager(ort: Ort, model: nn.Module, **settings: Any) -> nn.Mo
 
 
 @pytest.mark.parametrize("name", MIDDLES)
-def test_trains_as_eager_torch_does(ort: Ort, name: str) -> None:
+def test_trains_as_eager_torch_does(ort: OrtModuleEngine, name: str) -> None:
     torch.manual_seed(0)
     wrapped = assert_trains_as_eager(ort, Net(MIDDLES[name]))
     notes = ort.report(wrapped).notes
@@ -418,7 +418,7 @@ def test_trains_as_eager_torch_does(ort: Ort, name: str) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
-def test_modes(ort: Ort, training: bool, grad: bool) -> None:
+def test_modes(ort: OrtModuleEngine, training: bool, grad: bool) -> None:
     """In evaluation mode, and where no gradient is asked for, forward is the same."""
     model = Net(three_times).train(training)
     wrapped = ort.wrap(model, EngineSettings())
@@ -453,7 +453,7 @@ def cell() -> Iterator[types.ModuleType]:
     del sys.modules[module.__name__]
 
 
-def test_a_function_that_is_defined_again(ort: Ort, cell: types.ModuleType) -> None:
+def test_a_function_that_is_defined_again(ort: OrtModuleEngine, cell: types.ModuleType) -> None:
     """The user runs the cell again with another forward and backward: the old one is not run."""
     exec(CELL.format(forward=2, backward=3), cell.__dict__)
     model = Net(lambda x, w, c: cell.middle(x, w, c))
@@ -474,7 +474,7 @@ def test_a_function_that_is_defined_again(ort: Ort, cell: types.ModuleType) -> N
 
 
 def test_a_backward_that_is_replaced(
-    ort: Ort, cell: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+    ort: OrtModuleEngine, cell: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exec(CELL.format(forward=2, backward=3), cell.__dict__)
     model = Net(lambda x, w, c: cell.middle(x, w, c))
@@ -543,14 +543,16 @@ REFUSED: list[tuple[Middle, str]] = [
 
 
 @pytest.mark.parametrize(("middle", "message"), REFUSED)
-def test_what_a_graph_cannot_hold_is_refused(ort: Ort, middle: Middle, message: str) -> None:
+def test_what_a_graph_cannot_hold_is_refused(
+    ort: OrtModuleEngine, middle: Middle, message: str
+) -> None:
     wrapped = ort.wrap(Net(middle), EngineSettings())
     with pytest.raises(ExportFailed, match=message):
         wrapped(torch.randn(4, 6))
 
 
 def test_without_what_it_is_built_with(
-    ort: Ort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ort: OrtModuleEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The function is named, and what to install; a model without one is not concerned."""
     interop._ready.cache_clear()
@@ -580,7 +582,7 @@ class Raises(Function):
         return gradient
 
 
-def test_what_a_function_raises_is_said(ort: Ort) -> None:
+def test_what_a_function_raises_is_said(ort: OrtModuleEngine) -> None:
     wrapped = ort.wrap(Net(lambda x, w, c: Raises.apply(x)), EngineSettings(self_check=False))
     wrapped(torch.randn(5, 6)).sum().backward()
     with pytest.raises(Exception, match=r"Raises.*ValueError: no batches of 3"):
@@ -607,7 +609,7 @@ class Watched(Function):
 
 
 @pytest.mark.parametrize("backward", [True, False])
-def test_what_is_kept_for_backward_is_let_go(ort: Ort, backward: bool) -> None:
+def test_what_is_kept_for_backward_is_let_go(ort: OrtModuleEngine, backward: bool) -> None:
     """After the backward pass, and with the outputs where there is none."""
     wrapped = ort.wrap(Net(lambda x, w, c: Watched.apply(x)), EngineSettings(self_check=False))
     outputs = wrapped(torch.randn(4, 6))
@@ -634,7 +636,7 @@ class Noisy(Function):
         return gradient * ctx.mask
 
 
-def test_a_random_function_draws_anew_in_every_call(ort: Ort) -> None:
+def test_a_random_function_draws_anew_in_every_call(ort: OrtModuleEngine) -> None:
     """ORT merges equal nodes: two calls on the same input must stay two."""
     # A sum: ORT may run either of them first.
     wrapped = ort.wrap(Net(lambda x, w, c: Noisy.apply(x) + Noisy.apply(x)), EngineSettings())
@@ -648,7 +650,7 @@ def test_a_random_function_draws_anew_in_every_call(ort: Ort) -> None:
     assert any("random numbers besides dropout" in note for note in ort.report(wrapped).notes)
 
 
-def test_two_forwards_before_their_backwards(ort: Ort) -> None:
+def test_two_forwards_before_their_backwards(ort: OrtModuleEngine) -> None:
     model = Net(three_times)
     eager = copy.deepcopy(model)
     wrapped = ort.wrap(model, EngineSettings())
@@ -665,6 +667,6 @@ def multiplied(factor: float) -> Middle:
     return lambda x, w, c: PlainArguments.apply(x, factor, True, "", (), None) + w
 
 
-def test_two_models_with_the_same_function(ort: Ort) -> None:
+def test_two_models_with_the_same_function(ort: OrtModuleEngine) -> None:
     for factor in (1.0, 4.0):
         assert_trains_as_eager(ort, Net(multiplied(factor)))

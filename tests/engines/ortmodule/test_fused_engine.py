@@ -12,8 +12,8 @@ from torch import nn
 
 import ortlab
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.export_pool import ExportFailed, Served
-from ortlab.engines.ortmodule.fused_engine import OffloadStepper
+from ortlab.engines.ortmodule.export_pool import CachedExport, ExportFailed
+from ortlab.engines.ortmodule.fused_engine import FusedStepper
 from ortlab.engines.ortmodule.kernels import optimizers
 from ortlab.engines.registry import engine, engine_for
 from ortlab.session import session
@@ -45,9 +45,9 @@ def settings(name: str = "offload", **changes: Any) -> FinetuneSettings:
     return FinetuneSettings(engine=name, **chosen)
 
 
-def stepper(model: nn.Module, loss: Any = None, **changes: Any) -> OffloadStepper:
+def stepper(model: nn.Module, loss: Any = None, **changes: Any) -> FusedStepper:
     made = engine_for(settings(**changes)).prepare(model, loss, settings(**changes))
-    assert isinstance(made, OffloadStepper)
+    assert isinstance(made, FusedStepper)
     return made
 
 
@@ -307,8 +307,8 @@ def test_micro_batches_may_begin_later_and_are_told() -> None:
 
 def test_one_session_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph was checked in a session of its own, which is at rest when the whole step runs."""
-    rested: list[Served] = []
-    monkeypatch.setattr(Served, "rest", lambda served: rested.append(served))
+    rested: list[CachedExport] = []
+    monkeypatch.setattr(CachedExport, "rest", lambda served: rested.append(served))
     made = stepper(tiny.bert())
     for batch in sentences(2):
         made.step([batch], lr=1e-2)

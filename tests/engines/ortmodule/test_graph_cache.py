@@ -16,7 +16,9 @@ import pytest
 from ortlab.engines.ortmodule import graph_cache
 from tests.support.waiting import HANGS_S
 
-ENTRY = graph_cache.Entry({"a.onnx": bytes(range(256)) * 40}, {"seconds": 1.5, "names": ["x"]})
+ENTRY = graph_cache.CachedGraph(
+    {"a.onnx": bytes(range(256)) * 40}, {"seconds": 1.5, "names": ["x"]}
+)
 NAME = "0" * 64
 
 
@@ -51,7 +53,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(mode: int) -> None:
 
 def test_any_damage_is_a_miss_or_changes_nothing() -> None:
     """Each byte of a file changed, and the file cut off anywhere."""
-    entry = graph_cache.Entry({"a.onnx": b"some graph", "b.onnx": b""}, {"seconds": 1})
+    entry = graph_cache.CachedGraph({"a.onnx": b"some graph", "b.onnx": b""}, {"seconds": 1})
     graph_cache.store(NAME, entry)
     whole = _file().read_bytes()
     for i in range(len(whole)):

@@ -21,7 +21,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule import export, graph_cache
 from ortlab.engines.ortmodule.compat import restoring
-from ortlab.engines.ortmodule.engine import Ort, execution_of
+from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
 from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings
 
@@ -29,13 +29,13 @@ FROM_CACHE = "graph from the cache (saved "
 
 
 @pytest.fixture
-def ort() -> Ort:
+def ort() -> OrtModuleEngine:
     """The engine; skipped with its reason where ORT cannot run."""
     try:
         engine("ort")
     except EngineUnavailable as error:
         pytest.skip(str(error))
-    return Ort()
+    return OrtModuleEngine()
 
 
 class Net(nn.Module):
@@ -54,7 +54,7 @@ class Net(nn.Module):
         return self.second(self.dropout(hidden))
 
 
-def _wrap(ort: Ort, model: nn.Module, **settings: Any) -> nn.Module:
+def _wrap(ort: OrtModuleEngine, model: nn.Module, **settings: Any) -> nn.Module:
     return ort.wrap(model, EngineSettings(**settings))
 
 
@@ -86,7 +86,7 @@ def _entries() -> list[Path]:
     return sorted(graph_cache.folder().glob("*.zip"))
 
 
-def test_a_hit_gives_the_same_numbers_to_the_bit(ort: Ort) -> None:
+def test_a_hit_gives_the_same_numbers_to_the_bit(ort: OrtModuleEngine) -> None:
     x = torch.randn(5, 6)
     without = _wrap(ort, _net(), cache=False)
     reference = _numbers(without, x)
@@ -105,7 +105,7 @@ def test_a_hit_gives_the_same_numbers_to_the_bit(ort: Ort) -> None:
         assert all(map(torch.equal, expected, _numbers(wrapped, x)))
 
 
-def test_other_weights_and_another_batch_size_hit(ort: Ort) -> None:
+def test_other_weights_and_another_batch_size_hit(ort: OrtModuleEngine) -> None:
     _numbers(_wrap(ort, _net()), torch.randn(5, 6))
     wrapped = _wrap(ort, _net(seed=2))
     _numbers(wrapped, torch.randn(9, 6))
@@ -113,7 +113,7 @@ def test_other_weights_and_another_batch_size_hit(ort: Ort) -> None:
     assert any("checked on [9, 6]" in note for note in execution_of(wrapped).report().notes)
 
 
-def test_unchecked_graphs_are_for_the_sizes_that_they_were_made_of(ort: Ort) -> None:
+def test_unchecked_graphs_are_for_the_sizes_that_they_were_made_of(ort: OrtModuleEngine) -> None:
     for size, hits in ((5, 0), (5, 1), (9, 0)):
         wrapped = _wrap(ort, _net(), self_check=False)
         _numbers(wrapped, torch.randn(size, 6))
@@ -123,7 +123,7 @@ def test_unchecked_graphs_are_for_the_sizes_that_they_were_made_of(ort: Ort) -> 
     assert _hits(checked) == 0
 
 
-def test_dropout_drops_and_is_off_in_the_check(ort: Ort) -> None:
+def test_dropout_drops_and_is_off_in_the_check(ort: OrtModuleEngine) -> None:
     x = torch.randn(64, 6)
     for hits in (0, 1):
         wrapped = _wrap(ort, _net(p=0.5))
@@ -137,7 +137,7 @@ def test_dropout_drops_and_is_off_in_the_check(ort: Ort) -> None:
         assert torch.allclose(twin, reference(x), atol=1e-5)
 
 
-def test_another_number_of_threads_misses(ort: Ort) -> None:
+def test_another_number_of_threads_misses(ort: OrtModuleEngine) -> None:
     """Other kernels may be the faster ones."""
     before = torch.get_num_threads()
     try:
@@ -160,7 +160,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_an_edited_model_misses(ort: Ort, change: Callable[[Any], object]) -> None:
+def test_an_edited_model_misses(ort: OrtModuleEngine, change: Callable[[Any], object]) -> None:
     _numbers(_wrap(ort, _net(p=0.5)), torch.randn(5, 6))
     edited = _net(p=0.5)
     change(edited)
@@ -178,7 +178,7 @@ def test_an_edited_model_misses(ort: Ort, change: Callable[[Any], object]) -> No
     ],
     ids=["an option", "an input's gradient", "autocast"],
 )
-def test_another_call_misses(ort: Ort, other: dict[str, Any]) -> None:
+def test_another_call_misses(ort: OrtModuleEngine, other: dict[str, Any]) -> None:
     _numbers(_wrap(ort, _net()), torch.randn(5, 6))
     wrapped = _wrap(ort, _net(), **other.get("settings", {}))
     with torch.autocast("cpu", torch.float16, enabled=other.get("autocast", False)):
@@ -186,7 +186,7 @@ def test_another_call_misses(ort: Ort, other: dict[str, Any]) -> None:
     assert _hits(wrapped) == 0
 
 
-def test_evaluation_without_gradients_is_cached_too(ort: Ort) -> None:
+def test_evaluation_without_gradients_is_cached_too(ort: OrtModuleEngine) -> None:
     x = torch.randn(5, 6)
     outputs = []
     for hits in (0, 1):
@@ -205,7 +205,7 @@ def _edit(change: Callable[[onnx.GraphProto], object], part: str) -> None:
     model = onnx.load_model_from_string(entry.graphs[part])
     change(model.graph)
     graphs = {**entry.graphs, part: model.SerializeToString()}
-    graph_cache.store(path.stem, graph_cache.Entry(graphs, entry.facts))
+    graph_cache.store(path.stem, graph_cache.CachedGraph(graphs, entry.facts))
 
 
 def _swap_relu(graph: onnx.GraphProto) -> None:
@@ -231,7 +231,7 @@ def _forget_a_node(graph: onnx.GraphProto) -> None:
     ],
 )
 def test_a_wrong_graph_is_caught_and_replaced(
-    ort: Ort, change: Callable[[onnx.GraphProto], object], part: str
+    ort: OrtModuleEngine, change: Callable[[onnx.GraphProto], object], part: str
 ) -> None:
     """The check that every first export gets; then the right one takes the place of the wrong."""
     x = torch.randn(5, 6)
@@ -245,7 +245,7 @@ def test_a_wrong_graph_is_caught_and_replaced(
     assert _hits(wrapped) == 1
 
 
-def test_the_user_is_told_of_a_wrong_graph(ort: Ort) -> None:
+def test_the_user_is_told_of_a_wrong_graph(ort: OrtModuleEngine) -> None:
     _numbers(_wrap(ort, _net()), torch.randn(5, 6))
     _edit(_swap_relu, restoring.OPTIMIZED)
     wrapped = _wrap(ort, _net())
@@ -255,7 +255,7 @@ def test_the_user_is_told_of_a_wrong_graph(ort: Ort) -> None:
     )
 
 
-def test_no_weight_is_in_a_file(ort: Ort) -> None:
+def test_no_weight_is_in_a_file(ort: OrtModuleEngine) -> None:
     """Looked for in all its parts: any four numbers of a weight that stand side by side."""
     model = _net()
     _numbers(_wrap(ort, model), torch.randn(5, 6))
@@ -286,7 +286,7 @@ class Baked(nn.Module):
     ids=["many", "all the same", "one"],
 )
 def test_a_graph_that_holds_many_numbers_is_not_kept(
-    ort: Ort, numbers: torch.Tensor, kept: int
+    ort: OrtModuleEngine, numbers: torch.Tensor, kept: int
 ) -> None:
     wrapped = _wrap(ort, Baked(numbers))
     wrapped(torch.randn(2, 4))
@@ -333,7 +333,7 @@ def _decide(x: torch.Tensor) -> torch.Tensor:
     ids=["a function", "a decision", "neither"],
 )
 def test_what_is_more_than_a_graph_is_not_kept(
-    ort: Ort, call: Callable[[torch.Tensor], Any], why: str
+    ort: OrtModuleEngine, call: Callable[[torch.Tensor], Any], why: str
 ) -> None:
     wrapped = _wrap(ort, Calling(call))
     wrapped(torch.randn(2, 4))
@@ -341,7 +341,7 @@ def test_what_is_more_than_a_graph_is_not_kept(
     assert (f"the graph is not cached: {why}" in str(execution_of(wrapped).report())) == bool(why)
 
 
-def test_a_model_that_cannot_be_compared_is_not_cached(ort: Ort) -> None:
+def test_a_model_that_cannot_be_compared_is_not_cached(ort: OrtModuleEngine) -> None:
     model = _net()
     model.source = iter(())
     wrapped = _wrap(ort, model)
@@ -358,7 +358,7 @@ def _forms(x: torch.Tensor) -> dict[str, Any]:
     return {"pair": Pair(x, [x + 1, None]), "tuple": (x * 2,), "name": "a"}
 
 
-def test_outputs_keep_their_form(ort: Ort) -> None:
+def test_outputs_keep_their_form(ort: OrtModuleEngine) -> None:
     x = torch.randn(2, 4)
     found = []
     for hits in (0, 1):
@@ -375,7 +375,7 @@ def test_outputs_keep_their_form(ort: Ort) -> None:
     assert torch.equal(found[0]["pair"].b[0], found[1]["pair"].b[0])
 
 
-def test_a_class_of_outputs_that_has_no_name_is_not_kept(ort: Ort) -> None:
+def test_a_class_of_outputs_that_has_no_name_is_not_kept(ort: OrtModuleEngine) -> None:
     class Hidden(dict[str, Any]):
         pass
 
@@ -385,7 +385,7 @@ def test_a_class_of_outputs_that_has_no_name_is_not_kept(ort: Ort) -> None:
     assert "it returns a " in str(execution_of(wrapped).report())
 
 
-def test_a_shared_folder_is_told_and_training_goes_on(ort: Ort) -> None:
+def test_a_shared_folder_is_told_and_training_goes_on(ort: OrtModuleEngine) -> None:
     graph_cache.folder().mkdir(mode=0o700, exist_ok=True)
     graph_cache.folder().chmod(0o777)
     try:
@@ -397,7 +397,7 @@ def test_a_shared_folder_is_told_and_training_goes_on(ort: Ort) -> None:
         graph_cache.folder().chmod(0o700)
 
 
-def test_saving_onnx_saves_it(ort: Ort, tmp_path: Path) -> None:
+def test_saving_onnx_saves_it(ort: OrtModuleEngine, tmp_path: Path) -> None:
     _numbers(_wrap(ort, _net()), torch.randn(5, 6))
     wrapped = _wrap(ort, _net(), save_onnx=str(tmp_path / "net"))
     _numbers(wrapped, torch.randn(5, 6))
@@ -405,7 +405,7 @@ def test_saving_onnx_saves_it(ort: Ort, tmp_path: Path) -> None:
     assert list(tmp_path.glob("net*execution_model*"))
 
 
-def test_a_copy_and_a_later_export_hit_in_the_same_kernel(ort: Ort) -> None:
+def test_a_copy_and_a_later_export_hit_in_the_same_kernel(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, _net())
     x = torch.randn(5, 6)
     wrapped(x)
@@ -415,7 +415,7 @@ def test_a_copy_and_a_later_export_hit_in_the_same_kernel(ort: Ort) -> None:
 
 
 def test_a_session_that_cannot_be_made_is_an_export(
-    ort: Ort, monkeypatch: pytest.MonkeyPatch
+    ort: OrtModuleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever ORT makes of an entry."""
     x = torch.randn(5, 6)
@@ -454,7 +454,7 @@ print(json.dumps({"hit": hit, "digest": digest.hexdigest()}))
 """
 
 
-def test_the_next_kernels_at_once(ort: Ort) -> None:
+def test_the_next_kernels_at_once(ort: OrtModuleEngine) -> None:
     """Two that find nothing and write the same entry at once, then two more that find it."""
     found = []
     for _ in range(2):
@@ -468,7 +468,7 @@ def test_the_next_kernels_at_once(ort: Ort) -> None:
     assert len(_entries()) == 1
 
 
-def test_a_bert_with_padding_and_labels(ort: Ort) -> None:
+def test_a_bert_with_padding_and_labels(ort: OrtModuleEngine) -> None:
     config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     ids = torch.randint(0, 50, (4, 8))
     mask = torch.ones_like(ids)

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import ortlab
 from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule import compat, kernels
-from ortlab.engines.ortmodule.dispatch import Execution
+from ortlab.engines.ortmodule.dispatch import GraphDispatcher
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.registry import engine
 from ortlab.utils import process_memory
@@ -38,7 +38,7 @@ def ready() -> None:
         pytest.skip(reason)
 
 
-def wrapped(**settings: Any) -> tuple[nn.Module, Execution]:
+def wrapped(**settings: Any) -> tuple[nn.Module, GraphDispatcher]:
     torch.manual_seed(0)
     model = ortlab.wrap(tiny.bert(0.1).train(), cache=False, **settings)
     return model, execution_of(model)

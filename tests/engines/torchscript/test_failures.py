@@ -78,7 +78,7 @@ class Raising(nn.Linear):
         raise ValueError(f"no batches of {len(x)}")
 
 
-def failure(ort: compat.Ort, model: nn.Module) -> Failure:
+def failure(ort: compat.TrainingRuntime, model: nn.Module) -> Failure:
     wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
     with pytest.raises(Exception) as caught:  # noqa: PT011 - ORT raises all kinds
         wrapped(torch.randn(6, 6))
@@ -91,7 +91,7 @@ def line_of(function: Callable[..., object], code: str) -> str:
     return f"{Path(__file__)}:{at}: {lines[at - first].strip()}"
 
 
-def test_an_operator_without_a_rule(ort: compat.Ort) -> None:
+def test_an_operator_without_a_rule(ort: compat.TrainingRuntime) -> None:
     assert failure(ort, Fft()) == Failure(
         operator="aten::fft_rfft",
         source=line_of(Spectrum.forward, "rfft"),
@@ -100,14 +100,14 @@ def test_an_operator_without_a_rule(ort: compat.Ort) -> None:
     )
 
 
-def test_an_operator_without_a_gradient(ort: compat.Ort) -> None:
+def test_an_operator_without_a_gradient(ort: compat.TrainingRuntime) -> None:
     found = failure(ort, Determinant())
     assert found.operator == "Det"
     assert found.source == line_of(Determinant.forward, "det(")
     assert found.reason == "ORT has no gradient for Det"
 
 
-def test_an_operator_that_is_a_loop_in_onnx(ort: compat.Ort) -> None:
+def test_an_operator_that_is_a_loop_in_onnx(ort: compat.TrainingRuntime) -> None:
     found = failure(ort, Bags())
     assert found.operator == "aten::embedding_bag"
     assert found.module == "bags"
@@ -115,20 +115,20 @@ def test_an_operator_that_is_a_loop_in_onnx(ort: compat.Ort) -> None:
     assert "use nn.Embedding" in found.reason
 
 
-def test_an_output_that_is_a_constant(ort: compat.Ort) -> None:
+def test_an_output_that_is_a_constant(ort: compat.TrainingRuntime) -> None:
     found = failure(ort, AndConstant(6, 6))
     assert "in place 1, counted from 0, is a constant" in found.reason
     assert "return it outside of the model" in found.reason
 
 
-def test_an_autograd_function_is_refused_by_name(ort: compat.Ort) -> None:
+def test_an_autograd_function_is_refused_by_name(ort: compat.TrainingRuntime) -> None:
     found = failure(ort, Rounding(6, 6))
     assert found.operator == f"{__name__}.Straight"
     assert found.source == line_of(Rounding.forward, "apply")
     assert "Straight returns str, and ORT passes tensors only" in found.reason
 
 
-def test_functions_are_refused_in_an_export_only(ort: compat.Ort) -> None:
+def test_functions_are_refused_in_an_export_only(ort: compat.TrainingRuntime) -> None:
     failure(ort, Rounding(6, 6))
     x = torch.randn(3, requires_grad=True)
     Straight.apply(x)[0].sum().backward()
@@ -136,7 +136,7 @@ def test_functions_are_refused_in_an_export_only(ort: compat.Ort) -> None:
 
 
 @pytest.fixture
-def grouped(ort: compat.Ort) -> nn.Module:
+def grouped(ort: compat.TrainingRuntime) -> nn.Module:
     """A grouped convolution, where another package's rule has taken the place of ours."""
     from torch.onnx import register_custom_op_symbolic
 
@@ -167,13 +167,13 @@ def test_a_grouped_convolution_without_a_gradient_runs(grouped: nn.Module) -> No
         assert grouped(x).shape == x.shape
 
 
-def test_what_the_model_itself_raises(ort: compat.Ort) -> None:
+def test_what_the_model_itself_raises(ort: compat.TrainingRuntime) -> None:
     found = failure(ort, Raising(6, 6))
     assert found.reason == "no batches of 6"
     assert found.source == line_of(Raising.forward, "raise")
 
 
-def test_a_model_of_a_library_is_located_in_the_library(ort: compat.Ort) -> None:
+def test_a_model_of_a_library_is_located_in_the_library(ort: compat.TrainingRuntime) -> None:
     from transformers import BertConfig, BertModel
 
     class Strange(BertModel):
@@ -195,7 +195,9 @@ def test_a_model_of_a_library_is_located_in_the_library(ort: compat.Ort) -> None
 
 
 @pytest.mark.parametrize("model", [Fft(), Determinant(), Rounding(6, 6), Raising(6, 6)], ids=type)
-def test_one_plain_line(ort: compat.Ort, model: nn.Module, capfd: pytest.CaptureFixture) -> None:
+def test_one_plain_line(
+    ort: compat.TrainingRuntime, model: nn.Module, capfd: pytest.CaptureFixture
+) -> None:
     text = str(failure(ort, model))
     assert "\n" not in text
     assert len(text) < 400

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ort:
+class TrainingRuntime:
     """What engines need of ONNX Runtime's training package, patched and ready.
 
     The classes and enumerations are ORT's own. ``set_seed`` restarts the generator of ORT's own
@@ -35,7 +35,7 @@ class Ort:
     version: str
 
 
-_ort: Ort | None = None
+_ort: TrainingRuntime | None = None
 
 
 def unavailable() -> str | None:
@@ -48,7 +48,7 @@ def unavailable() -> str | None:
     return None if finding is None else f"{finding.found}. {finding.fix}"
 
 
-def ortmodule(on_progress: Progress | None = None) -> Ort:
+def ortmodule(on_progress: Progress | None = None) -> TrainingRuntime:
     """ORTModule and what belongs to it, ready to use.
 
     The first call builds ORT's torch extensions if this machine has none yet (about 10 s, told to
@@ -86,7 +86,7 @@ def explain(error: BaseException) -> Failure:
     return failures.explain(error)
 
 
-def _load(on_progress: Progress | None) -> Ort:
+def _load(on_progress: Progress | None) -> TrainingRuntime:
     from ortlab.engines.ortmodule.compat import requirements
 
     finding = requirements.obstacle()
@@ -111,7 +111,7 @@ def _load(on_progress: Progress | None) -> Ort:
         onnxruntime.set_seed(seed + 1)
 
     set_seed(torch.initial_seed() % sys.maxsize)  # its import took torch's as it is
-    return Ort(
+    return TrainingRuntime(
         ORTModule=package.ORTModule,
         DebugOptions=package.DebugOptions,
         LogLevel=package.LogLevel,

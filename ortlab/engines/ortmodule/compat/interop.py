@@ -1,9 +1,9 @@
 """torch.autograd.Function in ORT's graphs: its own forward and backward, run by torch.
 
 In an export every call of a Function becomes a ``PythonOp`` node. ORT hands the node's tensors to
-the `Call` that was registered under the node's name, which calls the very Function again, and keeps
-the piece of autograd's graph that this makes until ORT asks for the gradients. So everything that
-torch's autograd does for a Function (``needs_input_grad``, ``save_for_backward``,
+the `FunctionCall` that was registered under the node's name, which calls the very Function again,
+and keeps the piece of autograd's graph that this makes until ORT asks for the gradients. So
+everything that torch's autograd does for a Function (``needs_input_grad``, ``save_for_backward``,
 ``mark_non_differentiable``, ``set_materialize_grads``, ``setup_context``) it does here as well.
 
 What ORT ships for this, ``torch_interop_utils``, takes the place of autograd's C++ parts, and those
@@ -83,7 +83,7 @@ class _Input(Function):
 
 
 @dataclass
-class Call:
+class FunctionCall:
     """One call of a Function in an exported graph; ORT runs it by `apply` and `backward`.
 
     `arguments` and `results` are as in the export, with a `_Slot` for each tensor. The tensors'
@@ -213,10 +213,10 @@ def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 class _Traced(Function):
-    """What the tracer sees of a Function: one node, which holds the `Call`."""
+    """What the tracer sees of a Function: one node, which holds the `FunctionCall`."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: FunctionCall, *tensors: Tensor) -> Any:
         state = _C._get_tracing_state()
         _C._set_tracing_state(None)
         try:
@@ -241,7 +241,7 @@ class Traced:
     checkpoints: int = 0
 
 
-_calls: dict[str, Call] = {}
+_calls: dict[str, FunctionCall] = {}
 _numbers = itertools.count(1)
 
 
@@ -327,7 +327,7 @@ def _trace(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, training:
     if not tensors:
         raise FunctionRefused(name, "takes no tensor, so a graph would keep its first result")
     types = [tensor.dtype for tensor in tensors]
-    call = Call(cls, f"{name}#{next(_numbers)}", training, arguments, types)
+    call = FunctionCall(cls, f"{name}#{next(_numbers)}", training, arguments, types)
     with torch.no_grad():  # the tracer refuses what requires a gradient and is no input
         found = _Traced.apply(call, *tensors)  # type: ignore[no-untyped-call]
     outputs: tuple[Tensor, ...] = found if isinstance(found, tuple) else (found,)
@@ -339,7 +339,7 @@ def _trace(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, training:
     return _put_back(call.results, outputs)
 
 
-def _register(call: Call) -> None:
+def _register(call: FunctionCall) -> None:
     """For the life of the process, as ORT keeps what is registered."""
     _calls[call.name] = call
     runs = {"apply": staticmethod(call.apply), "backward": staticmethod(call.backward)}
@@ -374,7 +374,7 @@ def _other_than_tensors(value: Any) -> Iterator[str]:
         yield type(value).__name__
 
 
-def _node(g: Any, call: Call, *tensors: Any, **_attributes: Any) -> Any:
+def _node(g: Any, call: FunctionCall, *tensors: Any, **_attributes: Any) -> Any:
     """The export rule: the node whose forward and backward are the call's."""
     from ortlab.engines.torchscript.nodes import cast
 

@@ -372,9 +372,9 @@ def _leave_caches_out(_addresses: Addresses) -> None:
 def _watch_decisions(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _io
 
-    from ortlab.engines.torchscript import decisions
+    from ortlab.engines.ortmodule.compat import traced_decisions
 
-    _replace(_io._FlattenedModule, "forward", decisions.with_decisions)
+    _replace(_io._FlattenedModule, "forward", traced_decisions.with_decisions)
 
 
 def _restore_after_export(_addresses: Addresses) -> None:

@@ -26,7 +26,13 @@ from onnx import TensorProto, helper, numpy_helper
 from ortlab.engines.ortmodule import graph_cache
 from ortlab.engines.ortmodule.compat import extensions, restoring
 from ortlab.engines.ortmodule.kernels import DOMAIN
-from ortlab.engines.ortmodule.kernels.substitutes import Found, Graph, Value, attributes, substitute
+from ortlab.engines.ortmodule.kernels.substitutes import (
+    Graph,
+    Substitution,
+    Value,
+    attributes,
+    substitute,
+)
 from ortlab.utils import files
 from ortlab.utils.onnx_shapes import follows, size_of
 from ortlab.utils.tables import Column, Table
@@ -58,7 +64,7 @@ class Timing:
     torch_us: float
 
 
-class Choice:
+class KernelChoice:
     """Decides for a graph whose `inputs` have these shapes, by name."""
 
     def __init__(
@@ -76,7 +82,7 @@ class Choice:
         self._known = _read()
         self._new: dict[str, Timing] = {}
 
-    def better(self, found: Found, graph: Graph) -> bool:
+    def better(self, found: Substitution, graph: Graph) -> bool:
         """Whether what was found is faster.
 
         What cannot be measured stays with the rest: of sizes that are not known, of more than
@@ -94,7 +100,7 @@ class Choice:
                 return False
         return timing.torch_us < timing.ort_us
 
-    def known(self, found: Found, graph: Graph) -> Timing | None:
+    def known(self, found: Substitution, graph: Graph) -> Timing | None:
         """What was measured of it so far; None where that is nothing, or sizes are not known."""
         feeds = self._feeds(found.replaced, graph)
         return None if feeds is None else self._known.get(_name(found, feeds))
@@ -137,10 +143,10 @@ def kept(
     is the first of them. `shapes` are those of the graph's inputs; with `low` products, which take
     bfloat16 in any case, have none. Nothing is measured, and `model` is changed.
     """
-    chosen = Choice(model.graph.input, shapes)
+    chosen = KernelChoice(model.graph.input, shapes)
     found: dict[str, Timing] = {}
 
-    def better(pair: Found, graph: Graph) -> bool:
+    def better(pair: Substitution, graph: Graph) -> bool:
         timing = chosen.known(pair, graph)
         if timing is None:
             return False
@@ -151,7 +157,7 @@ def kept(
     return found
 
 
-def _name(found: Found, feeds: Mapping[str, tuple[int, ...]]) -> str:
+def _name(found: Substitution, feeds: Mapping[str, tuple[int, ...]]) -> str:
     """What a timing is for, whatever its tensors are called: "Softmax axis=-1 8x12x64x64 > ..."."""
     words = []
     for node in found.replaced:
@@ -166,7 +172,7 @@ def _name(found: Found, feeds: Mapping[str, tuple[int, ...]]) -> str:
     return f"{' '.join(words)} > {calls}"
 
 
-def _measure(found: Found, feeds: Mapping[str, tuple[int, ...]], graph: Graph) -> Timing:
+def _measure(found: Substitution, feeds: Mapping[str, tuple[int, ...]], graph: Graph) -> Timing:
     """What a call takes in a few rounds, the first ones among them, see `_typical`.
 
     Each call comes after one of torch's, as in a graph whose other nodes are torch's: torch's

@@ -65,7 +65,7 @@ class UnknownPlan(Concise, ValueError):
 
 
 @dataclass(frozen=True)
-class Part:
+class RecomputedPart:
     """The modules that `plan` names: the forward nodes of each, by their places in the order."""
 
     plan: str
@@ -94,14 +94,14 @@ class Plans:
                 self._readers[name].append(i)
 
     @functools.cached_property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, RecomputedPart]:
         """By their plans, those alone of which anything can be computed again."""
         found: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         for i in range(self._end):
             for plan, scope in _named(self._nodes[i]):
                 found[plan][scope].add(i)
         parts = {
-            plan: Part(plan, tuple(map(frozenset, scopes.values())))
+            plan: RecomputedPart(plan, tuple(map(frozenset, scopes.values())))
             for plan, scopes in found.items()
         }
         return {

@@ -187,11 +187,11 @@ def attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 # ---- rules ---------------------------------------------------------------------------------------
 
-Rule = Callable[[Graph, onnx.NodeProto], "Found | None"]
+Rule = Callable[[Graph, onnx.NodeProto], "Substitution | None"]
 
 
 @dataclass(frozen=True)
-class Found:
+class Substitution:
     """`made` computes what `replaced` does: each stands where one of the last of these stood.
 
     ``always`` says that it is to be taken, faster or not: it is another precision, or reads whole
@@ -226,7 +226,7 @@ def _lowered(graph: Graph, names: Sequence[str]) -> list[str]:
 
 
 @_rule("MatMul", "FusedMatMul", "Gemm")
-def _product(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _product(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     given = attributes(node)
     biased: bool = node.op_type == "Gemm" and len(node.input) == 3 and given.get("beta", 1.0) != 0.0
     if not graph.are_float(node.input):
@@ -245,7 +245,7 @@ def _product(graph: Graph, node: onnx.NodeProto) -> Found | None:
         if graph.value(node.input[2]).rank == 2:
             numbers = [graph.number(flip, bool) for flip in flips]
             made = graph.call("add_product", [*operands, node.input[2], *numbers], node)
-            return Found((node,), (made,), always=graph.low)
+            return Substitution((node,), (made,), always=graph.low)
         if flips[0] or not _is_bias(graph, node.input[2], node.input[1], flips[1]):
             return None
         return _linear(graph, (node,), operands, node.input[2], flips[1])
@@ -257,10 +257,10 @@ def _product(graph: Graph, node: onnx.NodeProto) -> Found | None:
     numbers = [graph.number(flip, bool) for flip in flips]
     inputs = [*operands, *numbers, graph.number(alpha, np.float32), graph.wide]
     made = graph.call("matmul", inputs, node)
-    return Found((node,), (made,), always=graph.low)
+    return Substitution((node,), (made,), always=graph.low)
 
 
-def _product_of_moved(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _product_of_moved(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     """Of operands [m, ..., k] that are meant as [..., m, k], as FusedMatMul's transBatch says.
 
     Copied into that order for products of lower precision; ORT's own reads them as they are.
@@ -282,11 +282,11 @@ def _product_of_moved(graph: Graph, node: onnx.NodeProto) -> Found | None:
     numbers = [graph.number(bool(given.get(name, 0)), bool) for name in ("transA", "transB")]
     alpha = graph.number(float(given.get("alpha", 1.0)), np.float32)
     made.append(graph.call("matmul", [*operands, *numbers, alpha, graph.wide], node))
-    return Found((node,), tuple(made), always=True)
+    return Substitution((node,), tuple(made), always=True)
 
 
 @_rule("FusedGemm")
-def _product_and_activation(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _product_and_activation(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     """Apart, where products are of lower precision: ORT has no such Gemm."""
     given = attributes(node)
     activation = given.get("activation", b"").decode()
@@ -301,7 +301,7 @@ def _product_and_activation(graph: Graph, node: onnx.NodeProto) -> Found | None:
         return None
     graph.tell(gemm.output[0], graph.value(node.output[0]))
     apart = helper.make_node(activation, gemm.output, node.output, name=f"{node.name}_{activation}")
-    return Found((node,), (*found.made, apart), always=True)
+    return Substitution((node,), (*found.made, apart), always=True)
 
 
 def _is_bias(graph: Graph, name: str, matrix: str, flip: bool) -> bool:
@@ -318,27 +318,27 @@ def _linear(
     operands: Sequence[str],
     bias: str,
     flip: bool,
-) -> Found:
+) -> Substitution:
     made = graph.call("linear", [*operands, bias, graph.number(flip, bool), graph.wide], nodes[0])
     made.output[:] = nodes[-1].output
-    return Found(nodes, (made,), always=graph.low)
+    return Substitution(nodes, (made,), always=graph.low)
 
 
 @_rule("Add", "Sum")
-def _sum(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _sum(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     sizes = {graph.value(name).sizes for name in node.input}
     if len(node.input) < 2 or len(node.input) > 4 or not graph.are_float(node.input):
         return None
     if len(node.input) == 2:
-        return Found((node,), (graph.call("add", node.input, node),))
+        return Substitution((node,), (graph.call("add", node.input, node),))
     (same, *others) = sizes
     if others or same is None or None in same:
         return None
-    return Found((node,), (graph.call("sum", [*node.input, ""][:4], node),))
+    return Substitution((node,), (graph.call("sum", [*node.input, ""][:4], node),))
 
 
 @_rule("Dropout")
-def _dropout(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _dropout(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     """With its gradient: ours holds the mask as bytes, ORT's as truth values.
 
     Always, faster or not: ORT seeds a linear congruential engine anew for each mask, with the
@@ -364,7 +364,7 @@ def _dropout(graph: Graph, node: onnx.NodeProto) -> Found | None:
     results = [node.output[0], *(each.output[0] for each in gradients)]
     tells = [(name, Value(found.kind, graph.value(name).sizes)) for name in results]
     tells.append((mask, Value(TensorProto.UINT8, graph.value(node.output[0]).sizes)))
-    return Found((node, *gradients), tuple(made), always=True, tells=tuple(tells))
+    return Substitution((node, *gradients), tuple(made), always=True, tells=tuple(tells))
 
 
 DROPOUT: Final[Mapping[str, Rule]] = {"Dropout": _dropout}
@@ -378,25 +378,25 @@ _ELEMENTWISE: Final = {
 
 
 @_rule(*_ELEMENTWISE)
-def _elementwise(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _elementwise(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     if not graph.are_float(node.input):
         return None
     made = graph.call(_ELEMENTWISE[node.op_type], [*node.input, graph.wide], node)
-    return Found((node,), (made,), always=graph.low)
+    return Substitution((node,), (made,), always=graph.low)
 
 
 @_rule("FastGelu", "FastGeluGrad", "BiasFastGeluGrad_dX")
-def _fast_gelu(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _fast_gelu(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     if not graph.are_float(name for name in node.input if name):
         return None
     forward = node.op_type == "FastGelu"
     inputs = [*node.input, ""][: 2 if forward else 3]
     made = graph.call(f"fast_gelu{'' if forward else '_backward'}", [*inputs, graph.wide], node)
-    return Found((node,), (made,), always=graph.low)
+    return Substitution((node,), (made,), always=graph.low)
 
 
 @_rule("SoftmaxCrossEntropyLossInternal")
-def _cross_entropy(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _cross_entropy(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     """With its gradient: ours keeps one number for each row, ORT one for each class of each."""
     logits, labels, weight, ignored = [*node.input, "", ""][:4]
     reduction = attributes(node).get("reduction", b"mean")
@@ -421,60 +421,60 @@ def _cross_entropy(graph: Graph, node: onnx.NodeProto) -> Found | None:
         made.append(graph.call("cross_entropy_backward", inputs, each))
     rows = graph.value(logits).sizes
     tells = ((sums, Value(TensorProto.FLOAT, rows and rows[:1])),)
-    return Found((node, *gradients), tuple(made), always=True, tells=tells)
+    return Substitution((node, *gradients), tuple(made), always=True, tells=tells)
 
 
 @_rule("LayerNormalization")
-def _layer_norm(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _layer_norm(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     given = attributes(node)
     if len(node.input) != 3 or len(node.output) != 3 or not graph.are_float(node.input):
         return None
     if graph.value(node.input[1]).rank != 1 or given.get("axis", -1) != -1:
         return None
     eps = graph.number(given.get("epsilon", 1e-5), np.float32)
-    return Found((node,), (graph.call("layer_norm", [*node.input, eps], node),))
+    return Substitution((node,), (graph.call("layer_norm", [*node.input, eps], node),))
 
 
 @_rule("LayerNormalizationGrad")
-def _layer_norm_gradient(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _layer_norm_gradient(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     if not graph.are_float(node.input) or graph.value(node.input[2]).rank != 1:
         return None
     if attributes(node).get("axis", -1) != -1 or not all(node.output):
         return None
-    return Found((node,), (graph.call("layer_norm_backward", node.input, node),))
+    return Substitution((node,), (graph.call("layer_norm_backward", node.input, node),))
 
 
 @_rule("Softmax", "SoftmaxGrad_13")
-def _softmax(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _softmax(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     if not graph.are_float(node.input):
         return None
     operator = "softmax" if node.op_type == "Softmax" else "softmax_backward"
     axis = graph.number(attributes(node).get("axis", -1), np.int64)
-    return Found((node,), (graph.call(operator, [*node.input, axis], node),))
+    return Substitution((node,), (graph.call(operator, [*node.input, axis], node),))
 
 
 @_rule("Transpose")
-def _transpose(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _transpose(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     axes = attributes(node).get("perm")
     if axes is None or not graph.are_float(node.input):
         return None
     made = graph.call("permute", [node.input[0], graph.number(axes, np.int64)], node)
-    return Found((node,), (made,))
+    return Substitution((node,), (made,))
 
 
 @_rule("ReduceSum")
-def _reduce_sum(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _reduce_sum(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     given = attributes(node)
     axes = graph.constant(node.input[1]) if len(node.input) == 2 else None
     if axes is None or axes.size == 0 or not graph.are_float(node.input[:1]):
         return None
     keep = graph.number(bool(given.get("keepdims", 1)), bool)
     inputs = [node.input[0], graph.number(axes, np.int64), keep]
-    return Found((node,), (graph.call("reduce_sum", inputs, node),), always=graph.low)
+    return Substitution((node,), (graph.call("reduce_sum", inputs, node),), always=graph.low)
 
 
 @_rule("ATen")
-def _embedding_gradient(graph: Graph, node: onnx.NodeProto) -> Found | None:
+def _embedding_gradient(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
     if attributes(node)["operator"] != b"embedding_backward" or len(node.input) != 6:
         return None
     plain = all(graph.constant(name) is not None for name in node.input[4:])
@@ -483,7 +483,7 @@ def _embedding_gradient(graph: Graph, node: onnx.NodeProto) -> Found | None:
     if not graph.are_float(node.input[:1]):
         return None
     made = graph.call("embedding_backward", node.input[:4], node)
-    return Found((node,), (made,), always=True)
+    return Substitution((node,), (made,), always=True)
 
 
 def _describe(graph: Graph, node: onnx.NodeProto) -> None:
@@ -521,7 +521,7 @@ def substitute(
     model: onnx.ModelProto,
     *,
     low: bool,
-    better: Callable[[Found, Graph], bool] = lambda _found, _graph: True,
+    better: Callable[[Substitution, Graph], bool] = lambda _found, _graph: True,
     rules: Mapping[str, Rule] = RULES,
 ) -> onnx.ModelProto:
     """`model`, a session's graph, with other kernels where `better` says so; changed in place.

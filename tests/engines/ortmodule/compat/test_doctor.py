@@ -43,7 +43,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     return pretended
 
 
-def test_this_machine(ort: compat.Ort) -> None:
+def test_this_machine(ort: compat.TrainingRuntime) -> None:
     findings = doctor.checks()
     assert doctor.can_run(findings)
     assert by_name(findings)["extension loads"].ok
@@ -80,7 +80,7 @@ print(json.dumps([findings["torch extension"].ok, findings["C++ compiler"].fix,
 
 
 def test_a_library_that_is_built_needs_no_compiler(
-    ort: compat.Ort, monkeypatch: pytest.MonkeyPatch
+    ort: compat.TrainingRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -90,7 +90,7 @@ def test_a_library_that_is_built_needs_no_compiler(
 
 
 def test_what_is_not_built_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ort: compat.Ort
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ort: compat.TrainingRuntime
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     finding = by_name(doctor.checks())["torch extension"]
@@ -100,7 +100,7 @@ def test_what_is_not_built_yet(
 
 
 def test_ort_that_is_loaded_is_not_looked_for(
-    ort: compat.Ort, monkeypatch: pytest.MonkeyPatch
+    ort: compat.TrainingRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         requirements, "obstacle", lambda: pytest.fail("charts ask with every update")
@@ -121,7 +121,7 @@ def test_ort_that_is_loaded_is_not_looked_for(
     ],
 )
 def test_obstacles(
-    ort: compat.Ort,
+    ort: compat.TrainingRuntime,
     ort_not_loaded: None,
     versions: dict[str, str | None],
     distribution: str,
@@ -213,7 +213,7 @@ except base.OrtUnavailable as error:
 
 
 def test_wrapping_refuses_on_rocm(
-    ort: compat.Ort, ort_not_loaded: None, monkeypatch: pytest.MonkeyPatch
+    ort: compat.TrainingRuntime, ort_not_loaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extensions, "_torch_version_file", lambda: ROCM)
     with pytest.raises(EngineUnavailable, match=r"no wheel .* for ROCm\. engine='eager' and"):

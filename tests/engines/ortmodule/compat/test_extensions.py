@@ -96,7 +96,7 @@ def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> No
     assert extensions.cache_folder() == Path.home() / ".cache" / "ortlab" / "extensions"
 
 
-def test_site_packages_are_left_alone(ort: compat.Ort) -> None:
+def test_site_packages_are_left_alone(ort: compat.TrainingRuntime) -> None:
     for path in extensions.build():
         assert Path(sysconfig.get_path("purelib")) not in path.parents
     import onnxruntime

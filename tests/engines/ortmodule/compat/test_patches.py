@@ -52,13 +52,13 @@ def python(code: str) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
-def test_the_symptom_is_gone(ort: compat.Ort, row: Patch) -> None:
+def test_the_symptom_is_gone(ort: compat.TrainingRuntime, row: Patch) -> None:
     if not row.applies_to(patches.installed()):
         pytest.skip("these versions do not need it")
     assert row.probe()
 
 
-def test_every_row_is_needed(ort: compat.Ort) -> None:
+def test_every_row_is_needed(ort: compat.TrainingRuntime) -> None:
     assert json.loads(python(WITHOUT_EACH).splitlines()[-1]) == []
 
 
@@ -69,7 +69,7 @@ def test_rows_say_what_they_are_for(row: Patch) -> None:
     assert [other.target for other in ROWS].count(row.target) == 1
 
 
-def test_applying_twice_changes_nothing(ort: compat.Ort) -> None:
+def test_applying_twice_changes_nothing(ort: compat.TrainingRuntime) -> None:
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
@@ -102,7 +102,7 @@ print(json.dumps([loaded, same, logging.getLogger().handlers]))
 
 
 @pytest.mark.parametrize("first", ["", "import onnxruntime.training"])
-def test_torch_stays_torch(ort: compat.Ort, first: str) -> None:
+def test_torch_stays_torch(ort: compat.TrainingRuntime, first: str) -> None:
     """Also where the user imported ORT first, which fails half way."""
     code = """
 import warnings; warnings.simplefilter("ignore")
@@ -132,7 +132,7 @@ print(json.dumps([changed, same and torch.are_deterministic_algorithms_enabled()
     assert json.loads(printed[-1]) == [[], True]
 
 
-def test_nothing_is_said(ort: compat.Ort) -> None:
+def test_nothing_is_said(ort: compat.TrainingRuntime) -> None:
     code = """
 import torch
 from ortlab.engines.ortmodule import compat
@@ -186,7 +186,7 @@ def test_what_c_holds_back_is_filtered_and_not_said_in_halves() -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_bert_trains_as_eager_torch_does(ort: compat.Ort, attention: str) -> None:
+def test_bert_trains_as_eager_torch_does(ort: compat.TrainingRuntime, attention: str) -> None:
     import copy
 
     from transformers import BertConfig, BertForSequenceClassification
@@ -212,7 +212,7 @@ def test_bert_trains_as_eager_torch_does(ort: compat.Ort, attention: str) -> Non
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_generated_artifacts_are_read_by_ort(ort: compat.Ort, tmp_path: Path) -> None:
+def test_generated_artifacts_are_read_by_ort(ort: compat.TrainingRuntime, tmp_path: Path) -> None:
     """The training API's models, written with the newest onnx from a model of the newest IR."""
     from onnxruntime.training import api, artifacts
 
@@ -247,7 +247,7 @@ def test_generated_artifacts_are_read_by_ort(ort: compat.Ort, tmp_path: Path) ->
     api.Optimizer(str(tmp_path / "optimizer_model.onnx"), api.Module(*paths[:1], state, paths[1]))
 
 
-def test_two_exports_at_once(ort: compat.Ort) -> None:
+def test_two_exports_at_once(ort: compat.TrainingRuntime) -> None:
     """The exporter is process-wide state: two threads take turns and both get their graph."""
     from concurrent.futures import ThreadPoolExecutor
 

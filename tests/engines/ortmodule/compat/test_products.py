@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import ortlab
-from ortlab.engines.ortmodule.compat import Ort
+from ortlab.engines.ortmodule.compat import TrainingRuntime
 from ortlab.engines.ortmodule.engine import execution_of
 
 Sizes = tuple[int, ...]
@@ -102,22 +102,22 @@ def worst(name: str, **settings: Any) -> float:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_products_with_vectors(ort: Ort, name: str) -> None:
+def test_products_with_vectors(ort: TrainingRuntime, name: str) -> None:
     assert worst(name) < 1e-5
 
 
 @pytest.mark.parametrize("kernels", ["ort", "torch"])
 @pytest.mark.parametrize("name", FORMS)
-def test_they_are_right_unchecked(ort: Ort, name: str, kernels: str) -> None:
+def test_they_are_right_unchecked(ort: TrainingRuntime, name: str, kernels: str) -> None:
     assert worst(name, self_check=False, kernels=kernels) < 1e-5
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_they_are_right_in_bf16(ort: Ort, name: str) -> None:
+def test_they_are_right_in_bf16(ort: TrainingRuntime, name: str) -> None:
     assert worst(name, precision="bf16") < 5e-2
 
 
-def test_inner_of_more_dimensions_says_what_to_do(ort: Ort) -> None:
+def test_inner_of_more_dimensions_says_what_to_do(ort: TrainingRuntime) -> None:
     net = ortlab.wrap(Net(torch.inner, (2, 3, 6)), cache=False)
     with pytest.raises(RuntimeError, match="more than two dimensions; use einsum"):
         net(torch.randn(4, 6))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from ortlab.engines.ortmodule.compat import Ort
+from ortlab.engines.ortmodule.compat import TrainingRuntime
 
 Batch = tuple[Tensor, ...]
 
@@ -33,7 +33,9 @@ class Calling(nn.Module):
         return self.function(x, *rest) * self.after
 
 
-def compare(ort: Ort, model: nn.Module, *batches: Tensor | Batch, rtol: float = 1e-4) -> None:
+def compare(
+    ort: TrainingRuntime, model: nn.Module, *batches: Tensor | Batch, rtol: float = 1e-4
+) -> None:
     """Raises where ORTModule's output, a gradient or a buffer differs from eager torch's."""
     twin = copy.deepcopy(model)
     wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
@@ -91,14 +93,16 @@ def attend_masked(kind: str) -> Callable[..., Tensor]:
     ],
     ids=["plain", "causal", "grouped-queries", "bool-mask", "float-mask", "dropout"],
 )
-def test_attention(ort: Ort, function: Callable[..., Tensor], counts: tuple[int, ...]) -> None:
+def test_attention(
+    ort: TrainingRuntime, function: Callable[..., Tensor], counts: tuple[int, ...]
+) -> None:
     for before in (True, False):  # without, the heads' size is not known at export
         batches = heads(*counts), heads(*counts, batch=3, length=7)
         compare(ort, Calling(function, before=before), *batches)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_a_query_that_sees_no_key_gets_nothing(ort: Ort, kind: str) -> None:
+def test_a_query_that_sees_no_key_gets_nothing(ort: TrainingRuntime, kind: str) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = q[..., :1] > k[:, :, :1, :1]
         if kind == "float":
@@ -110,7 +114,7 @@ def test_a_query_that_sees_no_key_gets_nothing(ort: Ort, kind: str) -> None:
     compare(ort, Calling(attention), some, none)
 
 
-def test_attention_drops_at_its_rate(ort: Ort) -> None:
+def test_attention_drops_at_its_rate(ort: TrainingRuntime) -> None:
     model = Calling(attend(dropout_p=0.25))
     wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
     query = torch.zeros(1, 1, 64, 256)
@@ -133,19 +137,21 @@ GROUPED = {
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_convolution(ort: Ort, name: str) -> None:
+def test_convolution(ort: TrainingRuntime, name: str) -> None:
     for before in (True, False):
         model = Calling(copy.deepcopy(GROUPED[name]), before=before)
         compare(ort, model, torch.randn(2, 4, 9, 8), torch.randn(3, 4, 8, 11))
 
 
 @pytest.mark.parametrize("one_dimensional", [nn.Conv1d, nn.ConvTranspose1d])
-def test_convolution_in_one_dimension(ort: Ort, one_dimensional: type[nn.Conv1d]) -> None:
+def test_convolution_in_one_dimension(
+    ort: TrainingRuntime, one_dimensional: type[nn.Conv1d]
+) -> None:
     model = Calling(one_dimensional(4, 4, 3, groups=2))
     compare(ort, model, torch.randn(2, 4, 9), torch.randn(3, 4, 6))
 
 
-def test_no_grouped_convolution_reaches_orts_own_gradient(ort: Ort) -> None:
+def test_no_grouped_convolution_reaches_orts_own_gradient(ort: TrainingRuntime) -> None:
     for name, layer in GROUPED.items():
         wrapped = ort.ORTModule(
             Calling(copy.deepcopy(layer)), ort.DebugOptions(log_level=ort.LogLevel.ERROR)
@@ -165,7 +171,7 @@ SEVERAL_GRADIENTS = [
 
 
 @pytest.mark.parametrize("layer", SEVERAL_GRADIENTS, ids=str)
-def test_frozen_parameters(ort: Ort, layer: nn.Module) -> None:
+def test_frozen_parameters(ort: TrainingRuntime, layer: nn.Module) -> None:
     for before, weight, bias in itertools.product(
         (None, False, True), (True, False), (True, False)
     ):
@@ -180,25 +186,25 @@ def test_frozen_parameters(ort: Ort, layer: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("affine", "bias"), list(itertools.product((True, False), repeat=2)))
-def test_layer_norm(ort: Ort, affine: bool, bias: bool) -> None:
+def test_layer_norm(ort: TrainingRuntime, affine: bool, bias: bool) -> None:
     layer = nn.LayerNorm(6, elementwise_affine=affine, bias=bias)
     compare(ort, Calling(layer), torch.randn(4, 6), torch.randn(3, 6))
 
 
 @pytest.mark.parametrize(("affine", "tracking"), list(itertools.product((True, False), repeat=2)))
-def test_batch_norm(ort: Ort, affine: bool, tracking: bool) -> None:
+def test_batch_norm(ort: TrainingRuntime, affine: bool, tracking: bool) -> None:
     for before in (True, False):
         layer = nn.BatchNorm1d(6, affine=affine, track_running_stats=tracking)
         compare(ort, Calling(layer, before=before), torch.randn(8, 6), torch.randn(5, 6))
 
 
-def test_batch_norm_left_in_evaluation_mode(ort: Ort) -> None:
+def test_batch_norm_left_in_evaluation_mode(ort: TrainingRuntime) -> None:
     model = Calling(nn.BatchNorm1d(6).eval())
     compare(ort, model, torch.randn(8, 6), torch.randn(5, 6))
     assert not model.inner.training  # type: ignore[union-attr]
 
 
-def test_batch_norm_in_evaluation(ort: Ort) -> None:
+def test_batch_norm_in_evaluation(ort: TrainingRuntime) -> None:
     model = Calling(nn.BatchNorm2d(6, affine=False)).eval()
     wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
     x = torch.randn(2, 6, 4, 4)
@@ -206,7 +212,7 @@ def test_batch_norm_in_evaluation(ort: Ort) -> None:
         torch.testing.assert_close(wrapped(x), model(x))
 
 
-def test_a_small_convolutional_net(ort: Ort) -> None:
+def test_a_small_convolutional_net(ort: TrainingRuntime) -> None:
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
     more = nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.BatchNorm2d(8), nn.Flatten()
     compare(ort, nn.Sequential(*layers, *more), torch.randn(4, 3, 9, 9), torch.randn(5, 3, 9, 9))
@@ -223,7 +229,7 @@ class Where(nn.Module):
 
 
 @pytest.mark.parametrize("shape", [(6,), (1, 6), (1, 1), ()], ids=str)
-def test_where_broadcasts(ort: Ort, shape: tuple[int, ...]) -> None:
+def test_where_broadcasts(ort: TrainingRuntime, shape: tuple[int, ...]) -> None:
     compare(ort, Where(shape), torch.randn(1, 6), torch.randn(4, 6))
 
 
@@ -274,7 +280,7 @@ BENDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", BENDS)
-def test_where_it_bends(ort: Ort, name: str) -> None:
+def test_where_it_bends(ort: TrainingRuntime, name: str) -> None:
     """A batch that is nowhere at a bend comes first, as the self-check's does."""
     layer = Calling(BENDS[name])
     torch.nn.init.ones_(layer.before)
@@ -353,7 +359,7 @@ REST |= {
 
 
 @pytest.mark.parametrize("name", REST)
-def test_rule(ort: Ort, name: str) -> None:
+def test_rule(ort: TrainingRuntime, name: str) -> None:
     compare(ort, Calling(REST[name]), torch.randn(4, 6), torch.randn(2, 6))
 
 
@@ -397,7 +403,7 @@ INDEXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", INDEXED)
-def test_an_index_that_occurs_twice(ort: Ort, name: str) -> None:
+def test_an_index_that_occurs_twice(ort: TrainingRuntime, name: str) -> None:
     """A batch whose indices differ comes first, as the self-check's may."""
     first, second = (torch.randn(4, 6) for _ in range(2))
     compare(ort, Calling(INDEXED[name]), (first, ONCE), (second, TWICE))
@@ -415,7 +421,7 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_an_index_below_zero(ort: Ort, name: str) -> None:
+def test_an_index_below_zero(ort: TrainingRuntime, name: str) -> None:
     up = torch.tensor([0, 1, 2, 1])
     compare(ort, Calling(PAIRS[name]), *((torch.randn(4, 6), each) for each in (up, up - 3)))
 
@@ -433,7 +439,7 @@ FIXED = torch.rand(4, 6)
         lambda x: FIXED.index_reduce(0, TWICE, x.masked_fill(FIXED < 0.3, -torch.inf), "amax"),
     ],
 )
-def test_one_of_two_is_trained(ort: Ort, function: Callable[[Tensor], Tensor]) -> None:
+def test_one_of_two_is_trained(ort: TrainingRuntime, function: Callable[[Tensor], Tensor]) -> None:
     compare(ort, Calling(function), torch.rand(4, 6), torch.rand(4, 6))
 
 
@@ -450,7 +456,7 @@ WITH_GRADIENT = ("%", "fmod", "div, floor", "div, trunc")
 
 @pytest.mark.parametrize("by", [3, -3, 0.1, -0.7], ids=str)
 @pytest.mark.parametrize("name", DIVISIONS)
-def test_division_below_zero(ort: Ort, name: str, by: float) -> None:
+def test_division_below_zero(ort: TrainingRuntime, name: str, by: float) -> None:
     """A first batch without a number below 0, as the self-check's may be."""
     divide = DIVISIONS[name]
     whole, fractions = torch.arange(6).repeat(2, 1), torch.rand(2, 6)
@@ -463,7 +469,7 @@ def test_division_below_zero(ort: Ort, name: str, by: float) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_GRADIENT)
-def test_division_has_torchs_gradient(ort: Ort, name: str) -> None:
+def test_division_has_torchs_gradient(ort: TrainingRuntime, name: str) -> None:
     model = Calling(lambda x: DIVISIONS[name](x, x.cos() - 1.5) + x)
     compare(ort, model, torch.rand(4, 6), torch.randn(4, 6))
 
@@ -481,16 +487,16 @@ class Dividing(nn.Module):
 
 
 @pytest.mark.parametrize("name", WITH_GRADIENT)
-def test_division_by_a_parameter(ort: Ort, name: str) -> None:
+def test_division_by_a_parameter(ort: TrainingRuntime, name: str) -> None:
     compare(ort, Dividing(DIVISIONS[name]), torch.rand(4, 6), torch.randn(4, 6))
 
 
-def test_division_of_sizes(ort: Ort) -> None:
+def test_division_of_sizes(ort: TrainingRuntime) -> None:
     model = Calling(lambda x: x[: x.shape[0] // 2].sum() + x[: -(-x.shape[0] // 3)].exp().sum())
     compare(ort, model, *(torch.randn(rows, 6) for rows in (6, 4, 7, 1)))
 
 
-def test_transformer_encoder(ort: Ort) -> None:
+def test_transformer_encoder(ort: TrainingRuntime) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     compare(ort, model, torch.randn(2, 5, 16), torch.randn(3, 7, 16))
@@ -508,14 +514,14 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation(ort: Ort, name: str) -> None:
+def test_activation(ort: TrainingRuntime, name: str) -> None:
     compare(ort, Calling(ACTIVATIONS[name]), torch.randn(3, 4, 6), torch.randn(2, 4, 6))
 
 
 @pytest.mark.parametrize(
     "name", ["celu", "elu", "log sigmoid", "mish", "prelu", "selu", "softplus"]
 )
-def test_activation_where_it_bends(ort: Ort, name: str) -> None:
+def test_activation_where_it_bends(ort: TrainingRuntime, name: str) -> None:
     x = torch.tensor([[-200.0, -1.0, 0.0, 0.0, 1.0, 200.0]])
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     model = Calling(ACTIVATIONS[name])
@@ -539,7 +545,7 @@ OF_ONES = torch.linspace(0.5, 3.0, 9)
         {"pos_weight": OF_ONES, "weight": OF_ONES.flip(0), "reduction": "none"},
     ],
 )
-def test_logits_far_from_zero(ort: Ort, target: float, options: dict[str, Any]) -> None:
+def test_logits_far_from_zero(ort: TrainingRuntime, target: float, options: dict[str, Any]) -> None:
     """ORT's sigmoid is 0 from -18.5 on, and its log has a gradient that is NaN."""
 
     def loss(x: Tensor) -> Tensor:
@@ -557,7 +563,7 @@ def test_logits_far_from_zero(ort: Ort, target: float, options: dict[str, Any]) 
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_smoothed_labels_that_are_all_ignored(ort: Ort) -> None:
+def test_smoothed_labels_that_are_all_ignored(ort: TrainingRuntime) -> None:
     """The mean over none is NaN, its gradients are 0."""
     model = Calling(lambda x, labels: F.cross_entropy(x, labels, label_smoothing=0.2))
     wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
@@ -584,13 +590,13 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("dropout", [0.0, 1e-9])
-def test_recurrence(ort: Ort, kind: type[nn.RNNBase], dropout: float) -> None:
+def test_recurrence(ort: TrainingRuntime, kind: type[nn.RNNBase], dropout: float) -> None:
     for both_ways, batch_first in ((True, False), (False, True)):
         layer = kind(6, 5, 3, dropout=dropout, bidirectional=both_ways, batch_first=batch_first)
         compare(ort, Recurrent(layer), torch.randn(4, 4, 6), torch.randn(2, 3, 6))
 
 
-def test_recurrence_drops_between_layers(ort: Ort) -> None:
+def test_recurrence_drops_between_layers(ort: TrainingRuntime) -> None:
     layer = nn.LSTM(6, 5, 2, dropout=0.5)
     wrapped = ort.ORTModule(Recurrent(layer), ort.DebugOptions(log_level=ort.LogLevel.ERROR))
     x = torch.randn(4, 2, 6)
@@ -598,7 +604,7 @@ def test_recurrence_drops_between_layers(ort: Ort) -> None:
 
 
 @pytest.mark.parametrize("shuffle", [F.pixel_shuffle, F.pixel_unshuffle])
-def test_pixels(ort: Ort, shuffle: Callable[..., Tensor]) -> None:
+def test_pixels(ort: TrainingRuntime, shuffle: Callable[..., Tensor]) -> None:
     model = Calling(lambda x: shuffle(x, 2))
     compare(ort, model, torch.randn(2, 4, 6, 8), torch.randn(3, 4, 4, 6))
 
@@ -613,13 +619,13 @@ MAX_POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", MAX_POOLS)
-def test_max_pooling(ort: Ort, name: str) -> None:
+def test_max_pooling(ort: TrainingRuntime, name: str) -> None:
     """ORT's own gradient ends the process."""
     compare(ort, Calling(MAX_POOLS[name]), torch.randn(2, 3, 6, 6), torch.randn(3, 3, 7, 8))
 
 
 @pytest.mark.parametrize("mode", ["linear", "bilinear", "trilinear"])
-def test_resizing(ort: Ort, mode: str) -> None:
+def test_resizing(ort: TrainingRuntime, mode: str) -> None:
     dims = ("linear", "bilinear", "trilinear").index(mode) + 1
     shapes = (2, 3, *[4] * dims), (1, 3, *[7] * dims)
     options: list[dict[str, Any]] = [
@@ -632,14 +638,14 @@ def test_resizing(ort: Ort, mode: str) -> None:
         compare(ort, model, *(torch.randn(shape) for shape in shapes))
 
 
-def test_resizing_to_another_tensors_size(ort: Ort) -> None:
+def test_resizing_to_another_tensors_size(ort: TrainingRuntime) -> None:
     model = Calling(lambda x, y: F.interpolate(x, size=y.shape[-2:], mode="bilinear"))
     batches = [(torch.randn(2, 3, 4, 4), torch.randn(2, 1, n, n + 1)) for n in (6, 9)]
     compare(ort, model, *batches)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_ctc_loss(ort: Ort, reduction: str) -> None:
+def test_ctc_loss(ort: TrainingRuntime, reduction: str) -> None:
     model = Calling(
         lambda x, *rest: F.ctc_loss(
             x.log_softmax(-1), *rest, reduction=reduction, zero_infinity=reduction == "sum"
@@ -657,7 +663,7 @@ def test_ctc_loss(ort: Ort, reduction: str) -> None:
     compare(ort, model, *batches)
 
 
-def test_deberta(ort: Ort) -> None:
+def test_deberta(ort: TrainingRuntime) -> None:
     from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
     config = DebertaV2Config(

@@ -214,7 +214,7 @@ def test_measuring_moves_no_random_number() -> None:
     model = onnx.ModelProto()
     model.CopyFrom(ortlab.graphs(_trained(kernels="ort")).execution.model)
     (batch,) = (each.name for each in model.graph.input if "original_module" not in each.name)
-    chosen = kernel_choice.Choice(model.graph.input, {batch: (6, 12)})
+    chosen = kernel_choice.KernelChoice(model.graph.input, {batch: (6, 12)})
     torch.manual_seed(3)
     before = torch.get_rng_state()
     substitutes.substitute(model, low=False, better=chosen.better)

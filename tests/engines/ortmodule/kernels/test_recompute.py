@@ -17,7 +17,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, T5Config, T5ForConditi
 import ortlab
 from ortlab.engines.ortmodule import kernels
 from ortlab.engines.ortmodule.compat import profiling
-from ortlab.engines.ortmodule.dispatch import Execution
+from ortlab.engines.ortmodule.dispatch import GraphDispatcher
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.kernels.recompute import Plans, UnknownPlan
 from tests.support import tiny
@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]] = {
 }
 
 
-def wrapped(model: nn.Module, **settings: Any) -> tuple[nn.Module, Execution]:
+def wrapped(model: nn.Module, **settings: Any) -> tuple[nn.Module, GraphDispatcher]:
     made = ortlab.wrap(model.train(), cache=False, **settings)
     return made, execution_of(made)
 
@@ -101,7 +101,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert torch.equal(value, b[1][name]), name
 
 
-def choose(execution: Execution, plan: str) -> None:
+def choose(execution: GraphDispatcher, plan: str) -> None:
     execution.configure(execution.settings.replace(recompute=plan))
 
 
