@@ -1,5 +1,6 @@
 # make demo       sets everything up and opens JupyterLab at the first tutorial;
 #                 HEADLESS=1 executes the tutorials instead and writes them to build/
+# make check      for every commit: sets everything up, lints and runs the fast tests, in 5 minutes
 # make test       sets everything up, lints and runs the tests, with a browser where there is one;
 #                 BROWSER=install installs Debian's Chromium when there is none
 # make nightly    the tests that take too long for every change, too
@@ -13,7 +14,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test nightly lint clean
+.PHONY: demo check test nightly lint clean
 MAKEFLAGS += --no-print-directory
 
 BIN := .venv/bin
@@ -32,6 +33,9 @@ else
 	    --KernelManager.transport_encryption=auto --KernelManager.shutdown_wait_time=60 \
 	    --LabApp.default_url=/lab/tree/notebooks/01_first_run.ipynb
 endif
+
+check: $(DONE)/test $(DONE)/extension lint
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not nightly and not slow'
 
 test: $(DONE)/test $(DONE)/extension lint
 	$(BIN)/python -m tests.support.chromium
@@ -71,6 +75,6 @@ $(DONE)/demo $(DONE)/test: $(DONE)/torch.txt pyproject.toml $(FRONT_END)
 	@$(PIP) install -qq --constraint $(DONE)/torch.txt --editable '.[$(@F)]'
 	@touch $@
 
-$(DONE)/extension: $(DONE)/torch.txt | $(if $(filter test nightly,$(MAKECMDGOALS)),$(DONE)/test,$(DONE)/demo)
+$(DONE)/extension: $(DONE)/torch.txt | $(if $(filter check test nightly,$(MAKECMDGOALS)),$(DONE)/test,$(DONE)/demo)
 	@$(BIN)/ortlab doctor --build || $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'
 	@touch $@

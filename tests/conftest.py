@@ -49,6 +49,32 @@ LONG = (
     "deploy/test_torchrun_script.py",
 )
 """Files that take about a minute or more each, the longest first."""
+SLOW = (
+    "browser/",
+    "bench/test_step.py",
+    "cluster/",
+    "deploy/test_torchrun_script.py",
+    "engines/distributed/",
+    "engines/ortmodule/compat/test_patches.py",
+    "engines/ortmodule/kernels/",
+    "engines/ortmodule/test_graph_in_next_kernel.py",
+    "hf/",
+    "notebook/test_bad_inputs.py",
+    "notebook/test_kernel.py",
+    "notebook/test_privacy.py",
+    "search/",
+    "test_torch_ort.py",
+    "training/test_failures.py",
+    "training/test_run.py",
+)
+"""Files and folders that `make check` leaves to `make test`, with those of `LONG`."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of `LONG` and `SLOW`, so that `make check` leaves them out."""
+    place = item.path.relative_to(Path(__file__).parent).as_posix()
+    if place in LONG or place.startswith(SLOW):
+        item.add_marker("slow")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,10 +20,12 @@ from tests.browser import pictures
 from tests.conftest import LONG
 from tests.support import reference
 from tests.support.readme import (
+    DOCS,
     INDEX,
     README,
     ROOT,
     code_map,
+    documents,
     index,
     pages,
     stored_pages,
@@ -170,6 +172,27 @@ print(json.dumps([name for name in before if before[name] != after[name]]))
 """
 
 
+WITHOUT_TRAINING = """
+import importlib, json, sys
+sys.modules["onnxruntime.training"] = None  # Python's way to say that it is not there
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+import torch, ortlab
+from torch import nn
+model = nn.Linear(2, 2)
+assert ortlab.wrap(model, engine="eager") is model
+try:
+    ortlab.ORTTrainer(model, None, None, None)
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_everything_imports_without_the_training_runtime() -> None:
+    """Only engines/ortmodule, orttrainer and deploy/on_device_training need it, once called."""
+    python(WITHOUT_TRAINING, json.dumps(modules()))
+
+
 def test_importing_every_module_changes_nothing() -> None:
     theirs = {
         name
@@ -220,9 +243,9 @@ def test_map_is_complete() -> None:
         folder, _, name = file.rpartition("/")
         within_room = any(file.startswith(path) for path in paths if path.endswith("/js/"))
         if folder == "ortlab":
-            assert file in paths, f"README.md's map lacks {file}"
+            assert file in paths, f"CONTRIBUTING.md's map lacks {file}"
         elif not within_room and name.endswith(".py"):
-            assert f"{folder}/" in paths, f"README.md's map lacks {folder}/"
+            assert f"{folder}/" in paths, f"CONTRIBUTING.md's map lacks {folder}/"
 
 
 def test_generated_tables_are_current() -> None:
@@ -246,8 +269,8 @@ def test_what_is_public_says_what_it_is() -> None:
     assert [name for name in named if f"## ortlab.{name}\n" not in text] == []
 
 
-def test_readme_commands_exist() -> None:
-    readme = README.read_text()
+def test_documented_commands_exist() -> None:
+    readme = "".join(path.read_text() for path in documents())
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z]+)", readme)) <= targets
@@ -271,8 +294,9 @@ def test_a_measurement_is_importable(path: Path) -> None:
 
 def test_readme_pictures_are_those_that_are_taken() -> None:
     """Each is stored, small, of a page's width at most, and one of `pictures.PICTURES`."""
-    shown = re.findall(r"!\[[^\]]{30,}\]\(([^)]+)\)", README.read_text())
-    assert README.read_text().count("![") == len(shown), "each says what is to be seen"
+    text = "".join(path.read_text() for path in documents())
+    shown = re.findall(r"!\[[^\]]{30,}\]\((?:\.\./)?([^)]+)\)", text)
+    assert text.count("![") == len(shown), "each says what is to be seen"
     taken = [f"notebooks/images/{name}.png" for name in pictures.PICTURES]
     assert sorted(shown) == sorted(taken), "run: python -m tests.browser.pictures"
     assert tracked("notebooks/images") == sorted(taken)
@@ -297,10 +321,26 @@ def test_the_files_of_tests_that_begin_are_there() -> None:
     assert [name for name in LONG if not (ROOT / "tests" / name).is_file()] == []
 
 
-def test_the_readme_quotes_what_errors_say() -> None:
-    """Each message of its table is part of a string in the package."""
-    table = README.read_text().partition("## When it says no")[2].partition("\n## ")[0]
-    quoted = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 300
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_links_of_documents_lead_to_files(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "index.md").read_text()
+    pages = [path.name for path in DOCS.glob("*.md") if path.name != "index.md"]
+    assert [name for name in pages if f"]({name})" not in index] == []
+
+
+def test_the_documents_quote_what_errors_say() -> None:
+    """Each message of the table is part of a string in the package."""
+    quoted = re.findall(r"^\| `(.+?)` \|", (DOCS / "errors.md").read_text(), re.MULTILINE)
     assert len(quoted) > 9
     said = "\n".join(
         node.value

@@ -1,4 +1,4 @@
-"""How far exports are from torch: ``python -m tests.support.parity`` prints README's table.
+"""Print how far exports are from torch, the table of docs/export.md.
 
 With ``--all`` the sweep's architectures, each with its first head and as a decoder: 57 models.
 """

@@ -1,10 +1,10 @@
-"""The parts of README.md that are made from, or checked against, the code.
+"""The parts of the documents that are made from, or checked against, the code.
 
-``python -m tests.support.readme`` writes the tables of settings into README.md anew, and those of
-speed from the benchmark that `ortlab bench engines --json tests/bench/results/engines.json` stores.
-The index of the tutorials, notebooks/README.md, it makes of how they begin, a page for each command
-in notebooks/reference/ of what its parser says of it, and those of the Python API, in api/ there,
-of the docstrings.
+``python -m tests.support.readme`` writes the tables of settings into docs/ anew, and those of speed
+from the benchmark that `ortlab bench engines --json tests/bench/results/engines.json` stores. The
+index of the tutorials, notebooks/README.md, it makes of how they begin, a page for each command in
+notebooks/reference/ of what its parser says of it, and those of the Python API, in api/ there, of
+the docstrings.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from tests.support import reference
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+DOCS = ROOT / "docs"
 ALREADY_SAID = " Run the cells from top to bottom (Shift+Enter)."
 PAGES = ROOT / "notebooks" / "reference"
 INDEX = ROOT / "notebooks" / "README.md"
@@ -35,7 +37,7 @@ TABLES = re.compile(r"(<!-- (settings|options|speed) -->\n)(.*?)(?=<!-- end of \
 
 
 def tables() -> dict[str, str]:
-    """What belongs between each of README.md's pairs of marks, by the mark's name."""
+    """Return what belongs between each pair of marks in docs/, by the name of the mark."""
     made = _settings()
     return made | {"speed": speed(BENCHMARK)} if BENCHMARK.exists() else made
 
@@ -138,17 +140,26 @@ def _help(declaration: Declaration) -> str:
     return declaration.help + choices
 
 
+def documents() -> list[Path]:
+    """Return README.md, CONTRIBUTING.md and the pages in docs/."""
+    return [README, CONTRIBUTING, *sorted(DOCS.glob("*.md"))]
+
+
 def stored_tables() -> dict[str, str]:
-    """The tables as README.md has them."""
-    return {found.group(2): found.group(3) for found in TABLES.finditer(README.read_text())}
+    """Return the tables that the documents have, by the name of their marks."""
+    return {
+        found.group(2): found.group(3)
+        for path in documents()
+        for found in TABLES.finditer(path.read_text())
+    }
 
 
 def code_map() -> list[str]:
-    """The paths of README.md's map, relative to the root; a folder ends with a slash.
+    """The paths of the map in CONTRIBUTING.md, relative to the root; a folder ends with a slash.
 
     In the map each line is a path, indented by two spaces under its folder, then what it is.
     """
-    block = README.read_text().split("## Map of the code", 1)[1].split("```")[1]
+    block = CONTRIBUTING.read_text().split("```text", 1)[1].split("```")[0]
     folders: list[str] = []
     paths = []
     for line in block.splitlines()[1:]:
@@ -164,13 +175,12 @@ def code_map() -> list[str]:
 if __name__ == "__main__":
     made = tables()
     if unmarked := set(made) - set(stored_tables()):
-        sys.exit(
-            f"README.md has no marks for {', '.join(unmarked)}: <!-- x --> and <!-- end of x -->"
-        )
+        sys.exit(f"docs/ has no marks for {', '.join(unmarked)}: <!-- x --> and <!-- end of x -->")
     INDEX.write_text(index())
     written = pages()
     shutil.rmtree(PAGES, ignore_errors=True)
     (PAGES / "api").mkdir(parents=True)
     for name, text in written.items():
         (PAGES / name).write_text(text)
-    README.write_text(TABLES.sub(lambda m: m.group(1) + made[m.group(2)], README.read_text()))
+    for path in documents():
+        path.write_text(TABLES.sub(lambda m: m.group(1) + made[m.group(2)], path.read_text()))
