@@ -1,0 +1,50 @@
+"""Runs that an earlier version recorded: they are listed, and go on as they would have then.
+
+``recorded/`` has a run of 12 steps that was stopped after 6, of each engine, as ortlab wrote it
+before settings, engines and classes got their present names. ``losses_of_whole_run.json`` has
+[step, loss] of the same run when it was not stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ortlab
+from ortlab.engines.ortmodule import compat
+
+RECORDED = Path(__file__).with_name("recorded")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batches(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(4, 4, generator=generator), torch.randint(2, (4,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("engine", ["eager", "ort"])
+def test_a_recorded_run_is_listed_and_resumes(home: Path, engine: str) -> None:
+    if engine != "eager" and (reason := compat.unavailable()) is not None:
+        pytest.skip(reason)
+    recorded = json.loads((RECORDED / engine / "run.json").read_text())
+    name = recorded["name"]
+    shutil.copytree(RECORDED / engine, home / "runs" / name)
+    (entry,) = ortlab.list_runs()
+    assert (entry.name, entry.state, entry.steps) == (name, "stopped", 6)
+    run = ortlab.resume(name, network(), batches(12, 1), eval_data=batches(2, 2))
+    assert run.result().steps == 12
+    whole = dict(json.loads((RECORDED / engine / "losses_of_whole_run.json").read_text()))
+    found = {int(row["step"]): row["loss"] for _, row in run.to_frame().reset_index().iterrows()}
+    assert found == pytest.approx(whole, abs=1e-6)
