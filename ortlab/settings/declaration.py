@@ -35,6 +35,9 @@ class Declaration:
 
     ``here`` says that a checkpoint does not choose it, which may be anybody's: it names files of
     this machine, or leaves out a check.
+
+    ``alias`` is another name that is accepted and not shown, ``renamed`` maps former choices to
+    those of today.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Declaration:
     prefix: str = ""
     panel: bool = False
     here: bool = False
+    alias: str = ""
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def variable(self) -> str:
@@ -129,6 +134,7 @@ class Declaration:
             )
         if isinstance(value, str) and self.choices:
             names = [name.strip() for name in value.split(",")] if self.many else [value]
+            names = [self.renamed.get(name, name) for name in names]
             for name in names:
                 if name not in self.choices:
                     raise ValueError(f"{self.name}={name!r}: {unknown_name(name, self.choices)}")
@@ -182,9 +188,29 @@ class Settings:
         return _declarations(cls)  # type: ignore[arg-type]  # mypy asks an instance for the hash
 
     @classmethod
+    def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `values` with each alias replaced by the setting's name.
+
+        Raises:
+            ValueError: If a setting is given under both of its names.
+        """
+        names = {each.alias: name for name, each in cls.declarations().items() if each.alias}
+        found: dict[str, Any] = {}
+        for given, value in values.items():
+            name = names.get(given, given)
+            if name in found:
+                raise ValueError(f"{name} is given twice, once by its other name; give it once")
+            found[name] = value
+        return found
+
+    @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Settings from a mapping of names; an unknown name raises and offers the nearest."""
-        known = cls.declarations()
+        """Return settings from a mapping of names, which may be aliases.
+
+        Raises:
+            ValueError: If a name is unknown, with the nearest known one, or a value is not allowed.
+        """
+        known, values = cls.declarations(), cls.canonical(values)
         for name in values:
             if name not in known:
                 raise ValueError(f"unknown setting {name!r}: {unknown_name(name, known)}")
@@ -192,7 +218,7 @@ class Settings:
 
     def replace(self, **changes: Any) -> Self:
         """These settings with `changes` made; validated like new ones."""
-        return type(self).of({**self.as_dict(), **changes})
+        return type(self).of({**self.as_dict(), **self.canonical(changes)})
 
     def as_dict(self) -> dict[str, Any]:
         """Name to value, as settings.json holds it."""

@@ -97,6 +97,7 @@ class SearchSettings(Settings):
         ValueError for one that is neither.
         """
         own = cls.declarations()
+        given = FinetuneSettings.canonical(given)
         known = {**own, **cls.besides()}
         for name in given:
             if name not in known:
