@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Task = tuple[nn.Module, dict[str, torch.Tensor]]
 
 EXAMPLES = "https://github.com/microsoft/onnxruntime-training-examples/blob/master"
-EIGHT_V100 = "8 V100 of 32 GB, onnxruntime-training 1.8.0, samples/s of all"
+EIGHT_V100 = "8 V100 of 32 GB, onnxruntime-training 1.8.0, total samples/s"
 _DROPOUT = 0.1
 
 
@@ -288,7 +288,7 @@ def _fine_tuning(name: str, torch: float, ort: float) -> Published:
 _RECIPE = f"{EXAMPLES}/huggingface/script/hf-ort.py"
 _NVIDIA_BERT = f"{EXAMPLES}/nvidia-bert/README.md"
 _NVIDIA_TABLE = "https://github.com/NVIDIA/DeepLearningExamples/issues/939"
-_EIGHT_16 = "8 V100 of 16 GB, NVIDIA's PyTorch in mixed precision, samples/s of all, batches of"
+_EIGHT_16 = "8 V100 of 16 GB, NVIDIA's PyTorch in mixed precision, total samples/s, batch size"
 _GPT2_BLOG = (
     "https://cloudblogs.microsoft.com/opensource/2020/08/24/"
     "pytorch-gpt-2-fine-tuning-onnx-runtime-speedup-training-time/"

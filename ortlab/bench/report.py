@@ -214,7 +214,9 @@ class StepBench:
             ValueError: If the dictionary has another format version.
         """
         if stored.get("form") != FORM:
-            raise ValueError(f"form {stored.get('form')!r} of a benchmark, expected {FORM}")
+            raise ValueError(
+                f"unsupported format version {stored.get('form')!r} of a benchmark; expected {FORM}"
+            )
         values = {field.name: stored[field.name] for field in dataclasses.fields(cls)}
         for name, value in values.items():
             if isinstance(value, list):

@@ -214,7 +214,9 @@ class EngineBench:
             ValueError: If the dictionary has another format version.
         """
         if stored.get("form") != FORM:
-            raise ValueError(f"form {stored.get('form')!r} of a benchmark, expected {FORM}")
+            raise ValueError(
+                f"unsupported format version {stored.get('form')!r} of a benchmark; expected {FORM}"
+            )
         return cls(
             settings=BenchSettings.of(stored["settings"]),
             date=stored["date"],

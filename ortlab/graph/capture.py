@@ -268,7 +268,7 @@ class Stage:
         """
         missing = [name for name in self.dims if name not in dims]
         if missing:
-            raise ValueError(f"give the sizes {', '.join(missing)}")
+            raise ValueError(f"missing sizes: {', '.join(missing)}; pass them as keyword arguments")
         return sum(self.bytes_of(name, dims) or 0 for name in self._results)
 
     def bytes_of(self, tensor: str, dims: Mapping[str, int]) -> int | None:
@@ -396,7 +396,7 @@ class Graphs:
             ValueError: If the name is unknown or the stage is not available. The message says why.
         """
         if name not in STAGES:
-            raise ValueError(f"there is no stage {name!r}: {unknown_name(name, STAGES)}")
+            raise ValueError(f"unknown stage {name!r}: {unknown_name(name, STAGES)}")
         if name not in self.stages:
             raise ValueError(f"{self.model} has no {name} graph: {_absent(name)}")
         return self.stages[name]
@@ -565,7 +565,7 @@ def capture(
     # If training and evaluation had different batches, training's sizes count.
     last = {dim: size for stage in reversed(ordered) for dim, size in sizes[stage].items()}
     edited = execution.edited()
-    notes = [] if edited is None else [f"changed since the graph was made: {edited}"]
+    notes = [] if edited is None else [f"changed since the graph was exported: {edited}"]
     return Graphs(name, ordered, sizes=last, notes=notes)
 
 

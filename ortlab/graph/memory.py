@@ -377,7 +377,7 @@ class MemoryPlan:
             name for name, dims in self._names.items() if any(dim not in found for dim in dims)
         ]
         if missing:
-            raise ValueError(f"give the sizes {', '.join(missing)}")
+            raise ValueError(f"missing sizes: {', '.join(missing)}; pass them as keyword arguments")
         return found
 
     def _known(self, given: Mapping[str, int]) -> dict[str, int]:

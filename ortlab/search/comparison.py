@@ -103,7 +103,7 @@ class Comparison(Background[R], Generic[R, E]):
     def standing(self) -> R:
         """Measurements so far, which every view shows."""
         over = self.over()
-        disturbed = (f"{name} trained beside it" for name in self._disturbed)
+        disturbed = (f"{name} trained at the same time" for name in self._disturbed)
         return dataclasses.replace(
             self._result,
             interrupted=over and self._cut_short,

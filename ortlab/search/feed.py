@@ -44,7 +44,7 @@ class Feed:
             for generator, state in zip(source.generators, states, strict=True):
                 generator.set_state(state)
         if not read:
-            raise ValueError("the data is empty")
+            raise ValueError("the data is empty; pass at least one batch")
         size = settings.accumulation
         groups = [read[at : at + size] for at in range(0, len(read), size)]
         self.samples = _samples(groups[0])

@@ -94,7 +94,7 @@ class Result(abc.ABC, Generic[E]):
         """
         best = self.best()
         if best is None:
-            raise ValueError("nothing was measured, so there is nothing to choose from")
+            raise ValueError("nothing was measured yet; wait for the first result, or start again")
         return {**self.shared, **best.settings}
 
     @property
@@ -138,7 +138,10 @@ class Result(abc.ABC, Generic[E]):
             ValueError: If the dictionary has another format version.
         """
         if stored.get("form") != FORM:
-            raise ValueError(f"form {stored.get('form')!r} of a {cls.kind}, expected {FORM}")
+            raise ValueError(
+                f"unsupported format version {stored.get('form')!r} of a {cls.kind}; expected "
+                f"{FORM}"
+            )
         values = {name: stored[name] for name in stored if name not in ("form", "best")}
         values |= {"machine": Machine(**stored["machine"]), "notes": tuple(stored["notes"])}
         name, kind = cls.entries
@@ -508,7 +511,7 @@ class TuneResult(Result[Row]):
         if best is None or best.spread is None:
             return None
         rate = rounded(best.spread.median)
-        return f"{best.label} is ahead with {rate} {self.target}/s after {self.took_s:.0f} s"
+        return f"{best.label} is fastest with {rate} {self.target}/s after {self.took_s:.0f} s"
 
     def table(self) -> Table[Row]:
         """Return a table with a row for each candidate, and notes that explain the columns."""
@@ -523,7 +526,7 @@ class TuneResult(Result[Row]):
         counts = {s: sum(row.state == s for row in self.rows) for s in ("left out", "failed")}
         unmeasured = sum(not row.rates for row in self.rows)
         notes = [
-            f"Optimizer steps of {self.samples} samples, in micro-batches of the batch size: "
+            f"Optimizer steps of {self.samples} samples, in micro-batches of the given batch size: "
             f"median and quartiles of the rounds. {len(self.rows)} candidates, {unmeasured} of "
             f"them never measured; {counts['left out']} left out, {counts['failed']} failed.",
             f"A step may take {memory(self.budget_bytes)}, according to graph or measurement.",

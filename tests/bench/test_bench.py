@@ -293,7 +293,7 @@ def test_json_gives_back_the_same(measured: EngineBench) -> None:
     derived = stored["cells"][1]["derived"]
     spread = measured.speed(measured.cells[1])
     assert spread is None or derived["speed"]["median"] == spread.median
-    with pytest.raises(ValueError, match="form 99"):
+    with pytest.raises(ValueError, match="format version 99"):
         EngineBench.from_dict(stored | {"form": 99})
 
 

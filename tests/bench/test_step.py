@@ -297,7 +297,7 @@ def test_json_gives_back_the_same() -> None:
     stored = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert StepBench.from_dict(stored) == result
     assert stored["benchmark"] is False
-    with pytest.raises(ValueError, match="form 99"):
+    with pytest.raises(ValueError, match="format version 99"):
         StepBench.from_dict(stored | {"form": 99})
 
 

@@ -146,7 +146,7 @@ def test_the_largest_batch() -> None:
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({}, "give the sizes batch"),
+        ({}, "missing sizes: batch; pass them as keyword arguments"),
         ({"batsh": 2}, "did you mean 'batch'"),
         ({"batch": 0}, "positive integer"),
         ({"batch": 1.5}, "positive integer"),

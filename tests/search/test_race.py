@@ -407,7 +407,7 @@ def test_json_keeps_every_figure() -> None:
     again = RaceResult.from_dict(json.loads(stored))
     assert again.to_dict() == result.to_dict()
     assert repr(again) == repr(result)
-    with pytest.raises(ValueError, match="form 2 of a race"):
+    with pytest.raises(ValueError, match="format version 2 of a race; expected 1"):
         RaceResult.from_dict({**result.to_dict(), "form": 2})
 
 

@@ -380,7 +380,7 @@ def test_typed(ip: Typist) -> None:  # noqa: F811
         "--memory 16GiB --target samples"
     )
     ip("result = tune.result(60)")
-    assert "is ahead with" in ip("tune")
+    assert "is fastest with" in ip("tune")
     assert "16.00 GiB" in ip("result")
     assert ip["tune"].settings["accumulation"] == 1
     assert "no option --batch-size" in ip.refused("%ort tune net data --batch-size 3")
