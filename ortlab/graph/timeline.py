@@ -17,7 +17,7 @@ COLUMNS = 150
 """Number of columns of the chart. Each shows the node with the most memory among its nodes."""
 DRAWN = 100
 """Number of tensors drawn individually. The rest of each kind is drawn as one area."""
-_COLOURS = {
+_COLORS = {
     "parameter": "#6c757d",
     "optimizer state": "#a5acb3",
     "batch": "#57a773",
@@ -146,7 +146,7 @@ def _polygon(
         upper = _steps(run, base + height, edges, place)
         path.append("M" + "L".join([*lower, *reversed(upper)]) + "Z")
     return (
-        f'<path d="{"".join(path)}" fill="{_COLOURS[kind]}" stroke="#ffffff" '
+        f'<path d="{"".join(path)}" fill="{_COLORS[kind]}" stroke="#ffffff" '
         f'stroke-opacity="0.35" stroke-width="0.5"><title>{html.escape(label)}</title></path>'
     )
 
@@ -199,7 +199,7 @@ def _legend(used: set[str], kinds: Sequence[str]) -> Iterator[str]:
     left = float(LEFT)
     for kind in kinds:
         if kind in used:
-            yield (f'<rect x="{left:.1f}" y="4" width="10" height="10" fill="{_COLOURS[kind]}"/>')
+            yield (f'<rect x="{left:.1f}" y="4" width="10" height="10" fill="{_COLORS[kind]}"/>')
             yield _text(left + 14, 9, kind)
             left += 32 + 0.5 * FONT * len(kind)
 

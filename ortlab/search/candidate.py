@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from torch import nn
 
 from ortlab.bench import interleaved
+from ortlab.cluster.remote import RemoteStepper
 from ortlab.engines.base import LossFunction, Stepper
 from ortlab.engines.registry import engine_for
 from ortlab.graph.memory import MemoryPlan
@@ -63,8 +64,6 @@ class Candidate:
 
         def prepare() -> Stepper:
             if workers is not None:
-                from ortlab.cluster.remote import RemoteStepper
-
                 return RemoteStepper(workers, self.model, loss, settings, name="a comparison")
             # The stepper applies the precision, so wrapping must not.
             plain = settings.replace(precision=PLAIN["precision"])
