@@ -1,4 +1,4 @@
-"""Decides which candidate a search measures next and which ones it skips.
+"""Strategy of a search: which candidate to measure next, and which ones to skip.
 
 A candidate is skipped if it cannot win or does not fit into memory. Nothing here depends on models
 or clocks: a `Track` measures, and `Search` decides.
@@ -99,7 +99,7 @@ class Found:
 
 
 class Track(Protocol):
-    """Measures candidates. A candidate that fails raises nothing and has no rates from then on."""
+    """Measurement of candidates. One that fails raises nothing and has no rates from then on."""
 
     def begin(self, setup: Setup, micro: int) -> str | None:
         """Create a set-up, which makes its first step.

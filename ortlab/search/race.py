@@ -76,7 +76,7 @@ def field_of(settings: RaceSettings) -> dict[str, Mapping[str, Any]]:
 
 
 class Judge:
-    """Evaluates the weights of a set-up: their loss in eager torch, without dropout.
+    """Evaluation of a set-up's weights: their loss in eager torch, without dropout.
 
     Args:
         model: Model to copy.

@@ -65,7 +65,7 @@ class Timing:
 
 
 class KernelChoice:
-    """Decides which kernels a graph uses.
+    """Choice of the kernels that a graph uses.
 
     Args:
         inputs: Inputs of the graph.

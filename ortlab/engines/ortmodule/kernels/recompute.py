@@ -280,7 +280,7 @@ class Plans:
 
 
 class _Rewriting:
-    """Rewrites one graph so that it recomputes what belongs to `occurrences` only."""
+    """Rewriting of one graph, which then recomputes what belongs to `occurrences` only."""
 
     def __init__(
         self, plans: Plans, model: onnx.ModelProto, occurrences: Iterable[frozenset[int]]
@@ -432,7 +432,7 @@ def _waiting_for(given: Iterable[str], backward: Sequence[onnx.NodeProto]) -> li
 
 
 class _Schedule:
-    """Reorders `nodes` so that short chains to a graph output do not wait.
+    """Order of `nodes` in which short chains to a graph output do not wait.
 
     Computing the gradient of a weight releases two activations that only it still reads, so it runs
     as soon as possible. `add` is called with each node in order.
