@@ -1,4 +1,4 @@
-"""How fast each engine trains here, and where a step's time goes: what ``ortlab bench`` runs."""
+"""Benchmarks of ``ortlab bench``: speed of each engine, and the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -15,25 +15,38 @@ __all__ = ["BenchSettings", "PaperSettings", "StepSettings", "engines", "papers"
 
 
 def engines(**options: Any) -> EngineBench:
-    """Every engine in every precision on fixed models, in turn; minutes for each model.
+    """Measure every engine in every precision on fixed models, in turn. Takes minutes per model.
 
-    `options` are `BenchSettings` by name. The result shows itself as Markdown in a notebook and
-    has ``markdown()`` and ``as_dict()``. Ctrl-C ends it early, with what was measured so far.
-    ``ortlab.engines.base.progress`` names who hears how far it is. What torch.compile has in memory
-    is dropped: other models compile again. ValueError for an unknown name.
+    The result displays itself as Markdown in a notebook and has ``markdown()`` and ``as_dict()``.
+    Ctrl-C ends the benchmark early and keeps all measurements so far. Progress is reported to the
+    callback in ``ortlab.engines.base.progress``. Code that torch.compile has in memory is
+    discarded, so other models are compiled again.
+
+    Args:
+        **options: Fields of `BenchSettings`.
+
+    Raises:
+        ValueError: If a name or a value is not valid.
     """
     settings = BenchSettings.of(options)
-    from ortlab.bench import timing
+    from ortlab.bench import timing  # heavy: torch
 
     return timing.engines(settings)
 
 
 def papers(**options: Any) -> PaperBench:
-    """The benchmarks that ORT's training was published with, here, beside the published figures.
+    """Measure the benchmarks published for ORT's training, and compare with the published values.
 
-    `options` are `PaperSettings` by name: on a GPU, which is not tested, the published shapes in
-    fp16, on a CPU scaled-down ones. As `engines` in everything else.
+    On a GPU, which is not tested, models have the published shapes and train in fp16. On a CPU they
+    are scaled down. Everything else is as in `engines`.
+
+    Args:
+        **options: Fields of `PaperSettings`.
+
+    Raises:
+        ValueError: If a name or a value is not valid.
     """
+    # heavy: torch
     from ortlab.bench import paper_report, timing
     from ortlab.bench.papers import PAPERS, models
     from ortlab.engines.torch.stepper import training_device
@@ -46,14 +59,21 @@ def papers(**options: Any) -> PaperBench:
 
 
 def step(**options: Any) -> StepBench:
-    """Where the time of a training step in ONNX Runtime goes, on a CPU; some minutes.
+    """Measure the parts of a training step in ONNX Runtime on a CPU. Takes some minutes.
 
-    `options` are `StepSettings` by name. The result shows itself as Markdown in a notebook and has
-    ``markdown()`` and ``as_dict()``. ``ortlab.engines.base.progress`` names who hears how far it
-    is. ValueError for what cannot be chosen; EngineUnavailable, ExportFailed or SelfCheckFailed
-    where ORT cannot train the model here.
+    The result displays itself as Markdown in a notebook and has ``markdown()`` and ``as_dict()``.
+    Progress is reported to the callback in ``ortlab.engines.base.progress``.
+
+    Args:
+        **options: Fields of `StepSettings`.
+
+    Raises:
+        ValueError: If a name or a value is not valid.
+        EngineUnavailable: If ORT cannot run here.
+        ExportFailed: If the model cannot be exported.
+        SelfCheckFailed: If ORT's results differ from eager torch.
     """
     settings = StepSettings.of(options)
-    from ortlab.bench import parts
+    from ortlab.bench import parts  # heavy: torch
 
     return parts.step(settings)

@@ -1,6 +1,6 @@
-"""Set-ups that train side by side and take turns, so that a busy machine meets all of them.
+"""Set-ups that train side by side and take turns, so that other load affects all of them.
 
-What a turn takes is compared within its round; a figure is the median over rounds, with quartiles.
+Turns are compared within their round. A result is the median over rounds, with quartiles.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from ortlab.utils.rng import seeded
 K = TypeVar("K")
 
 WARMUP = 2
-"""Rounds before the first that counts."""
+"""Number of warm-up rounds."""
 SHORTEST_MS = 30
-"""A turn makes as many steps as take so long in eager torch, at most `MOST_STEPS`."""
+"""Minimum duration of a turn in eager torch, which determines its number of steps."""
 MOST_STEPS = 50
+"""Maximum number of steps in a turn."""
 PAUSE_S = 0.02
-"""Before a turn: idle workers of the engine before it stop spinning."""
+"""Pause before a turn, in which idle workers of the previous engine stop spinning."""
 SEED = 0
-"""Shuffles the order of turns."""
+"""Seed that shuffles the order of turns."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,11 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """The spread of one value or more."""
+        """Return the median and quartiles of one or more values.
+
+        Args:
+            values: Values, at least one.
+        """
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -51,11 +56,20 @@ class Spread:
 
 
 class TimedTrial:
-    """One set-up in training: what `prepare` makes, its first step behind it.
+    """A set-up that is trained and timed. Its first step is made on creation.
 
-    ``first_step_s`` is from before `prepare` to the end of that step, everything cold. ``losses``
-    and ``grad_norms`` have a figure for each turn, of its last step; the first step is a turn.
-    `batches` are the micro-batches of the first step. Raises what the engine raises.
+    ``first_step_s`` is the time from before `prepare` to the end of the first step, with cold
+    caches. ``losses`` and ``grad_norms`` have the value of each turn's last step. The first step is
+    a turn.
+
+    Args:
+        prepare: Creates the stepper.
+        batches: Micro-batches of the first step.
+        lr: Learning rate.
+        seed: Seed of the first step.
+
+    Raises:
+        Exception: Any error that the engine raises.
     """
 
     def __init__(
@@ -80,9 +94,13 @@ class TimedTrial:
             raise
 
     def turn(self, steps: Sequence[Sequence[Batch]], *, seed: int) -> float:
-        """Milliseconds of a step, the mean of `steps`, each given as its micro-batches.
+        """Run steps and return the mean time of a step in milliseconds.
 
-        Set-ups that draw dropout as eager torch does get the same masks for the same `seed`.
+        Set-ups that draw dropout masks as eager torch does get the same masks for the same seed.
+
+        Args:
+            steps: Micro-batches of each step.
+            seed: Seed of the turn.
         """
         with seeded(seed), no_gc():
             started = time.perf_counter()
@@ -99,9 +117,17 @@ class TimedTrial:
 def take_turns(
     order: Sequence[K], turn: Callable[[K], float], fail: Callable[[K, str], None]
 ) -> dict[K, float]:
-    """What `turn` says of each of `order`, one after the other.
+    """Run one turn for each key and return the results.
 
-    One that raises has its reason told to `fail`, and the others go on.
+    A turn that raises does not affect the others.
+
+    Args:
+        order: Keys, in the order of their turns.
+        turn: Runs a turn and returns its result.
+        fail: Called with the key and the reason if a turn raises.
+
+    Returns:
+        Results by key, without failed turns.
     """
     took = {}
     gc.collect()
@@ -114,7 +140,11 @@ def take_turns(
 
 @contextlib.contextmanager
 def reasons(fail: Callable[[str], None]) -> Iterator[None]:
-    """What is raised inside is told to `fail`, as a line, and goes no further."""
+    """Catch any exception and pass its first line to `fail`.
+
+    Args:
+        fail: Called with the line.
+    """
     try:
         yield
     except Exception as error:  # noqa: BLE001 - engines and compilers raise anything; it is shown
@@ -123,27 +153,38 @@ def reasons(fail: Callable[[str], None]) -> Iterator[None]:
 
 
 def enough(step_ms: float, *, quick: bool = False) -> int:
-    """Steps of a turn of eager torch that is long enough to time; one where it is quick."""
+    """Return the number of steps that makes a turn of eager torch long enough to time.
+
+    Args:
+        step_ms: Time of a step in eager torch.
+        quick: True for a single step.
+    """
     wanted = 1 if quick else math.ceil(SHORTEST_MS / step_ms)
     return min(wanted, MOST_STEPS)
 
 
 def rounds(keys: Sequence[K], number: int, *, seed: int = SEED) -> Iterator[list[K]]:
-    """The order of turns in each of `number` rounds, shuffled by `seed`."""
+    """Yield the shuffled order of turns for each round.
+
+    Args:
+        keys: Keys that take turns.
+        number: Number of rounds.
+        seed: Seed of the shuffle.
+    """
     shuffled = random.Random(seed)
     for _ in range(number):
         yield shuffled.sample(keys, len(keys))
 
 
 def synchronize() -> None:
-    """Waits for the device, where torch computes on one."""
+    """Wait for the GPU if torch uses one."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
 def no_gc() -> Iterator[None]:
-    """Python collects no garbage meanwhile."""
+    """Disable Python's garbage collection."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What computes: the processor's name, cores and instructions that bf16 is fast with."""
+"""Description of the machine: processor, cores, and instructions for fast bf16."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from dataclasses import dataclass
 from ortlab.utils.hardware import processor
 
 _IDLE = 0.5
-"""The most that a machine's load is while it does nothing to speak of."""
+"""Load average up to which a machine counts as idle."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A processor, and the GPU where the models trained on one.
+    """A processor, and the GPU if the models trained on one.
 
-    ``cores`` are the whole machine's, ``cpus`` what this process may use of its hardware threads,
-    ``threads`` what torch computes with. ``avx512_bf16`` and ``amx_bf16`` are None where nobody
-    tells. ``load`` is how many threads wanted to compute in the minute before.
+    Attributes:
+        processor: Name of the processor.
+        cores: Number of cores of the whole machine.
+        cpus: Number of hardware threads that this process may use.
+        threads: Number of threads that torch computes with.
+        avx512_bf16: True if the processor has AVX512-BF16, None if unknown.
+        amx_bf16: True if the processor has AMX for bf16, None if unknown.
+        load: Load average of the minute before the benchmark.
+        gpu: Name of the GPU, empty if none was used.
     """
 
     processor: str
@@ -31,22 +37,26 @@ class Machine:
 
     @property
     def busy(self) -> bool:
-        """Whether something else was computing, which the figures then tell of too."""
+        """True if other processes were computing, which affects the results."""
         return self.load is not None and self.load > _IDLE
 
     def __str__(self) -> str:
         words = {True: "with", False: "without", None: "not known to have"}
         parts = [
             self.processor,
-            f"{_count(self.cores, 'core')}, {_count(self.threads, 'thread')} of torch's",
+            f"{_count(self.cores, 'core')}, {_count(self.threads, 'torch thread')}",
             f"{words[self.avx512_bf16]} AVX512-BF16, {words[self.amx_bf16]} AMX",
         ]
         return ", ".join([*([self.gpu] if self.gpu else []), *parts])
 
 
 def machine(device: str) -> Machine:
-    """This machine; `device` is where the models train, ``cpu`` or ``cuda``."""
-    import torch
+    """Return a description of this machine.
+
+    Args:
+        device: Device that the models train on, "cpu" or "cuda".
+    """
+    import torch  # heavy: torch
 
     here = processor()
     return Machine(

@@ -1,7 +1,7 @@
-"""The models of the benchmark, with a batch for each: fixed shapes, random weights, no download.
+"""Models of the benchmark with a batch for each: fixed shapes, random weights, no download.
 
-All are transformers' own, with dropout of 0.1 wherever their configuration has one and torch's
-scaled_dot_product_attention.
+All models are from transformers, with dropout of 0.1 wherever their configuration has one, and with
+torch's scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -24,20 +24,29 @@ _CLASSES = 10
 
 @dataclass(frozen=True)
 class Model:
-    """A model by its shape, `about` in words; `build(quick)` makes it, tiny where quick."""
+    """A model of the benchmark.
+
+    Attributes:
+        about: Description of model and batch.
+        build: Creates model and batch. Its argument is True for a tiny model.
+    """
 
     about: str
     build: Callable[[bool], Task]
 
 
 def build(name: str, *, quick: bool = False, known: Mapping[str, Model] | None = None) -> Task:
-    """The model called `name` in training mode, and the batch that it trains on.
+    """Return a model in training mode and the batch that it trains on.
 
-    It is one of `MODELS`, or of those that are `known`. The weights and the batch are the same each
-    time; the random states are left as they are.
+    Weights and batch are the same each time. Random states are restored.
+
+    Args:
+        name: Name of the model.
+        quick: True for a tiny model.
+        known: Models to choose from. By default `MODELS`.
     """
-    import torch
-    from torch.random import fork_rng
+    import torch  # heavy: torch
+    from torch.random import fork_rng  # heavy: torch
 
     with fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -46,15 +55,15 @@ def build(name: str, *, quick: bool = False, known: Mapping[str, Model] | None =
 
 
 def _ids(vocabulary: int, *shape: int) -> torch.Tensor:
-    import torch
+    import torch  # heavy: torch
 
     return torch.randint(vocabulary, shape)
 
 
 def _bert(quick: bool, *, layers: int, hidden: int, rows: int, tokens: int) -> Task:
-    """A classifier; every token counts, and the batch says so as a tokenizer's does."""
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification
+    """Return a classifier and a batch without padding, with the attention mask of a tokenizer."""
+    import torch  # heavy: torch
+    from transformers import BertConfig, BertForSequenceClassification  # heavy: transformers
 
     layers, hidden, vocabulary = (1, 32, 100) if quick else (layers, hidden, 30522)
     config = BertConfig(
@@ -73,7 +82,7 @@ def _bert(quick: bool, *, layers: int, hidden: int, rows: int, tokens: int) -> T
 
 
 def _gpt2(quick: bool) -> Task:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel  # heavy: transformers
 
     layers, hidden, heads, vocabulary = (1, 32, 2, 100) if quick else (4, 768, 12, 50257)
     config = GPT2Config(
@@ -94,7 +103,7 @@ def _gpt2(quick: bool) -> Task:
 
 
 def _t5(quick: bool) -> Task:
-    from transformers import T5Config, T5ForConditionalGeneration
+    from transformers import T5Config, T5ForConditionalGeneration  # heavy: transformers
 
     layers, hidden, heads, vocabulary = (1, 32, 2, 100) if quick else (6, 512, 8, 32128)
     config = T5Config(
@@ -114,8 +123,8 @@ def _t5(quick: bool) -> Task:
 
 
 def _vit(quick: bool) -> Task:
-    import torch
-    from transformers import ViTConfig, ViTForImageClassification
+    import torch  # heavy: torch
+    from transformers import ViTConfig, ViTForImageClassification  # heavy: transformers
 
     layers, hidden, heads, pixels = (1, 32, 2, 32) if quick else (12, 384, 6, 224)
     config = ViTConfig(
@@ -135,12 +144,15 @@ def _vit(quick: bool) -> Task:
 
 
 def _common(**more: Any) -> dict[str, Any]:
-    """What every configuration takes besides its declared fields, with `more` of it."""
+    """Return settings that are not declared fields of a configuration, extended by `more`."""
     return {"attn_implementation": "sdpa", **more}
 
 
 def _classes(number: int) -> dict[str, Any]:
-    """A classifier's. Its first call would else choose the problem's type and edit the model."""
+    """Return a classifier's settings.
+
+    Without a problem type, the first call would choose one and modify the model.
+    """
     return _common(num_labels=number, problem_type="single_label_classification")
 
 

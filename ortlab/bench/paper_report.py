@@ -1,4 +1,4 @@
-"""The published figures beside this machine's, as Markdown and as JSON."""
+"""Report that compares published results with this machine's, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ NONE = "not found"
 
 @dataclass(frozen=True)
 class PaperBench:
-    """`measured` are the benchmarks here, whose shapes are `shapes`, in the shapes of `device`."""
+    """Results of the published benchmarks.
+
+    Attributes:
+        measured: Results on this machine.
+        device: Device that the models trained on, "cpu" or "cuda".
+        shapes: Shape of each benchmark here.
+    """
 
     measured: EngineBench
     device: str
@@ -25,18 +31,32 @@ class PaperBench:
 
     @property
     def interrupted(self) -> bool:
-        """Whether some were not reached."""
+        """True if the benchmark was stopped before its end."""
         return self.measured.interrupted
 
     def samples_per_s(self, name: str, engine: str, precision: str) -> Spread | None:
-        """Samples a second over the rounds; None where it was not timed."""
+        """Return the samples per second over the rounds, or None if it was not timed.
+
+        Args:
+            name: Name of the benchmark.
+            engine: Name of the engine.
+            precision: Precision of matrix products.
+        """
         cell = self.measured.cell(name, engine, precision)
         if cell is None or not cell.step_ms:
             return None
         return Spread.of([1e3 * self.shapes[name].rows / ms for ms in cell.step_ms])
 
     def gain(self, name: str, precision: str) -> Spread | None:
-        """How much more ORT makes than eager torch in one precision, compared in each round."""
+        """Return the relative gain of ORT over eager torch, compared in each round.
+
+        Args:
+            name: Name of the benchmark.
+            precision: Precision of matrix products.
+
+        Returns:
+            Gain, where 0.1 is 10% more samples per second. None if one of the two was not timed.
+        """
         eager, ort = (self.measured.cell(name, each, precision) for each in ("eager", "ort"))
         if eager is None or ort is None or not (eager.step_ms and ort.step_ms):
             return None
@@ -44,7 +64,7 @@ class PaperBench:
         return Spread.of([theirs / ours - 1 for theirs, ours in pairs])
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure as JSON holds it, those that were published with their addresses."""
+        """Return all values in a form that JSON can store, published ones with their sources."""
         return {
             "form": FORM,
             "device": self.device,
@@ -74,20 +94,20 @@ class PaperBench:
         return list(dict.fromkeys(precision for _, precision in self.measured.settings.cells))
 
     def markdown(self) -> str:
-        """The papers' table beside this machine's, the sources, and what was measured here."""
+        """Return a table of published and measured results, the sources, and all measurements."""
         papers = {name: PAPERS[name] for name in self.shapes}
         quick = self.measured.settings.quick
         lines = self.measured.warnings()
         if self.device == "cpu" and not quick:
             lines += [
-                "**Scaled down**: a CPU trains smaller models than the published ones, so of these "
-                "figures only the gains are to be set side by side, and those with care.",
+                "**Scaled down**: on a CPU the models are smaller than the published ones, so only "
+                "the gains can be compared, and only with care.",
                 "",
             ]
         lines += [
-            f"ORT beside eager torch on this machine, samples/s, the median of "
-            f"{self.measured.settings.rounds} rounds, and the gain with its quartiles; and as "
-            "published, in fp16:",
+            f"ORT and eager torch on this machine in samples/s, medians of "
+            f"{self.measured.settings.rounds} rounds, and the gain with its quartiles; then the "
+            "published results in fp16:",
             "",
         ]
         heads = ["benchmark", "shape here", "precision", "eager", "ort", "gain"]
@@ -96,7 +116,7 @@ class PaperBench:
         lines += [
             *table(heads, rows),
             "",
-            "Published shapes are one GPU's; the figures, and where they are from:",
+            "Published shapes are those of one GPU. Hardware and sources of the published results:",
             "",
         ]
         for paper in papers.values():

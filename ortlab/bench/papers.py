@@ -1,8 +1,8 @@
-"""The benchmarks that ORT's training was published with: their models, shapes and figures.
+"""Benchmarks that were published for ORT's training: their models, shapes and results.
 
-Shapes and batch sizes are those of the scripts that the figures are of; weights are random and
-tokens too, which costs a step as much. The optimizer is AdamW in all, also where the scripts had
-LAMB. Only figures that were found are quoted, each with its address.
+Shapes and batch sizes are those of the published scripts. Weights and tokens are random, which does
+not change the time of a step. The optimizer is always AdamW, even where the scripts used LAMB. Only
+results that could be found are quoted, each with its source.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     Task = tuple[nn.Module, dict[str, torch.Tensor]]
 
 EXAMPLES = "https://github.com/microsoft/onnxruntime-training-examples/blob/master"
-EIGHT_V100 = "8 V100 of 32 GB, onnxruntime-training 1.8.0, samples/s of all"
+EIGHT_V100 = "8 V100 of 32 GB, onnxruntime-training 1.8.0, total samples/s"
 _DROPOUT = 0.1
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the batch of one device: `rows` of `tokens`, as many to the decoder."""
+    """A model and the batch of one device: `rows` sequences of `tokens`, also for a decoder."""
 
     layers: int
     hidden: int
@@ -42,9 +42,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Published:
-    """What was published of PyTorch and of ORT in its place, in samples/s; None was not found.
+    """Published results of PyTorch and of ORT, in samples/s. None if not found.
 
-    ``gain`` is told where samples/s are not: 0.34 is a third more.
+    Attributes:
+        hardware: Hardware and versions.
+        source: Address of the results.
+        torch: Samples/s of PyTorch.
+        ort: Samples/s of ORT.
+        told_gain: Published gain, where samples/s were not published. 0.34 is 34% more.
     """
 
     hardware: str
@@ -55,7 +60,7 @@ class Published:
 
     @property
     def gain(self) -> float | None:
-        """How much more ORT made; None where that was not found."""
+        """Relative gain of ORT over PyTorch, or None if it was not found."""
         if self.torch is None or self.ort is None:
             return self.told_gain
         return self.ort / self.torch - 1
@@ -63,9 +68,15 @@ class Published:
 
 @dataclass(frozen=True)
 class Paper:
-    """A benchmark: the published shape in fp16, one for a CPU, and what was published of it.
+    """A published benchmark.
 
-    ``shape_source`` is where its batch sizes are from.
+    Attributes:
+        title: Name of the benchmark.
+        build: Creates model and batch.
+        published_shape: Published shape, in fp16.
+        cpu_shape: Scaled-down shape for a CPU.
+        shape_source: Source of the published batch sizes.
+        published: Published results.
     """
 
     title: str
@@ -76,17 +87,26 @@ class Paper:
     published: Published
 
     def shape(self, device: str, *, quick: bool = False) -> Shape:
-        """What trains on `device`, cpu or cuda."""
+        """Return the shape to train.
+
+        Args:
+            device: "cpu" or "cuda".
+            quick: True for a tiny model.
+        """
         if quick:
             return Shape(1, 32, 2, 2, 16, 100)
         return self.cpu_shape if device == "cpu" else self.published_shape
 
 
 def models(shapes: Mapping[str, Shape]) -> dict[str, Model]:
-    """Benchmarks by name, each in its shape, as models for `timing`."""
+    """Return benchmarks as models for `timing`, keyed by name.
+
+    Args:
+        shapes: Shape of each benchmark.
+    """
 
     def build(name: str, shape: Shape, _quick: bool) -> Task:
-        return PAPERS[name].build(shape)  # which is tiny already where it is to be quick
+        return PAPERS[name].build(shape)  # a quick benchmark already has a tiny shape
 
     return {
         name: Model(f"{PAPERS[name].title}: {shape}", functools.partial(build, name, shape))
@@ -98,23 +118,23 @@ def models(shapes: Mapping[str, Shape]) -> dict[str, Model]:
 
 
 def _ids(shape: Shape) -> torch.Tensor:
-    import torch
+    import torch  # heavy: torch
 
     return torch.randint(shape.vocabulary, (shape.rows, shape.tokens))
 
 
 def _masked(shape: Shape) -> dict[str, torch.Tensor]:
-    """A batch of masked-language training: 15% of the tokens count (BERT's paper, section 3.1)."""
-    import torch
+    """Return a batch for masked language modeling with 15% of tokens (BERT paper, section 3.1)."""
+    import torch  # heavy: torch
 
     ids = _ids(shape)
     labels = torch.where(torch.rand(ids.shape) < 0.15, ids, -100)
-    labels[:, 0] = ids[:, 0]  # no row is without any
+    labels[:, 0] = ids[:, 0]  # so that every row has a label
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
 def _encoder(shape: Shape) -> dict[str, Any]:
-    """What the configurations of BERT's family share."""
+    """Return the settings that configurations of BERT-like models share."""
     return {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
@@ -127,8 +147,8 @@ def _encoder(shape: Shape) -> dict[str, Any]:
 
 
 def _bert_pretraining(shape: Shape) -> Task:
-    import torch
-    from transformers import BertConfig, BertForPreTraining
+    import torch  # heavy: torch
+    from transformers import BertConfig, BertForPreTraining  # heavy: transformers
 
     batch = _masked(shape)
     batch["next_sentence_label"] = torch.randint(2, (shape.rows,))
@@ -137,13 +157,13 @@ def _bert_pretraining(shape: Shape) -> Task:
 
 
 def _bert_mlm(shape: Shape) -> Task:
-    from transformers import BertConfig, BertForMaskedLM
+    from transformers import BertConfig, BertForMaskedLM  # heavy: transformers
 
     return BertForMaskedLM(BertConfig(**_encoder(shape))), _masked(shape)
 
 
 def _distilbert(shape: Shape) -> Task:
-    from transformers import DistilBertConfig, DistilBertForMaskedLM
+    from transformers import DistilBertConfig, DistilBertForMaskedLM  # heavy: transformers
 
     config = DistilBertConfig(
         vocab_size=shape.vocabulary,
@@ -156,7 +176,7 @@ def _distilbert(shape: Shape) -> Task:
 
 
 def _gpt2(shape: Shape) -> Task:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel  # heavy: transformers
 
     config = GPT2Config(
         vocab_size=shape.vocabulary,
@@ -172,7 +192,7 @@ def _gpt2(shape: Shape) -> Task:
 
 
 def _bart(shape: Shape) -> Task:
-    from transformers import BartConfig, BartForConditionalGeneration
+    from transformers import BartConfig, BartForConditionalGeneration  # heavy: transformers
 
     sides: dict[str, Any] = {
         f"{side}_{name}": value
@@ -194,7 +214,7 @@ def _bart(shape: Shape) -> Task:
 
 
 def _t5(shape: Shape) -> Task:
-    from transformers import T5Config, T5ForConditionalGeneration
+    from transformers import T5Config, T5ForConditionalGeneration  # heavy: transformers
 
     more: dict[str, Any] = {"decoder_start_token_id": 0}
     config = T5Config(
@@ -216,9 +236,12 @@ def _translation(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def _deberta(shape: Shape) -> Task:
-    """As microsoft/deberta-v2-xxlarge on the hub: relative positions in buckets, a convolution."""
-    import torch
-    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+    """Return microsoft/deberta-v2-xxlarge: relative positions in buckets, and a convolution."""
+    import torch  # heavy: torch
+    from transformers import (
+        DebertaV2Config,
+        DebertaV2ForSequenceClassification,
+    )  # heavy: transformers
 
     more: dict[str, Any] = {
         "relative_attention": True,
@@ -242,10 +265,10 @@ def _deberta(shape: Shape) -> Task:
 
 
 def _roberta(shape: Shape) -> Task:
-    import torch
-    from transformers import RobertaConfig, RobertaForQuestionAnswering
+    import torch  # heavy: torch
+    from transformers import RobertaConfig, RobertaForQuestionAnswering  # heavy: transformers
 
-    # Positions begin behind that of padding, and no token of the batch is padding.
+    # Positions start after the padding index, and the batch has no padding tokens.
     config = RobertaConfig(**_encoder(shape), max_position_embeddings=shape.tokens + 2)
     ids = torch.randint(2, shape.vocabulary, (shape.rows, shape.tokens))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -258,14 +281,14 @@ def _roberta(shape: Shape) -> Task:
 
 
 def _fine_tuning(name: str, torch: float, ort: float) -> Published:
-    """A row of the table of the ORT training examples for Hugging Face's models, in fp16."""
+    """Return a row of the fp16 table of ORT's training examples for Hugging Face models."""
     return Published(EIGHT_V100, f"{EXAMPLES}/huggingface/{name}.md", torch, ort)
 
 
 _RECIPE = f"{EXAMPLES}/huggingface/script/hf-ort.py"
 _NVIDIA_BERT = f"{EXAMPLES}/nvidia-bert/README.md"
 _NVIDIA_TABLE = "https://github.com/NVIDIA/DeepLearningExamples/issues/939"
-_EIGHT_16 = "8 V100 of 16 GB, NVIDIA's PyTorch in mixed precision, samples/s of all, batches of"
+_EIGHT_16 = "8 V100 of 16 GB, NVIDIA's PyTorch in mixed precision, total samples/s, batch size"
 _GPT2_BLOG = (
     "https://cloudblogs.microsoft.com/opensource/2020/08/24/"
     "pytorch-gpt-2-fine-tuning-onnx-runtime-speedup-training-time/"
@@ -295,7 +318,7 @@ PAPERS: dict[str, Paper] = {
         Shape(24, 1024, 16, 1, 1024, _GPT),
         Shape(4, 256, 4, 1, 1024, _GPT),
         f"{EXAMPLES}/huggingface-gpt2/README.md",
-        Published("the size of that GPT-2 and its GPU were not found", _GPT2_BLOG, told_gain=0.34),
+        Published("model size and GPU of that GPT-2 not found", _GPT2_BLOG, told_gain=0.34),
     ),
     "bart-large": Paper(
         "BART-Large, translation",
@@ -354,5 +377,5 @@ PAPERS: dict[str, Paper] = {
         _fine_tuning("T5", 262.34, 329.02),
     ),
 }
-"""By the names of the option ``--models``. The batches of translations are padded to their longest
-in the scripts; 64 tokens stand for that here."""
+"""Benchmarks by the names of the option ``--models``. The published scripts pad translation batches
+to their longest sequence, which is fixed at 64 tokens here."""

@@ -1,8 +1,8 @@
-"""Takes a training step apart: what `ortlab bench step` measures.
+"""Measurement of the parts of a training step, for `ortlab bench step`.
 
-Eager torch, ORT, and ORT with its idle workers the other way take turns, so what others do to the
-machine meets all of them; no weight changes, as in `timing`. What ORT's session takes is timed
-around its C++ calls. Then ORT's own profile tells what is in there.
+Eager torch, ORT, and ORT with the other setting of its idle workers (spin or sleep) take turns, so
+that other load on the machine affects all of them. Weights do not change, as in `timing`. The time
+in ORT's session is measured around its C++ calls. ORT's own profile then shows the time inside it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ from ortlab.utils.rng import undisturbed_random
 
 EAGER, ORT, OTHER = "eager", "ort", "other"
 MOST_PROFILED = 20
-"""Steps that ORT's profile is taken of: it keeps a million events, and each node makes three."""
+"""Maximum number of profiled steps: ORT's profiler records 1,000,000 events, 3 for each node."""
 
 
 def step(settings: StepSettings) -> StepBench:
-    """See `ortlab.bench.step`."""
+    """Measure the parts of a step. See `ortlab.bench.step`.
+
+    Args:
+        settings: Settings of the benchmark.
+    """
     chosen = FinetuneSettings(
         engine="ort",
         precision=settings.precision,
@@ -93,14 +97,19 @@ def _measured(trial: Trial, settings: StepSettings, here: Machine) -> StepBench:
 
 
 class Trial:
-    """A model in training in eager torch and in ORT, and what is measured of it."""
+    """A model that is trained in eager torch and in ORT, and the measurements on it.
+
+    Args:
+        settings: Settings of the benchmark.
+        chosen: Settings of ORT.
+    """
 
     def __init__(self, settings: StepSettings, chosen: FinetuneSettings) -> None:
         self._settings = settings
         self.steps = 1
-        """Steps of a turn."""
+        """Number of steps in a turn."""
         self.profiled_steps = min(settings.steps, MOST_PROFILED)
-        # An engine that cannot run says so before the model is built.
+        # An engine that cannot run raises before the model is built.
         ort = engine("ort")
         self._model, self._batch = models.build(settings.model, quick=settings.quick)
         self._args, self._kwargs = arguments(self._model, self._batch)
@@ -116,7 +125,7 @@ class Trial:
             tell(f"{settings.model}: first step of {name}")
             stepper.step([self._batch], lr=0.0)
         export = self._execution.export_for(self._args, self._kwargs)
-        assert export is not None, "torch does not go on in ORT's place"
+        assert export is not None, "the model must not fall back to torch"
         self.export = export
         self._twin = export.with_workers(spinning=not export.spinning)
 
@@ -129,16 +138,20 @@ class Trial:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Gives back what the engines hold."""
+        """Release the engines' memory."""
         while self.steppers:
             self.steppers.popitem()[1].close()
         self._twin.close()
         gc.collect()
 
     def race(self) -> list[dict[str, StepParts]]:
-        """The rounds that count, after some to warm up; in each of them all have a turn."""
+        """Run the warm-up rounds and the measured rounds, in which each engine has a turn.
+
+        Returns:
+            Parts of a step by engine, for each measured round.
+        """
         orders = interleaved.rounds((EAGER, ORT, OTHER), interleaved.WARMUP + self._settings.steps)
-        tell(f"{self._settings.model}: {interleaved.WARMUP} rounds to warm up")
+        tell(f"{self._settings.model}: {interleaved.WARMUP} warm-up rounds")
         for order in itertools.islice(orders, interleaved.WARMUP):
             step_ms = self._round(order)[EAGER].step_ms
             self.steps = max(self.steps, interleaved.enough(step_ms, quick=self._settings.quick))
@@ -148,15 +161,19 @@ class Trial:
             found.append(self._round(order))
             left_s = (time.perf_counter() - began) / number * (self._settings.steps - number)
             of = f"round {number} of {self._settings.steps}"
-            tell(f"{self._settings.model}: {of}, about {left_s:.0f} s left of these")
+            tell(f"{self._settings.model}: {of}, about {left_s:.0f} s of rounds left")
         return found
 
     def alone_us(self) -> dict[str, tuple[float, ...]]:
-        """Microseconds of the guard's key, the arguments' form and DLPack, each by itself.
+        """Time the guard's key, the call signature and DLPack individually, in microseconds.
 
-        Each is called once after a step: in a loop its own data would be in the processor's caches.
+        Each is called once after a step. In a loop its data would already be in the processor's
+        caches.
+
+        Returns:
+            Time of each call, keyed by what was timed.
         """
-        tell(f"{self._settings.model}: the guard, the arguments' form and DLPack by themselves")
+        tell(f"{self._settings.model}: timing guard, call signature and DLPack individually")
         guard = Guard(self._model)
         tensors = [parameter.detach() for parameter in self.trained]
         calls: dict[str, Callable[[], object]] = {
@@ -175,15 +192,15 @@ class Trial:
         return {name: tuple(us) for name, us in found.items()}
 
     def profile(self) -> profile_ort.OrtProfile:
-        """ORT's own profile of some steps more, forward and backward alone."""
-        tell(f"{self._settings.model}: {self.profiled_steps} steps with ORT's profile")
+        """Profile further steps, forward and backward only, with ORT's own profiler."""
+        tell(f"{self._settings.model}: profiling {self.profiled_steps} steps with ORT's profiler")
         taken = Step(self._model, self._args, self._kwargs)
         with interleaved.no_gc():
             return profile_ort.profile(taken, self.export, self.profiled_steps, torch.device("cpu"))
 
     def timings(self) -> dict[str, Timing]:
-        """What was measured of ORT's nodes and of what may take their place, by a node's name."""
-        tell(f"{self._settings.model}: ORT's kernels beside torch's")
+        """Return the times of ORT's nodes and of their replacements, keyed by node name."""
+        tell(f"{self._settings.model}: comparing ORT's kernels with torch's")
         low = self._settings.precision != "fp32"
         return kept(self.export.ort_graph(), self.export.input_shapes(), low=low)
 
@@ -234,7 +251,12 @@ class Trial:
 
 
 def operators(nodes: Iterable[NodeTime], timings: Mapping[str, Timing]) -> tuple[Operator, ...]:
-    """The nodes by operator, with what `timings` tell of them by their names."""
+    """Return the nodes' times, summed by operator.
+
+    Args:
+        nodes: Profiled nodes.
+        timings: Times of nodes and their replacements, keyed by node name.
+    """
     found: dict[str, Operator] = {}
     for node in nodes:
         own = found.get(node.op, Operator(node.op, 0, 0.0, 0.0))
@@ -253,7 +275,7 @@ def operators(nodes: Iterable[NodeTime], timings: Mapping[str, Timing]) -> tuple
 
 @contextlib.contextmanager
 def _timed(owner: Any, name: str) -> Iterator[list[float]]:
-    """The seconds of each call of a method of `owner` meanwhile."""
+    """Record the seconds of each call of a method of `owner`."""
     method, took = getattr(owner, name), []
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where a step's time went: the figures of `ortlab bench step`, as Markdown and as JSON."""
+"""Results of `ortlab bench step`, the parts of a step's time, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -19,17 +19,26 @@ _COPIES = frozenset(
     | {"SplitTraining", "Expand", "Tile", "Pad", "Flatten", "Squeeze", "Unsqueeze"}
     | {"MemcpyFromHost", "MemcpyToHost", "ortlab_kernels.permute", "ortlab_kernels.to_bf16"}
 )
-"""Operators that compute nothing: they move numbers, or say that they have another form."""
+"""Operators that compute nothing: they copy values or change a shape."""
 _DOMAINS = ("com.microsoft.", "org.pytorch.aten.")
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a step takes, the mean of a turn's steps, in milliseconds.
+    """Time of a step and its parts in milliseconds, as means over a turn's steps.
 
-    The last four are ORT's, 0 in eager torch: the C++ runs of its session, ``execution_ms`` from
-    ortlab's look-up of the export to the outputs, and within that ``export_ms`` of the export's
-    own run, which the session's forward is within.
+    The last four are for ORT and 0 in eager torch.
+
+    Attributes:
+        step_ms: Whole step.
+        forward_ms: Forward pass.
+        backward_ms: Backward pass.
+        optimizer_ms: Optimizer, with gradient clipping.
+        session_forward_ms: C++ run of ORT's session in forward.
+        session_backward_ms: C++ run of ORT's session in backward.
+        execution_ms: Forward from ortlab's lookup of the export to the outputs.
+        export_ms: Part of `execution_ms` in the export's own run, which includes the session's
+            forward.
     """
 
     step_ms: float
@@ -43,43 +52,43 @@ class StepParts:
 
     @property
     def rest_ms(self) -> float:
-        """What is neither forward, backward nor optimizer."""
+        """Time that is not in forward, backward or optimizer."""
         return self.step_ms - self.forward_ms - self.backward_ms - self.optimizer_ms
 
     @property
     def session_ms(self) -> float:
-        """Both runs of ORT's session."""
+        """Time in ORT's session, forward and backward."""
         return self.session_forward_ms + self.session_backward_ms
 
     @property
     def around_ms(self) -> float:
-        """Forward and backward without ORT's session."""
+        """Time of forward and backward outside of ORT's session."""
         return self.forward_ms + self.backward_ms - self.session_ms
 
     @property
     def caller_ms(self) -> float:
-        """Of forward, what comes before ortlab's look-up and after it."""
+        """Time of forward before ortlab's lookup and after it."""
         return self.forward_ms - self.execution_ms
 
     @property
     def look_up_ms(self) -> float:
-        """Of forward, finding the export that serves the call."""
+        """Time of forward to find the export that serves the call."""
         return self.execution_ms - self.export_ms
 
     @property
     def passing_ms(self) -> float:
-        """Of forward, between the export and its session."""
+        """Time of forward between the export and its session."""
         return self.export_ms - self.session_forward_ms
 
     @property
     def around_backward_ms(self) -> float:
-        """Backward without ORT's session."""
+        """Time of backward outside of ORT's session."""
         return self.backward_ms - self.session_backward_ms
 
 
 @dataclass(frozen=True)
 class SessionPhase:
-    """A phase of the session in ORT's own profile, in microseconds: see `PhaseTime`."""
+    """A phase of the session in ORT's own profile, in microseconds. See `PhaseTime`."""
 
     kernels_us: float
     between_us: float
@@ -87,10 +96,16 @@ class SessionPhase:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of the graph that ran: its nodes, and what they take in a step.
+    """An operator of the graph that ran, with the time of its nodes in a step.
 
-    Of ``compared`` of them, or of what they took the place of, a measurement is kept: ``ort_us`` of
-    ORT's kernels, and ``ours_us`` of torch's or ortlab's for the same sizes.
+    Attributes:
+        op: Name with domain.
+        nodes: Number of nodes.
+        forward_us: Time in forward.
+        backward_us: Time in backward.
+        compared: Number of nodes with cached times, of the node or of what it replaced.
+        ort_us: Time of ORT's kernels for those nodes.
+        ours_us: Time of torch's or ortlab's kernels for the same sizes.
     """
 
     op: str
@@ -103,12 +118,12 @@ class Operator:
 
     @property
     def us(self) -> float:
-        """Of a whole step."""
+        """Time in a whole step."""
         return self.forward_us + self.backward_us
 
     @property
     def name(self) -> str:
-        """Without the domain, unless it is ortlab's own."""
+        """Name without its domain, unless that is ortlab's own."""
         for domain in _DOMAINS:
             if self.op.startswith(domain):
                 return self.op.removeprefix(domain)
@@ -116,21 +131,36 @@ class Operator:
 
     @property
     def copies(self) -> bool:
-        """Whether it moves numbers, or changes a shape, and computes nothing."""
+        """True if it copies values or changes a shape, and computes nothing."""
         return self.name in _COPIES
 
 
 @dataclass(frozen=True)
 class StepBench:
-    """Where the time of a step goes. ``date`` is a day in UTC, ``model`` the model in words.
+    """Results of `ortlab bench step`.
 
-    ``eager``, ``ort`` and ``other`` have an item for each round, in which all had a turn of
-    ``steps_per_turn`` steps; ``other`` is ORT with its idle workers the other way, where
-    ``spinning`` says what they do in ``ort``. ``guard_us``, ``form_us`` and ``dlpack_us`` are what
-    the guard's key, the arguments' form, and all parameters through DLPack and back take, each
-    called by itself after a step; ``guard_again_us`` the key at once after that. ``phases`` and
-    ``operators`` are of ORT's own profile of ``profiled_steps`` steps without their optimizer; one
-    took ``watched_us``, and ``unwatched_us`` without the profile.
+    Attributes:
+        settings: Settings of the benchmark.
+        date: Date in UTC.
+        environment: Versions of the installed packages.
+        machine: Machine that it ran on.
+        model: Description of the model.
+        parameters: Number of trained parameter tensors.
+        remarks: Further lines to show.
+        spinning: True if ORT's idle workers spin in `ort`.
+        steps_per_turn: Number of steps in a turn.
+        eager: Eager torch's turn in each round.
+        ort: ORT's turn in each round.
+        other: Turn of ORT with the other setting of its idle workers in each round.
+        guard_us: Time of the guard's key, called alone after a step.
+        guard_again_us: Time of the guard's key, called again at once.
+        form_us: Time of the call signature, called alone after a step.
+        dlpack_us: Time to pass all parameters through DLPack and back, after a step.
+        profiled_steps: Number of steps in ORT's own profile, without their optimizer.
+        watched_us: Time of a profiled step.
+        unwatched_us: Time of such a step without profiling.
+        phases: Phases of ORT's profile.
+        operators: Operators of ORT's profile.
     """
 
     settings: StepSettings
@@ -157,27 +187,36 @@ class StepBench:
 
     @property
     def speed(self) -> Spread:
-        """How many steps ORT makes in the time of one of eager torch's, compared in each round."""
+        """Number of ORT's steps in the time of one of eager torch, compared in each round."""
         return _ratio(self.eager, self.ort)
 
     @property
     def cost_of_spinning(self) -> Spread:
-        """What a step takes with spinning workers, in steps with sleeping ones, in each round."""
+        """Time of a step with spinning workers relative to sleeping ones, compared by round."""
         spins, sleeps = (self.ort, self.other) if self.spinning else (self.other, self.ort)
         return _ratio(spins, sleeps)
 
     # ---- JSON ------------------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure of every round, as JSON holds it."""
+        """Return all values of every round in a form that JSON can store."""
         plain = dataclasses.asdict(self) | {"settings": self.settings.as_dict()}
         return {"form": FORM, "benchmark": not self.settings.quick, **plain}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
-        """What `as_dict` gave. ValueError where it is of another form."""
+        """Return the result that `as_dict` stored.
+
+        Args:
+            stored: Dictionary from `as_dict`.
+
+        Raises:
+            ValueError: If the dictionary has another format version.
+        """
         if stored.get("form") != FORM:
-            raise ValueError(f"form {stored.get('form')!r} of a benchmark, expected {FORM}")
+            raise ValueError(
+                f"unsupported format version {stored.get('form')!r} of a benchmark; expected {FORM}"
+            )
         values = {field.name: stored[field.name] for field in dataclasses.fields(cls)}
         for name, value in values.items():
             if isinstance(value, list):
@@ -198,7 +237,7 @@ class StepBench:
     # ---- Markdown --------------------------------------------------------------------------------
 
     def markdown(self) -> str:
-        """The step as a whole, what is around ORT's session, what is in it, and ORT's workers."""
+        """Return the report: whole step, time around and in ORT's session, and idle workers."""
         return "\n".join(
             [
                 *warnings(self.machine, quick=self.settings.quick),
@@ -220,9 +259,9 @@ class StepBench:
         settings, each = self.settings, self.steps_per_turn
         of = "steps" if each == 1 else f"turns of {each} steps"
         return [
-            f"Where a training step of {self.model} goes, in {settings.precision} with "
-            f"`--kernels {settings.kernels}`: medians of {settings.steps} {of}, and their "
-            "quartiles. Parts add up within a step; medians of them need not.",
+            f"Parts of a training step of {self.model}, in {settings.precision} with "
+            f"`--kernels {settings.kernels}`: medians of {settings.steps} {of} and their "
+            "quartiles. Parts add up within a step, but their medians need not.",
             "",
         ]
 
@@ -231,27 +270,27 @@ class StepBench:
             return [what, _spread(self.eager, of), _spread(self.ort, of)]
 
         def session(of: Callable[[StepParts], float]) -> list[str]:
-            return ["of it ORT's session", "", _spread(self.ort, of)]
+            return ["in ORT's session", "", _spread(self.ort, of)]
 
         rows = [
-            row("a step", lambda parts: parts.step_ms),
+            row("step", lambda parts: parts.step_ms),
             row("forward", lambda parts: parts.forward_ms),
             session(lambda parts: parts.session_forward_ms),
             row("backward", lambda parts: parts.backward_ms),
             session(lambda parts: parts.session_backward_ms),
             row("optimizer, with clipping", lambda parts: parts.optimizer_ms),
-            row("the rest: old gradients freed", lambda parts: parts.rest_ms),
+            row("rest: release of old gradients", lambda parts: parts.rest_ms),
         ]
         speed = self.speed
         return [
-            "## A step as a whole",
+            "## Whole step",
             "",
             *table(["", "eager torch", "ORT"], rows),
             "",
             f"ORT makes {speed.median:.2f} ({speed.low:.2f} to {speed.high:.2f}) steps in the time "
-            "of one of eager torch's.",
+            "of one step of eager torch.",
             "",
-            "**Forward and backward less session: "
+            "**Forward and backward without session: "
             f"{_spread(self.ort, lambda parts: parts.around_ms)} for {self.parameters} parameter "
             "tensors.**",
             "",
@@ -262,27 +301,27 @@ class StepBench:
         look_up = Spread.of([parts.look_up_ms for parts in self.ort]).median * 1e3
         rows = [
             [
-                "forward: the stepper, and the module's call",
+                "forward: stepper and call of the module",
                 _micro(parts.caller_ms for parts in self.ort),
             ],
             [
-                "forward: the look-up of the export that serves the call",
+                "forward: lookup of the export that serves the call",
                 _micro(parts.look_up_ms for parts in self.ort),
             ],
-            ["of that the guard's key, called by itself after a step", _us(guard)],
-            ["of that the arguments' form, called by itself after a step", _us(form)],
+            ["lookup: the guard's key, called alone after a step", _us(guard)],
+            ["lookup: the call signature, called alone after a step", _us(form)],
             [
-                "of that the remainder, of the medians",
+                "lookup: remainder of the medians",
                 f"{look_up - guard.median - form.median:,.0f} us",
             ],
             [
-                "forward: the remainder between export and session: inputs flattened, DLPack, "
-                "torch's autograd, outputs put together",
+                "forward: remainder between export and session (flattening of inputs, DLPack, "
+                "torch's autograd, assembly of outputs)",
                 _micro(parts.passing_ms for parts in self.ort),
             ],
             [
-                "backward: the remainder around the session: torch's autograd, DLPack, gradients "
-                "put into `.grad`",
+                "backward: remainder around the session (torch's autograd, DLPack, assignment of "
+                "`.grad`)",
                 _micro(parts.around_backward_ms for parts in self.ort),
             ],
         ]
@@ -291,10 +330,10 @@ class StepBench:
             "",
             *table(["", "ORT"], rows),
             "",
-            f"For scale: {self.parameters} tensors through DLPack and back take "
+            f"For comparison: passing {self.parameters} tensors through DLPack and back takes "
             f"{_us(Spread.of(self.dlpack_us))} in torch alone, after a step. The guard's key takes "
-            f"{_us(Spread.of(self.guard_again_us))} when it is called again at once: a step leaves "
-            "the processor's caches with other things in them.",
+            f"{_us(Spread.of(self.guard_again_us))} when it is called again at once, because a "
+            "step replaces the contents of the processor's caches.",
             "",
         ]
 
@@ -314,20 +353,20 @@ class StepBench:
             return [what, *figures, f"{whole / sum(session.values()):.1%}"]
 
         rows = [
-            row("the session", session),
+            row("session", session),
             row("kernels", kernels),
-            row("of them copies and changes of shape", copies),
-            row("between kernels, the profile's own writing too", between),
+            row("kernels: copies and changes of shape", copies),
+            row("between kernels, including the profiler's own writes", between),
         ]
         watched, plain = (milliseconds(us / 1e3) for us in (self.watched_us, self.unwatched_us))
         return [
             "## In ORT's session",
             "",
             f"ORT's own profile of {self.profiled_steps} other steps, without their optimizer: "
-            f"sums of the nodes' medians. Such a step takes {watched}, and right after that "
-            f"{plain} without a profile.",
+            f"sums of the nodes' medians. Such a step takes {watched} with profiling and {plain} "
+            "right afterwards without.",
             "",
-            *table(["", *self.phases, "a step", "share"], rows),
+            *table(["", *self.phases, "step", "share"], rows),
             "",
             *self._operators(),
         ]
@@ -350,22 +389,22 @@ class StepBench:
             us = sum(each.us for each in others)
             count, nodes = len(others), sum(each.nodes for each in others)
             figures = [str(nodes), milliseconds(us / 1e3), f"{us / total:.1%}", "-", "-", "-"]
-            rows.append([f"{count} operators more", *figures])
+            rows.append([f"{count} more operators", *figures])
         heads = [
             "operator",
             "nodes",
-            "a step",
+            "time per step",
             "share",
             "nodes compared",
-            "ORT's",
-            "torch's or ours",
+            "ORT kernels",
+            "torch or ortlab kernels",
         ]
         return [
             *table(heads, rows),
             "",
-            "ORT's kernels beside those of torch or ortlab that compute the same: what "
-            "`ortlab bench kernels` has kept, for these nodes and sizes. Where one takes the place "
-            "of several nodes it stands with the first.",
+            "The last columns compare ORT's kernels with equivalent ones of torch or ortlab, as "
+            "cached by `ortlab bench kernels` for these nodes and sizes. A kernel that replaces "
+            "several nodes is listed with the first.",
             "",
         ]
 
@@ -373,7 +412,7 @@ class StepBench:
         names = {True: "spin", False: "sleep"}
         rows = []
         for does, arm, note in (
-            (self.spinning, self.ort, ", as set"),
+            (self.spinning, self.ort, ", as configured"),
             (not self.spinning, self.other, ""),
         ):
             figures: list[Callable[[StepParts], float]] = [
@@ -384,15 +423,15 @@ class StepBench:
             ]
             rows.append([f"{names[does]}{note}", *(_spread(arm, of) for of in figures)])
         cost = self.cost_of_spinning
-        heads = ["ORT's idle workers", "a step", "session", "around it", "optimizer"]
+        heads = ["ORT's idle workers", "step", "session", "around session", "optimizer"]
         return [
-            "## Threads in each other's way",
+            "## Contention between threads",
             "",
             *table(heads, rows),
             "",
             f"With spinning workers a step takes {cost.median:.2f} ({cost.low:.2f} to "
-            f"{cost.high:.2f}) times as long. torch's own workers spin as OpenMP has them: with "
-            "OMP_WAIT_POLICY=passive in the environment they sleep.",
+            f"{cost.high:.2f}) times as long. Torch's own workers spin as configured for OpenMP; "
+            "with OMP_WAIT_POLICY=passive in the environment they sleep.",
             "",
         ]
 
@@ -416,7 +455,7 @@ def _us(found: Spread) -> str:
 
 
 def _compared(each: Operator) -> list[str]:
-    """How many of its nodes were measured before, and what ORT's kernels and the others took."""
+    """Return the number of nodes with cached times, ORT's time and the other kernels' time."""
     if not each.compared:
         return ["-", "-", "-"]
     return [str(each.compared), *(milliseconds(us / 1e3) for us in (each.ort_us, each.ours_us))]

@@ -1,4 +1,4 @@
-"""What a benchmark found: the figures of its cells, as Markdown and as JSON."""
+"""Results of a benchmark of engines: values of its cells, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ from ortlab.settings import IN_ORT, REFERENCE
 
 FORM = 1
 _TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2}
-"""How far from eager fp32 a mean loss or gradient norm may be, in parts of it, masks apart."""
+"""Relative tolerance of a mean loss or gradient norm against eager fp32, without dropout."""
 _ERRORS = 6
-"""Standard errors that dropout's masks are given."""
+"""Number of standard errors added to the tolerance for different dropout masks."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference from eager fp32 in parts of it, with its standard error; NaN for none."""
+    """Mean relative difference from eager fp32 with its standard error, NaN if not finite."""
 
     mean: float
     error: float
 
     @classmethod
     def of(cls, values: Sequence[float], reference: Sequence[float]) -> Self:
-        """Of values at the same weights and batch, taken in the same turns."""
+        """Return the difference of values at the same weights and batch, paired by turn.
+
+        Args:
+            values: Values to compare.
+            reference: Values of eager fp32.
+        """
         pairs = list(zip(values, reference, strict=False))
         if not all(math.isfinite(value) for pair in pairs for value in pair):
             return cls(math.nan, math.nan)
@@ -41,7 +46,11 @@ class Difference:
         return cls(statistics.fmean(apart) / scale, error / scale)
 
     def within(self, tolerance: float) -> bool:
-        """Whether rounding and dropout's masks may make it; False where it is not a number."""
+        """Return True if rounding and dropout masks can explain the difference, False if it is NaN.
+
+        Args:
+            tolerance: Relative tolerance for rounding.
+        """
         return abs(self.mean) <= tolerance + _ERRORS * self.error
 
     def __str__(self) -> str:
@@ -52,11 +61,19 @@ class Difference:
 class Cell:
     """One engine in one precision on one model.
 
-    ``step_ms`` has a figure for each round, the mean of ``steps_per_turn`` steps. ``losses`` and
-    ``grad_norms`` have one for each turn: the first step, the rounds to warm up, and the others.
-    ``first_step_s`` is from the plain module to the end of its first step, of which ``export_s``
-    went to ORT's exports and ``check_s`` to their checks. Where ``reason`` says why a cell was not
-    timed there are no figures.
+    Attributes:
+        model: Name of the model.
+        engine: Name of the engine.
+        precision: Precision of matrix products.
+        steps_per_turn: Number of steps in a turn.
+        step_ms: For each round, the mean time of a turn's steps.
+        first_step_s: Seconds from the plain module to the end of its first step.
+        export_s: Part of `first_step_s` for ORT's exports.
+        check_s: Part of `first_step_s` for checks of the exports.
+        losses: Loss of each turn: the first step, the warm-up rounds, the measured rounds.
+        grad_norms: Gradient norm of each turn.
+        remarks: Further lines to show.
+        reason: Reason why the cell was not timed, or None.
     """
 
     model: str
@@ -74,15 +91,22 @@ class Cell:
 
     @property
     def key(self) -> Key:
-        """Its engine and precision."""
+        """Engine and precision."""
         return self.engine, self.precision
 
 
 @dataclass(frozen=True)
 class EngineBench:
-    """All engines in all precisions on some models. ``date`` is a day in UTC.
+    """Results of all engines in all precisions on some models.
 
-    ``models`` says in words what each model is. Without all cells where ``interrupted``.
+    Attributes:
+        settings: Settings of the benchmark.
+        date: Date in UTC.
+        environment: Versions of the installed packages.
+        machine: Machine that it ran on.
+        models: Description of each model, keyed by name.
+        cells: Results. Incomplete if `interrupted`.
+        interrupted: True if the benchmark was stopped before its end.
     """
 
     settings: BenchSettings
@@ -94,12 +118,25 @@ class EngineBench:
     interrupted: bool = False
 
     def cell(self, model: str, engine: str, precision: str) -> Cell | None:
-        """The cell, or None where it was not reached."""
+        """Return a cell, or None if it was not reached.
+
+        Args:
+            model: Name of the model.
+            engine: Name of the engine.
+            precision: Precision of matrix products.
+        """
         names = (model, engine, precision)
         return next((c for c in self.cells if (c.model, *c.key) == names), None)
 
     def speed(self, cell: Cell) -> Spread | None:
-        """How many steps `cell` makes in the time of one of eager fp32, compared in each round."""
+        """Return the number of steps in the time of one step of eager fp32, or None if not timed.
+
+        Args:
+            cell: Cell of this benchmark.
+
+        Returns:
+            Median of the rounds, with quartiles.
+        """
         reference = self.cell(cell.model, *REFERENCE)
         if reference is None or not cell.step_ms:
             return None
@@ -108,11 +145,19 @@ class EngineBench:
         return Spread.of(ratios) if ratios else None
 
     def loss_difference(self, cell: Cell) -> Difference | None:
-        """How far its mean loss is from eager fp32's."""
+        """Return the difference of the mean loss from eager fp32, or None if it is unknown.
+
+        Args:
+            cell: Cell of this benchmark.
+        """
         return self._difference(cell, lambda c: c.losses)
 
     def grad_norm_difference(self, cell: Cell) -> Difference | None:
-        """How far the mean norm of its gradients is from eager fp32's."""
+        """Return the difference of the mean gradient norm from eager fp32, or None if unknown.
+
+        Args:
+            cell: Cell of this benchmark.
+        """
         return self._difference(cell, lambda c: c.grad_norms)
 
     def _difference(
@@ -124,14 +169,18 @@ class EngineBench:
         return Difference.of(values(cell), values(reference))
 
     def suspect(self, cell: Cell) -> bool:
-        """Whether loss or gradients are further from eager fp32's than rounding and masks make."""
+        """Return True if loss or gradients differ more than rounding and masks can explain.
+
+        Args:
+            cell: Cell of this benchmark.
+        """
         found = (self.loss_difference(cell), self.grad_norm_difference(cell))
         return any(d is not None and not d.within(_TOLERANCE[cell.precision]) for d in found)
 
     # ---- JSON ------------------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure of every round, and what follows from them, as JSON holds it."""
+        """Return all values and those derived from them in a form that JSON can store."""
         return {
             "form": FORM,
             "benchmark": not self.settings.quick,
@@ -156,9 +205,18 @@ class EngineBench:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
-        """What `as_dict` gave; figures that follow from others are made anew. ValueError if not."""
+        """Return the result that `as_dict` stored. Values that follow from others are recomputed.
+
+        Args:
+            stored: Dictionary from `as_dict`.
+
+        Raises:
+            ValueError: If the dictionary has another format version.
+        """
         if stored.get("form") != FORM:
-            raise ValueError(f"form {stored.get('form')!r} of a benchmark, expected {FORM}")
+            raise ValueError(
+                f"unsupported format version {stored.get('form')!r} of a benchmark; expected {FORM}"
+            )
         return cls(
             settings=BenchSettings.of(stored["settings"]),
             date=stored["date"],
@@ -172,25 +230,25 @@ class EngineBench:
     # ---- Markdown --------------------------------------------------------------------------------
 
     def markdown(self) -> str:
-        """Everything: the two tables of `summary`, then every cell with its loss and gradients."""
+        """Return the report: the tables of `summary`, then all cells with loss and gradients."""
         return "\n".join([*self.warnings(), self.tables(), ""])
 
     _repr_markdown_ = markdown
 
     def tables(self) -> str:
-        """What `markdown` has below its warnings."""
+        """Return the report without its warnings."""
         return "\n".join([self.summary(), *self._details()])
 
     def summary(self) -> str:
-        """Speed beside eager fp32 and seconds to the first step, one row a model; then the notes.
+        """Return tables of speed and of seconds to the first step, by model, with notes.
 
-        This is what README.md shows.
+        README.md shows these tables.
         """
         rounds = self.settings.rounds
         cached = "cached or not" if self.settings.quick else "with nothing cached on disk"
         lines = [
-            f"Speed beside eager fp32 on the same batch, the median of {rounds} rounds and its "
-            "quartiles; above 1 is faster:",
+            f"Speed relative to eager fp32 on the same batch, median and quartiles of {rounds} "
+            "rounds; above 1 is faster:",
             "",
             *self._grid(self._speed),
             "",
@@ -209,18 +267,18 @@ class EngineBench:
         return f"ORT's engines with {options}.  " if options else ""
 
     def origin(self) -> str:
-        """Versions, processor and date in a line."""
+        """Return versions, processor and date as one line."""
         return origin(self.environment, self.machine, self.date)
 
     def warnings(self) -> list[str]:
-        """Why its figures are none to go by, in lines of Markdown."""
+        """Return the reasons why the values are not reliable, as lines of Markdown."""
         lines = warnings(self.machine, quick=self.settings.quick)
         if self.interrupted:
-            lines += ["**Interrupted**: what was measured until then.", ""]
+            lines += ["**Interrupted**: measurements up to that point.", ""]
         return lines
 
     def _grid(self, text: Callable[[Cell], str]) -> list[str]:
-        """A row for each model, a column for each engine and precision."""
+        """Return a table with a row for each model and a column for each engine and precision."""
         keys = self.settings.cells
         rows = [
             [about, *(self._figure(self.cell(name, *key), text) for key in keys)]
@@ -250,17 +308,18 @@ class EngineBench:
         return "" if cell.first_step_s is None else f"{cell.first_step_s:.1f}"
 
     def _reasons(self) -> dict[str, int]:
-        """Why cells were not timed, each reason with its number."""
+        """Return the reasons why cells were not timed, numbered."""
         reasons = dict.fromkeys(cell.reason for cell in self.cells if cell.reason is not None)
         return {reason: number for number, reason in enumerate(reasons, start=1)}
 
     def _details(self) -> list[str]:
-        heads = ["model", "engine", "precision", "a step", "quartiles", "speed", "first step"]
-        heads += ["of it export", "of it check", "loss", "gradient norm"]
+        heads = ["model", "engine", "precision", "step", "quartiles", "speed", "first step"]
+        heads += ["export", "check", "loss", "gradient norm"]
         lines = ["", *table(heads, [self._row(cell) for cell in self.cells]), ""]
         lines += [
-            "Loss and gradient norm: their means over all turns beside those of eager fp32, at the "
-            "same weights, with the standard error that dropout's masks make.",
+            "Export and check are parts of the first step. Loss and gradient norm: difference of "
+            "the means over all turns from eager fp32 at the same weights, with the standard error "
+            "from dropout masks.",
         ]
         remarks = dict.fromkeys(
             f"{cell.model}, {cell.engine} {cell.precision}: {remark}"
@@ -294,7 +353,13 @@ class EngineBench:
 
 
 def origin(environment: Mapping[str, Any], machine: Machine, date: str) -> str:
-    """Versions, processor and date in a line."""
+    """Return versions, processor and date as one line.
+
+    Args:
+        environment: Versions of the installed packages.
+        machine: Machine that the benchmark ran on.
+        date: Date in UTC.
+    """
     packages = environment["packages"]
     versions = [f"ortlab {environment['ortlab']}", f"Python {environment['python']}"]
     for name in ("torch", "onnxruntime-training", "transformers"):
@@ -303,23 +368,35 @@ def origin(environment: Mapping[str, Any], machine: Machine, date: str) -> str:
 
 
 def warnings(machine: Machine, *, quick: bool) -> list[str]:
-    """Why figures are none to go by, in lines of Markdown."""
+    """Return the reasons why the values are not reliable, as lines of Markdown.
+
+    Args:
+        machine: Machine that the benchmark ran on.
+        quick: True if the models were tiny.
+    """
     lines = []
     if quick:
-        lines += ["**No benchmark**: tiny models (`--quick`), to see that everything runs.", ""]
+        lines += [
+            "**Not a benchmark**: tiny models (`--quick`) that test that everything runs.",
+            "",
+        ]
     if machine.busy:
-        busy = f"something else was computing: the load was {machine.load:.1f} before"
+        busy = f"load average {machine.load:.1f} before the start"
         lines += [f"**Busy machine**: {busy}.", ""]
     return lines
 
 
 def milliseconds(value: float) -> str:
-    """Three digits of it, or all before the point."""
+    """Return a time as text with three significant digits, or without decimals from 100 ms on.
+
+    Args:
+        value: Time in milliseconds.
+    """
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
 def _plain(record: Cell | Spread | Difference) -> dict[str, Any]:
-    """Its fields as JSON has them: lists for tuples, null for what is not finite."""
+    """Return a record's fields as JSON stores them: lists for tuples, null if not finite."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -330,7 +407,7 @@ def _plain(record: Cell | Spread | Difference) -> dict[str, Any]:
 
 
 def _record(stored: Mapping[str, Any]) -> Cell:
-    """The cell that `_plain` made, without the figures that follow from others."""
+    """Return the cell that `_plain` stored, without derived values."""
     values = {name: value for name, value in stored.items() if name != "derived"}
     for name, value in values.items():
         if isinstance(value, list):
@@ -339,5 +416,10 @@ def _record(stored: Mapping[str, Any]) -> Cell:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table as lines of Markdown."""
+    """Return a table as lines of Markdown.
+
+    Args:
+        heads: Column headings.
+        rows: Cells of each row.
+    """
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]

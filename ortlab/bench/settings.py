@@ -1,4 +1,4 @@
-"""What can be chosen of a benchmark: the options of ``bench engines``, ``papers`` and ``step``."""
+"""Settings of benchmarks: options of ``bench engines``, ``bench papers`` and ``bench step``."""
 
 from __future__ import annotations
 
@@ -25,39 +25,42 @@ Cell = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings(Settings):
-    """What is measured, and how long."""
+    """Settings of ``bench engines``."""
 
     models: str = setting(
         ",".join(MODELS),
         choices=tuple(MODELS),
         many=True,
-        help="models to train, with commas; see below",
+        help="models to train, separated by commas; see below",
     )
     engines: str = setting(
-        ",".join(ENGINES), choices=ENGINES, many=True, help="engines to compare, with commas"
+        ",".join(ENGINES),
+        choices=ENGINES,
+        many=True,
+        help="engines to compare, separated by commas",
     )
     precisions: str = setting(
         "fp32,bf16",
         choices=PRECISIONS,
         many=True,
-        help="precisions of matrix products, with commas",
+        help="precisions of matrix products, separated by commas",
     )
     rounds: int = setting(
-        10, minimum=1, help="rounds that count; in each every engine has its turn in each precision"
+        10, minimum=1, help="measured rounds; in each, every engine has a turn in each precision"
     )
     threads: int | None = setting(
         None,
         minimum=1,
-        help="threads that torch computes with, else its own choice; ORT has one for each core",
+        help="threads that torch computes with, torch's default if unset; ORT uses one per core",
     )
     device: str = setting(
-        "auto", choices=("auto", "cpu", "cuda"), help="where the models train; cuda is not tested"
+        "auto", choices=("auto", "cpu", "cuda"), help="device to train on; cuda is not tested"
     )
     ort_options: str = setting(
-        "", help="settings for the engines in ORT, as attention=fused,triton=on"
+        "", help="settings for the engines in ORT, such as attention=fused,triton=on"
     )
     quick: bool = setting(
-        False, help="tiny models, to see that everything runs here: no benchmark, and marked so"
+        False, help="tiny models, to test that everything runs here; not a benchmark"
     )
 
     def __post_init__(self) -> None:
@@ -65,9 +68,13 @@ class BenchSettings(Settings):
         self.in_ort()
 
     def in_ort(self) -> dict[str, Any]:
-        """What `ort_options` says, by name; ValueError where it is no setting of an engine's."""
+        """Return the settings in `ort_options`, keyed by name.
+
+        Raises:
+            ValueError: If a name or a value is not a valid engine setting.
+        """
         known, found = dict(EngineSettings.declarations()), {}
-        del known["cache"]  # the first step is to be the first
+        del known["cache"]  # the first step must not use a cached export
         for each in filter(None, self.ort_options.split(",")):
             name, _, text = (part.strip() for part in each.partition("="))
             if name not in known:
@@ -77,60 +84,69 @@ class BenchSettings(Settings):
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """What is measured of each model, the reference first."""
+        """Engines and precisions to measure for each model, the reference first."""
         chosen = [(e, p) for p in self.precisions.split(",") for e in self.engines.split(",")]
         return tuple(dict.fromkeys([REFERENCE, *chosen]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperSettings(BenchSettings):
-    """Which published benchmarks are run, and how long."""
+    """Settings of ``bench papers``."""
 
     models: str = setting(
         ",".join(PAPERS),
         choices=tuple(PAPERS),
         many=True,
-        help="benchmarks to run, with commas; see below",
+        help="benchmarks to run, separated by commas; see below",
     )
     engines: str = setting(
-        "eager,ort", choices=ENGINES, many=True, help="engines to compare, with commas"
+        "eager,ort", choices=ENGINES, many=True, help="engines to compare, separated by commas"
     )
     precisions: str = setting(
         "fp32,bf16",
         choices=PRECISIONS,
         many=True,
-        help="precisions of matrix products, with commas; on a GPU else fp16, the published one",
+        help="precisions of matrix products, separated by commas; on a GPU by default fp16, as "
+        "published",
     )
 
     @classmethod
     def on(cls, device: str, options: Mapping[str, Any]) -> Self:
-        """These options on `device`, cpu or cuda: in fp16 on a GPU where none says otherwise."""
+        """Return the settings for a device, with fp16 as the default precision on a GPU.
+
+        Args:
+            device: "cpu" or "cuda".
+            options: Fields of these settings.
+
+        Raises:
+            ValueError: If a name or a value is not valid.
+        """
         published = {} if device == "cpu" else {"precisions": "fp16"}
         return cls.of(published | dict(options))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings(Settings):
-    """Which step is taken apart, and how often."""
+    """Settings of ``bench step``."""
 
-    model: str = setting("bert-768", choices=tuple(MODELS), help="the model to train; see below")
+    model: str = setting("bert-768", choices=tuple(MODELS), help="model to train; see below")
     precision: str = setting("fp32", choices=("fp32", "bf16"), help="precision of matrix products")
     kernels: str = setting(
         "measured",
         choices=KERNELS,
-        help="what computes in ORT's graph: whichever is faster, torch's and ortlab's kernels "
-        "wherever there is one, or ORT's own alone",
+        help="kernels in ORT's graph: the measured fastest, torch's and ortlab's wherever "
+        "available, or ORT's only",
     )
     steps: int = setting(
         20,
         minimum=1,
-        help="steps of each engine that count, in turns; a short one is the mean of several",
+        help="measured steps of each engine, in turns; a short step is the mean of several",
     )
     threads: int | None = setting(
         None,
         minimum=1,
-        help="threads that torch computes with, else its own choice; ORT has one for each core",
+        help="threads that torch computes with, torch's default if unset; ORT uses one per core",
     )
     quick: bool = setting(
-        False, help="a tiny model, to see that everything runs here: no benchmark, and marked so"
+        False, help="a tiny model, to test that everything runs here; not a benchmark"
     )

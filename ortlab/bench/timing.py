@@ -1,9 +1,9 @@
-"""Measures: every cell of a model trains on a copy of its own, and all take turns.
+"""Timing of engines: every cell of a model trains its own copy, and all cells take turns.
 
-What others do to the machine meanwhile then meets all of them, and speeds are compared within a
-round. No weight changes: the learning rate is 0, which costs an optimizer as much as another. So
-the losses of all steps have one expected value, and a fast engine that computes something else
-shows; they differ by dropout's masks alone.
+Other load on the machine therefore affects all of them, and speeds are compared within a round.
+Weights do not change: the learning rate is 0, which does not change the time of an optimizer step.
+The losses of all steps therefore have the same expected value and differ only by dropout masks, so
+an engine that is fast because it computes something else is noticed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,12 @@ _INTERRUPTED = "interrupted before it was timed"
 def engines(
     settings: BenchSettings, known: Mapping[str, models.Model] = models.MODELS
 ) -> EngineBench:
-    """See `ortlab.bench.engines`; the settings' models are names of those that are `known`."""
+    """Measure engines. See `ortlab.bench.engines`.
+
+    Args:
+        settings: Settings of the benchmark.
+        known: Models to choose from, keyed by name.
+    """
     cells: list[Cell] = []
     interrupted = False
     device = training_device(settings.device).type
@@ -83,16 +88,16 @@ def engines(
 
 
 def _left(done: int, number: int, took_s: float) -> str:
-    """What `done` models of `number` say of the rest; of the first one nothing is known."""
+    """Return text with the estimated time left, empty for the first model."""
     if not done:
         return ""
     left_min = took_s / done * (number - done) / 60
-    return f"; about {max(left_min, 1):.0f} min left, if the others are like those before"
+    return f"; about {max(left_min, 1):.0f} min left, estimated from the models so far"
 
 
 @contextlib.contextmanager
 def _racing(race: Race, cells: list[Cell]) -> Iterator[Race]:
-    """Adds the cells of `race` to `cells` at the end, however it ends, and frees its memory."""
+    """Append the race's cells to `cells` on exit, also after an error, and release its memory."""
     try:
         yield race
     finally:
@@ -101,7 +106,14 @@ def _racing(race: Race, cells: list[Cell]) -> Iterator[Race]:
 
 
 class Race:
-    """The cells of one model, in training side by side."""
+    """Cells of one model that train side by side.
+
+    Args:
+        name: Name of the model.
+        settings: Settings of the benchmark.
+        device: "cpu" or "cuda".
+        known: Models to choose from, keyed by name.
+    """
 
     def __init__(
         self,
@@ -112,45 +124,45 @@ class Race:
     ) -> None:
         self.name = name
         self.rounds: list[dict[Key, float]] = []
-        """Milliseconds of a step in each round that counts, by cell."""
+        """Milliseconds of a step in each measured round, keyed by cell."""
         self._settings = settings
         self._device = device
         self._model, self._batch = models.build(name, quick=settings.quick, known=known)
         self._cells = {key: Cell(name, *key, reason=_INTERRUPTED) for key in settings.cells}
         self.lanes: dict[Key, TimedTrial] = {}
-        """Those that run, by cell."""
+        """Active set-ups, keyed by cell."""
         self._turns = 0
         self.steps = 1
-        """Steps of a turn, the same for all cells."""
+        """Number of steps in a turn, the same for all cells."""
 
     def run(self) -> None:
-        """The first step of each cell, rounds to warm up, and the rounds that count."""
+        """Run the first step of each cell, the warm-up rounds and the measured rounds."""
         for key in self._settings.cells:
             self._begin(key)
         orders = rounds(list(self.lanes), WARMUP + self._settings.rounds, seed=models.SEED)
-        tell(f"{self.name}: {WARMUP} rounds to warm up")
+        tell(f"{self.name}: {WARMUP} warm-up rounds")
         for order in itertools.islice(orders, WARMUP):
             self.steps = max(self.steps, self._enough(self._round(order)))
         began = time.perf_counter()
         for number, order in enumerate(orders, start=1):
             self.rounds.append(self._round(order))
             left_s = (time.perf_counter() - began) / number * (self._settings.rounds - number)
-            left = f"about {left_s:.0f} s left of this model"
+            left = f"about {left_s:.0f} s left for this model"
             tell(f"{self.name}: round {number} of {self._settings.rounds}, {left}")
 
     def cells(self) -> tuple[Cell, ...]:
-        """What was measured so far; a cell that cannot run, or was not timed, says why."""
+        """Return the results so far. A cell that cannot run or was not timed has a reason."""
         return tuple(self._cell(key) for key in self._cells)
 
     def close(self) -> None:
-        """Gives back what the engines hold."""
+        """Release the engines' memory."""
         while self.lanes:
             self.lanes.popitem()[1].stepper.close()
         self._model = nn.Module()
         gc.collect()
 
     def _begin(self, key: Key) -> None:
-        """The first step of a cell, from the plain module on: everything cold."""
+        """Make a cell's first step from the plain module on, with cold caches."""
         name, precision = key
         tell(f"{self.name}: first step of {name} in {precision}")
         settings = _finetune(key, self._device, self._settings)
@@ -158,7 +170,7 @@ class Race:
             contextlib.nullcontext() if self._settings.quick else caches.without_timings()
         )
         with reasons(lambda reason: self.refuse(key, reason)), nothing_known:
-            # An engine that cannot run says so before the model is copied.
+            # An engine that cannot run raises before the model is copied.
             chosen = engine(name)
             model = copy.deepcopy(self._model)
             lane = TimedTrial(
@@ -178,7 +190,7 @@ class Race:
             )
 
     def _round(self, order: Sequence[Key]) -> dict[Key, float]:
-        """Milliseconds of a step for each cell, one turn after the other."""
+        """Run one turn of each cell and return its milliseconds per step."""
         self._turns += 1
         going = [key for key in order if key in self.lanes]
         return take_turns(going, self._turn, self.refuse)
@@ -187,12 +199,17 @@ class Race:
         return self.lanes[key].turn([[self._batch]] * self.steps, seed=self._turns)
 
     def _enough(self, took: dict[Key, float]) -> int:
-        """Steps that make a turn of eager torch long enough to time."""
+        """Return the number of steps that makes a turn of eager torch long enough to time."""
         step_ms = took.get(REFERENCE, SHORTEST_MS)
         return enough(step_ms, quick=self._settings.quick)
 
     def refuse(self, key: Key, reason: str) -> None:
-        """Leaves a cell out from now on."""
+        """Drop a cell from the race.
+
+        Args:
+            key: Engine and precision.
+            reason: Reason why it cannot run.
+        """
         tell(f"{self.name}: {key[0]} in {key[1]} does not run: {reason}")
         self._cells[key] = Cell(self.name, *key, reason=reason)
         if (lane := self.lanes.pop(key, None)) is not None:
@@ -215,16 +232,16 @@ class Race:
 
 def _finetune(key: Key, device: str, settings: BenchSettings) -> FinetuneSettings:
     options = settings.in_ort() if key[0] in IN_ORT else {}
-    # Without the cache of exports: its first step would not be the first.
+    # Without the cache of exports, which would make the first step faster.
     of_all = {"engine": key[0], "precision": key[1], "cache": False, "device": device}
     return FinetuneSettings.of(options | of_all)
 
 
 def _load(settings: BenchSettings, device: str) -> None:
-    """Has each engine's libraries loaded, so that no model's first step pays for them."""
+    """Load each engine's libraries, so that no model's first step includes that time."""
     for name in dict.fromkeys(name for name, _ in settings.cells):
         tell(f"loading what {name} needs")
-        # What an engine lacks is said in its cells.
+        # Errors of an engine are reported in its cells.
         with contextlib.suppress(Exception):
             model = nn.Linear(2, 2)
             stepper = engine(name).prepare(
@@ -236,7 +253,11 @@ def _load(settings: BenchSettings, device: str) -> None:
 
 @contextlib.contextmanager
 def threads(number: int | None) -> Iterator[None]:
-    """torch computes with `number` threads meanwhile; with as many as before where that is None."""
+    """Set the number of threads that torch computes with, and restore it afterwards.
+
+    Args:
+        number: Number of threads, or None to change nothing.
+    """
     before = torch.get_num_threads()
     if number is not None:
         torch.set_num_threads(number)
@@ -248,9 +269,10 @@ def threads(number: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_compiled(settings: BenchSettings) -> Iterator[None]:
-    """torch.compile begins anew: with nothing in memory, and unless quick nothing on disk.
+    """Start torch.compile with nothing in memory and, unless quick, nothing on disk.
 
-    Code that it had met with another model it would compile for any size, and slower.
+    Otherwise it would compile code that it has seen with another model for dynamic shapes, which is
+    slower.
     """
     torch.compiler.reset()
     with contextlib.nullcontext() if settings.quick else _empty_cache():

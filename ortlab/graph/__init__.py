@@ -1,4 +1,4 @@
-"""What ORT makes of a model."""
+"""Graphs that ONNX Runtime builds from a model: stages, memory, time and recompute plans."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Final
 
 STAGES: Final[Mapping[str, str]] = {
-    "exported": "as torch exported it",
-    "forward": "optimized before the gradient",
+    "exported": "as exported by torch",
+    "forward": "forward pass, optimized by ORT before it builds the gradient",
     "gradient": "with the gradient that ORT builds",
-    "execution": "what the session runs",
-    "eval": "forward alone, as exported for evaluation",
+    "execution": "as executed by ORT's session",
+    "eval": "forward pass only, as exported for evaluation",
 }
-"""The stages, and what each is."""
+"""Stages of a model's graph, each with a short description."""

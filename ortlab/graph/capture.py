@@ -1,6 +1,6 @@
-"""The graphs that ORT makes of a model, stage by stage, as plain ONNX.
+"""Graphs that ORT builds from a model, stage by stage, as plain ONNX.
 
-They are read from an export that is there; nothing is trained for it.
+The graphs are read from an existing export. Nothing is trained to obtain them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,26 @@ _ROOT = "_original_module"
 _YIELD = "YieldOp"
 _LINE = re.compile(r"(?:\S.*\.\w+:\d+|cell line \d+)(?:: |$)")
 _GRADIENT, _SUM = "_Grad", "AccumulateGrad_"
-_CALL = re.compile(r"_\d+$")  # the exporter's mark of a module's second call, and the next
+_CALL = re.compile(r"_\d+$")  # the exporter's suffix for a module's second and later calls
 
 
 @dataclass(frozen=True)
 class Node:
     """One operation of a graph.
 
-    ``op`` is ONNX's name, with its domain where that is not ONNX's own. ``phase`` is forward or
-    backward; the yield, where ORT hands the outputs to torch, is the last of forward. ``module`` is
-    the path of the module that it computes for ("encoder.layer.0"), empty for the model itself or
-    where the graph does not say. ``of`` is the name of the forward node whose gradient it computes.
-    ``source`` is the line that it comes from, outside of torch ("model.py:12: return x + y"); empty
-    where the exporter did not keep it. A gradient has that of its forward node.
+    Attributes:
+        name: Name of the node in the graph.
+        op: ONNX's operator name, prefixed with its domain unless that is ONNX's own.
+        inputs: Names of the input tensors.
+        outputs: Names of the output tensors.
+        phase: "forward" or "backward". The yield node, where ORT passes the outputs to torch, is
+            the last node of the forward phase.
+        module: Path of the module that the node computes for ("encoder.layer.0"). Empty for the
+            model itself or if the graph does not record it.
+        of: Name of the forward node whose gradient this node computes, or None.
+        source: Line of user code, outside of torch, that the node comes from ("model.py:12: return
+            x + y"). Empty if the exporter did not record it. A gradient node has the line of its
+            forward node.
     """
 
     name: str
@@ -57,9 +64,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Overlay:
-    """A figure for nodes of a stage, by their names, which a view colours and tells.
+    """Measured values for the nodes of a stage, which a view shows as colors and labels.
 
-    ``name`` is what it is ("time"), ``unit`` one of "us", "bytes".
+    Attributes:
+        name: What is measured, for example "time".
+        unit: "us" or "bytes".
+        values: Value of each node, keyed by node name.
     """
 
     name: str
@@ -68,10 +78,14 @@ class Overlay:
 
 
 class Stage:
-    """One graph: ``model`` is the ONNX model without weights, ``name`` one of `STAGES`.
+    """One graph of a model, shown as a table of its operators.
 
-    `modules` and `trained` are the paths of the user's modules and of the parameters that train,
-    `before` is the stage that this one was made of.
+    Args:
+        name: One of `STAGES`.
+        model: ONNX model without weights.
+        modules: Paths of the user's modules.
+        trained: Names of the trainable parameters.
+        before: Stage that this one was built from, if any.
     """
 
     def __init__(
@@ -85,19 +99,23 @@ class Stage:
         self.name = name
         self.model = model
         self.graphs: Graphs | None = None
-        """The stages that it is one of."""
+        """All stages of the same model."""
         self._modules = modules
         self._trained = trained
         self._before = before
-        self._scopes: dict[str, str | None] = {}  # a scope has many nodes
+        self._scopes: dict[str, str | None] = {}  # cached: many nodes share a scope
 
     def of(self, model: onnx.ModelProto) -> Stage:
-        """The stage with another graph of the same model in its place."""
+        """Return a copy of this stage that holds another graph of the same model.
+
+        Args:
+            model: Graph to use instead, as an ONNX model without weights.
+        """
         return Stage(self.name, model, self._modules, self._trained, self._before)
 
     @functools.cached_property
     def nodes(self) -> tuple[Node, ...]:
-        """In the order of the graph, which is one in which it can be computed."""
+        """Nodes in graph order, which is a valid order of execution."""
         nodes = self.model.graph.node
         makers = {output: node.name for node in nodes for output in node.output}
         at = next((i for i, node in enumerate(nodes) if node.op_type == _YIELD), len(nodes))
@@ -107,7 +125,7 @@ class Stage:
         for i, node in enumerate(nodes):
             of = node.name.rpartition(_GRADIENT + "/")[0]
             if node.name.startswith(_SUM):
-                # Of what several nodes read: the sum of the gradients that they give.
+                # The sum of the gradients of a tensor that several nodes read.
                 of = makers.get(node.output[0].removesuffix("_grad"), "")
             found.append(
                 Node(
@@ -124,9 +142,9 @@ class Stage:
         return tuple(found)
 
     def _line(self, node: onnx.NodeProto) -> str:
-        """As the exporter told, or of a node before that gave the same result.
+        """Return the source line from the exporter or from an earlier node with the same output.
 
-        ORT writes of its own into some: only what has the form of a line is one.
+        ORT writes its own text into some doc strings, so only text in the form of a line counts.
         """
         if _LINE.match(node.doc_string):
             return node.doc_string
@@ -135,13 +153,13 @@ class Stage:
 
     @functools.cached_property
     def lines(self) -> dict[str, str]:
-        """The line that each result comes from, as far as it is known."""
+        """Source line of each tensor, where it is known."""
         return {name: node.source for node in self.nodes if node.source for name in node.outputs}
 
     def _module(self, node: onnx.NodeProto) -> str:
-        """The path of the module that `node` computes for, as its name or that of a result says.
+        """Return the path of the module that `node` computes for, from its name and its outputs.
 
-        A node that ORT has made of several often has a name of its own; its results keep theirs.
+        A node that ORT fused from several often has a new name, but its outputs keep their names.
         """
         for name in (node.name, *node.output):
             _, found, path = name.partition(f"/{_ROOT}/")
@@ -151,7 +169,7 @@ class Stage:
         return ""
 
     def _module_of(self, scope: str) -> str | None:
-        """The innermost module whose call the exporter calls `scope`, or part of it."""
+        """Return the innermost module whose call matches `scope` or an enclosing scope."""
         if scope not in self._scopes:
             path = module_path(f"{_ROOT}/{scope}") or ""
             paths = (path, _CALL.sub("", path))
@@ -163,10 +181,10 @@ class Stage:
         return self._scopes[scope]
 
     def _contained(self, path: str) -> str | None:
-        """The one module that the exporter may call `path`, which leaves out what is not called.
+        """Return the only module that `path` can stand for, or None.
 
-        That is a ModuleDict, or another module that only holds some: "wte" for "transformer.wte".
-        The number of an item stays with its list.
+        The exporter leaves out modules that are not called themselves, such as a ModuleDict or
+        another container: "wte" stands for "transformer.wte". An item's number stays with its list.
         """
         names = re.split(r"\.(?!\d)", path)
         form = re.compile(r"(.+\.)?" + r"\.(.+\.)?".join(map(re.escape, names)))
@@ -183,12 +201,12 @@ class Stage:
 
     @functools.cached_property
     def ops(self) -> Counter[str]:
-        """How often each operator is there."""
+        """Number of nodes of each operator."""
         return Counter(node.op for node in self.nodes)
 
     @functools.cached_property
     def gradients(self) -> dict[str, tuple[Node, ...]]:
-        """For each forward node that has any, by name, the nodes that compute its gradient."""
+        """Nodes that compute the gradient of each forward node, keyed by forward node name."""
         found: dict[str, tuple[Node, ...]] = {}
         for node in self.nodes:
             if node.of is not None:
@@ -197,7 +215,7 @@ class Stage:
 
     @functools.cached_property
     def parameter_gradients(self) -> dict[str, str]:
-        """The output of the graph that holds the gradient of each parameter, by its own name."""
+        """Graph output that holds the gradient of each parameter, keyed by parameter name."""
         outputs = {value.name for value in self.model.graph.output}
         return {
             name: f"{_ROOT}.{name}_grad"
@@ -207,15 +225,22 @@ class Stage:
 
     @functools.cached_property
     def dims(self) -> tuple[str, ...]:
-        """The sizes that a batch decides, by ORT's names: an input's, with the dimension's number.
+        """Names of the sizes that depend on the batch: an input's name with the dimension's number.
 
-        Inputs that have a size in common share its name where the exporter knew.
+        Inputs that share a size also share its name if the exporter knew that they are equal.
         """
         sizes = [size for name in self._inputs for size in self.tensors.get(name, (0, ()))[1]]
         return tuple(dict.fromkeys(size for size in sizes if isinstance(size, str)))
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """What `dims` are for inputs of these shapes, as far as they tell."""
+        """Return the values of `dims` that follow from these input shapes.
+
+        Args:
+            shapes: Shape of each input, keyed by input name.
+
+        Returns:
+            Value of each size that the shapes determine, keyed by the name in `dims`.
+        """
         told = _tensors(self.model.graph.input)
         known = ((told[name][1], shape) for name, shape in shapes.items() if name in told)
         pairs = (pair for sizes, shape in known for pair in zip(sizes, shape, strict=False))
@@ -223,26 +248,45 @@ class Stage:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the parameters and buffers that the graph reads."""
+        """Size in bytes of the parameters and buffers that the graph reads."""
         return sum(bytes_of(*self.tensors[name], {}) for name in self.parameters.values())
 
     def activation_bytes(self, **dims: int) -> int:
-        """What all results of forward's nodes take together, for the sizes that are given.
+        """Return the total size of all outputs of forward nodes, for the given sizes.
 
-        They are not all there at the same time, and views of one another count each. Results whose
-        size the graph does not tell are left out, see `unsized`. ValueError names a missing size.
+        The outputs are not all in memory at the same time, and views are counted separately.
+        Outputs of unknown size are left out, see `unsized`.
+
+        Args:
+            **dims: Value of each size in `dims`.
+
+        Returns:
+            Total size in bytes.
+
+        Raises:
+            ValueError: If a size is missing.
         """
         missing = [name for name in self.dims if name not in dims]
         if missing:
-            raise ValueError(f"give the sizes {', '.join(missing)}")
+            raise ValueError(f"missing sizes: {', '.join(missing)}; pass them as keyword arguments")
         return sum(self.bytes_of(name, dims) or 0 for name in self._results)
 
     def bytes_of(self, tensor: str, dims: Mapping[str, int]) -> int | None:
-        """What a tensor takes, for values of all `dims`; None where the graph does not tell."""
+        """Return the size of a tensor in bytes, or None if the graph does not determine it.
+
+        Args:
+            tensor: Name of the tensor.
+            dims: Values of all sizes in `dims`.
+        """
         return bytes_of(*self.tensors[tensor], dims) if self._sized(tensor) else None
 
     def shape_of(self, tensor: str, dims: Mapping[str, int]) -> tuple[int | str, ...] | None:
-        """A tensor's sizes, those that follow from `dims` as numbers; None where none are told."""
+        """Return the shape of a tensor, or None if the graph does not record one.
+
+        Args:
+            tensor: Name of the tensor.
+            dims: Values of sizes. Dimensions that do not follow from them stay symbolic names.
+        """
         if tensor not in self.tensors:
             return None
         sizes = self.tensors[tensor][1]
@@ -254,13 +298,13 @@ class Stage:
 
     @functools.cached_property
     def parameters(self) -> dict[str, str]:
-        """The parameters and buffers that the graph reads: its input for each, by their names."""
+        """Graph input of each parameter and buffer that the graph reads, keyed by its name."""
         prefix = f"{_ROOT}."
         return {n.removeprefix(prefix): n for n in self._inputs if n.startswith(prefix)}
 
     @property
     def unsized(self) -> tuple[str, ...]:
-        """The results of forward's nodes whose size does not follow from `dims`."""
+        """Outputs of forward nodes whose size does not follow from `dims`."""
         return tuple(name for name in self._results if not self._sized(name))
 
     @functools.cached_property
@@ -280,12 +324,12 @@ class Stage:
 
     @functools.cached_property
     def tensors(self) -> dict[str, tuple[int, tuple[int | str, ...]]]:
-        """The element type and sizes of each tensor that the graph tells them of."""
+        """Element type and shape of each tensor for which the graph records them."""
         graph = self.model.graph
         return _tensors((*graph.input, *graph.value_info, *graph.output))
 
     def table(self) -> Table[str]:
-        """How often each operator is there, in forward and in backward."""
+        """Return a table with the number of forward and backward nodes of each operator."""
         phases = Counter((node.op, node.phase) for node in self.nodes)
         columns: list[Column[str]] = [Column("operator", lambda op: op)]
         for phase in ("forward", "backward"):
@@ -302,7 +346,7 @@ class Stage:
 
 
 def _op(node: onnx.NodeProto) -> str:
-    """With its domain; of a node that calls a kernel of torch's, the name of that."""
+    """Return the operator's name with its domain, or the name of the torch kernel it calls."""
     if node.op_type == "ATen":
         kernel = next((each.s.decode() for each in node.attribute if each.name == "operator"), "")
         return f"{node.domain}.{kernel}".removesuffix(".").replace("::", ".")
@@ -314,10 +358,15 @@ def _ending(path: str) -> str:
 
 
 class Graphs:
-    """The stages of one model: ``graphs.gradient`` and so on; shown as a table of them.
+    """Stages of one model, accessible as attributes (``graphs.gradient``) and shown as a table.
 
-    ``sizes`` are those of the last call, for `Stage.dims`; ``measured`` gives figures for the nodes
-    of a stage, one for each kind of figure that is at hand; ``notes`` are to be told with them.
+    Args:
+        model: Name of the model's class.
+        stages: Available stages, keyed by name.
+        sizes: Sizes of the last call, keyed by the names in `Stage.dims`.
+        measured: Functions that return measured values for the nodes of a stage, one function for
+            each kind of measurement.
+        notes: Lines shown with the table.
     """
 
     def __init__(
@@ -338,44 +387,63 @@ class Graphs:
         self.notes = tuple(notes)
 
     def stage(self, name: str) -> Stage:
-        """One of `STAGES`; ValueError says why it is not there."""
+        """Return the stage with this name.
+
+        Args:
+            name: One of `STAGES`.
+
+        Raises:
+            ValueError: If the name is unknown or the stage is not available. The message says why.
+        """
         if name not in STAGES:
-            raise ValueError(f"there is no stage {name!r}: {unknown_name(name, STAGES)}")
+            raise ValueError(f"unknown stage {name!r}: {unknown_name(name, STAGES)}")
         if name not in self.stages:
             raise ValueError(f"{self.model} has no {name} graph: {_absent(name)}")
         return self.stages[name]
 
     def overlays(self, stage: str) -> list[Overlay]:
-        """What was measured of the nodes of a stage."""
+        """Return all measured values for the nodes of a stage.
+
+        Args:
+            stage: Name of the stage.
+        """
         return [each(self.stage(stage)) for each in self.measured]
 
     @property
     def exported(self) -> Stage:
-        """What torch's exporter made of forward."""
+        """Forward graph as exported by torch."""
         return self.stage("exported")
 
     @property
     def forward(self) -> Stage:
-        """Forward as ORT optimized it before it built the gradient."""
+        """Forward graph as optimized by ORT before it builds the gradient."""
         return self.stage("forward")
 
     @property
     def gradient(self) -> Stage:
-        """Forward and backward in one graph, split at the yield."""
+        """Forward and backward in one graph, separated by the yield node."""
         return self.stage("gradient")
 
     @property
     def execution(self) -> Stage:
-        """What ORT's session made of the gradient graph, and runs."""
+        """Graph that ORT's session made from the gradient graph and executes."""
         return self.stage("execution")
 
     @property
     def eval(self) -> Stage:
-        """Forward alone, as it was exported for evaluation."""
+        """Forward graph as exported for evaluation."""
         return self.stage("eval")
 
     def diff(self, before: str, after: str) -> Table[tuple[str, int, int]]:
-        """How often each operator is in one stage and in another, where that is not the same."""
+        """Return a table of the operators whose number of nodes differs between two stages.
+
+        Args:
+            before: Name of the first stage.
+            after: Name of the second stage.
+
+        Raises:
+            ValueError: If a stage is unknown or not available.
+        """
         first, second = self.stage(before).ops, self.stage(after).ops
         rows = [(op, first[op], second[op]) for op in sorted({*first, *second})]
         changed = sorted(
@@ -394,9 +462,9 @@ class Graphs:
         )
 
     def table(self) -> Table[Stage]:
-        """A row for each stage that is there."""
+        """Return a table with one row for each available stage."""
         stages = list(self.stages.values())
-        notes = [*self.notes, f"a batch decides the sizes {', '.join(stages[-1].dims)}"]
+        notes = [*self.notes, f"sizes that depend on the batch: {', '.join(stages[-1].dims)}"]
         notes += [f"no {name}: {_absent(name)}" for name in STAGES if name not in self.stages]
         return Table(stages, _COLUMNS, notes=notes)
 
@@ -420,10 +488,10 @@ _COLUMNS: Final[tuple[Column[Stage], ...]] = (
 
 def _absent(name: str) -> str:
     if name == "execution":
-        return "ORT tells what it runs on a CPU, after a call in training"
+        return "ORT exports the executed graph on a CPU only, after a call in training mode"
     if name == "eval":
         return "call the model once with a batch after model.eval(), under torch.no_grad()"
-    return "call the model once with a batch, in training"
+    return "call the model once with a batch, in training mode"
 
 
 def _count(stage: Stage, phase: str) -> int:
@@ -436,12 +504,23 @@ def _most(stage: Stage) -> str:
 
 
 def with_loss(wrapped: nn.Module) -> nn.Module | None:
-    """Return what a run has executed last of a model wrapped in the fused engine, or None."""
+    """Return the model with loss that a run executed last in the fused engine, or None.
+
+    Args:
+        wrapped: Model that the fused engine wrapped.
+    """
     return fused_engine.with_loss(wrapped)
 
 
 def execution_behind(model: nn.Module) -> GraphDispatcher:
-    """How the wrapped `model` runs; ValueError where it is not wrapped in engine ort."""
+    """Return the dispatcher that executes the wrapped `model`.
+
+    Args:
+        model: Model wrapped in engine "ort".
+
+    Raises:
+        ValueError: If the model is not wrapped in engine "ort".
+    """
     if not is_wrapped(model):
         raise ValueError(
             f"this {type(model).__name__} has no ORT graphs; wrap it: %%ort, or ortlab.wrap(model)"
@@ -452,11 +531,17 @@ def execution_behind(model: nn.Module) -> GraphDispatcher:
 def capture(
     model: nn.Module, batch: Batch | None = None, settings: EngineSettings | None = None
 ) -> Graphs:
-    """The stages of the exports that the wrapped `model` used last, for training and evaluation.
+    """Return the graphs of the exports that `model` used last, in training and evaluation.
 
-    With a `batch` those that serve it, made now where there are none; the model stays as it is.
-    With `settings` those made for them, which may wait for a return.
-    ValueError where it is not wrapped in engine ort, has not been called yet, or runs in torch.
+    Args:
+        model: Model wrapped in engine "ort".
+        batch: If given, return the graphs that serve this batch, and export them first if there are
+            none. The model is not changed.
+        settings: If given, return the graphs made for these settings, cached ones included.
+
+    Raises:
+        ValueError: If the model is not wrapped in engine "ort", has not been called yet, or runs in
+            torch.
     """
     execution = execution_behind(model)
     name = type(execution.module).__name__
@@ -468,7 +553,7 @@ def capture(
     trained = frozenset(n for n, p in execution.module.named_parameters() if p.requires_grad)
     found: dict[str, Stage] = {}
     sizes: dict[str, dict[str, int]] = {}
-    for export in execution.exports(settings):  # the one that was used last at the end
+    for export in execution.exports(settings):  # ordered by last use
         before: Stage | None = None
         for stage, graph in export.stages().items():
             found[stage] = before = Stage(stage, graph, modules, trained, before)
@@ -477,10 +562,10 @@ def capture(
         takes = signature(execution.module)
         raise ValueError(f"{name} has no graph yet; call it once, or give a batch for {takes}")
     ordered = {stage: found[stage] for stage in STAGES if stage in found}
-    # Where training and evaluation had different batches, it is training's that counts.
+    # If training and evaluation had different batches, training's sizes count.
     last = {dim: size for stage in reversed(ordered) for dim, size in sizes[stage].items()}
     edited = execution.edited()
-    notes = [] if edited is None else [f"changed since the graph was made: {edited}"]
+    notes = [] if edited is None else [f"changed since the graph was exported: {edited}"]
     return Graphs(name, ordered, sizes=last, notes=notes)
 
 

@@ -1,8 +1,9 @@
-"""How long each tensor of a training step is there.
+"""Lifetime of each tensor of a training step.
 
-From the node that computes it to the last one that reads it, in the order in which ORT's session
-runs them; views share the storage that they look at. That is how ORT's planner allocates in
-training, where it reuses no buffers (onnxruntime/core/framework/allocation_planner.cc).
+A tensor lives from the node that computes it to the last node that reads it, in the order in which
+ORT's session runs the nodes. Views share the storage of the tensor they view. ORT's planner
+allocates this way in training, where it reuses no buffers
+(onnxruntime/core/framework/allocation_planner.cc).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Final
 from ortlab.graph.capture import Node, Stage
 
 KINDS: Final = ("parameter", "optimizer state", "batch", "activation", "gradient", "workspace")
-"""What tensors are for. Workspace is what a kernel takes for itself while it runs."""
+"""Kinds of tensors. A workspace is memory that a kernel allocates for itself while it runs."""
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 HOLD_SIZES = frozenset({"Shape", "Size", "com.microsoft.ConcatTraining"})
-"""Operators whose last output is sizes."""
+"""Operators whose last output holds sizes."""
 _YIELD = "com.microsoft.YieldOp"
 _WORKSPACE: Final[Mapping[str, tuple[int, str, int]]] = {
     "com.microsoft.LayerNormalizationGrad": (4, "input", 1),
@@ -29,22 +30,31 @@ _WORKSPACE: Final[Mapping[str, tuple[int, str, int]]] = {
     "org.pytorch.aten.ortlab_kernels.attention": (1, "output", 1),
     "org.pytorch.aten.ortlab_kernels.attention_backward": (1, "input", 5),
 }
-"""How many times which input or output of its own a CPU kernel allocates beside its results.
+"""Workspace of each CPU kernel: how many times the size of which of its inputs or outputs.
 
-As measured of ORT 1.19.2, see tests/bench/memory.py; other kernels of the models there take none.
+Measured with ORT 1.19.2, see tests/bench/memory.py. The other kernels of the models measured there
+allocate no workspace.
 """
 STATE: Final = {"adamw": 2, "sgd": 1, "lamb": 2}
-"""Copies of a trained parameter that an optimizer of `ortlab.settings` keeps."""
+"""Copies of a trained parameter that each optimizer of `ortlab.settings` stores as its state."""
 SCOPE = re.compile(r"^(/_original_module/(.*/)?|_original_module\.)")
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Storage that a step allocates, under the name of the tensor that it was allocated for.
+    """Storage that a step allocates, named after the tensor that it was allocated for.
 
-    It is there while nodes ``born`` to ``dies`` run; the node after the last is the optimizer's
-    step. ``size_of`` is the tensor whose shape it has, which is another one for a workspace and
-    where the graph does not tell its own; ``times`` is how often that is taken.
+    Attributes:
+        name: Name of the tensor.
+        kind: One of `KINDS`.
+        module: Path of the module that the tensor belongs to.
+        node: Name of the node that computes it, empty if there is none.
+        born: Index of the first node during which it is in memory.
+        dies: Index of the last node during which it is in memory. The index after the last node
+            stands for the optimizer's step.
+        size_of: Tensor whose shape it has. It differs from `name` for a workspace, and where the
+            graph does not record the tensor's own shape.
+        times: How often that size is allocated.
     """
 
     name: str
@@ -58,13 +68,18 @@ class Tensor:
 
     @property
     def label(self) -> str:
-        """Its name without its scope, which the module tells."""
+        """Name without its scope, which the module already shows."""
         name = SCOPE.sub("", self.name)
         return name.removeprefix(f"{self.module}.")
 
 
 def lifetimes(stage: Stage, optimizer: str) -> Iterator[Tensor]:
-    """All storage of a step of the graph `stage`, with the state of the `optimizer`."""
+    """Yield all storage of a training step.
+
+    Args:
+        stage: Graph of the step.
+        optimizer: Name of the optimizer, a key of `STATE`.
+    """
     nodes = stage.nodes
     end = len(nodes)
     storage = _storage(nodes)
@@ -82,7 +97,7 @@ def lifetimes(stage: Stage, optimizer: str) -> Iterator[Tensor]:
         if value.name not in held:
             yield Tensor(value.name, "batch", "", "", 0, end, value.name)
     for at, node in enumerate(nodes):
-        # torch makes the gradients that ORT's yield gives when backward begins.
+        # Torch creates the gradients that ORT's yield node returns when backward begins.
         born = at + 1 if node.op == _YIELD else at
         for name in node.outputs:
             if name and name not in storage:
@@ -102,9 +117,9 @@ def _is_activation(node: Node) -> bool:
 
 
 def _storage(nodes: Sequence[Node]) -> dict[str, str]:
-    """For each view, the tensor whose storage it looks at.
+    """Return the tensor whose storage each view shares.
 
-    What goes first to the yield, and with it to torch, is a copy.
+    A view that is read first by the yield node, and so passed to torch, is a copy.
     """
     readers: dict[str, str] = {}
     for node in nodes:
@@ -118,9 +133,9 @@ def _storage(nodes: Sequence[Node]) -> dict[str, str]:
 
 
 def _last_uses(stage: Stage, storage: Mapping[str, str], end: int) -> dict[str, int]:
-    """The last node that reads each tensor or a view of it.
+    """Return the last node that reads each tensor or a view of it.
 
-    What the graph gives and what forward gave its caller is there until the step ends.
+    Graph outputs and outputs passed to the caller of forward live until the step ends.
     """
     found: dict[str, int] = {}
     for at, node in enumerate(stage.nodes):
@@ -134,7 +149,7 @@ def _last_uses(stage: Stage, storage: Mapping[str, str], end: int) -> dict[str, 
 
 
 def _sized_like(stage: Stage, name: str, views: Sequence[str]) -> str:
-    """The tensor that tells its size: a view, what it is a gradient of or computed once more."""
+    """Return a tensor of the same size: a view, or the source of a gradient or recomputed copy."""
     likes = (name, *views, name.removesuffix("_grad"), name.removesuffix("_recompute"))
     return next((like for like in likes if like in stage.tensors), name)
 

@@ -1,7 +1,7 @@
-"""What a training step takes of memory, read from its graph before it is run.
+"""Memory of a training step, computed from its graph before it runs.
 
-It is the sum of the tensors that are there at a time, see `lifetimes`. What an arena keeps beyond
-that is not in it.
+It is the sum of the tensors that are in memory at the same time, see `lifetimes`. Memory that an
+arena reserves beyond that is not included.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ortlab.utils.tables import Column, Table
 LARGEST = 10
 _IDLE = ("parameter", "optimizer state", "batch")
 _MARGIN = 0.01
-"""What `max_batch` leaves free: predictions are 0.2% below what was measured at most times."""
+"""Share of the budget `max_batch` leaves free: most predictions are 0.2% below the measurement."""
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 _TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds")
 _DIM = re.compile(r"(.+)_dim(\d+)")
@@ -36,7 +36,7 @@ _DIM = re.compile(r"(.+)_dim(\d+)")
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor and its bytes, for given sizes."""
+    """A tensor and its size in bytes, for given sizes of the batch."""
 
     tensor: Tensor
     size_bytes: int
@@ -45,10 +45,19 @@ class Held:
 class MemoryPlan:
     """Memory of one training step of a model: forward, backward and the optimizer's step.
 
-    Sizes are given by keyword under the names in `dims`; those that are left out are the last
-    call's. All figures are bytes, and leave out Python, the libraries and the memory that an arena
-    keeps. The outputs of the model count as held until the step ends, as in
+    Sizes are given as keywords, by the names in `dims`. A size that is left out has its value of
+    the last call. All results are in bytes and exclude Python, libraries and memory that an arena
+    reserves. The model's outputs count as in memory until the step ends, as in
     ``outputs = model(**batch)``.
+
+    Args:
+        stage: Graph of the step.
+        sizes: Sizes of the last call, by ORT's names.
+        optimizer: Optimizer whose state is counted.
+        encoder_decoder: True if the model has a source length and a target length.
+
+    Raises:
+        ValueError: If the optimizer is unknown.
     """
 
     def __init__(
@@ -71,7 +80,7 @@ class MemoryPlan:
 
     @property
     def dims(self) -> dict[str, int | None]:
-        """The sizes that a batch decides, by name, and what they were in the last call."""
+        """Names of the sizes that depend on the batch, with their values in the last call."""
         return {
             name: next((self._last[dim] for dim in dims if dim in self._last), None)
             for name, dims in self._names.items()
@@ -79,9 +88,9 @@ class MemoryPlan:
 
     @property
     def unsized(self) -> tuple[str, ...]:
-        """Tensors whose size the graph does not tell; they count as nothing.
+        """Tensors of unknown size, which count as 0 bytes.
 
-        Those that hold sizes themselves are not among them: they are a few numbers each.
+        Tensors that hold sizes are not included: they are only a few numbers each.
         """
         sizes = dict.fromkeys(self.stage.dims, 2)
         hold_sizes = {n.outputs[-1] for n in self.stage.nodes if n.op in HOLD_SIZES}
@@ -92,23 +101,42 @@ class MemoryPlan:
         )
 
     def at(self, **sizes: int) -> MemoryPlan:
-        """The plan for these sizes: what it shows, and what is taken where a size is left out."""
+        """Return the same plan with these sizes as defaults.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a name or a value is not valid.
+        """
         found = copy.copy(self)
         found._last = self._known(sizes)
         return found
 
     def peak_bytes(self, **sizes: int) -> int:
-        """The most that is there at once, with parameters, optimizer state and the batch.
+        """Return the peak memory of the step, with parameters, optimizer state and the batch.
 
-        ValueError names a size that is missing or unknown.
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a size is missing or unknown.
         """
         return int(self._curve(self._bytes(sizes)).max())
 
     def peak_bytes_of_rank(self, ranks: int, *, zero_stage: int = 0, **sizes: int) -> int:
-        """As `peak_bytes`, of each of `ranks`, with `sizes` those of its share of a batch.
+        """Return the peak memory of each rank in a distributed run.
 
-        From ZeRO's stage 1 on it has its share of the optimizer's state; that of gradients, which
-        DeepSpeed gives back in the middle of the backward pass at stage 2, is not taken off.
+        From ZeRO stage 1 on, the optimizer state is sharded across ranks. The gradients that
+        DeepSpeed releases during the backward pass at stage 2 are not subtracted.
+
+        Args:
+            ranks: Number of ranks.
+            zero_stage: ZeRO stage.
+            **sizes: Sizes of one rank's part of a batch, by the names in `dims`.
+
+        Raises:
+            ValueError: If a size is missing or unknown.
         """
         found = self._bytes(sizes)
         if zero_stage:
@@ -117,18 +145,40 @@ class MemoryPlan:
         return int(self._curve(found).max())
 
     def idle_bytes(self, **sizes: int) -> int:
-        """Between steps: parameters, buffers, optimizer state, the batch that ORTModule keeps."""
+        """Return the memory between steps: parameters, buffers, optimizer state and the batch.
+
+        ORTModule keeps a reference to the batch between steps.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a size is missing or unknown.
+        """
         found = zip(self.tensors, self._bytes(sizes), strict=True)
         return int(sum(size for tensor, size in found if tensor.kind in _IDLE))
 
     def step_bytes(self, **sizes: int) -> int:
-        """What a step takes at its peak beyond `idle_bytes`."""
+        """Return the peak memory of a step minus `idle_bytes`.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a size is missing or unknown.
+        """
         return self.peak_bytes(**sizes) - self.idle_bytes(**sizes)
 
     def activation_bytes(self, **sizes: int) -> int:
-        """The most that is there at once beside the state: parameters, their gradients, moments.
+        """Return the peak memory without parameters, their gradients and the optimizer state.
 
-        So with the batch, and with gradients of activations.
+        The batch and the gradients of activations are included.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a size is missing or unknown.
         """
         of_weights = set(self.stage.parameter_gradients.values())
         beside = np.array(
@@ -141,16 +191,40 @@ class MemoryPlan:
         return int(self._curve(self._bytes(sizes) * beside).max())
 
     def curve(self, **sizes: int) -> np.ndarray:
-        """Bytes while each node runs, in their order, and in the end while the optimizer steps."""
+        """Return the memory while each node runs, in execution order, then of the optimizer's step.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Returns:
+            Bytes, of shape [nodes + 1].
+
+        Raises:
+            ValueError: If a size is missing or unknown.
+        """
         return self._curve(self._bytes(sizes))
 
     def peak_node(self, **sizes: int) -> Node | None:
-        """The node that runs when most is there; None for the optimizer's step."""
+        """Return the node that runs at the peak, or None if the peak is in the optimizer's step.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a size is missing or unknown.
+        """
         at = int(self.curve(**sizes).argmax())
         return self.stage.nodes[at] if at < len(self.stage.nodes) else None
 
     def at_peak(self, **sizes: int) -> list[Held]:
-        """What is there at the peak, the largest first."""
+        """Return the tensors in memory at the peak, largest first.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a size is missing or unknown.
+        """
         found = self._bytes(sizes)
         at = self._curve(found).argmax()
         held = [
@@ -161,10 +235,18 @@ class MemoryPlan:
         return sorted(held, key=lambda each: -each.size_bytes)
 
     def max_batch(self, budget: int | str, *, dim: str = "batch", **sizes: int) -> int:
-        """The largest batch whose peak is within `budget`: bytes, or text such as "16GiB".
+        """Return the largest batch whose peak memory is within `budget`.
 
-        A hundredth of the budget is left free. `dim` is the size that is looked for. ValueError
-        says what the smallest takes where not even that fits.
+        One percent of the budget is left free.
+
+        Args:
+            budget: Bytes, or text such as "16GiB".
+            dim: Size to maximize, by its name in `dims`.
+            **sizes: Values of the other sizes.
+
+        Raises:
+            ValueError: If even a size of 1 exceeds the budget (the message says how much it takes),
+                if `dim` does not change the memory, or if a size is missing or unknown.
         """
         limit = parse_bytes(budget)
         if dim not in self._names:
@@ -176,14 +258,15 @@ class MemoryPlan:
         if not fits(1):
             least = self.peak_bytes(**{**sizes, dim: 1})
             raise ValueError(
-                f"{dim} 1 takes {memory(least)}, more than {memory(limit)}; between steps "
-                f"{memory(self.idle_bytes(**{**sizes, dim: 1}))} of it is there"
+                f"{dim} 1 takes {memory(least)}, more than {memory(limit)}; "
+                f"{memory(self.idle_bytes(**{**sizes, dim: 1}))} of it stays allocated between "
+                "steps"
             )
         most = 1
         while fits(2 * most):
             most *= 2
             if most > 2**40:
-                raise ValueError(f"{dim} does not change what the step takes")
+                raise ValueError(f"{dim} does not change the memory of a step")
         step = most // 2
         while step:
             most += step if fits(most + step) else 0
@@ -191,9 +274,12 @@ class MemoryPlan:
         return most
 
     def overlay(self, stage: Stage) -> Overlay:
-        """Bytes that each node's results take, as far as a stage has the node, for the last sizes.
+        """Return the bytes of each node's outputs, for the sizes of the last call.
 
-        Results that are views take none.
+        Outputs that are views count as 0 bytes.
+
+        Args:
+            stage: Stage whose nodes are annotated. Nodes it does not have are left out.
         """
         names = {node.name for node in stage.nodes}
         figures: dict[str, float] = defaultdict(float)
@@ -203,12 +289,26 @@ class MemoryPlan:
         return Overlay("memory", "bytes", dict(figures))
 
     def table(self, **sizes: int) -> Table[Held]:
-        """The ten largest tensors at the peak; the notes tell the peak, where it is and of what."""
+        """Return a table of the ten largest tensors at the peak, with notes on the peak.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a size is missing or unknown.
+        """
         held = self.at_peak(**sizes)
         return Table(held[:LARGEST], _COLUMNS, notes=self._notes(held, sizes))
 
     def picture(self, **sizes: int) -> str:
-        """The step as an SVG: tensors stacked, over the nodes in their order; hover names one."""
+        """Return the step as an SVG: stacked tensors over the nodes, with tensor names on hover.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a size is missing or unknown.
+        """
         found = self._bytes(sizes)
         nodes = self.stage.nodes
         split = next((i for i, n in enumerate(nodes) if n.phase == "backward"), len(nodes))
@@ -243,16 +343,16 @@ class MemoryPlan:
         notes = [
             f"peak {memory(sum(each.size_bytes for each in held))} for {at}, {where}",
             f"at the peak: {parts}",
-            f"between steps {memory(self.idle_bytes(**sizes))} with {self.optimizer}; Python, "
-            "libraries and what ORT's arena keeps (--arena off: nothing) come on top",
+            f"between steps {memory(self.idle_bytes(**sizes))} with {self.optimizer}; not "
+            "included: Python, libraries, memory reserved by ORT's arena (none with --arena off)",
         ]
         if unsized := self.unsized:
             some = ", ".join(unsized[:3])
-            notes.append(f"{len(unsized)} tensors of unknown size are left out: {some}")
+            notes.append(f"not counted: {len(unsized)} tensors of unknown size ({some})")
         return notes
 
     def _bytes(self, sizes: Mapping[str, int]) -> np.ndarray:
-        """Of each tensor."""
+        """Return the size of each tensor."""
         given = self._sizes(sizes)
         known: dict[tuple[int, tuple[int | str, ...]], int] = {}
         return np.array([self._size(tensor, given, known) for tensor in self.tensors])
@@ -271,23 +371,23 @@ class MemoryPlan:
         return tensor.times * known[shape]
 
     def _sizes(self, given: Mapping[str, int]) -> dict[str, int]:
-        """By ORT's names, all of them; ValueError names one that is missing."""
+        """Return all sizes by ORT's names, or raise ValueError if one is missing."""
         found = self._known(given)
         missing = [
             name for name, dims in self._names.items() if any(dim not in found for dim in dims)
         ]
         if missing:
-            raise ValueError(f"give the sizes {', '.join(missing)}")
+            raise ValueError(f"missing sizes: {', '.join(missing)}; pass them as keyword arguments")
         return found
 
     def _known(self, given: Mapping[str, int]) -> dict[str, int]:
-        """By ORT's names, as far as they are known."""
+        """Return the known sizes by ORT's names."""
         found = dict(self._last)
         for name, size in given.items():
             if name not in self._names:
-                raise ValueError(f"no size {name!r}: {unknown_name(name, self._names)}")
+                raise ValueError(f"unknown size {name!r}: {unknown_name(name, self._names)}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} is no size; give a whole number above 0")
+                raise ValueError(f"{name}={size!r} is not a size; pass a positive integer")
             found |= dict.fromkeys(self._names[name], size)
         return found
 
@@ -299,16 +399,34 @@ class MemoryPlan:
 
 
 def plan(graphs: Graphs, model: nn.Module, *, optimizer: str = "adamw") -> MemoryPlan:
-    """The plan of `model`, whose `graphs` these are, for the session's graph.
+    """Return the memory plan of the graph that ORT's session executes.
 
-    Where ORT did not tell that, for the one with the gradient, which is a little larger.
+    If ORT did not export that graph, use the gradient graph, which is slightly larger.
+
+    Args:
+        graphs: Graphs of the model.
+        model: Original model.
+        optimizer: Optimizer whose state is counted.
+
+    Raises:
+        ValueError: If there is no graph of a training step, or the optimizer is unknown.
     """
     stage = graphs.stages.get("execution") or graphs.gradient
     return plan_of(stage, graphs.sizes, model, optimizer)
 
 
 def plan_of(stage: Stage, sizes: Mapping[str, int], model: nn.Module, optimizer: str) -> MemoryPlan:
-    """The plan of a graph of `model`; `sizes` are those of the last call, by ORT's names."""
+    """Return the memory plan of one graph of a model.
+
+    Args:
+        stage: Graph of the step.
+        sizes: Sizes of the last call, by ORT's names.
+        model: Original model.
+        optimizer: Optimizer whose state is counted.
+
+    Raises:
+        ValueError: If the optimizer is unknown.
+    """
     both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     return MemoryPlan(stage, sizes, optimizer=optimizer, encoder_decoder=both)
 
@@ -321,11 +439,11 @@ def _place(node: Node) -> str:
 
 
 def _dims(stage: Stage, *, encoder_decoder: bool) -> dict[str, tuple[str, ...]]:
-    """What users call the sizes, and ORT's names for each.
+    """Return the users' names of the sizes, with ORT's names for each.
 
-    The first of every input is the batch. The second of text is its length, the source's or the
-    target's where a model has both. Others of whole numbers keep ORT's name; those of fractions
-    are features, which the weights decide.
+    The first dimension of every input is the batch. The second dimension of text is its length: of
+    the source or the target if the model has both. Other dimensions of integer inputs keep ORT's
+    name. Other dimensions of floating-point inputs are features, which the weights determine.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for dim in stage.dims:

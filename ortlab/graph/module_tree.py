@@ -1,4 +1,4 @@
-"""The modules of a model as a graph of ORT's has them: a tree with counts and sums."""
+"""Outline of a model's modules in an ORT graph: a tree with counts and sums."""
 
 from __future__ import annotations
 
@@ -13,41 +13,45 @@ from ortlab.utils.tables import Column, Table
 
 N = TypeVar("N", int, float)
 ROWS: Final = 40
-"""Of an outline as text or on paper, at most: it is as deep as fits."""
+"""Maximum number of rows of an outline as text or in print, which limits its depth."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """One module with all that is within it."""
+    """A module, including all modules within it."""
 
     path: str
-    """Torch's name for it, empty for the model."""
+    """Torch's name of the module, empty for the model."""
     name: str
-    """What of its path follows the parent's."""
+    """Path relative to the parent."""
     parent: int
-    """The parent's place in the outline, -1 for none."""
+    """Index of the parent in the outline, -1 for none."""
     depth: int
     calls: int | None = None
-    """How often forward calls it; None where no export is at hand that tells."""
+    """Number of calls in one forward pass, None if the exported graph is not available."""
     forward: int = 0
-    """Nodes."""
+    """Number of forward nodes."""
     backward: int = 0
-    """Nodes of its gradient."""
+    """Number of nodes that compute its gradient."""
     parameters: int = 0
-    """Elements."""
+    """Number of elements of its parameters and buffers."""
     activation_bytes: int | None = None
-    """Of the results of its forward nodes, all together; None without the sizes of a batch."""
+    """Total size of the outputs of its forward nodes, None if the batch's sizes are unknown."""
     forward_us: float | None = None
-    """None where nothing was timed."""
+    """Time of its forward nodes in microseconds, None if nothing was timed."""
     backward_us: float | None = None
+    """Time of its gradient's nodes in microseconds, None if nothing was timed."""
 
 
 class Outline:
-    """The modules of a stage, a module before those within it, in the order of their first nodes.
+    """Modules of a stage, parents before children, in the order of their first nodes.
 
-    ``exported``, where it is at hand, has the nodes in the order of the user's code, and tells of
-    calls. ``sizes`` are values for `Stage.dims`; without all of them there are no activation bytes.
-    ``time`` holds microseconds for names of nodes.
+    Args:
+        stage: Stage whose nodes are counted.
+        exported: Exported stage, if available. It has the nodes in the order of the user's code and
+            shows how often each module is called.
+        sizes: Values for `Stage.dims`. Unless all are given there are no activation bytes.
+        time: Microseconds, keyed by node name.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Outline:
         parents = [row.parent for row in rows]
         self.name = stage.name
         self.module_of = tuple(at[node.module] for node in stage.nodes)
-        """The place of each node's own module."""
+        """Index of each node's module in `modules`."""
 
         def sums(phase: str, figure: Callable[[Node], N]) -> list[N | int]:
             own: list[N | int] = [0] * len(rows)
@@ -103,7 +107,11 @@ class Outline:
         )
 
     def table(self, rows: int = ROWS) -> Table[Module]:
-        """The outline down to the depth at which it has at most so many rows."""
+        """Return a table of the outline, down to the greatest depth that fits.
+
+        Args:
+            rows: Maximum number of rows. The first level below the model is always shown.
+        """
         depths = Counter(module.depth for module in self.modules)
         deepest = count = 0
         for depth in sorted(depths):
@@ -121,7 +129,7 @@ class Outline:
             "backward time": first.backward_us,
         }
         columns = [column for column in _COLUMNS if given.get(column.head, 0) is not None]
-        notes = [f"{left} more modules are within these"] if left else []
+        notes = [f"{left} more modules inside these"] if left else []
         return Table(shown, columns, notes=notes)
 
     def __repr__(self) -> str:
@@ -132,7 +140,7 @@ class Outline:
 
 
 def _tree(used: Iterable[str]) -> list[Module]:
-    """Rows for the paths `used`, and for those above where paths part; parents first."""
+    """Return rows for the paths `used` and for paths where they branch, parents first."""
     within: dict[str, dict[str, None]] = {"": {}}
     for path in used:
         while path and path not in within.setdefault(above := path.rpartition(".")[0], {}):
@@ -155,7 +163,7 @@ def _tree(used: Iterable[str]) -> list[Module]:
 
 
 def _upwards(own: Sequence[N], parents: Sequence[int]) -> list[N]:
-    """What each row has itself, with what those within it have."""
+    """Return each row's own value plus those of all rows within it."""
     total = list(own)
     for i in range(len(total) - 1, 0, -1):
         total[parents[i]] += total[i]
@@ -167,9 +175,10 @@ def _elements(stage: Stage, tensor: str) -> int:
 
 
 def _calls(rows: Sequence[Module], nodes: Iterable[Node]) -> list[int]:
-    """How many scopes the nodes of each module have: the exporter gives every call its own.
+    """Return the number of calls of each module.
 
-    A module that computes nothing itself is called as often as those that it calls.
+    The exporter gives every call its own scope, so calls are counted by the scopes of a module's
+    nodes. A module that computes nothing itself is called as often as the modules that it calls.
     """
     scopes: defaultdict[str, set[str]] = defaultdict(set)
     for node in nodes:
@@ -197,7 +206,7 @@ def _milliseconds(value: float | None) -> str:
 
 
 _COLUMNS: Final[tuple[Column[Module], ...]] = (
-    # No-break spaces: a page draws others as one.
+    # No-break spaces, because HTML collapses ordinary ones.
     Column("module", lambda row: "\N{NO-BREAK SPACE}" * 2 * row.depth + (row.name or "the model")),
     Column("calls", lambda row: str(row.calls), number=True),
     Column("nodes", lambda row: f"{row.forward:,}", number=True),

@@ -1,7 +1,7 @@
-"""Where the time of a training step goes: by phase, module, operator and node, beside eager torch.
+"""Time of a training step by phase, module, operator and node, compared with eager torch.
 
-A figure is the median over the steps, and a sum is one of such medians: what is shown adds up, and
-stands for no single step. Units are microseconds in values, milliseconds in tables.
+A value is the median over the steps, and a sum is a sum of such medians. Displayed values therefore
+add up, but do not describe any single step. Values are in microseconds, tables in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
 
 MOST_MODULES = 30
-"""Rows of modules where no depth is given."""
+"""Maximum number of module rows if no depth is given."""
 MOST_NODES, MOST_OPS = 20, 12
 _ITSELF, _AROUND = "(the model itself)", "(around)"
 _SERIES: Final = {
@@ -36,7 +36,7 @@ _SERIES: Final = {
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """A phase, or the whole step. `ort` is None where torch runs the model."""
+    """A phase or the whole step. `ort` is None if torch runs the model."""
 
     phase: str
     ort: PhaseTime | None
@@ -45,10 +45,11 @@ class PhaseRow:
 
 @dataclass(frozen=True)
 class ModuleTime:
-    """A module with what is within it: ORT's kernels and eager torch, by phase.
+    """A module with all modules within it: time of ORT's kernels and of eager torch, by phase.
 
-    The one called "(around)" is what no module owns: between ORT's kernels and around its session,
-    and around the model's forward and between the nodes of backward in eager torch.
+    The row "(around)" is the time that belongs to no module. In ORT it is spent between the kernels
+    and around the session. In eager torch it is spent around the model's forward and between the
+    nodes of the backward pass.
     """
 
     module: str
@@ -58,7 +59,7 @@ class ModuleTime:
 
 @dataclass(frozen=True)
 class OpTime:
-    """An operator: how many nodes, and their kernels by phase."""
+    """An operator: number of nodes, and time of their kernels by phase."""
 
     op: str
     nodes: int
@@ -66,10 +67,14 @@ class OpTime:
 
 
 class Profile:
-    """The time of a step of `model` without its optimizer, as tables and a picture.
+    """Time of a step of a model without its optimizer, as tables and a chart.
 
-    `modules` are the paths of its modules in their order; `ort` is None where torch runs the model.
-    `notes` are lines for the user: what the figures stand for.
+    Args:
+        model: Name of the model's class.
+        modules: Paths of its modules, in the model's order.
+        ort: Time in ORT, or None if torch runs the model.
+        eager: Time in eager torch.
+        notes: Lines for the user that say what the values mean.
     """
 
     def __init__(
@@ -89,18 +94,23 @@ class Profile:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Forward, and backward where there is one."""
+        """Names of the phases: "forward", and "backward" if there is one."""
         return tuple(self.eager.unowned_us)
 
     @property
     def nodes(self) -> tuple[NodeTime, ...]:
-        """The nodes that ORT ran, in their order."""
+        """Nodes that ORT ran, in execution order."""
         return () if self.ort is None else self.ort.nodes
 
     def overlay(self, stage: Stage) -> Overlay:
-        """The time of those nodes of `stage` that ran, or of which ORT's session made what ran.
+        """Return the time of the nodes of `stage` that ran, fused and recomputed ones included.
 
-        What earlier stages were fused into has other names: there only `execution` has it all.
+        A node that ran counts for the node of `stage` that ORT's session made it from. Nodes that
+        were fused after an earlier stage have other names, so only the stage `execution` shows the
+        full time.
+
+        Args:
+            stage: Stage whose nodes are annotated.
         """
         names = {node.name for node in stage.nodes}
         origins = ((profile_ort.origin(node.node, names), node.us) for node in self.nodes)
@@ -108,7 +118,7 @@ class Profile:
         return Overlay("time", "us", us)
 
     def by_phase(self) -> Table[PhaseRow]:
-        """ORT's kernels, what is between and around them, and eager torch."""
+        """Return a table of the phases: ORT's kernels, time between and around them, eager."""
         rows = []
         for phase in self.phases:
             ort = None if self.ort is None else self.ort.phases[phase]
@@ -120,21 +130,33 @@ class Profile:
         return Table(rows, _PHASE_COLUMNS, notes=[_shares(rows[-1].ort)])
 
     def by_module(self, depth: int | None = None) -> Table[ModuleTime]:
-        """ORT's kernels beside eager torch, module by module in the model's order.
+        """Return a table that compares ORT's kernels with eager torch, module by module.
 
-        `depth` is how many parts of a module's path tell rows apart; without it as many as 30 rows
-        have room for. ValueError where it is less than one.
+        Rows are in the model's order of modules.
+
+        Args:
+            depth: Number of parts of a module's path that distinguish rows. By default, the
+                greatest depth with at most 30 rows.
+
+        Raises:
+            ValueError: If `depth` is less than 1.
         """
         if depth is not None and depth < 1:
-            raise ValueError(f"depth={depth}: a module's path has one part at least")
+            raise ValueError(f"depth={depth} is less than 1; a module's path has at least one part")
         rows = self._rows(depth or self._deepest())
         notes = (
-            ["ORT's columns are kernels; the rest of a session is no module's"] if self.ort else []
+            ["ORT columns show kernel time only; the rest of the session belongs to no module"]
+            if self.ort
+            else []
         )
         return Table(rows, self._module_columns(), notes=notes)
 
     def by_op(self, most: int = MOST_OPS) -> Table[OpTime]:
-        """ORT's kernels by operator: the `most` that take longest."""
+        """Return a table of the operators whose kernels take longest.
+
+        Args:
+            most: Maximum number of rows.
+        """
         us: dict[str, dict[str, float]] = {}
         for node in self.nodes:
             own = us.setdefault(node.op, dict.fromkeys(self.phases, 0.0))
@@ -152,7 +174,11 @@ class Profile:
         return Table(rows[:most], columns, notes=notes, empty=_NO_NODES)
 
     def by_node(self, most: int = MOST_NODES) -> Table[NodeTime]:
-        """The `most` nodes that take longest; `nodes` are all."""
+        """Return a table of the nodes that take longest. The attribute `nodes` has all of them.
+
+        Args:
+            most: Maximum number of rows.
+        """
         rows = sorted(self.nodes, key=lambda node: -node.us)
         columns: list[Column[NodeTime]] = [
             Column("node", lambda node: node.node),
@@ -166,7 +192,7 @@ class Profile:
         return Table(rows[:most], columns, notes=notes, empty=_NO_NODES)
 
     def picture(self) -> str:
-        """The modules as bars, in SVG."""
+        """Return the modules as a bar chart in SVG."""
         rows = []
         for row in self.by_module():
             series = {f"ORT {phase}": us for phase, us in row.ort_us.items()}
@@ -185,7 +211,7 @@ class Profile:
 
     @property
     def headline(self) -> str:
-        """What a step takes where nobody watches."""
+        """One line with the time of a step that was measured without instrumentation."""
         step = "a step without its optimizer" if len(self.phases) > 1 else "a forward pass"
         takes = f"{_ms(self.eager.plain_us)} ms in eager torch"
         if self.ort is not None:
@@ -204,7 +230,7 @@ class Profile:
         return f"{us / (sum(node.us for node in self.nodes) or 1.0):.1%}"
 
     def _deepest(self) -> int:
-        """The greatest depth whose rows are few enough, 1 where none is."""
+        """Return the greatest depth with at most `MOST_MODULES` rows, or 1 if there is none."""
         longest = max(path.count(".") for path in self.modules) + 1
         fits = (d for d in range(longest, 1, -1) if len(self._rows(d)) <= MOST_MODULES)
         return next(fits, 1)
@@ -237,7 +263,7 @@ class Profile:
         return [module, *ort, *eager, Column("eager/ORT", _module_ratio, number=True)]
 
 
-_NO_NODES = "torch runs the model: there is no graph of ORT's"
+_NO_NODES = "no ORT graph: torch runs the model"
 
 
 def _total(rows: Sequence[PhaseRow]) -> PhaseRow:
@@ -252,8 +278,8 @@ def _total(rows: Sequence[PhaseRow]) -> PhaseRow:
 
 def _shares(ort: PhaseTime) -> str:
     return (
-        f"of ORT's time {ort.kernels_us / ort.us:.0%} is in kernels, {ort.between_us / ort.us:.0%} "
-        f"between them in its session, {ort.around_us / ort.us:.0%} around it in Python and torch"
+        f"ORT's time: {ort.kernels_us / ort.us:.0%} in kernels, {ort.between_us / ort.us:.0%} "
+        f"between them in the session, {ort.around_us / ort.us:.0%} around it in Python and torch"
     )
 
 
@@ -285,7 +311,7 @@ def _module_ratio(row: ModuleTime) -> str:
 def _times(
     of: str, phases: Iterable[str], us: Callable[[R], Mapping[str, float]]
 ) -> list[Column[R]]:
-    """A column of milliseconds for each phase."""
+    """Return a column of milliseconds for each phase."""
 
     def column(phase: str) -> Column[R]:
         return Column(f"{of}{phase} ms", lambda row: _ms(us(row)[phase]), number=True)

@@ -1,4 +1,4 @@
-"""What each node of a graph takes in ORT's session, and what goes on around it."""
+"""Time of each graph node in ORT's session, and of the work around the session."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ _ADDED = re.compile(r"(/\w*Fusion/|_recompute)$")
 
 @dataclass(frozen=True)
 class NodeTime:
-    """A node in one phase: microseconds of its kernel, the median of the steps.
+    """A node in one phase, with the median time of its kernel over the steps.
 
-    `module` is empty for the model itself and for a node that the graph does not have.
+    Attributes:
+        node: Name of the node.
+        op: Name of its operator.
+        phase: "forward" or "backward".
+        module: Path of its module. Empty for the model itself and for a node that is not in the
+            graph.
+        us: Microseconds.
     """
 
     node: str
@@ -36,11 +42,13 @@ class NodeTime:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase in ORT, in microseconds.
+    """Time of a phase in ORT, in microseconds.
 
-    ``kernels_us`` is the sum of its nodes, ``between_us`` what the session takes besides, its
-    profiler's writing too, ``around_us`` what Python and torch take around it; the last two are
-    medians of the steps.
+    Attributes:
+        kernels_us: Sum of the phase's nodes.
+        between_us: Time in the session outside of kernels, including the profiler's own writes.
+            Median over the steps.
+        around_us: Time that Python and torch take around the session. Median over the steps.
     """
 
     kernels_us: float
@@ -49,21 +57,25 @@ class PhaseTime:
 
     @property
     def session_us(self) -> float:
-        """The session's run."""
+        """Time of the session's run."""
         return self.kernels_us + self.between_us
 
     @property
     def us(self) -> float:
-        """All of it."""
+        """Total time of the phase."""
         return self.session_us + self.around_us
 
 
 @dataclass(frozen=True)
 class OrtProfile:
-    """ORT's time: of the nodes, in the order of the first run, and of the phases.
+    """Time of a step in ORT, by node and by phase.
 
-    ``plain_us`` is a whole step without a profile, ``watched_us`` one with it. ``joined`` is the
-    share of the kernels' time whose nodes the graph has.
+    Attributes:
+        nodes: Nodes in the order of the first run.
+        phases: Time of each phase, keyed by its name.
+        plain_us: Time of a whole step without profiling.
+        watched_us: Time of a whole step with profiling.
+        joined: Share of the kernels' time whose nodes are in the graph, from 0 to 1.
     """
 
     nodes: tuple[NodeTime, ...]
@@ -74,19 +86,26 @@ class OrtProfile:
 
 
 def profile(step: Step, export: Export, steps: int, device: torch.device) -> OrtProfile:
-    """Times `steps` steps in a session like that of `export`, after some to warm up.
+    """Time training steps in a session like that of `export`, after `WARMUP` warm-up steps.
 
-    ValueError where ORT's profile does not hold so many.
+    Args:
+        step: Step to time.
+        export: Export whose graph is run.
+        steps: Number of steps.
+        device: Device that the model is on.
+
+    Raises:
+        ValueError: If ORT's profiler cannot record that many steps.
     """
     graph = Stage("execution", export.graph_to_run(), frozenset(step.modules))
     room = profiling.most_runs(len(graph.nodes)) - WARMUP
     if steps > room:
         raise ValueError(
-            f"ORT's profile holds {room} steps of this graph's {len(graph.nodes)} nodes, not "
-            f"{steps}: take fewer steps"
+            f"ORT's profiler can record {room} steps of this graph's {len(graph.nodes)} nodes, not "
+            f"steps={steps}; use fewer steps"
         )
     watched, plain = Clock(device), Clock(device)
-    # Dropouts of torch's and of ortlab's kernels draw from torch's generator.
+    # Dropout in torch's and ortlab's kernels draws from torch's generator.
     with torch.random.fork_rng(devices=[]):
         with tempfile.TemporaryDirectory() as folder:
             twin = export.profiled(Path(folder))
@@ -113,9 +132,13 @@ def profile(step: Step, export: Export, steps: int, device: torch.device) -> Ort
 
 
 def origin(name: str, known: Container[str]) -> str | None:
-    """The name among `known` of the node that `name` is or was made of; None without one.
+    """Return the node in `known` that the node `name` is or was made from, or None.
 
-    Where a session fuses or recomputes a node it adds to its name.
+    A session appends to the name of a node that it fuses or recomputes.
+
+    Args:
+        name: Name of a node that ran.
+        known: Names of the graph's nodes.
     """
     while name not in known:
         shorter = _ADDED.sub("", name)
@@ -126,7 +149,7 @@ def origin(name: str, known: Container[str]) -> str | None:
 
 
 def _nodes(phase: str, runs: Sequence[Ran], known: Mapping[str, Node]) -> list[NodeTime]:
-    """The nodes of a phase, each with the median of the runs."""
+    """Return the nodes of a phase, each with its median over the runs."""
     ops = {kernel.node: kernel.op for run in runs for kernel in run.kernels}
     took = [_by_node(run) for run in runs]
     found = []

@@ -1,10 +1,11 @@
-"""What each module takes in eager torch, forward and backward.
+"""Time of each module in eager torch, forward and backward.
 
-Time goes from one owner to the next: a module's forward owns it while it runs, except what the
-modules within it own; a node of autograd's graph gives it to the module that made the node. Which
-one that was tells the node's number, since autograd numbers nodes as forward makes them
-(https://docs.pytorch.org/docs/stable/autograd.html#profiler). So all of it adds up, and
-what no module owns is told.
+Every moment belongs to one owner. While a module's forward runs, its time belongs to that module,
+except for the time of the modules within it. The time of a node of autograd's graph belongs to the
+module that created the node. The node's sequence number shows which module that was, because
+autograd numbers nodes in the order in which forward creates them
+(https://docs.pytorch.org/docs/stable/autograd.html#profiler). All times therefore add up, and time
+that belongs to no module is reported.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from ortlab.engines.torch import autograd
 from ortlab.graph.timed_step import PHASES, WARMUP, Clock, Step
 
 Owner = str | None
-"""A module's path, empty for the model itself; None is nobody."""
+"""Path of a module, empty for the model itself, None for time that belongs to no module."""
 
 
 @dataclass(frozen=True)
 class Eager:
-    """Eager torch's time, in microseconds, each the median of the steps.
+    """Time of a step in eager torch, in microseconds, as medians over the steps.
 
-    ``us`` has it by module and phase, without the modules within; ``unowned_us`` is what no module
-    owns, of every phase. ``plain_us`` is a whole step that nobody watched, ``watched_us`` one that
-    the others are of.
+    Attributes:
+        us: Time by module and phase, excluding the modules within.
+        unowned_us: Time of each phase that belongs to no module.
+        plain_us: Time of a whole step without instrumentation.
+        watched_us: Time of a whole step with the instrumentation that `us` is measured with.
     """
 
     us: dict[tuple[str, str], float]
@@ -44,7 +47,13 @@ class Eager:
 
 
 def profile(step: Step, steps: int, device: torch.device) -> Eager:
-    """Times `steps` steps in eager torch, after some to warm up, and as many that are watched."""
+    """Time steps in eager torch, first without and then with instrumentation.
+
+    Args:
+        step: Step to time.
+        steps: Number of steps of each kind, after `WARMUP` warm-up steps.
+        device: Device that the model is on.
+    """
     clock, ledger = Clock(device), Ledger(step.module, device)
     for _ in range(WARMUP + steps):
         step.run(step.module, clock)
@@ -68,9 +77,13 @@ def profile(step: Step, steps: int, device: torch.device) -> Eager:
 
 
 class Ledger:
-    """Whose time it is, from moment to moment: `us` microseconds by owner and phase.
+    """Microseconds by owner and phase, in `us`, updated whenever the owner changes.
 
-    Calls from threads that are not at work on the step are none of it.
+    Calls from threads that do not work on the step are ignored.
+
+    Args:
+        module: Model to instrument.
+        device: Device that the model is on.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -86,7 +99,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Has every module of the model say when its forward begins and ends."""
+        """Register hooks that record when each module's forward begins and ends."""
         handles: list[Any] = []
 
         def watch(path: str, module: nn.Module) -> None:
@@ -134,7 +147,7 @@ class Ledger:
         self._mark()
 
     def _mark(self) -> None:
-        """Nodes are made by the last owner from now on."""
+        """Record that nodes created from now on belong to the current owner."""
         self._numbers.append(autograd.next_number())
         self._makers.append(self._owners[-1])
 
@@ -145,7 +158,8 @@ class Ledger:
     def _taking_over(self, owner: Owner) -> Any:
         def take_over(_: object) -> None:
             self._charge()
-            self._owners, self._thread = [owner], threading.get_ident()  # a device has its own
+            # Autograd uses a separate thread for each device.
+            self._owners, self._thread = [owner], threading.get_ident()
 
         return take_over
 

@@ -1,4 +1,4 @@
-"""Profiles a wrapped model: the batch, and both engines one after the other, undisturbed."""
+"""Profiling of a wrapped model in eager torch and in ORT, one after the other."""
 
 from __future__ import annotations
 
@@ -23,19 +23,29 @@ from ortlab.graph.timed_step import Step
 
 _FAR = 1.5
 _ALONE = threading.Lock()
-"""Two profiles at a time would measure each other."""
+"""Serializes profiles, because two at a time would slow each other down."""
 
 
 def profile(
     model: nn.Module, batch: Batch | None, steps: int, notes: Iterable[str] = ()
 ) -> Profile:
-    """What `steps` steps of the wrapped `model` take in ORT and in eager torch.
+    """Time steps of the wrapped `model` in eager torch and in ORT.
 
-    Without a `batch` made-up values stand in for the last call's. `notes` are told with it. The
-    model, its buffers and gradients, random states, and the sessions that it has are left as they
-    are; other threads that call it wait. ValueError where it is not wrapped in engine ort or the
-    batch does not fit. On a GPU, which is not tested, nodes and modules have the time that it takes
-    to launch their kernels, and phases all of it.
+    The model, its buffers and gradients, random states and existing sessions are not changed. Other
+    threads that call the model wait. On a GPU, which is not tested, the time of nodes and modules
+    is the time to launch their kernels, and the time of phases includes the kernels.
+
+    Args:
+        model: Model wrapped in engine "ort".
+        batch: Batch to run. If None, made-up values in the shapes of the last call.
+        steps: Number of steps.
+        notes: Further lines to show with the result.
+
+    Returns:
+        The profile. Its time in ORT is None if torch runs the model.
+
+    Raises:
+        ValueError: If the model is not wrapped in engine "ort" or the batch does not fit.
     """
     execution = execution_behind(model)
     args, kwargs = _call(execution, batch)
@@ -65,7 +75,7 @@ def _as_it_was(step: Step) -> Iterator[None]:
 def _call(
     execution: GraphDispatcher, batch: Batch | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The batch as arguments of forward, or what stands in for those of the last call."""
+    """Return the batch as arguments of forward, or placeholders for those of the last call."""
     if batch is not None:
         return arguments(execution.module, batch)
     if execution.last_call is not None:
@@ -76,10 +86,10 @@ def _call(
 
 @contextlib.contextmanager
 def _fitting(*, made_up: bool) -> Iterator[None]:
-    """What made-up values make forward raise, such as an index out of range, asks for a batch."""
+    """Turn errors that made-up values cause in forward into a ValueError that asks for a batch."""
     try:
         yield
-    # Forward is the user's, and may raise anything.
+    # Forward is user code and may raise anything.
     except Exception as error:
         if not made_up:
             raise
@@ -88,15 +98,24 @@ def _fitting(*, made_up: bool) -> Iterator[None]:
 
 
 def medians(steps: int, ort: OrtProfile | None, eager: Eager) -> Iterator[str]:
-    """What the figures are of, and whether to trust them, in lines."""
+    """Yield lines that say how the values were measured and whether they are reliable.
+
+    Args:
+        steps: Number of steps that were timed.
+        ort: Time in ORT, or None if torch runs the model.
+        eager: Time in eager torch.
+    """
     took = f"{eager.watched_us / 1000:.2f} ms in eager torch"
     if ort is not None:
         took = f"{ort.watched_us / 1000:.2f} ms in ORT, {took}"
     of = f"medians of {steps} steps each" if steps > 1 else "a single step each"
-    yield f"{of}; in the tables of steps that were watched: {took}"
+    yield f"{of}; tables show instrumented steps, which took {took}"
     both = (eager,) if ort is None else (eager, ort)
     if any(max(t.watched_us, t.plain_us) > _FAR * min(t.watched_us, t.plain_us) for t in both):
-        yield "watched steps are far from others: the model is small, or the machine busy"
+        yield (
+            "instrumented steps differ a lot from plain ones: the model is small or the machine "
+            "is busy"
+        )
 
 
 def _notes(
@@ -104,10 +123,10 @@ def _notes(
 ) -> Iterator[str]:
     if made_up:
         given = ", ".join(filter(None, (describe(step.args)[1:-1], describe(step.kwargs))))
-        yield f"made-up values in the form of the last call: {given}"
+        yield f"made-up values in the shapes of the last call: {given}"
     if not step.module.training:
-        yield "the model is in evaluation mode: forward alone"
+        yield "the model is in evaluation mode: forward pass only"
     if ort is None:
         yield f"the model runs in torch: {execution.report().fallback_reason}"
     elif ort.joined < 1:
-        yield f"{ort.joined:.1%} of the kernels' time is in nodes that the graph has"
+        yield f"{ort.joined:.1%} of the kernel time is in nodes of the graph"

@@ -1,9 +1,9 @@
-"""What each recompute plan saves and costs, before it is run.
+"""Memory that each recompute plan saves and time that it costs, estimated before it runs.
 
-A plan names modules whose activations are computed again in the backward pass, see
-`ortlab.engines.ortmodule.kernels.recompute`. The memory is read from the graph that the plan makes,
-as in `memory`; the time is that of the kernels that run twice, from a profile of the model's own
-steps.
+A plan names modules whose activations are recomputed in the backward pass, see
+`ortlab.engines.ortmodule.kernels.recompute`. The memory is computed from the graph that the plan
+produces, as in `memory`. The time is the time of the kernels that run twice, from a profile of the
+model's own steps.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ OFF: Final = "off"
 _YIELD: Final = "com.microsoft.YieldOp"
 _STEPS: Final = 3
 _MOST_CHOICES: Final = 64
-"""Of plans together that `RecomputePlans.least_time` looks at, the cheapest first."""
+"""Maximum number of combinations of plans that `RecomputePlans.least_time` considers."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A plan beside no plan: bytes for the sizes that were asked for, seconds of one step.
+    """A plan compared with no plan, for given sizes of the batch.
 
-    ``after_forward_bytes`` are activations that are not there when backward begins, ``peak_bytes``
-    what the step's peak falls by. ``cost_s`` is None where nothing was measured.
+    Attributes:
+        plan: Name of the plan.
+        occurrences: Number of modules that the plan recomputes.
+        after_forward_bytes: Activations that are not in memory when the backward pass begins.
+        peak_bytes: Reduction of the step's peak memory.
+        cost_s: Additional seconds per step, or None if nothing was measured.
     """
 
     plan: str
@@ -49,11 +53,21 @@ class Saving:
 
 
 class RecomputePlans:
-    """The plans of a wrapped model; shown as a table, `at` sizes that are given by name.
+    """Recompute plans of a wrapped model, shown as a table.
 
-    ``plans.choose("encoder.layer.*")`` lets one hold from the next step on; several are joined by
-    commas. ``plans.least_time("2GiB", batch=32)`` names what costs least of those that fit. With
-    `settings` they are those of the graph that was made for these.
+    ``plans.choose("encoder.layer.*")`` activates a plan from the next step on. Several plans are
+    separated by commas. ``plans.least_time("2GiB", batch=32)`` returns the cheapest plan that fits.
+
+    Args:
+        model: Model wrapped in engine "ort".
+        batch: Batch whose graph is used. If None, the graph used last.
+        optimizer: Optimizer whose state is counted.
+        choose: Called with a plan to activate it.
+        settings: If given, use the graph that was made for these settings.
+
+    Raises:
+        ValueError: If there is no executed graph of a training step, or ORT's own recompute plans
+            are active.
     """
 
     def __init__(
@@ -70,13 +84,13 @@ class RecomputePlans:
         exports = [each for each in execution.exports(settings) if each.gradient]
         if not exports or "execution" not in graphs.stages:
             raise ValueError(
-                f"{graphs.model} has no graph of a training step that its session tells: train a "
-                "step, or give a batch, on a CPU and without save_onnx"
+                f"{graphs.model} has no executed graph of a training step; train a step, or give "
+                "a batch, on a CPU and without save_onnx"
             )
         if exports[-1].manager._runtime_options.memory_optimizer_is_enabled():
             raise ValueError(
-                f"{graphs.model} is recomputed by ORT's own plans, which are in its graph already; "
-                "wrap it without them"
+                f"{graphs.model} uses ORT's own plans for recompute, which are already part of its "
+                "graph; wrap it without them"
             )
         self._model, self._original = model, execution.module
         self._batch = batch
@@ -92,45 +106,70 @@ class RecomputePlans:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The plans that there are, outer modules before those within."""
+        """Available plans, outer modules before inner ones."""
         return tuple(self._graph.parts)
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The plans of whole layers, one for each list of them."""
+        """Plans of whole layers, one for each list of layers."""
         return self._graph.layers
 
     def parts(self, plan: str) -> tuple[str, ...]:
-        """The plans that `plan` joins, or stands for; UnknownPlan names the nearest."""
+        """Return the plans that `plan` combines or stands for.
+
+        Args:
+            plan: Plan, or several separated by commas.
+
+        Raises:
+            UnknownPlan: If a plan does not exist. The message suggests the nearest.
+        """
         return self._graph.check(_split(plan))
 
     @property
     def chosen(self) -> str:
-        """What holds now, as the setting `recompute` has it."""
+        """Active plan, as in the setting `recompute`."""
         return execution_behind(self._model).settings.recompute
 
     @property
     def dims(self) -> dict[str, int | None]:
-        """The sizes that a batch decides, by name, and what they are where none is given."""
+        """Names of the sizes that depend on the batch, with their default values."""
         return self.memory(OFF).dims
 
     def at(self, **sizes: int) -> RecomputePlans:
-        """The same for these sizes: what the table shows; ValueError names one that is unknown."""
+        """Return the same plans with these sizes as defaults.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a name or a value is not valid.
+        """
         found = copy.copy(self)
         found._given = {**self._given, **sizes}
         found.memory(OFF)
         return found
 
     def choose(self, plan: str) -> None:
-        """Lets `plan` hold from the next step on, "off" none. UnknownPlan names the nearest.
+        """Activate `plan` from the next step on.
 
-        While a run trains the model it is the run's, as ``run.apply(recompute=plan)`` makes it.
+        While a run trains the model, the change is part of the run, as with
+        ``run.apply(recompute=plan)``.
+
+        Args:
+            plan: Plan, or several separated by commas. "off" activates none.
+
+        Raises:
+            UnknownPlan: If a plan does not exist. The message suggests the nearest.
         """
         self._graph.check(_split(plan))
         self._choose(plan)
 
     def memory(self, plan: str) -> MemoryPlan:
-        """The memory of a step under `plan`: its peak, its picture; nothing is run."""
+        """Return the memory plan of a step under `plan`, without running it.
+
+        Args:
+            plan: Plan, or several separated by commas. "off" stands for none.
+        """
         return self._memory(_split(plan))
 
     def _memory(self, plans: tuple[str, ...]) -> MemoryPlan:
@@ -140,7 +179,14 @@ class RecomputePlans:
         return self._known[plans].at(**self._given)
 
     def savings(self, plan: str) -> Saving:
-        """What `plan` saves and costs."""
+        """Return the memory that `plan` saves and the time that it costs.
+
+        Args:
+            plan: Plan, or several separated by commas.
+
+        Raises:
+            UnknownPlan: If a plan does not exist. The message suggests the nearest.
+        """
         plans = self._graph.check(_split(plan))
         before, after = self._memory(()), self._memory(plans)
         return Saving(
@@ -152,9 +198,18 @@ class RecomputePlans:
         )
 
     def measure(self, steps: int = _STEPS) -> RecomputePlans:
-        """Times the kernels of the model's own steps, from which the costs follow; seconds.
+        """Time the kernels of the model's own steps, from which the plans' costs follow.
 
-        The figures are of the sizes of the batch, or of the last call. The model is left as it is.
+        The values are for the sizes of the batch or of the last call. The model is not changed.
+
+        Args:
+            steps: Number of steps to time.
+
+        Returns:
+            These plans.
+
+        Raises:
+            ValueError: If torch runs the model.
         """
         found = profiler.profile(self._model, self._batch, steps)
         if found.ort is None:
@@ -171,10 +226,19 @@ class RecomputePlans:
         return sum(self._kernels_us.get(name, 0.0) for name in again) / 1e6
 
     def least_time(self, budget: int | str, **sizes: int) -> str:
-        """The plan that costs least time of those whose peak is within `budget`, "off" for none.
+        """Return the plan that costs the least time and fits into `budget`.
 
-        `budget` is bytes, or text such as "2GiB", of what `MemoryPlan.peak_bytes` counts. What was
-        not measured is, as of `measure`. ValueError says what the least takes where nothing fits.
+        If nothing was measured yet, call `measure` first.
+
+        Args:
+            budget: Limit of `MemoryPlan.peak_bytes`, as bytes or as text such as "2GiB".
+            **sizes: Values by the names in `dims`.
+
+        Returns:
+            Plans separated by commas, or "off" if none is needed.
+
+        Raises:
+            ValueError: If no plan fits. The message says how much memory the smallest takes.
         """
         limit = parse_bytes(budget)
         if self._kernels_us is None:
@@ -188,12 +252,12 @@ class RecomputePlans:
                 return ",".join(plans) or OFF
             least = min(least, found, key=lambda each: each.peak_bytes())
         raise ValueError(
-            f"the least that a step takes with recompute is {memory(least.peak_bytes())}, more "
-            f"than {memory(limit)}: take a smaller batch"
+            f"a step takes at least {memory(least.peak_bytes())} with recompute, more than "
+            f"{memory(limit)}; take a smaller batch"
         )
 
     def _choices(self) -> list[tuple[str, ...]]:
-        """Plans that go together, none within another; whole layers of all lists are among them."""
+        """Return combinations of plans, none within another, including all whole layers."""
         singles = [(plan,) for plan in self.names]
         found: list[tuple[str, ...]] = [(), self._graph.layers, *singles]
         for count in range(2, len(self.names) + 1):
@@ -205,7 +269,16 @@ class RecomputePlans:
         return list(dict.fromkeys(found))
 
     def table(self, **sizes: int) -> Table[Saving]:
-        """A row for each plan, and for all layers where there are several lists of them."""
+        """Return a table with a row for each plan.
+
+        If there are several lists of layers, the first row is for all layers together.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a name or a value is not valid.
+        """
         here = self.at(**sizes) if sizes else self
         plans = list(self.names)
         if len(self._graph.layers) > 1:
@@ -214,21 +287,28 @@ class RecomputePlans:
         chosen = (*_split(self.chosen), *self.parts(self.chosen))
         columns: list[Column[Saving]] = [
             Column("", lambda row: "x" if row.plan in chosen else ""),
-            Column("compute again", lambda row: row.plan),
+            Column("recompute", lambda row: row.plan),
             Column("modules", lambda row: str(row.occurrences), number=True),
             Column("saved after forward", lambda row: memory(row.after_forward_bytes), number=True),
             Column("saved at the peak", lambda row: signed(row.peak_bytes), number=True),
-            Column("costs a step", self.told_cost, number=True),
+            Column("cost per step", self.told_cost, number=True),
         ]
         return Table(
             rows,
             columns,
             notes=list(here._notes()),
-            empty="the model has no list of layers whose activations could be computed again",
+            empty="the model has no list of layers whose activations could be recomputed",
         )
 
     def told_cost(self, saving: Saving) -> str:
-        """Its cost in milliseconds and beside a step; a dash where nothing was measured."""
+        """Return a plan's cost as text: milliseconds, and percent of a step.
+
+        Args:
+            saving: Row of the table.
+
+        Returns:
+            Text such as "1.5 ms (+3%)", or a dash if nothing was measured.
+        """
         if saving.cost_s is None:
             return "-"
         share = f" (+{saving.cost_s / self._step_s:.0%})" if self._step_s else ""
@@ -238,14 +318,14 @@ class RecomputePlans:
         before = self._memory(())
         at = ", ".join(f"{name} {size}" for name, size in self.dims.items())
         yield (
-            f"without any, for {at}: {memory(before.peak_bytes())} at the peak, "
+            f"without recompute, for {at}: {memory(before.peak_bytes())} at the peak, "
             f"{memory(_after_forward(before))} of activations after forward"
         )
-        yield f"now: {self.chosen}; gradients stay the same, bit for bit"
+        yield f"active: {self.chosen}; gradients are bit-identical with and without recompute"
         if self._step_s is None:
-            yield "what it costs is not measured yet: .measure(), or %ort recompute MODEL --measure"
+            yield "cost not measured yet: call .measure() or run %ort recompute MODEL --measure"
         else:
-            yield f"costs are of the batch that was timed, {self._step_s * 1e3:.0f} ms a step"
+            yield f"cost is for the timed batch, {self._step_s * 1e3:.0f} ms per step"
 
     def __repr__(self) -> str:
         return repr(self.table())
@@ -255,7 +335,7 @@ class RecomputePlans:
 
 
 def _after_forward(plan: MemoryPlan) -> int:
-    """Bytes beyond those of an idle model when torch has the outputs and backward begins."""
+    """Return the bytes in memory when backward begins, minus those of an idle model."""
     nodes = plan.stage.nodes
     at = next(i for i, node in enumerate(nodes) if node.op == _YIELD)
     return int(plan.curve()[at]) - plan.idle_bytes()
@@ -271,20 +351,29 @@ def _within(inner: str, outer: str) -> bool:
 
 
 def signed(size_bytes: int) -> str:
-    """Bytes in words, which may be less than none."""
+    """Return a number of bytes as text, with a minus sign if it is negative.
+
+    Args:
+        size_bytes: Number of bytes, which may be negative.
+    """
     return memory(size_bytes) if size_bytes >= 0 else f"-{memory(-size_bytes)}"
 
 
 def plan_for(
     model: nn.Module, settings: FinetuneSettings, *, choose: Callable[[str], None]
 ) -> tuple[MemoryPlan, EngineSettings]:
-    """Return the memory plan of the wrapped `model`, and the settings that its graph has.
+    """Return the memory plan of the wrapped `model`, and the settings of its graph.
 
-    The graph is the one that was made for `settings`, with what they have computed again in it,
-    or else the one that is in use; nothing is exported.
+    The graph is the one made for `settings`, with their recompute plan applied, or else the one in
+    use. Nothing is exported.
+
+    Args:
+        model: Model wrapped in engine "ort".
+        settings: Settings of the run.
+        choose: Called with a recompute plan to activate it.
 
     Raises:
-        ValueError: If ORT has made no graph yet, or cannot compute that again.
+        ValueError: If ORT has built no graph yet, or cannot recompute those activations.
     """
     execution, optimizer = execution_behind(model), settings.optimizer
     made = [each for each in execution.exports(settings) if each.gradient]

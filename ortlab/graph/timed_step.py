@@ -1,4 +1,4 @@
-"""A training step without its optimizer: forward, and backward from the loss; and a clock."""
+"""Training step without its optimizer, and a clock that times it: forward, then backward."""
 
 from __future__ import annotations
 
@@ -18,25 +18,35 @@ from ortlab.engines.torch import autograd
 
 PHASES: Final = ("forward", "backward")
 WARMUP = 2
-"""Steps before the first that counts: allocations, and what is chosen at the first call."""
+"""Steps that are not counted, because the first ones allocate memory and select kernels."""
 _SEED = 20210301
 
 
 class Watch(Protocol):
-    """What sees the phases of a step."""
+    """Observer of the phases of a step."""
 
     def within(self, phase: str, roots: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """A phase runs within it; `roots` is what backward begins at."""
+        """Return a context in which one phase runs.
+
+        Args:
+            phase: Name of the phase.
+            roots: Tensors at which the backward pass begins.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Step:
-    """A call of `module` and its backward pass; gradients are dropped, ``.grad`` is not written.
+    """A call of a module and its backward pass.
 
-    Backward begins at the model's own loss where it returns one, else at all its outputs, with
-    random gradients. A model in evaluation mode, or one whose outputs require no gradient, has a
-    forward pass alone.
+    Gradients are discarded and ``.grad`` is not written. Backward begins at the model's own loss if
+    it returns one, otherwise at all its outputs, with random gradients. A model in evaluation mode,
+    or one whose outputs require no gradient, has a forward pass only.
+
+    Attributes:
+        module: Model to call.
+        args: Positional arguments of forward.
+        kwargs: Keyword arguments of forward.
     """
 
     module: nn.Module
@@ -45,11 +55,16 @@ class Step:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The paths of the model's modules; one that is there twice has two."""
+        """Paths of the model's modules. A module that is registered twice has two."""
         return tuple(name for name, _ in self.module.named_modules(remove_duplicate=False))
 
     def run(self, call: Callable[..., Any], watch: Watch) -> None:
-        """Has `call` compute forward; `watch` sees each phase."""
+        """Run the step.
+
+        Args:
+            call: Function that computes the forward pass.
+            watch: Observer of the phases.
+        """
         with torch.set_grad_enabled(self.module.training):
             with watch.within("forward", ()):
                 outputs = call(*self.args, **self.kwargs)
@@ -65,7 +80,7 @@ class Step:
 
 
 def _roots(outputs: Any) -> list[torch.Tensor]:
-    """What backward begins at: the loss, else every output that requires a gradient."""
+    """Return the tensors where backward begins: the loss, or outputs that require a gradient."""
     found = outputs.get("loss") if hasattr(outputs, "get") else getattr(outputs, "loss", None)
     if isinstance(found, torch.Tensor) and found.numel() == 1 and found.requires_grad:
         return [found]
@@ -73,7 +88,7 @@ def _roots(outputs: Any) -> list[torch.Tensor]:
 
 
 def _cotangents(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of one root 1 where it is a loss; else random ones, which are nowhere zero."""
+    """Return 1 for a single loss, otherwise random gradients, so that none is 0."""
     if len(roots) == 1 and roots[0].numel() == 1:
         return [torch.ones_like(roots[0])]
     generator = torch.Generator().manual_seed(_SEED)
@@ -81,7 +96,11 @@ def _cotangents(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Clock:
-    """Microseconds of each phase of each step, in `us` by the name of the phase."""
+    """Microseconds of each phase of each step, in `us`, keyed by the name of the phase.
+
+    Args:
+        device: Device that the model is on.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -89,7 +108,12 @@ class Clock:
 
     @contextlib.contextmanager
     def within(self, phase: str, roots: Sequence[torch.Tensor]) -> Iterator[None]:  # noqa: ARG002
-        """See `Watch`; a phase lasts to the end of what it put on the device."""
+        """Time a phase until the work that it queued on the device is done. See `Watch`.
+
+        Args:
+            phase: Name of the phase.
+            roots: Not used.
+        """
         started = time.perf_counter()
         yield
         if self._device.type == "cuda":
@@ -97,7 +121,7 @@ class Clock:
         self.us.setdefault(phase, []).append((time.perf_counter() - started) * 1e6)
 
     def median_us(self) -> float:
-        """A whole step, without those to warm up."""
+        """Return the median time of a whole step in microseconds, without the warm-up steps."""
         whole = [sum(phases) for phases in zip(*self.us.values(), strict=True)]
         median: float = statistics.median(whole[WARMUP:])
         return median

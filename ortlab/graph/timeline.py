@@ -1,4 +1,4 @@
-"""Memory over the nodes of a step, as one static picture: tensors stacked, hover names one."""
+"""Static chart of memory over the nodes of a step: stacked tensors, with names on hover."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ortlab.utils.svg_bars import FONT, TEXT
 WIDTH, HEIGHT = 900, 340
 LEFT, RIGHT, TOP, BOTTOM = 64, 8, 40, 24
 COLUMNS = 150
-"""Places along the step; of the nodes in each the one with the most memory stands for it."""
+"""Number of columns of the chart. Each shows the node with the most memory among its nodes."""
 DRAWN = 100
-"""Tensors drawn for themselves; the rest of each kind is drawn as one."""
-_COLOURS = {
+"""Number of tensors drawn individually. The rest of each kind is drawn as one area."""
+_COLORS = {
     "parameter": "#6c757d",
     "optimizer state": "#a5acb3",
     "batch": "#57a773",
@@ -30,7 +30,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Area:
-    """A tensor that is there while nodes `born` to `dies` run."""
+    """A tensor that is in memory while the nodes `born` to `dies` run."""
 
     name: str
     kind: str
@@ -47,7 +47,14 @@ def svg(
     phases: Sequence[tuple[str, int]],
     kinds: Sequence[str],
 ) -> str:
-    """The picture of `areas` over `length` nodes; `phases` are names and their first nodes."""
+    """Return the chart as SVG.
+
+    Args:
+        areas: Tensors to draw.
+        length: Number of nodes.
+        phases: Name and first node of each phase.
+        kinds: Kinds of tensors, in the order in which they are stacked.
+    """
     born = np.array([area.born for area in areas])
     dies = np.array([area.dies for area in areas])
     sizes = np.array([area.size_bytes for area in areas])
@@ -75,7 +82,7 @@ def svg(
 
 
 class _Place:
-    """Where a node and a number of bytes are in the picture."""
+    """Position of a node and of a number of bytes in the chart."""
 
     def __init__(self, length: int, most: int) -> None:
         self._across = (WIDTH - LEFT - RIGHT) / max(length, 1)
@@ -90,7 +97,7 @@ class _Place:
 
 
 def _curve(born: np.ndarray, dies: np.ndarray, sizes: np.ndarray, length: int) -> np.ndarray:
-    """Bytes while each node runs."""
+    """Return the bytes in memory while each node runs."""
     change = np.zeros(length + 1, dtype=np.int64)
     np.add.at(change, born, sizes)
     np.subtract.at(change, dies + 1, sizes)
@@ -98,16 +105,16 @@ def _curve(born: np.ndarray, dies: np.ndarray, sizes: np.ndarray, length: int) -
 
 
 def _highest(stretches: Sequence[np.ndarray], curve: np.ndarray) -> np.ndarray:
-    """The nodes that are drawn: of each stretch of nodes the one with the most memory."""
+    """Return the node with the most memory of each stretch of nodes."""
     return np.array([stretch[curve[stretch].argmax()] for stretch in stretches])
 
 
 def _stacked(
     areas: Sequence[Area], heights: np.ndarray, kinds: Sequence[str]
 ) -> Iterator[tuple[str, str, np.ndarray]]:
-    """What is drawn, from the bottom: of each kind one by one, then the small ones together.
+    """Yield the areas to draw, from the bottom: for each kind large tensors, then the rest as one.
 
-    What is there all the time is drawn as one.
+    Tensors that are in memory all the time are drawn as part of the rest.
     """
     passing = [i for i in range(len(areas)) if not heights[i].all()]
     shown = set(sorted(passing, key=lambda i: -heights[i].sum())[:DRAWN])
@@ -129,7 +136,7 @@ def _label(area: Area) -> str:
 def _polygon(
     label: str, kind: str, base: np.ndarray, height: np.ndarray, edges: np.ndarray, place: _Place
 ) -> str:
-    """Steps along the bottom and back along the top, where the tensor is there."""
+    """Return a path in steps along the bottom of a tensor's area and back along its top."""
     drawn = np.flatnonzero(height)
     if not len(drawn):
         return ""
@@ -139,13 +146,13 @@ def _polygon(
         upper = _steps(run, base + height, edges, place)
         path.append("M" + "L".join([*lower, *reversed(upper)]) + "Z")
     return (
-        f'<path d="{"".join(path)}" fill="{_COLOURS[kind]}" stroke="#ffffff" '
+        f'<path d="{"".join(path)}" fill="{_COLORS[kind]}" stroke="#ffffff" '
         f'stroke-opacity="0.35" stroke-width="0.5"><title>{html.escape(label)}</title></path>'
     )
 
 
 def _steps(run: np.ndarray, level: np.ndarray, edges: np.ndarray, place: _Place) -> list[str]:
-    """The corners of a line of steps at `level` along the columns of `run`."""
+    """Return the corners of a stepped line at `level` along the columns of `run`."""
     points: list[str] = []
     start = run[0]
     for column in [*run[1:], None]:
@@ -173,7 +180,7 @@ def _axis(place: _Place) -> Iterator[str]:
 
 
 def _nice(step: float) -> float:
-    """A round number near `step`."""
+    """Return a round number near `step`."""
     power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
     return power * min((1, 2, 5, 10), key=lambda each: abs(each * power - step))
 
@@ -192,7 +199,7 @@ def _legend(used: set[str], kinds: Sequence[str]) -> Iterator[str]:
     left = float(LEFT)
     for kind in kinds:
         if kind in used:
-            yield (f'<rect x="{left:.1f}" y="4" width="10" height="10" fill="{_COLOURS[kind]}"/>')
+            yield (f'<rect x="{left:.1f}" y="4" width="10" height="10" fill="{_COLORS[kind]}"/>')
             yield _text(left + 14, 9, kind)
             left += 32 + 0.5 * FONT * len(kind)
 

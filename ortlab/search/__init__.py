@@ -1,1 +1,1 @@
-"""Which settings train a model best here: the race of some, and the search among all."""
+"""Comparison of training settings on this machine: a race of some and a search among all."""

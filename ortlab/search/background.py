@@ -1,4 +1,4 @@
-"""Work in a thread of its own that can be awaited, seen and stopped, and keeps what it has."""
+"""Background work in its own thread, which can be awaited, displayed and stopped."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ R = TypeVar("R")
 
 
 class Stopped(BaseException):
-    """The work was asked to end; no error of a set-up, so who catches those lets it through."""
+    """Raised in the worker thread to end the work after a stop request.
+
+    It is not an Exception, so that code that catches a set-up's errors lets it pass.
+    """
 
 
 class Background(abc.ABC, Generic[R]):
-    """Work whose result so far is `standing`; waited for by ``await`` or `result`.
+    """Work in its own thread with a result so far, `standing`, awaited with ``await`` or `result`.
 
-    A stop, an interrupt too, ends it after the turn in flight, and what was measured stays. What
-    `_work` raises is raised where it is awaited.
+    A stop request or an interrupt ends the work after the current turn, and all measurements so far
+    are kept. An exception that `_work` raises is raised again where the work is awaited.
     """
 
     kind: ClassVar[str]
@@ -35,11 +38,11 @@ class Background(abc.ABC, Generic[R]):
         number = next(self._numbers.setdefault(self.kind, itertools.count(1)))
         self.name = f"{self.kind}-{number}"
         self.doing = "starting"
-        """What takes its time just now."""
+        """Description of the current activity."""
         self.version = 0
-        """Another number whenever there is something new to be seen."""
+        """Number that changes whenever there is something new to display."""
         self.error: BaseException | None = None
-        """What the work raised."""
+        """Exception that the work raised, if any."""
         self._stop = threading.Event()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -47,58 +50,82 @@ class Background(abc.ABC, Generic[R]):
     @property
     @abc.abstractmethod
     def standing(self) -> R:
-        """What there is so far."""
+        """Result so far."""
 
     @abc.abstractmethod
     def apply(self) -> str:
-        """Has the best of what was found hold where the model is trained; says so in words.
+        """Apply the best settings found so far to the training of the model.
 
-        ValueError where that cannot be.
+        Returns:
+            Text that says what was done.
+
+        Raises:
+            ValueError: If there are none, or they cannot be applied.
         """
 
     @abc.abstractmethod
     def _work(self) -> None:
-        """Does it all, in the thread; `_go_on` ends it where a stop was asked for."""
+        """Do all work in the thread. `_go_on` ends it if a stop was requested."""
 
     def start(self, show: Callable[[Any], None] = lambda _: None) -> None:
-        """Starts the thread, has the work shown, and returns at once."""
-        context = contextvars.copy_context()  # what the thread prints stays with its own cell
+        """Start the thread, display the work and return immediately.
+
+        Args:
+            show: Called with this object to display it.
+        """
+        context = contextvars.copy_context()  # routes the thread's output to its own cell
         self._thread = Thread(context.run, self._drive, name=f"ortlab-{self.name}")
         self._thread.start()
         show(self)
 
     def stop(self) -> None:
-        """Ends it after the turn in flight; not waited for. Twice is fine."""
+        """Request a stop after the current turn and return. Repeated calls are fine."""
         self._stop.set()
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop was asked for."""
+        """True if a stop was requested."""
         return self._stop.is_set()
 
     def over(self) -> bool:
-        """Whether it has ended."""
+        """Return True if the work has ended."""
         return self._over.is_set()
 
     def wait_over(self, timeout: float | None = None) -> bool:
-        """Blocks until it is over, at most `timeout` seconds; returns `over`."""
+        """Block until the work has ended.
+
+        Args:
+            timeout: Maximum number of seconds to wait, None for no limit.
+
+        Returns:
+            True if the work has ended.
+        """
         return self._over.wait(timeout)
 
     def result(self, timeout: float | None = None) -> R:
-        """Blocks until it is over; what was measured. An interrupt (Ctrl-C) stops it.
+        """Block until the work has ended. An interrupt (Ctrl-C) stops the work.
 
-        TimeoutError after `timeout` seconds; it goes on.
+        Args:
+            timeout: Maximum number of seconds to wait, None for no limit.
+
+        Returns:
+            Everything that was measured.
+
+        Raises:
+            TimeoutError: After `timeout` seconds. The work continues.
         """
         try:
             if not self._over.wait(timeout):
-                raise TimeoutError(f"{self.name} is not over after {timeout:g} s: {self.doing}")
+                raise TimeoutError(
+                    f"{self.name} is still running after {timeout:g} s: {self.doing}"
+                )
         except KeyboardInterrupt:
             self._interrupted()
             self._over.wait()
         return self._outcome()
 
     def __await__(self) -> Generator[Any, None, R]:
-        """Waits with the buttons alive. An interrupt stops it, a time-out does not."""
+        """Wait while widgets stay responsive. An interrupt stops the work, a timeout does not."""
         return self._awaited().__await__()
 
     async def _awaited(self) -> R:
@@ -107,7 +134,7 @@ class Background(abc.ABC, Generic[R]):
 
     def _interrupted(self) -> None:
         self.stop()
-        print(f"{self.name} stops after the turn in flight and keeps what it has", flush=True)
+        print(f"{self.name} stops after the current turn and keeps its results", flush=True)
 
     def _outcome(self) -> R:
         if self.error is not None:
@@ -120,7 +147,7 @@ class Background(abc.ABC, Generic[R]):
             self._work()
         except Stopped:
             pass
-        # Whatever is raised is kept here, and raised where the work is awaited.
+        # Any exception is stored here and raised again where the work is awaited.
         except BaseException as error:  # noqa: BLE001
             shorten(error)
             self.error = error
@@ -133,6 +160,6 @@ class Background(abc.ABC, Generic[R]):
         self.version += 1
 
     def _go_on(self) -> None:
-        """Raises Stopped where a stop was asked for."""
+        """Raise Stopped if a stop was requested."""
         if self._stop.is_set():
             raise Stopped

@@ -1,4 +1,4 @@
-"""A set-up in training on a copy of the model that is compared."""
+"""One set-up that trains a copy of the compared model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from torch import nn
 
 from ortlab.bench import interleaved
+from ortlab.cluster.remote import RemoteStepper
 from ortlab.engines.base import LossFunction, Stepper
 from ortlab.engines.registry import engine_for
 from ortlab.graph.memory import MemoryPlan
@@ -20,18 +21,25 @@ if TYPE_CHECKING:
     from ortlab.cluster.workers import Workers
 
 PLAIN: Final = dict(zip(("engine", "precision"), REFERENCE, strict=True))
-"""The settings of the set-up that others are compared with."""
+"""Settings of the set-up that all others are compared with."""
 LONG_S = 5.0
-"""A first step that takes longer is not made for another batch without need."""
+"""Seconds from which a first step counts as slow, so it is not repeated for another batch size."""
 
 
 class Candidate:
-    """One set-up with the copy of `model` that it trains; its first step is behind it.
+    """One set-up and the copy of the model that it trains. Its first step is made on creation.
 
-    With `workers` they train copies of that copy.
+    Args:
+        settings: Settings of the set-up.
+        model: Model to copy.
+        loss: Loss function, or None if the model returns a loss.
+        feed: Training data.
+        micro: Samples in a micro-batch of the first step.
+        workers: If given, these workers train copies of the copy.
 
-    Raises what the engine raises: ValueError or EngineUnavailable, before anything is copied, where
-    it cannot run.
+    Raises:
+        ValueError: If the settings are not supported, before anything is copied.
+        EngineUnavailable: If the engine cannot run here, before anything is copied.
     """
 
     def __init__(
@@ -47,19 +55,17 @@ class Candidate:
         chosen = engine_for(settings)
         self.settings = settings
         self.plan: MemoryPlan | None = None
-        """What its graph says of its memory, where it has one."""
+        """Memory plan of its graph, or None if it has none."""
         self.model = copy.deepcopy(model)
         self.steps = 1
-        """How many it has made; where it is in the feed."""
+        """Number of steps so far, which is its position in the feed."""
         self._feed = feed
         self._wrapped = self.model
 
         def prepare() -> Stepper:
             if workers is not None:
-                from ortlab.cluster.remote import RemoteStepper
-
                 return RemoteStepper(workers, self.model, loss, settings, name="a comparison")
-            # Which precision is not for wrapping to choose.
+            # The stepper applies the precision, so wrapping must not.
             plain = settings.replace(precision=PLAIN["precision"])
             self._wrapped = chosen.wrap(self.model, plain)
             return chosen.prepare(self._wrapped, loss, settings)
@@ -69,19 +75,31 @@ class Candidate:
 
     @property
     def slow_to_begin(self) -> bool:
-        """Whether its first step took long."""
+        """True if its first step took longer than `LONG_S`."""
         return self.lane.first_step_s > LONG_S
 
     def turn(self, number: int, *, micro: int) -> float:
-        """Milliseconds of a step, the mean of the next `number`, in micro-batches of `micro`."""
+        """Run the next steps and return the mean time of a step in milliseconds.
+
+        Args:
+            number: Number of steps.
+            micro: Samples in a micro-batch.
+        """
         steps = self._feed.steps(self.steps, number, micro=micro)
-        # The same masks for all who draw them as eager torch does.
+        # The same dropout masks for all engines that draw them as eager torch does.
         ms = self.lane.turn(steps, seed=self.settings.seed + self.steps)
         self.steps += number
         return ms
 
     def peak_bytes(self, step: Callable[[], object]) -> tuple[float, str]:
-        """What `step`, one optimizer step, takes of memory, and where that is known from."""
+        """Return the memory that a step takes, and the source of that value.
+
+        Args:
+            step: Function that runs one optimizer step.
+
+        Returns:
+            Bytes, and "graph" if they come from the graph's memory plan, otherwise "measured".
+        """
         measured = memory.peak_bytes(self.lane.stepper, self.model, step)
         self.plan = memory.graph_plan(self._wrapped, optimizer=self.settings.optimizer)
         if self.plan is None:
@@ -89,16 +107,23 @@ class Candidate:
         return self.plan.peak_bytes() + self._added_up(), "graph"
 
     def max_batch(self, budget: int) -> int | None:
-        """The largest micro-batch that fits by its graph; None where that does not tell."""
+        """Return the largest micro-batch that fits according to the graph.
+
+        Args:
+            budget: Available memory in bytes.
+
+        Returns:
+            Number of samples, 0 if not even one fits, or None if the graph does not determine it.
+        """
         assert self.plan is not None
         return memory.planned_batch(self.plan, budget - self._added_up())
 
     def _added_up(self) -> int:
-        """A graph gives gradients of its own to those of the micro-batches before."""
+        """Return the bytes for accumulated gradients, which the graph stores apart from its own."""
         return memory.gradient_bytes(self.model) if self.settings.accumulation > 1 else 0
 
     def close(self) -> None:
-        """Gives back what the engine holds, and the copy."""
+        """Release the engine's memory and the copy of the model."""
         self.lane.stepper.close()
         self.plan = None
         self.model = self._wrapped = nn.Module()

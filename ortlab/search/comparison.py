@@ -1,4 +1,4 @@
-"""Set-ups of one model compared in training, in the background: what races and searches share."""
+"""Comparison of set-ups of one model in the background: common part of races and searches."""
 
 from __future__ import annotations
 
@@ -36,35 +36,44 @@ R = TypeVar("R", bound=Result[Any])
 E = TypeVar("E", bound=TrialResult)
 K = TypeVar("K")
 Prefer = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
-"""Has settings hold for a model: what makes a set-up, and all that goes with it. Says what for."""
+"""Applies settings to a model: those of a set-up, then all with shared ones. Returns a message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """What a comparison knows of the session that it is part of; by itself it knows nothing."""
+    """Access of a comparison to its session. The defaults are for a comparison without one."""
 
     beside: Callable[[], Sequence[str]] = tuple
-    """Names what else trains in this process."""
+    """Returns the names of other training runs in this process."""
     prefer: Prefer | None = None
-    """Has the best settings hold for the model."""
+    """Applies the best settings to the model."""
     workers: Callable[[int], Workers] | None = None
-    """Gives so many workers to the set-ups that take several."""
+    """Returns the given number of workers, for set-ups that use several."""
 
 
 ALONE: Final = Surroundings()
 
 
 class Comparison(Background[R], Generic[R, E]):
-    """Set-ups that take turns on copies of a model, which itself stays as it is.
+    """Set-ups that take turns in training copies of a model. The model itself is not changed.
 
-    `base` are the settings that plain torch has, `shared` those of them that all set-ups are given.
-    ValueError, before anything starts, for settings that are wrong.
+    Args:
+        model: Model to copy.
+        feed: Training data.
+        base: Settings of plain torch, with the shared settings.
+        settings: Settings of the comparison.
+        shared: Settings that all set-ups have and that the user chose.
+        loss: Loss function, or None if the model returns a loss.
+        around: Access to the session.
+
+    Raises:
+        ValueError: If settings are not valid, before anything starts.
     """
 
     _result: R
-    """What `standing` begins with."""
+    """Initial fields of `standing`."""
     _entrants: dict[Any, Candidate]
-    """The set-ups that train, by what the race or the search knows them by."""
+    """Set-ups that are training, by the key that the race or the search uses for them."""
 
     def __init__(
         self,
@@ -92,9 +101,9 @@ class Comparison(Background[R], Generic[R, E]):
 
     @property
     def standing(self) -> R:
-        """What was measured so far, which every view shows."""
+        """Measurements so far, which every view shows."""
         over = self.over()
-        disturbed = (f"{name} trained beside it" for name in self._disturbed)
+        disturbed = (f"{name} trained at the same time" for name in self._disturbed)
         return dataclasses.replace(
             self._result,
             interrupted=over and self._cut_short,
@@ -104,43 +113,54 @@ class Comparison(Background[R], Generic[R, E]):
         )
 
     def table(self) -> Table[E]:
-        """What was measured so far, as a table."""
+        """Return a table of the measurements so far."""
         found: Table[E] = self.standing.table()
         return found
 
     def best(self) -> E | None:
-        """Who is ahead; None before anyone is."""
+        """Return the fastest set-up, or None before anything was measured."""
         found: E | None = self.standing.best()
         return found
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The best settings: ``ortlab.finetune(model, data, **race.settings)``.
+        """Settings of the best set-up, for ``ortlab.finetune(model, data, **race.settings)``.
 
-        A loss function of the user's own is among them. ValueError where nothing was measured.
+        They include the user's own loss function.
+
+        Raises:
+            ValueError: If nothing was measured.
         """
         found = self.standing.settings
         own = self._loss is not None and "loss" not in self._shared
         return found | {"loss": self._loss} if own else found
 
     def apply(self, run: Run | None = None) -> str:
-        """Has the best settings hold in `run`; says in words what it did.
+        """Apply the best settings to a run.
 
-        Without one in the run that trains the model, or else in the model's next runs. ValueError
-        where there is no best yet, or the run cannot take them (see `Run.apply`).
+        Args:
+            run: Run to change. By default the run that trains the model, or if there is none, the
+                model's next runs.
+
+        Returns:
+            Text that says what was done.
+
+        Raises:
+            ValueError: If nothing was measured yet, or the run cannot apply the settings (see
+                `Run.apply`).
         """
         standing = self.standing
         settings, best = standing.settings, standing.best()
         assert best is not None
         if run is not None:
             run.apply(**best.settings)
-            return f"{run.name} goes on with {best.label}"
+            return f"{run.name} continues with {best.label}"
         if self._around.prefer is None:
-            raise ValueError(f"{self.name} knows of no run: give one, {self.kind}.apply(run)")
+            raise ValueError(f"{self.name} has no run to change; pass one: {self.kind}.apply(run)")
         return self._around.prefer(best.settings, settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was measured so far, as JSON has it."""
+        """Return the measurements so far in a form that JSON can store."""
         return self.standing.to_dict()
 
     def __repr__(self) -> str:
@@ -155,14 +175,14 @@ class Comparison(Background[R], Generic[R, E]):
 
     @abc.abstractmethod
     def _compare(self) -> None:
-        """Does it all, in the thread; `_go_on` ends it where a stop was asked for."""
+        """Do all work in the thread. `_go_on` ends it if a stop was requested."""
 
     @abc.abstractmethod
     def _found(self) -> dict[str, Any]:
-        """The fields of the result that change while it goes on."""
+        """Return the fields of the result that change during the comparison."""
 
     def _about(self) -> dict[str, Any]:
-        """The fields that every result has."""
+        """Return the fields that every result has."""
         return {
             "model": type(self._model).__name__,
             "samples": self._feed.samples,
@@ -175,7 +195,8 @@ class Comparison(Background[R], Generic[R, E]):
 
     def _work(self) -> None:
         if "torch._dynamo" in sys.modules and not self._around.beside():
-            # Code that torch.compile has met with other sizes it would compile for any, and slower.
+            # Otherwise torch.compile would compile code that it has seen with other sizes for
+            # dynamic shapes, which is slower.
             torch.compiler.reset()
         try:
             self._compare()
@@ -188,13 +209,13 @@ class Comparison(Background[R], Generic[R, E]):
             gc.collect()
 
     def _enter(self, key: object, changes: Mapping[str, Any], *, micro: int) -> Candidate:
-        """Has a set-up make its first step. Raises what the settings and the engine raise."""
+        """Create a set-up, which makes its first step. Raise the errors of settings and engine."""
         settings = FinetuneSettings.of({**PLAIN, **self._shared, **changes})
         workers = None
         if settings.workers > 1:
-            engine_for(settings)  # says what cannot be before any are started
+            engine_for(settings)  # raises before any workers are started
             if self._around.workers is None:
-                raise ValueError(f"{self.name} has no workers; ortlab.{self.kind} gives it some")
+                raise ValueError(f"{self.name} has no workers; start it with ortlab.{self.kind}")
             workers = self._around.workers(settings.workers)
         entrant = Candidate(
             settings, self._model, self._loss, self._feed, micro=micro, workers=workers
@@ -203,13 +224,13 @@ class Comparison(Background[R], Generic[R, E]):
         return entrant
 
     def _leave(self, key: object) -> None:
-        """Closes a set-up, if it had begun."""
+        """Close a set-up if it was created."""
         if (entrant := self._entrants.pop(key, None)) is not None:
             entrant.close()
 
     def _take_turns(
         self, order: Sequence[K], turn: Callable[[K], float], fail: Callable[[K, str], None]
     ) -> dict[K, float]:
-        """See `turns.take_turns`; what trains beside it is noted."""
+        """Take turns (see `interleaved.take_turns`) and record other runs that train meanwhile."""
         self._disturbed |= dict.fromkeys(self._around.beside())
         return interleaved.take_turns(order, turn, fail)

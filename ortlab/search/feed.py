@@ -1,4 +1,4 @@
-"""What every set-up of a race or a search trains on: the same samples, in the same steps."""
+"""Training data of a race or a search: the same samples in the same steps for every set-up."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from ortlab.utils.rng import undisturbed_random
 
 
 class Feed:
-    """Some optimizer steps of data, read once; `steps` gives them again and again.
+    """Optimizer steps of data that are read once and returned repeatedly by `steps`.
 
-    They are those that a run with `settings` begins with, `number` of them or as many as there are,
-    all with as many samples as the first. The random states, and those of the loader's generators,
-    are as before. ValueError for what can be read only once, and for what a run refuses.
+    These are the first steps of a run with `settings`, all with as many samples as the first.
+    Random states, including those of the loader's generators, are restored.
+
+    Args:
+        data: Dataset, DataLoader or list of batches.
+        settings: Settings of the run.
+        number: Number of steps, or fewer if the data is shorter.
+
+    Raises:
+        ValueError: If the data can be read only once, is empty or would be rejected by a run.
     """
 
     def __init__(self, data: Any, settings: FinetuneSettings, number: int) -> None:
         if isinstance(data, Iterator):
             raise ValueError(
-                f"a {type(data).__name__} can be read only once, and would be used up; give a "
+                f"a {type(data).__name__} can be read only once and would be exhausted; pass a "
                 "list, a Dataset or a DataLoader"
             )
         with undisturbed_random():
@@ -37,11 +44,11 @@ class Feed:
             for generator, state in zip(source.generators, states, strict=True):
                 generator.set_state(state)
         if not read:
-            raise ValueError("the data is empty")
+            raise ValueError("the data is empty; pass at least one batch")
         size = settings.accumulation
         groups = [read[at : at + size] for at in range(0, len(read), size)]
         self.samples = _samples(groups[0])
-        """Of an optimizer step."""
+        """Samples in an optimizer step."""
         self.micro = count(groups[0][0])[0]
         """Samples in a micro-batch."""
         self._steps = [group for group in groups if _samples(group) == self.samples]
@@ -50,7 +57,13 @@ class Feed:
         return len(self._steps)
 
     def steps(self, begin: int, number: int, *, micro: int | None = None) -> list[list[Batch]]:
-        """`number` steps from step `begin` on, each as its micro-batches, of `micro` samples."""
+        """Return steps, each as a list of its micro-batches. After the last step the first follows.
+
+        Args:
+            begin: Index of the first step.
+            number: Number of steps.
+            micro: Samples in a micro-batch. By default as the data has it.
+        """
         chosen = [self._steps[at % len(self._steps)] for at in range(begin, begin + number)]
         if micro is None or micro == self.micro:
             return chosen
@@ -60,11 +73,11 @@ class Feed:
         ]
 
     def close(self) -> None:
-        """Lets go of the data."""
+        """Release the data."""
         self._steps.clear()
 
     def all(self) -> list[Batch]:
-        """Every micro-batch once."""
+        """Return every micro-batch once."""
         return [batch for step in self._steps for batch in step]
 
 
@@ -73,7 +86,12 @@ def _samples(batches: list[Batch]) -> int:
 
 
 def split(batch: Batch, rows: int) -> list[Batch]:
-    """`batch` in parts of `rows` samples; what is not one for each sample goes into every part."""
+    """Return a batch in parts. Values that do not have one entry per sample are in every part.
+
+    Args:
+        batch: Batch to split.
+        rows: Samples in a part.
+    """
     whole, _ = count(batch)
     return [_rows(batch, whole, at, at + rows) for at in range(0, whole, rows)]
 

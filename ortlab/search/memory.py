@@ -1,8 +1,9 @@
-"""What a set-up takes of memory, and the largest batch that fits: read from its graph, or measured.
+"""Memory of a set-up and the largest batch that fits, from its graph or measured.
 
-A process does not shrink to what it needs, so its size alone says little of one set-up among
-several. What stays between steps is counted tensor by tensor; what a step takes beyond is how far
-the process grows in one, with the freed memory given back to the system before.
+A process does not shrink to the memory that it needs, so its size says little about one of several
+set-ups. Memory that stays allocated between steps is counted tensor by tensor. The additional
+memory of a step is the growth of the process during one step, after freed memory was returned to
+the system.
 """
 
 from __future__ import annotations
@@ -22,29 +23,42 @@ from ortlab.utils.process_memory import SAMPLER
 from ortlab.utils.threads import trim
 
 LEAST_BYTES = 2 * 2**20
-"""A difference between two measured peaks that says something."""
+"""Smallest difference between two measured peaks that is significant."""
 MARGIN = 0.01
-"""Of the memory that there is, what a step leaves free."""
+"""Share of the available memory that a step has to leave free."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Memory of a step as a line over the samples of a micro-batch, through two measured peaks."""
+    """Memory of a step as a linear function of the micro-batch, through two measured peaks.
+
+    Attributes:
+        at: Samples in a micro-batch and peak in bytes.
+        other: The same of another micro-batch.
+    """
 
     at: tuple[int, float]
     other: tuple[int, float]
 
     def peak_bytes(self, samples: int) -> float:
-        """What a micro-batch of `samples` is expected to take; NaN where the peaks do not tell."""
+        """Return the expected peak in bytes, or NaN if the two peaks do not determine it.
+
+        Args:
+            samples: Samples in a micro-batch.
+        """
         (size, peak), (other_size, other_peak) = self.at, self.other
         if abs(peak - other_peak) < LEAST_BYTES or (peak - other_peak) * (size - other_size) <= 0:
             return math.nan
         return peak + (samples - size) * (peak - other_peak) / (size - other_size)
 
     def max_batch(self, budget: int) -> int | None:
-        """The largest micro-batch that is within `budget` bytes, 0 where none is; None if unknown.
+        """Return the largest micro-batch that fits, leaving 1% of the budget free.
 
-        A hundredth of the budget is left free.
+        Args:
+            budget: Available memory in bytes.
+
+        Returns:
+            Number of samples, 0 if not even one fits, or None if the peaks do not determine it.
         """
         slope = self.peak_bytes(self.at[0] + 1) - self.at[1]
         if math.isnan(slope):
@@ -55,7 +69,7 @@ class Line:
 
 @runtime_checkable
 class Elsewhere(Protocol):
-    """A stepper whose memory is that of other processes; figures are of the largest."""
+    """Stepper that uses the memory of other processes. Values are of the largest process."""
 
     def peak_bytes(self, step: Callable[[], object]) -> float:
         """See `peak_bytes`."""
@@ -67,7 +81,13 @@ class Elsewhere(Protocol):
 
 
 def peak_bytes(stepper: Stepper, model: nn.Module, step: Callable[[], object]) -> float:
-    """The most that there is of a set-up while `step` runs: what stays, and how far it grows."""
+    """Return the peak memory of a set-up during a step: its state and the growth of the process.
+
+    Args:
+        stepper: Stepper of the set-up.
+        model: Model that it trains.
+        step: Function that runs one optimizer step.
+    """
     if isinstance(stepper, Elsewhere):
         return stepper.peak_bytes(step)
     trim()
@@ -83,7 +103,12 @@ def peak_bytes(stepper: Stepper, model: nn.Module, step: Callable[[], object]) -
 
 
 def state_bytes(stepper: Stepper, model: nn.Module) -> int:
-    """Weights, buffers, gradients and the optimizer's state of a set-up after a step."""
+    """Return the bytes of weights, buffers, gradients and optimizer state after a step.
+
+    Args:
+        stepper: Stepper of the set-up.
+        model: Model that it trains.
+    """
     if isinstance(stepper, Elsewhere):
         return stepper.state_bytes()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -92,7 +117,11 @@ def state_bytes(stepper: Stepper, model: nn.Module) -> int:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Of the gradients of a step."""
+    """Return the bytes of the gradients of a step.
+
+    Args:
+        model: Model whose trainable parameters are counted.
+    """
     trained = (p for p in model.parameters() if p.requires_grad)
     return sum(p.numel() * p.element_size() for p in trained)
 
@@ -109,19 +138,32 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def graph_plan(module: nn.Module, *, optimizer: str) -> MemoryPlan | None:
-    """The plan of what `module` takes, from the graph that it trained with; None without one."""
+    """Return the memory plan of the graph that a module trained with, or None if it has none.
+
+    Args:
+        module: Model, wrapped or not.
+        optimizer: Optimizer whose state is counted.
+    """
     if wrapped_model(module) is None:
         return None
     try:
         found = plan(capture(module), module, optimizer=optimizer)
         found.peak_bytes()
-    except ValueError:  # it runs in torch, or its sizes are not known
+    except ValueError:  # the model runs in torch, or sizes are unknown
         return None
     return found
 
 
 def planned_batch(found: MemoryPlan, budget: int) -> int | None:
-    """The largest batch that is within `budget` bytes, 0 where none is; None if it cannot vary."""
+    """Return the largest batch that fits according to a memory plan.
+
+    Args:
+        found: Plan of the model's graph.
+        budget: Available memory in bytes.
+
+    Returns:
+        Number of samples, 0 if not even one fits, or None if the batch does not change the memory.
+    """
     if "batch" not in found.dims or found.peak_bytes(batch=1) == found.peak_bytes(batch=2):
         return None
     try:

@@ -1,11 +1,13 @@
-"""What a search measures next, and what it leaves out because it cannot win or cannot fit.
+"""Strategy of a search: which candidate to measure next, and which ones to skip.
 
-Nothing here knows models or clocks: a `Track` measures, and `Search` decides.
+A candidate is skipped if it cannot win or does not fit into memory. Nothing here depends on models
+or clocks: a `Track` measures, and `Search` decides.
 
-Of engine, precision and micro-batch the speeds go roughly as products: how a precision changes the
-speed of one engine, and a micro-batch that of one set-up, bounds what they do to others. So one
-set-up, which costs little to begin, is measured at every micro-batch; of the others first one
-precision each at the best of these; and the rest only where the bound reaches the leader.
+Speeds are roughly products of factors for engine, precision and micro-batch: the effect of a
+precision on the speed of one engine, and of a micro-batch on the speed of one set-up, bounds the
+effect on others. Therefore one set-up with a fast first step is measured at every micro-batch. Each
+other engine is first measured in one precision, at the best micro-batch so far. The rest is
+measured only if its bound reaches the leader.
 """
 
 from __future__ import annotations
@@ -16,26 +18,36 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 SLACK = 1.3
-"""How far speeds are from products: a bound is so many times what the product says."""
+"""Factor by which a speed may exceed the product of factors that predicts it."""
 NEAR = 1.05
-"""A set-up that takes long to begin tries another micro-batch if it is so near to the leader."""
+"""As `SLACK`, for another micro-batch of a set-up whose first step is slow."""
 MARGIN = 1.03
-"""Whoever has not come so near to the leader in any of its rounds is left out."""
+"""A candidate is dropped if its best round times this factor is slower than the leader."""
 FIRST = 2
-"""Rounds that a candidate has when it is first measured."""
+"""Number of rounds of a candidate's first measurement."""
 
 
 def among(workers: int, zero_stage: int) -> str:
-    """How many workers, as labels have it; nothing for one process."""
+    """Return the number of workers as part of a label, or an empty string for one process.
+
+    Args:
+        workers: Number of workers.
+        zero_stage: ZeRO stage.
+    """
     stage = f" ZeRO {zero_stage}" if zero_stage else ""
     return f" x {workers}{stage}" if workers > 1 else ""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine with a precision, on ``workers`` that share out what ``zero_stage`` says.
+    """An engine with a precision, optionally on several workers and with recompute.
 
-    With ``recompute`` it keeps fewer activations and is slower.
+    Attributes:
+        engine: Name of the engine.
+        precision: Precision of matrix products.
+        recompute: Recompute plan, which saves memory and takes time. None for no recompute.
+        workers: Number of workers.
+        zero_stage: ZeRO stage, which says what is sharded across the workers.
     """
 
     engine: str
@@ -47,7 +59,7 @@ class Setup:
 
     @property
     def way(self) -> tuple[str, int, int]:
-        """What it is but for precision and recomputation: a way to execute the model."""
+        """Engine, workers and ZeRO stage: everything but precision and recompute."""
         return self.engine, self.workers, self.zero_stage
 
     def __str__(self) -> str:
@@ -57,20 +69,23 @@ class Setup:
 
 @dataclass(frozen=True)
 class SearchPoint:
-    """A set-up at a micro-batch of ``micro`` samples."""
+    """A set-up with a micro-batch of ``micro`` samples."""
 
     setup: Setup
     micro: int
 
     def __str__(self) -> str:
-        return f"{self.setup}, {self.micro} at a time"
+        return f"{self.setup}, batch size {self.micro}"
 
 
 @dataclass
 class Found:
-    """What is known of a candidate: its rates in all rounds, and why it was not measured further.
+    """Measurements of a candidate, and the reason if it is not measured further.
 
-    ``state`` is "waits", "measured", "left out" or "failed".
+    Attributes:
+        rates: Rate in each round.
+        state: "waits", "measured", "left out" or "failed".
+        reason: Reason of the state.
     """
 
     rates: list[float] = field(default_factory=list)
@@ -79,38 +94,75 @@ class Found:
 
     @property
     def rate(self) -> float:
-        """The median; 0 where it was not measured."""
+        """Median rate, or 0 if it was not measured."""
         return statistics.median(self.rates) if self.rates else 0.0
 
 
 class Track(Protocol):
-    """What measures. A candidate that fails raises nothing and has no rates from then on."""
+    """Measurement of candidates. One that fails raises nothing and has no rates from then on."""
 
     def begin(self, setup: Setup, micro: int) -> str | None:
-        """Has a set-up make its first step at a micro-batch; why it cannot, or None."""
+        """Create a set-up, which makes its first step.
+
+        Args:
+            setup: Set-up to create.
+            micro: Samples in a micro-batch of the first step.
+
+        Returns:
+            The reason why it cannot run, or None.
+        """
         ...
 
     def rounds(
         self, candidates: Sequence[SearchPoint], number: int
     ) -> Mapping[SearchPoint, Sequence[float]]:
-        """Rates of `candidates`, in turn, in `number` rounds, after one to warm up."""
+        """Measure candidates in turn, after one round to warm up.
+
+        Args:
+            candidates: Candidates to measure.
+            number: Number of rounds.
+
+        Returns:
+            Rate of each candidate in each round.
+        """
         ...
 
     def too_large(self, candidate: SearchPoint) -> str | None:
-        """Why a candidate does not fit into memory, as far as that can be said; None if it may."""
+        """Return the reason why a candidate does not fit into memory, or None if it may fit.
+
+        Args:
+            candidate: Candidate to check.
+        """
         ...
 
     def slow_to_begin(self, setup: Setup) -> bool:
-        """Whether a set-up takes long to begin, with another micro-batch too."""
+        """Return True if a set-up's first step is slow, also with another micro-batch.
+
+        Args:
+            setup: Set-up to check.
+        """
         ...
 
     def forgets(self, setup: Setup) -> bool:
-        """Whether a set-up can recompute: whether a graph says what it takes."""
+        """Return True if a set-up can recompute, which requires a graph with a memory plan.
+
+        Args:
+            setup: Set-up to check.
+        """
         ...
 
 
 class Search:
-    """The search: `run` measures on a track until one candidate is ahead. `found` is all of it."""
+    """Search that measures on a track until one candidate is ahead.
+
+    Args:
+        setups: Set-ups to search. The first is measured at every micro-batch.
+        sizes: Micro-batches to try, in samples.
+        track: Track that measures.
+        rounds: Number of rounds of the last candidates.
+        recompute: Recompute plan to try for set-ups that do not fit, or None.
+        unit: Unit of the rates, per second.
+    """
 
     def __init__(
         self,
@@ -132,20 +184,20 @@ class Search:
             SearchPoint(setup, micro): Found() for setup in self.setups for micro in self.sizes
         }
         self._shape: dict[int, float] = {}
-        """The speed of the first set-up by micro-batch, in parts of its best."""
+        """Speed of the first set-up for each micro-batch, relative to its best."""
         self._begun: dict[Setup, str | None] = {}
 
     def best(self) -> SearchPoint | None:
-        """Who is ahead; None before anyone was measured."""
+        """Return the fastest candidate, or None before anything was measured."""
         going = [c for c, found in self.found.items() if found.state == "measured"]
         return max(going, key=lambda c: self.found[c].rate, default=None)
 
     def run(self) -> None:
-        """Measures, leaves out, and measures again until the rounds are made."""
+        """Measure and drop candidates until all rounds are done. Results are in `found`."""
         reference, *others = self.setups
         self._all_sizes(reference)
         anchor = max(self._shape, key=lambda micro: self._shape[micro], default=self.sizes[0])
-        # All of the first engine, whose precisions are the measure for others'.
+        # All set-ups of the first engine, whose precisions predict those of other engines.
         for setup in others:
             if setup.way == reference.way:
                 self._measure(SearchPoint(setup, anchor))
@@ -162,7 +214,7 @@ class Search:
     # ---- the parts -------------------------------------------------------------------------------
 
     def _all_sizes(self, setup: Setup) -> None:
-        """From the smallest micro-batch up, so that the next one's memory is known before."""
+        """Measure all micro-batches, smallest first, so that the next one's memory is predicted."""
         for micro in self.sizes:
             self._measure(SearchPoint(setup, micro), alone=True)
         rates = {micro: self.found[SearchPoint(setup, micro)].rate for micro in self.sizes}
@@ -170,9 +222,9 @@ class Search:
         self._shape = {micro: rate / best for micro, rate in rates.items() if rate}
 
     def _by_engine(self, anchor: int) -> tuple[list[Setup], list[Setup]]:
-        """Of the other engines the set-ups to begin with, and those that the first ones bound.
+        """Return the set-ups of other engines: one to begin with for each engine, and all others.
 
-        One each to begin with, in the precision that is fastest in the first engine.
+        The one to begin with has the precision that is fastest in the first engine.
         """
         others = [s for s in self.setups if s.way != self.setups[0].way]
         others.sort(key=lambda s: -self._rate_of_precision(s.precision, anchor))
@@ -185,7 +237,7 @@ class Search:
         return known.rate if known else 0.0
 
     def _can_win(self, setup: Setup, anchor: int) -> bool:
-        """Whether the same engine's other precision leaves it a chance; says so where not."""
+        """Return True if a set-up may win, judged by the same engine's other precision."""
         leader = self.best()
         others = [
             s
@@ -203,29 +255,29 @@ class Search:
         ahead = self.found[leader].rate / expected
         self._leave_out(
             (SearchPoint(setup, micro) for micro in self.sizes),
-            f"cannot win: {leader} is about {ahead:.1f} times as fast as {other} says of it",
+            f"cannot win: {leader} is about {ahead:.1f} times as fast as expected from {other}",
         )
         return False
 
     def _other_sizes(self, anchor: int) -> None:
-        """The other micro-batches of the set-ups that may win with one."""
+        """Measure the other micro-batches of set-ups that may win with one."""
         for setup in self._fastest_first(anchor):
             at_anchor = self.found[SearchPoint(setup, anchor)]
             for micro in sorted(self.sizes, key=lambda micro: -self._shape.get(micro, 1.0)):
                 candidate, leader = SearchPoint(setup, micro), self.best()
                 if self.found[candidate].state != "waits":
                     continue
-                # Of a micro-batch that was too large for the first set-up nothing is known.
+                # For a micro-batch that was too large for the first set-up nothing is known.
                 expected = at_anchor.rate * self._shape.get(micro, 1.0)
                 slack = NEAR if self._track.slow_to_begin(setup) else SLACK
                 if leader is None or expected * slack >= self.found[leader].rate:
                     self._measure(candidate)
                 else:
-                    told = f"{expected:.3g} {self._unit}/s expected, {leader} has more"
+                    told = f"{expected:.3g} {self._unit}/s expected, {leader} is faster"
                     self._leave_out([candidate], f"cannot win: {told}")
         self._leave_out(
             [c for c, found in self.found.items() if found.state == "waits"],
-            "its set-up was not measured at the micro-batch that is best for others",
+            "set-up not measured at the micro-batch that is best for others",
         )
 
     def _fastest_first(self, anchor: int) -> list[Setup]:
@@ -233,7 +285,7 @@ class Search:
         return sorted(measured, key=lambda s: -self.found[SearchPoint(s, anchor)].rate)
 
     def _forgetful(self, anchor: int) -> None:
-        """Recomputation costs time at every micro-batch: it is tried for those that do not fit."""
+        """Try recompute for micro-batches that do not fit, as it always costs time."""
         if self._recompute is None:
             return
         for setup in self._fastest_first(anchor):
@@ -247,14 +299,14 @@ class Search:
                 self._measure(SearchPoint(again, micro))
 
     def _finals(self) -> None:
-        """Rounds among those that may still win, and more of them for fewer."""
+        """Measure candidates that may still win, with more rounds as they become fewer."""
         number, made = FIRST, FIRST
         while made < self._rounds:
             left = self._in_reach()
             if len(left) < 2:
                 return
             number = min(2 * number, self._rounds - made)
-            self._take(left, number, again=True)  # all are compared in the same rounds
+            self._take(left, number, again=True)  # compares all in the same rounds
             made += number
 
     def _in_reach(self) -> list[SearchPoint]:
@@ -273,7 +325,7 @@ class Search:
     # ---- measuring -------------------------------------------------------------------------------
 
     def _measure(self, candidate: SearchPoint, *, alone: bool = False) -> None:
-        """The first rounds of a candidate, beside the leader's unless it is to be `alone`."""
+        """Make a candidate's first rounds, together with the leader unless `alone`."""
         setup = candidate.setup
         if not self._fits(candidate):
             return
@@ -284,22 +336,22 @@ class Search:
                 if (known := self.found.get(SearchPoint(setup, micro))) is not None:
                     known.state, known.reason = "failed", reason
             return
-        # What was not known before it began: the plan of its graph.
+        # The plan of its graph is known only after its first step.
         if not self._fits(candidate):
             return
         leader = None if alone else self.best()
         self._take([candidate] if leader is None else [leader, candidate], FIRST)
-        self._fits(candidate)  # now that it was measured
+        self._fits(candidate)  # checked again with the measured memory
 
     def _fits(self, candidate: SearchPoint) -> bool:
-        """Whether it fits into memory, as far as that can be said; left out where it does not."""
+        """Return True if a candidate may fit into memory, otherwise drop it."""
         reason = self._track.too_large(candidate)
         if reason is not None:
             self._leave_out([candidate], reason)
         return reason is None
 
     def _take(self, candidates: Sequence[SearchPoint], number: int, *, again: bool = False) -> None:
-        """Rounds of `candidates`, which count with those before, or `again` in their place."""
+        """Measure rounds, which are added to the earlier ones or, with `again`, replace them."""
         made = self._track.rounds(candidates, number)
         for candidate in candidates:
             found = self.found[candidate]
@@ -317,7 +369,12 @@ class Search:
 
 
 def settings_of(candidate: SearchPoint, samples: int) -> dict[str, Any]:
-    """What a run has to be told to train as `candidate`, `samples` in an optimizer step."""
+    """Return the settings of a run that trains as a candidate does.
+
+    Args:
+        candidate: Candidate to train.
+        samples: Samples in an optimizer step.
+    """
     setup = candidate.setup
     found: dict[str, Any] = {"engine": setup.engine, "precision": setup.precision}
     if setup.recompute is not None:

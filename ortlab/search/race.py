@@ -1,7 +1,7 @@
-"""The race: set-ups of one model in training side by side, on copies, on the same batches.
+"""Race: set-ups of one model train copies of it side by side, on the same batches.
 
-Every set-up makes its first step, from the same weights. Then all take turns, in an order that is
-shuffled in each round, so that what else the machine does meets all of them.
+Every set-up makes its first step from the same weights. Then all take turns, in an order that is
+shuffled in each round, so that other load on the machine affects all of them equally.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ortlab.settings import REFERENCE, FinetuneSettings, RaceSettings
 from ortlab.utils.process_memory import memory
 
 PRESETS: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
-    # The columns of ORT's training examples: onnxruntime-training-examples, README.md. All of them
-    # were taken on the same GPUs, several: so all have the same workers here.
+    # The columns of ORT's training examples: onnxruntime-training-examples, README.md. All were
+    # measured on the same GPUs, so all have the same number of workers here.
     "examples": {
         "torch": PLAIN,
         "ORT": {**PLAIN, "engine": "ort"},
@@ -41,12 +41,19 @@ PRESETS: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
         "DeepSpeed with ORT": {**PLAIN, "engine": "ort", "zero_stage": 1},
     }
 }
-"""Other fields than engines times precisions: the settings of each set-up by its name."""
+"""Named fields of set-ups: the settings of each set-up, keyed by its label."""
 _EXAMPLES_WORKERS: Final = 2
 
 
 def field_of(settings: RaceSettings) -> dict[str, Mapping[str, Any]]:
-    """Who races: what makes each set-up, by its name. The first is the one to compare with."""
+    """Return the set-ups of a race: what each one changes in the settings, keyed by its label.
+
+    Args:
+        settings: Settings of the race.
+
+    Returns:
+        Changes by label. The first set-up is the reference of all comparisons.
+    """
     if settings.preset is not None:
         number = max(each["workers"] for each in settings.parallel)
         together = {"workers": number if number > 1 else _EXAMPLES_WORKERS}
@@ -69,7 +76,14 @@ def field_of(settings: RaceSettings) -> dict[str, Mapping[str, Any]]:
 
 
 class Judge:
-    """Says what the weights of a set-up are worth: their loss in eager torch, without dropout."""
+    """Evaluation of a set-up's weights: their loss in eager torch, without dropout.
+
+    Args:
+        model: Model to copy.
+        loss: Loss function, or None if the model returns a loss.
+        feed: Data to evaluate on.
+        device: Device to evaluate on.
+    """
 
     def __init__(
         self, model: nn.Module, loss: LossFunction | None, feed: Feed, device: torch.device
@@ -79,7 +93,11 @@ class Judge:
         self._batches = [to_device(batch, device) for batch in feed.all()]
 
     def loss_of(self, stepper: Stepper) -> float:
-        """The mean over the feed's micro-batches."""
+        """Return the mean loss over the feed's micro-batches.
+
+        Args:
+            stepper: Stepper whose weights are evaluated.
+        """
         self._model.load_state_dict(stepper.state_dict()["model"])
         with torch.no_grad():
             losses = [forward(self._model, batch, self._loss).loss for batch in self._batches]
@@ -87,11 +105,21 @@ class Judge:
 
 
 class Race(Comparison[RaceResult, Cell]):
-    """A race in the background: ``await race`` or ``race.result()`` waits for its result.
+    """Race in the background: ``await race`` or ``race.result()`` waits for its result.
 
-    Its set-ups are those of the `field`, or else of the settings. ValueError, before anything
-    starts, for data that cannot be raced on and settings that are wrong. What a single set-up
-    cannot do is a reason in its cell.
+    If a single set-up is not supported, its cell has the reason.
+
+    Args:
+        model: Model to train copies of.
+        data: Dataset, DataLoader or list of batches.
+        settings: Settings of the race.
+        shared: Settings that all set-ups have and that the user chose.
+        loss: Loss function, or None if the model returns a loss.
+        field: Changes of each set-up, keyed by label. By default those of the settings.
+        around: Access to the session.
+
+    Raises:
+        ValueError: If data or settings are not valid, before anything starts.
     """
 
     kind = "race"
@@ -145,7 +173,7 @@ class Race(Comparison[RaceResult, Cell]):
         self._fit()
 
     def _begin(self, label: str) -> None:
-        """The first step of a set-up, everything cold, and a second one that is measured."""
+        """Make a set-up's first step with cold caches, and measure the memory of a second one."""
         self._now(label, f"{label}: first step", "first step")
         with interleaved.reasons(functools.partial(self._refuse, label)):
             changes, micro = self._cells[label].settings, self._micro(label)
@@ -164,12 +192,12 @@ class Race(Comparison[RaceResult, Cell]):
             )
 
     def _micro(self, label: str) -> int:
-        """Samples in a micro-batch: the feed's, or those that make this set-up."""
+        """Return the samples in a micro-batch: the set-up's own setting or the feed's."""
         micro: int = self._cells[label].settings.get("batch_size", self._feed.micro)
         return micro
 
     def _race(self) -> None:
-        """Rounds to warm up, and those that count."""
+        """Run the warm-up rounds and the measured rounds."""
         number = interleaved.WARMUP + self._settings.rounds
         began = time.perf_counter()
         for place, order in enumerate(interleaved.rounds(list(self._entrants), number)):
@@ -191,7 +219,7 @@ class Race(Comparison[RaceResult, Cell]):
                 self._change(label, step_ms=timed, doing=f"round {counted}")
 
     def _settle_turn(self, took: Mapping[str, float]) -> None:
-        """Makes a turn long enough to time, as long for all."""
+        """Set the number of steps in a turn, the same for all, so that a turn is long enough."""
         reference_ms = took.get(next(iter(self._cells)))
         if self._settings.steps is None and reference_ms is not None:
             most = max(self._result.turn_steps, interleaved.enough(reference_ms))
@@ -203,7 +231,7 @@ class Race(Comparison[RaceResult, Cell]):
         return self._take_turns(going, lambda label: self._turn(label, number), self._refuse)
 
     def _turn(self, label: str, number: int) -> float:
-        """A turn of a set-up, unless a stop was asked for."""
+        """Run a turn of a set-up, unless a stop was requested."""
         self._go_on()
         entrant = self._entrants[label]
         ms = entrant.turn(number, micro=self._micro(label))
@@ -211,8 +239,8 @@ class Race(Comparison[RaceResult, Cell]):
         return ms
 
     def _judge(self) -> None:
-        """What each made of the weights."""
-        self._tell("comparing the weights that came of it")
+        """Evaluate the trained weights of each set-up."""
+        self._tell("comparing the trained weights")
         judge = Judge(self._model, self._loss, self._feed, self._device)
         for label, entrant in list(self._entrants.items()):
             self._go_on()
@@ -222,11 +250,11 @@ class Race(Comparison[RaceResult, Cell]):
                 self._change(label, loss=loss if finite else math.nan, finite=finite)
 
     def _fit(self) -> None:
-        """The largest batch of each: by its graph, or by a line through two peaks."""
+        """Find each set-up's largest batch, from its graph or from a line through two peaks."""
         within = memory(self._budget)
         for label, entrant in list(self._entrants.items()):
             self._go_on()
-            self._now(label, f"{label}: the largest batch in {within}", "largest batch")
+            self._now(label, f"{label}: largest batch within {within}", "largest batch")
             with interleaved.reasons(functools.partial(self._remark, label)):
                 if entrant.plan is not None:
                     most = entrant.max_batch(self._budget)
@@ -236,16 +264,16 @@ class Race(Comparison[RaceResult, Cell]):
             self._change(label, doing=DONE)
 
     def _line(self, label: str, entrant: Candidate) -> Line:
-        """Through what was measured and a peak at half of the batch.
+        """Return the line through the measured peak and a peak at half of the batch.
 
-        A set-up that takes long to begin with another batch has in its place what stays between
-        steps, which a batch of nothing would take.
+        For a set-up whose first step is slow, the second point is a batch of 0 samples with the
+        memory that stays allocated between steps.
         """
         micro, stepper = self._micro(label), entrant.lane.stepper
         half, measured = micro // 2, (micro, self._cells[label].peak_bytes)
         if half == 0 or entrant.slow_to_begin:
             return Line(measured, (0, footprint.state_bytes(stepper, entrant.model)))
-        entrant.turn(1, micro=half)  # what it makes for this size is not the step's
+        entrant.turn(1, micro=half)  # one-time work for this size does not count
         step = functools.partial(entrant.turn, 1, micro=half)
         return Line(measured, (half, footprint.peak_bytes(stepper, entrant.model, step)))
 
@@ -263,7 +291,7 @@ class Race(Comparison[RaceResult, Cell]):
         self._change(label, remarks=(*self._cells[label].remarks, remark))
 
     def _refuse(self, label: str, reason: str) -> None:
-        """Leaves a set-up out from now on."""
+        """Drop a set-up from the race."""
         cell = self._cells[label]
         self._cells[label] = Cell(label, cell.settings, doing="", reason=reason)
         self.version += 1
@@ -275,6 +303,6 @@ def _time(seconds: float) -> str:
 
 
 def _drops_out(module: nn.Module) -> bool:
-    """Whether it draws masks, as far as its own attributes tell."""
+    """Return True if the module's attributes show that it applies dropout."""
     chances = (getattr(module, name, 0.0) for name in ("p", "dropout", "dropout_p"))
     return any(isinstance(chance, float) and chance > 0 for chance in chances)

@@ -1,4 +1,4 @@
-"""Rates of set-ups with their quartiles: in words, and as bars in one static picture."""
+"""Rates of set-ups with their quartiles, as text and as a static bar chart."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from ortlab.utils.tables import rounded
 COLOUR = "#4a86cf"
 ROW, LABEL, NUMBER, LETTERS = 20, 220, 160, 36
 ROOM = svg_bars.WIDTH - LABEL - NUMBER
-"""Of the picture, in its pixels: a row, the labels, the numbers, the bars; letters of a label."""
+"""Sizes in the chart: row height, width of labels, numbers and bars in pixels; label letters."""
 
 
 def with_quartiles(rate: Spread | None) -> str:
-    """The median, and the quartiles in brackets; nothing where it was not measured."""
+    """Return a rate as text: the median, with the quartiles in parentheses.
+
+    Args:
+        rate: Rate to format. None, for one that was not measured, gives an empty string.
+    """
     if rate is None:
         return ""
     return f"{rounded(rate.median)} ({rounded(rate.low)} to {rounded(rate.high)})"
 
 
 def picture(rows: Sequence[tuple[str, Spread | None, str]], unit: str) -> str:
-    """Rates as bars, in SVG; a line from the lower to the upper quartile.
+    """Return rates as a bar chart in SVG, with a line from the lower to the upper quartile.
 
-    `rows` are a label, the rate, and what is said where there is none.
+    Args:
+        rows: Label, rate, and the text to show if there is no rate.
+        unit: Unit of the rates, per second.
     """
     highest = max((rate.high for _, rate, _ in rows if rate is not None), default=0.0)
     scale = ROOM / (highest or 1.0)

@@ -1,4 +1,4 @@
-"""What a race and a search found: as a table with a picture, as text and as JSON."""
+"""Results of races and searches: as a table with a chart, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ortlab.utils.tables import Column, Table, rounded
 
 FORM = 1
 DONE = "done"
-"""What a cell does when all of it is known."""
+"""Value of `Cell.doing` when everything was measured."""
 LONGEST = 160
-"""Letters of a reason that the table shows."""
+"""Maximum number of characters of a reason that the table shows."""
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """One set-up: ``settings`` are what makes it, by their names."""
+    """One set-up, with the settings in which it differs from others."""
 
     label: str
     settings: Mapping[str, Any]
@@ -39,16 +39,24 @@ E = TypeVar("E", bound=TrialResult)
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Result(abc.ABC, Generic[E]):
-    """What was found of set-ups that trained side by side.
+    """Measurements of set-ups that trained side by side.
 
-    ``samples`` are those of an optimizer step. ``shared`` are the settings that all set-ups have
-    and that the user chose. ``interrupted`` where it was stopped before its end. ``date`` is in
-    UTC.
+    Attributes:
+        model: Name of the model's class.
+        samples: Samples in an optimizer step.
+        budget_bytes: Memory that a step may take.
+        shared: Settings that all set-ups have and that the user chose.
+        environment: Versions of the installed packages.
+        machine: Machine that it ran on.
+        date: Date in UTC.
+        interrupted: True if it was stopped before its end.
+        notes: Further lines to show.
+        doing: Description of the current activity, empty when it has ended.
     """
 
     kind: ClassVar[str]
     entries: ClassVar[tuple[str, type[TrialResult]]]
-    """The field that the set-ups are in, and what they are."""
+    """Name of the field that holds the set-ups, and their type."""
 
     model: str
     samples: int
@@ -63,34 +71,35 @@ class Result(abc.ABC, Generic[E]):
 
     @abc.abstractmethod
     def best(self) -> E | None:
-        """Who is ahead; None before anyone is."""
+        """Return the fastest set-up, or None before anything was measured."""
 
     @abc.abstractmethod
     def table(self) -> Table[E]:
-        """A row for each set-up; the notes say what the figures are."""
+        """Return a table with a row for each set-up, and notes that explain the columns."""
 
     @abc.abstractmethod
     def picture(self) -> str:
-        """What a second has of each, as bars in SVG, with quartiles."""
+        """Return the rates as a bar chart in SVG, with quartiles."""
 
     @abc.abstractmethod
     def _ahead(self) -> str | None:
-        """Who is ahead, in words; None before anyone is."""
+        """Return text that names the fastest set-up, or None before anything was measured."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `best` would be trained with: keyword arguments of `ortlab.finetune`.
+        """Keyword arguments of `ortlab.finetune` for the best set-up.
 
-        ValueError where nothing was measured.
+        Raises:
+            ValueError: If nothing was measured.
         """
         best = self.best()
         if best is None:
-            raise ValueError("nothing was measured, so there is nothing to choose from")
+            raise ValueError("nothing was measured yet; wait for the first result, or start again")
         return {**self.shared, **best.settings}
 
     @property
     def headline(self) -> str:
-        """Who is ahead, and how far it is."""
+        """One line with the fastest set-up and the state of the comparison."""
         ahead = self._ahead()
         if ahead is None:
             return f"{self.model}: {self.doing or 'nothing was measured'}"
@@ -105,14 +114,14 @@ class Result(abc.ABC, Generic[E]):
         return f"<p><b>{html.escape(self.headline)}</b></p>{picture}{self.table()._repr_html_()}"
 
     def _circumstances(self) -> Iterator[str]:
-        """The last notes of a table: what disturbed it, and where and when it was."""
+        """Yield the last notes of a table: disturbances, machine and date."""
         yield from self.notes
         if self.machine.busy:
-            yield f"something else was computing: the load was {self.machine.load:.1f} before"
+            yield f"machine was busy: load average {self.machine.load:.1f} before the start"
         yield origin(self.environment, self.machine, self.date)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure as JSON has it: null for what is not known."""
+        """Return all values in a form that JSON can store, with null for unknown ones."""
         figures: dict[str, Any] = _plain(dataclasses.asdict(self))
         del figures["doing"]
         best = self.best()
@@ -120,9 +129,19 @@ class Result(abc.ABC, Generic[E]):
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave; figures that follow from others are made anew. ValueError if not."""
+        """Return the result that `to_dict` stored. Values that follow from others are recomputed.
+
+        Args:
+            stored: Dictionary from `to_dict`.
+
+        Raises:
+            ValueError: If the dictionary has another format version.
+        """
         if stored.get("form") != FORM:
-            raise ValueError(f"form {stored.get('form')!r} of a {cls.kind}, expected {FORM}")
+            raise ValueError(
+                f"unsupported format version {stored.get('form')!r} of a {cls.kind}; expected "
+                f"{FORM}"
+            )
         values = {name: stored[name] for name in stored if name not in ("form", "best")}
         values |= {"machine": Machine(**stored["machine"]), "notes": tuple(stored["notes"])}
         name, kind = cls.entries
@@ -131,7 +150,7 @@ class Result(abc.ABC, Generic[E]):
 
 
 def _entry(kind: type[TrialResult], stored: Mapping[str, Any]) -> TrialResult:
-    """An entry as it was: tuples for lists, NaN for the null of a figure that is not known."""
+    """Return an entry as it was stored: tuples for lists, NaN for the null of an unknown value."""
     values: dict[str, Any] = {}
     for each in dataclasses.fields(kind):
         value = stored[each.name]
@@ -142,7 +161,7 @@ def _entry(kind: type[TrialResult], stored: Mapping[str, Any]) -> TrialResult:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it: lists for tuples, null for what is not finite."""
+    """Return a value as JSON stores it: lists for tuples, null for values that are not finite."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, tuple | list):
@@ -155,14 +174,20 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Cell(TrialResult):
-    """A set-up of a race.
+    """A set-up of a race. Values that are NaN or None are unknown.
 
-    ``first_step_s`` is from the plain module to the end of its first step. ``step_ms`` has a figure
-    for each round, the mean of a turn's steps. ``peak_bytes`` is what a step takes, ``peak_from``
-    says where that is known from; ``max_batch`` is the most samples in a micro-batch that fits.
-    ``loss`` is what eager torch says, without dropout, of the weights after ``steps`` steps;
-    ``finite`` whether every loss on the way was a number. NaN and None are not known. ``reason``
-    says why a cell has no figures.
+    Attributes:
+        doing: Description of the current activity.
+        reason: Reason why the cell has no values, or None.
+        first_step_s: Seconds from the plain module to the end of its first step.
+        step_ms: For each round, the mean time of a turn's steps.
+        steps: Number of steps so far.
+        peak_bytes: Memory that a step takes.
+        peak_from: Source of `peak_bytes`, "graph" or "measured".
+        max_batch: Largest number of samples in a micro-batch that fits into memory.
+        loss: Loss of the weights after `steps` steps, in eager torch without dropout.
+        finite: True if every loss during training was finite.
+        remarks: Further lines to show.
     """
 
     doing: str = "waits"
@@ -179,13 +204,21 @@ class Cell(TrialResult):
 
     @property
     def spread(self) -> Spread | None:
-        """Milliseconds of a step; None before the first round that counts."""
+        """Milliseconds of a step, or None before the first measured round."""
         return Spread.of(self.step_ms) if self.step_ms and self.reason is None else None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RaceResult(Result[Cell]):
-    """All set-ups of a race, the first of them the one that others are compared with."""
+    """Results of a race. The first cell is the reference of all comparisons.
+
+    Attributes:
+        cells: Set-ups.
+        micro: Samples in a micro-batch.
+        turn_steps: Number of steps in a turn.
+        rounds: Number of measured rounds.
+        dropout: True if the model applies dropout.
+    """
 
     kind = "race"
     entries = ("cells", Cell)
@@ -197,7 +230,14 @@ class RaceResult(Result[Cell]):
     dropout: bool = False
 
     def cell(self, label: str) -> Cell:
-        """The cell called `label`; KeyError where there is none."""
+        """Return the cell with this label.
+
+        Args:
+            label: Label of the set-up.
+
+        Raises:
+            KeyError: If there is none.
+        """
         return {cell.label: cell for cell in self.cells}[label]
 
     @property
@@ -206,34 +246,61 @@ class RaceResult(Result[Cell]):
 
     @property
     def reference(self) -> Cell:
-        """The cell that others are compared with."""
+        """Cell that all others are compared with."""
         return self.cells[0]
 
     def samples_per_s(self, cell: Cell) -> Spread | None:
-        """Samples a second, the median of the rounds with quartiles; None where not timed."""
+        """Return the samples per second, or None if the cell was not timed.
+
+        Args:
+            cell: Set-up of this race.
+
+        Returns:
+            Median of the rounds, with quartiles.
+        """
         if cell.spread is None:
             return None
         return Spread.of([self.samples / ms * 1e3 for ms in cell.step_ms])
 
     def speed(self, cell: Cell) -> Spread | None:
-        """How many steps it makes in the time of one of the reference, compared in each round."""
+        """Return the speed relative to the reference, compared in each round.
+
+        Args:
+            cell: Set-up of this race.
+
+        Returns:
+            Number of steps in the time of one step of the reference: median of the rounds, with
+            quartiles. None if one of the two was not timed.
+        """
         if cell.spread is None or self.reference.spread is None:
             return None
         pairs = zip(self.reference.step_ms, cell.step_ms, strict=False)
         return Spread.of([theirs / ours for theirs, ours in pairs])
 
     def loss_difference(self, cell: Cell) -> float:
-        """How far its loss is from the reference's, after as many steps; NaN where not known."""
+        """Return the difference from the reference's loss after the same number of steps.
+
+        Args:
+            cell: Set-up of this race.
+
+        Returns:
+            The difference, or NaN if it is unknown.
+        """
         if cell.steps != self.reference.steps:
             return math.nan
         return cell.loss - self.reference.loss
 
     def pays_off(self, cell: Cell) -> float:
-        """After how many steps it is no longer behind the reference; infinite for never.
+        """Return the number of steps after which a set-up has caught up with the reference.
 
-        Its first step takes longer, the others are shorter: 1 + ceil((first - reference's first) /
-        (reference's step - step)). One with longer steps falls behind for good: never. NaN where
-        not known.
+        Its first step takes longer, but the others are shorter: 1 + ceil((first - reference's
+        first) / (reference's step - step)).
+
+        Args:
+            cell: Set-up of this race.
+
+        Returns:
+            Number of steps. Infinity if its steps are not shorter, NaN if unknown.
         """
         ours, theirs = cell.spread, self.reference.spread
         behind_ms = 1e3 * (cell.first_step_s - self.reference.first_step_s)
@@ -244,9 +311,9 @@ class RaceResult(Result[Cell]):
         return 1 + max(0, math.ceil(behind_ms / (theirs.median - ours.median)))
 
     def best(self) -> Cell | None:
-        """The cell with the most samples a second whose loss is a number; None before there is one.
+        """Return the cell with the most samples per second and a finite loss, or None.
 
-        What has another loss than the reference is for the reader to judge.
+        A loss that differs from the reference's is left for the reader to judge.
         """
         timed = [cell for cell in self.cells if cell.spread is not None and cell.finite]
         return min(timed, key=lambda cell: statistics.median(cell.step_ms), default=None)
@@ -261,7 +328,7 @@ class RaceResult(Result[Cell]):
         return f"{best.label} is fastest with {rounded(rate.median)} samples/s"
 
     def table(self) -> Table[Cell]:
-        """A row for each set-up; the notes say what the figures are."""
+        """Return a table with a row for each set-up, and notes that explain the columns."""
         columns: list[Column[Cell]] = [
             Column("set-up", lambda cell: cell.label),
             Column("first step", self._first, number=True),
@@ -276,7 +343,10 @@ class RaceResult(Result[Cell]):
         return Table(self.cells, columns, notes=list(self._notes()))
 
     def picture(self) -> str:
-        """Samples a second as bars, in SVG, with quartiles; in words what was not measured."""
+        """Return samples per second as a bar chart in SVG, with quartiles.
+
+        A set-up that was not timed has text instead of a bar.
+        """
         shown = [
             (cell.label, self.samples_per_s(cell), "not run" if cell.reason else cell.doing)
             for cell in self.cells
@@ -317,30 +387,30 @@ class RaceResult(Result[Cell]):
         micro = f", in micro-batches of {self.micro}" if self.micro != self.samples else ""
         turn = "1 step" if self.turn_steps == 1 else f"{self.turn_steps} steps"
         yield (
-            f"An optimizer step of {self.samples} samples{micro}: the median of the rounds "
-            f"({self.rounds} of them, a turn of {turn} each) and its quartiles. Speed and pays "
-            f"off: beside {first}."
+            f"Optimizer steps of {self.samples} samples{micro}: median and quartiles of "
+            f"{self.rounds} rounds with a turn of {turn} each. Speed and pays off: relative to "
+            f"{first}."
         )
         yield (
-            "First step: from the plain model to the end of its first step, with what the caches "
-            "on disk have (compiled code, exported graphs: --cache off)."
+            "First step: from the plain model to the end of its first step, including the use of "
+            "caches on disk (compiled code, exported graphs; --cache off disables them)."
         )
         yield (
-            "Peak memory: of weights, gradients, optimizer and one step, without Python and "
-            "libraries. Measured: what stays, counted, and how far the process grew in a step. "
-            "From the graph: ORT's plan of it, without what its arena keeps."
-            + (" Of workers: that of the one which takes most." if self._on_workers else "")
+            "Peak memory: weights, gradients, optimizer and one step, without Python and "
+            "libraries. Measured: counted state plus growth of the process during a step. "
+            "Graph: from ORT's memory plan, without memory reserved by its arena."
+            + (" On workers: the largest of all workers." if self._on_workers else "")
         )
         yield (
-            f"Largest batch: of samples in a micro-batch, predicted for {memory(self.budget_bytes)}"
-            ": from the graph, or by a line through the peaks of two batches (of one, and what "
-            "stays, where another would be compiled). Unknown: the peaks do not tell."
+            f"Largest batch: samples in a micro-batch, predicted for {memory(self.budget_bytes)}"
+            " from the graph or from a line through the peaks of two batches (of one batch and "
+            "the state, if another would need compilation). Unknown: the peaks are too close."
         )
-        masks = ", so dropout's masks, which are not the same in all engines, are in the difference"
+        masks = "; dropout masks differ between engines and contribute to the difference"
         yield (
-            f"Loss: of the weights after {self.reference.steps} steps, on the race's batches, by "
-            f"eager torch without dropout; in brackets less that of {first}. All trained on the "
-            f"same batches from the same weights{masks if self.dropout else ''}."
+            f"Loss: of the weights after {self.reference.steps} steps, on the race's batches, in "
+            f"eager torch without dropout; in parentheses the difference from {first}. All trained "
+            f"on the same batches from the same weights{masks if self.dropout else ''}."
         )
         for cell in self.cells:
             if cell.reason is not None and len(cell.reason) > LONGEST:
@@ -351,7 +421,10 @@ class RaceResult(Result[Cell]):
     # ---- JSON ------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure, and what follows from them, as JSON has it: null for what is not known."""
+        """Return all values and those derived from them in a form that JSON can store.
+
+        Unknown values are null.
+        """
         found = super().to_dict()
         for cell, stored in zip(self.cells, found["cells"], strict=True):
             stored["derived"] = self._derived(cell)
@@ -391,9 +464,13 @@ def _short(words: str) -> str:
 
 @dataclass(frozen=True)
 class Row(TrialResult):
-    """A candidate: ``settings`` are what a run takes to train so, ``rates`` its rounds.
+    """A candidate of a search.
 
-    ``state`` is "waits", "measured", "left out" or "failed", and ``reason`` says why.
+    Attributes:
+        state: "waits", "measured", "left out" or "failed".
+        reason: Reason of the state.
+        rates: Rate in each round.
+        peak_bytes: Memory that a step takes, NaN if unknown.
     """
 
     state: str
@@ -403,13 +480,19 @@ class Row(TrialResult):
 
     @property
     def spread(self) -> Spread | None:
-        """What a second has, the median with quartiles; None where it was not measured."""
+        """Rate per second, the median with quartiles, or None if it was not measured."""
         return Spread.of(self.rates) if self.rates and self.state != "failed" else None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(Result[Row]):
-    """What a search found, the fastest first. ``target`` is what a second has most of."""
+    """Results of a search, fastest first.
+
+    Attributes:
+        rows: Candidates.
+        target: Unit whose rate per second is maximized, "samples" or "tokens".
+        took_s: Seconds that the search took.
+    """
 
     kind = "search"
     entries = ("rows", Row)
@@ -419,7 +502,7 @@ class TuneResult(Result[Row]):
     took_s: float
 
     def best(self) -> Row | None:
-        """The candidate that is ahead of all that were not left out; None before there is one."""
+        """Return the fastest measured candidate, or None before anything was measured."""
         going = [row for row in self.rows if row.state == "measured" and row.rates]
         return max(going, key=lambda row: statistics.median(row.rates), default=None)
 
@@ -428,10 +511,10 @@ class TuneResult(Result[Row]):
         if best is None or best.spread is None:
             return None
         rate = rounded(best.spread.median)
-        return f"{best.label} is ahead with {rate} {self.target}/s after {self.took_s:.0f} s"
+        return f"{best.label} is fastest with {rate} {self.target}/s after {self.took_s:.0f} s"
 
     def table(self) -> Table[Row]:
-        """A row for each candidate; the notes say what the figures are."""
+        """Return a table with a row for each candidate, and notes that explain the columns."""
         columns: list[Column[Row]] = [
             Column("candidate", lambda row: row.label),
             Column(f"{self.target}/s", lambda row: rates.with_quartiles(row.spread), number=True),
@@ -443,16 +526,16 @@ class TuneResult(Result[Row]):
         counts = {s: sum(row.state == s for row in self.rows) for s in ("left out", "failed")}
         unmeasured = sum(not row.rates for row in self.rows)
         notes = [
-            f"An optimizer step of {self.samples} samples, in micro-batches of so many at a time: "
+            f"Optimizer steps of {self.samples} samples, in micro-batches of the given batch size: "
             f"median and quartiles of the rounds. {len(self.rows)} candidates, {unmeasured} of "
             f"them never measured; {counts['left out']} left out, {counts['failed']} failed.",
-            f"A step may take {memory(self.budget_bytes)}: by the graph, or by what was measured.",
+            f"A step may take {memory(self.budget_bytes)}, according to graph or measurement.",
             *self._circumstances(),
         ]
         return Table(self.rows, columns, notes=notes)
 
     def picture(self) -> str:
-        """What was measured as bars, in SVG, with quartiles."""
+        """Return the measured rates as a bar chart in SVG, with quartiles."""
         shown = [(row.label, row.spread, "") for row in self.rows if row.spread is not None]
         return rates.picture(shown, self.target)
 

@@ -1,7 +1,8 @@
-"""The search for the settings that train a model fastest here, at a fixed global batch.
+"""Search for the settings that train a model fastest here, with a fixed global batch.
 
-Each engine in each precision begins once, on a copy of the model, and has all its micro-batches
-from there. What is measured, and what is left out, `prune` decides.
+Each engine makes its first step once in each precision, on a copy of the model, and is then
+measured with all micro-batches. `prune` decides which candidates are measured and which are
+dropped.
 """
 
 from __future__ import annotations
@@ -29,13 +30,22 @@ from ortlab.training import data_loading
 from ortlab.utils.process_memory import memory
 
 STEPS = 4
-"""Different steps of data, which all candidates go through in turn."""
+"""Number of different steps of data, which all candidates cycle through."""
 
 
 class Tune(Comparison[TuneResult, Row]):
-    """A search in the background: ``await tune`` or ``tune.result()`` waits for what it found.
+    """Search in the background: ``await tune`` or ``tune.result()`` waits for its result.
 
-    ValueError, before anything starts, for data and settings that are wrong.
+    Args:
+        model: Model to train copies of.
+        data: Dataset, DataLoader or list of batches.
+        settings: Settings of the search.
+        shared: Settings that all set-ups have and that the user chose.
+        loss: Loss function, or None if the model returns a loss.
+        around: Access to the session.
+
+    Raises:
+        ValueError: If data or settings are not valid, before anything starts.
     """
 
     kind = "tune"
@@ -57,7 +67,7 @@ class Tune(Comparison[TuneResult, Row]):
         if settings.target == "tokens":
             self._amount = sum(count(batch)[1] for batch in feed.steps(0, 1)[0])
             if not self._amount:
-                raise ValueError("target='tokens': the batches have no input_ids; take 'samples'")
+                raise ValueError("target='tokens' needs batches with input_ids; use 'samples'")
         super().__init__(
             model,
             feed,
@@ -170,13 +180,13 @@ class Tune(Comparison[TuneResult, Row]):
         return ms
 
     def _settle(self, candidate: SearchPoint, ms: float) -> None:
-        """The first turn of all says how many steps one is."""
+        """Set the number of steps in a turn after the very first turn."""
         first = next(iter(self._entrants))
         if self._settings.steps is None and self._turn_steps == 1 and candidate.setup == first:
             self._turn_steps = interleaved.enough(ms)
 
     def _note_peak(self, candidate: SearchPoint) -> None:
-        """What a step takes: by its graph, which the first step made, or by one step more."""
+        """Record the memory of a step, from the graph or by running another step."""
         entrant = self._entrants[candidate.setup]
         if entrant.plan is None:
             step = functools.partial(entrant.turn, 1, micro=candidate.micro)
@@ -185,7 +195,7 @@ class Tune(Comparison[TuneResult, Row]):
             self._peaks[candidate] = self._expected_bytes(candidate)
 
     def _expected_bytes(self, candidate: SearchPoint) -> float:
-        """What a step is expected to take; NaN where nothing says."""
+        """Return the memory that a step is expected to take, or NaN if it cannot be predicted."""
         entrant = self._entrants.get(candidate.setup)
         if entrant is None:
             return math.nan
@@ -206,7 +216,14 @@ class Tune(Comparison[TuneResult, Row]):
 
 
 def setups_of(settings: TuneSettings) -> list[Setup]:
-    """Workers times engines times precisions; plain torch, measured at every size, is first."""
+    """Return all set-ups of a search: workers times engines times precisions.
+
+    Args:
+        settings: Settings of the search.
+
+    Returns:
+        Set-ups. Plain torch, which is measured at every micro-batch, is first.
+    """
     chosen = [
         Setup(engine, precision, **each)
         for each in settings.parallel
@@ -220,7 +237,7 @@ def setups_of(settings: TuneSettings) -> list[Setup]:
 def _feed(
     data: Any, base: FinetuneSettings, settings: TuneSettings
 ) -> tuple[Feed, list[int], tuple[str, ...]]:
-    """Global batches of `data`, the micro-batches that there may be, and what is to be said."""
+    """Return global batches of the data, the micro-batches to try, and notes for the user."""
     if data_loading.of_samples(data):
         samples = settings.global_batch or base.batch_size
         feed = Feed(data, base.replace(batch_size=samples), STEPS)
@@ -229,19 +246,19 @@ def _feed(
     samples = settings.global_batch or micro
     if samples % micro:
         raise ValueError(
-            f"global_batch={samples} is no multiple of the {micro} samples of a batch of this "
-            f"{type(data).__name__}; give its Dataset, or {samples // micro * micro or micro}"
+            f"global_batch={samples} is not a multiple of the {micro} samples in a batch of this "
+            f"{type(data).__name__}; pass its Dataset, or use {samples // micro * micro or micro}"
         )
     feed = Feed(data, base.replace(accumulation=samples // micro), STEPS)
     note = (
-        f"the {type(data).__name__} makes batches of {micro}, so no other micro-batch was tried; "
-        "give its Dataset to have them searched"
+        f"the {type(data).__name__} returns batches of {micro}, so no other micro-batch was tried; "
+        "pass its Dataset to search other sizes"
     )
     return feed, [micro], (note,)
 
 
 def _halves(samples: int, number: int) -> Iterator[int]:
-    """`samples`, its half, and so on while it can be halved."""
+    """Yield `samples`, half of it, and so on as long as it is even."""
     for _ in range(number):
         yield samples
         if samples % 2:

@@ -247,7 +247,7 @@ def test_all_engines_by_the_command(tmp_path: Path) -> None:
     options = ["--models", MODEL, "--precisions", "fp32", "--rounds", "2", "--json", str(file)]
     answer = subprocess.run(command(*options), capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
-    assert "**No benchmark**" in answer.stdout
+    assert "**Not a benchmark**" in answer.stdout
     result = EngineBench.from_dict(json.loads(file.read_text()))
     assert answer.stdout == result.markdown() + "\n"
     assert [cell.key for cell in result.cells] == [(e, "fp32") for e in ENGINES]
@@ -293,7 +293,7 @@ def test_json_gives_back_the_same(measured: EngineBench) -> None:
     derived = stored["cells"][1]["derived"]
     spread = measured.speed(measured.cells[1])
     assert spread is None or derived["speed"]["median"] == spread.median
-    with pytest.raises(ValueError, match="form 99"):
+    with pytest.raises(ValueError, match="format version 99"):
         EngineBench.from_dict(stored | {"form": 99})
 
 

@@ -110,7 +110,7 @@ def test_both_tables_stand_side_by_side(measured: PaperBench) -> None:
     for paper in (PAPERS[name] for name in measured.shapes):
         assert f"<{paper.published.source}>" in shown
         assert f"<{paper.shape_source}>" in shown
-    assert shown.count("**No benchmark**") == 1
+    assert shown.count("**Not a benchmark**") == 1
     assert measured.measured.machine.processor in shown
 
 

@@ -75,7 +75,7 @@ def test_the_command_prints_what_its_file_holds(
     done, file = answer
     assert done.stdout == measured.markdown() + "\n"
     assert json.loads(json.dumps(measured.as_dict())) == json.loads(file.read_text())
-    assert "**No benchmark**" in done.stdout
+    assert "**Not a benchmark**" in done.stdout
     for line in ("first step of eager", "round 3 of 3, about ", "3 steps with ORT's profile"):
         assert f"{MODEL}: {line}" in done.stderr
 
@@ -135,7 +135,7 @@ def test_other_kernels(kernels: str, spinning: bool) -> None:
     ours = {each.op.rpartition(".")[2] for each in result.operators if "ortlab_kernels" in each.op}
     assert (ours == {"dropout", "dropout_backward"}) == spinning
     does, does_not = ("spin", "sleep") if spinning else ("sleep", "spin")
-    assert f"| {does}, as set |" in result.markdown()
+    assert f"| {does}, as configured |" in result.markdown()
     assert f"| {does_not} |" in result.markdown()
 
 
@@ -297,7 +297,7 @@ def test_json_gives_back_the_same() -> None:
     stored = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert StepBench.from_dict(stored) == result
     assert stored["benchmark"] is False
-    with pytest.raises(ValueError, match="form 99"):
+    with pytest.raises(ValueError, match="format version 99"):
         StepBench.from_dict(stored | {"form": 99})
 
 
@@ -327,7 +327,7 @@ def test_figures_by_hand(measured: StepBench) -> None:
     assert other_way.cost_of_spinning == Spread(0.8, 0.8, 0.8)
     shown = result.markdown()
     assert "session: 5 ms (5 to 5) for 7 parameter tensors" in shown
-    assert "| the rest: old gradients freed | 6 ms (6 to 6) | 3 ms (3 to 3) |" in shown
+    assert "| rest: release of old gradients | 6 ms (6 to 6) | 3 ms (3 to 3) |" in shown
 
 
 def test_nodes_by_operator() -> None:
@@ -345,7 +345,7 @@ def test_nodes_by_operator() -> None:
 def test_operators_beyond_the_longest_are_summed(measured: StepBench) -> None:
     shown = measured.markdown()
     others = len(measured.operators) - MOST_OPERATORS
-    assert f"| {others} operators more |" in shown
+    assert f"| {others} more operators |" in shown
     longest = max(measured.operators, key=lambda each: each.us)
     assert f"| {longest.name} | {longest.nodes} |" in shown
 

@@ -172,7 +172,7 @@ def test_bytes_are_those_of_the_model(graphs: Graphs) -> None:
     # The product, what ReLU makes of it, and the same under the name of the output.
     assert stage.activation_bytes(**{batch: 7, width: 3}) == 3 * 4 * 5 * 7
     assert not stage.unsized
-    with pytest.raises(ValueError, match=f"give the sizes {width}"):
+    with pytest.raises(ValueError, match=f"missing sizes: {width}; pass"):
         stage.activation_bytes(**{batch: 7})
     assert [node.module for node in stage.nodes] == ["0", "1", ""]
 
@@ -302,7 +302,7 @@ def test_a_change_since_is_told() -> None:
     assert not ortlab.graphs(wrapped).notes
     model[1].p = 0.5
     (note,) = ortlab.graphs(wrapped).notes
-    assert note == "changed since the graph was made: 1.p: 0.1 -> 0.5"
+    assert note == "changed since the graph was exported: 1.p: 0.1 -> 0.5"
     assert note in repr(ortlab.graphs(wrapped))
     wrapped(torch.randn(2, 3)).sum().backward()
     assert not ortlab.graphs(wrapped).notes

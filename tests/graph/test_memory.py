@@ -146,11 +146,11 @@ def test_the_largest_batch() -> None:
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({}, "give the sizes batch"),
+        ({}, "missing sizes: batch; pass them as keyword arguments"),
         ({"batsh": 2}, "did you mean 'batch'"),
-        ({"batch": 0}, "whole number above 0"),
-        ({"batch": 1.5}, "whole number above 0"),
-        ({"batch": True}, "whole number above 0"),
+        ({"batch": 0}, "positive integer"),
+        ({"batch": 1.5}, "positive integer"),
+        ({"batch": True}, "positive integer"),
     ],
 )
 def test_sizes_that_are_none(sizes: dict[str, Any], said: str) -> None:

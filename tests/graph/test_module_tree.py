@@ -105,7 +105,7 @@ def test_text_is_as_deep_as_fits(model: tuple[nn.Module, Graphs]) -> None:
     assert len(outline.table(rows=10_000)) == len(outline.modules)
     top = [row for row in outline.modules if row.depth <= 1]
     shown = repr(outline.table(rows=len(top)))
-    assert f"{len(outline.modules) - len(top)} more modules are within these" in shown
+    assert f"{len(outline.modules) - len(top)} more modules inside these" in shown
     assert "activations" in shown
     assert "activations" not in repr(Outline(stage))
     assert "calls" not in repr(Outline(stage)), "only the export tells"

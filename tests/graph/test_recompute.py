@@ -64,7 +64,7 @@ def test_sizes(plans: RecomputePlans) -> None:
     small, large = plans.at(batch=4), plans.at(batch=8)
     assert large.dims == {"batch": 8, "seq": 24}
     assert large.savings(LAYER).peak_bytes > 1.9 * small.savings(LAYER).peak_bytes
-    with pytest.raises(ValueError, match="no size 'rows'"):
+    with pytest.raises(ValueError, match="unknown size 'rows'"):
         plans.at(rows=3)
 
 
@@ -107,7 +107,7 @@ def test_the_table(plans: RecomputePlans) -> None:
     assert "not measured yet" in text
     plans.measure(steps=1)
     assert "ms (+" in repr(plans)
-    assert "ms a step" in plans._repr_html_()
+    assert "ms per step" in plans._repr_html_()
 
 
 def test_choosing(model: nn.Module, plans: RecomputePlans) -> None:

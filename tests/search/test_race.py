@@ -256,7 +256,7 @@ def test_the_examples_have_all_four_columns(own_workers: None) -> None:
         assert cell.loss == pytest.approx(result.cells[0].loss, rel=1e-4)
     state = sum(p.nbytes for p in bert().parameters())
     assert result.cells[0].peak_bytes > 4 * state, "weights, gradients and two moments"
-    assert "Of workers: that of the one which takes most" in repr(result)
+    assert "On workers: the largest of all workers" in repr(result)
 
 
 def test_workers_race_one_process(own_workers: None) -> None:
@@ -323,7 +323,7 @@ def test_ctrl_c_stops_it(capsys: pytest.CaptureFixture[str]) -> None:
     thread.start()
     assert made.result().interrupted
     thread.join()
-    assert "keeps what it has" in capsys.readouterr().out
+    assert "keeps its results" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_json_keeps_every_figure() -> None:
     again = RaceResult.from_dict(json.loads(stored))
     assert again.to_dict() == result.to_dict()
     assert repr(again) == repr(result)
-    with pytest.raises(ValueError, match="form 2 of a race"):
+    with pytest.raises(ValueError, match="format version 2 of a race; expected 1"):
         RaceResult.from_dict({**result.to_dict(), "form": 2})
 
 

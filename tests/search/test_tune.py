@@ -130,13 +130,13 @@ def test_what_cannot_win_is_not_begun_and_says_why() -> None:
     assert "cannot win" in left.reason
     assert not left.rates
     small = search.found[SearchPoint(Setup("ort", "bf16"), 1)]
-    assert "samples/s expected, ort bf16, 4 at a time has more" in small.reason
+    assert "samples/s expected, ort bf16, batch size 4 is faster" in small.reason
     assert not small.rates
     of_tokens = searched(Costs(speeds()), unit="tokens").found[SearchPoint(Setup("ort", "bf16"), 1)]
     assert "tokens/s expected" in of_tokens.reason
     behind = search.found[SearchPoint(Setup("eager", "fp32"), 1)]
     assert behind.rates
-    assert "behind ort bf16, 4 at a time" in behind.reason
+    assert "behind ort bf16, batch size 4" in behind.reason
     assert all(found.state != "waits" for found in search.found.values())
 
 
@@ -361,8 +361,8 @@ def test_a_stop_keeps_what_was_found() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"global_batch": 6}, "no multiple of the 4 samples"),
-        ({"target": "tokens"}, "no input_ids"),
+        ({"global_batch": 6}, "not a multiple of the 4 samples"),
+        ({"target": "tokens"}, "needs batches with input_ids"),
         ({"batch_size": 3}, "unknown setting 'batch_size'"),
         ({"memory": "0"}, "is no size of memory"),
     ],
@@ -380,7 +380,7 @@ def test_typed(ip: Typist) -> None:  # noqa: F811
         "--memory 16GiB --target samples"
     )
     ip("result = tune.result(60)")
-    assert "is ahead with" in ip("tune")
+    assert "is fastest with" in ip("tune")
     assert "16.00 GiB" in ip("result")
     assert ip["tune"].settings["accumulation"] == 1
     assert "no option --batch-size" in ip.refused("%ort tune net data --batch-size 3")

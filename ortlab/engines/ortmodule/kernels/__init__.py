@@ -1,7 +1,7 @@
-"""Kernels that take the place of ORT's own in its CPU graphs, on torch's threads.
+"""Kernels that replace ORT's own in its CPU graphs and run on torch's threads.
 
-ORT calls them through its ATen operator. `substitutes` puts them into a graph, `kernel_choice`
-tells by measurement which are faster on this machine, `kernels.cc` holds them.
+ORT calls them through its ATen operator. `substitutes` inserts them into a graph, `kernel_choice`
+measures which ones are faster on this machine, and `kernels.cc` implements them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from ortlab.engines.ortmodule.compat import extensions
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 
 DOMAIN = "ortlab_kernels"
-"""The namespace of their names in torch."""
+"""Namespace of the kernels in torch."""
 
 
 @functools.cache
 def unavailable() -> str | None:
-    """Builds and loads them where that was not done yet; why they cannot be used, or None."""
+    """Build and load the kernels unless they are loaded already.
+
+    Returns:
+        The reason why they cannot be used, or None.
+    """
     try:
         _trim()
     except OrtUnavailable as error:
@@ -38,9 +42,16 @@ _users: Counter[bool] = Counter()
 
 
 def keep_memory_for(user: object, keep: bool) -> Callable[[], object]:
-    """Keeps what results of kernels leave behind for the next step while one `user` wants that.
+    """Cache the memory of kernel results for the next step as long as a user wants that.
 
-    Where none is left what is kept is freed. A call of what is returned ends the `user`'s wish.
+    The cached memory is released when the last such user is gone.
+
+    Args:
+        user: Object whose lifetime ends the request.
+        keep: True to request the cache. False registers a user that does not need it.
+
+    Returns:
+        Function that ends the request earlier.
     """
     _users[keep] += 1
     if _users[keep] == 1:
@@ -56,6 +67,6 @@ def _leave(keep: bool) -> None:
 
 
 def _set_memory() -> None:
-    # Not as torch's operator: a collection of garbage may come by here in the middle of an export,
-    # whose tracer would take it for a part of the model.
+    # Not called as a torch operator: garbage collection may trigger this during an export, whose
+    # tracer would record the operator as a part of the model.
     _trim()(_users[True] > 0)

@@ -1,8 +1,8 @@
-"""Which kernel is faster on this machine, for these shapes: measured once, and kept.
+"""Measured choice between two kernels for given shapes, cached per machine.
 
-Each pair runs in two sessions of its own, in turn, on random numbers, with ORT's threads as in
-training. What was measured lies in the user's cache as plain numbers, for one processor, number of
-threads and version of the libraries.
+Each pair of kernels runs in two separate sessions, in turn, on random numbers, with ORT's threads
+as in training. Times are cached in the user's cache folder as plain numbers, for one processor,
+number of threads and version of the libraries.
 """
 
 from __future__ import annotations
@@ -39,33 +39,38 @@ from ortlab.utils.tables import Column, Table
 
 _ROUNDS = 8
 _MOST_S = 0.03
-"""Of one pair's rounds, see `_suffices`."""
+"""Seconds after which fewer rounds of a pair are enough, see `_suffices`."""
 _CLEAR = 1.3
 _FAR = 3.0
-"""Times that the slower one's shortest call takes as long as the faster one's longest."""
+"""Ratios of the slower kernel's shortest call to the faster one's longest, see `_suffices`."""
 _DRAWN = 2**16
-"""Random numbers of an input, again and again: a kernel's time does not depend on them."""
+"""Number of random numbers, repeated to fill an input. A kernel's time does not depend on them."""
 _MOST_ELEMENTS = 2**23
 _OF_NO_MATTER = frozenset(
-    {"__backwardpass", "operator", "overload_name", "stash_type"}  # notes of ORT and the exporter
+    {"__backwardpass", "operator", "overload_name", "stash_type"}  # set by ORT and the exporter
     | {"alpha", "beta", "epsilon", "keepdims", "noop_with_empty_axes", "transBatchA", "transBatchB"}
 )
-"""Attributes that a kernel's time does not depend on, where a rule applies."""
+"""Attributes that do not affect a kernel's time where a rule applies."""
 _TOLD = "means"
-"""What a timing is, by which those of another kind are not believed."""
+"""Kind of the cached times. Times of another kind are ignored."""
 _RANDOM = {TensorProto.FLOAT: np.float32}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: of ORT's nodes, and of what may take their place."""
+    """Microseconds of one call of ORT's nodes and of their replacement."""
 
     ort_us: float
     torch_us: float
 
 
 class KernelChoice:
-    """Decides for a graph whose `inputs` have these shapes, by name."""
+    """Choice of the kernels that a graph uses.
+
+    Args:
+        inputs: Inputs of the graph.
+        shapes: Shape of each input, keyed by its name.
+    """
 
     def __init__(
         self, inputs: Iterable[onnx.ValueInfoProto], shapes: Mapping[str, tuple[int, ...]]
@@ -83,10 +88,14 @@ class KernelChoice:
         self._new: dict[str, Timing] = {}
 
     def better(self, found: Substitution, graph: Graph) -> bool:
-        """Whether what was found is faster.
+        """Return True if a replacement is faster than ORT's nodes, and measure it if necessary.
 
-        What cannot be measured stays with the rest: of sizes that are not known, of more than
-        `_MOST_ELEMENTS` numbers, or with inputs that are no float32.
+        A replacement that cannot be measured is used: if sizes are unknown, if an input has more
+        than `_MOST_ELEMENTS` elements, or if an input is not float32.
+
+        Args:
+            found: Replacement.
+            graph: Graph that it belongs to.
         """
         feeds = self._feeds(found.replaced, graph)
         if feeds is None:
@@ -96,17 +105,22 @@ class KernelChoice:
         if timing is None:
             try:
                 timing = self._new[name] = _measure(found, feeds, graph)
-            except Exception:  # noqa: BLE001 - whatever does not run here would not run in training
+            except Exception:  # noqa: BLE001 - what fails to run here would also fail in training
                 return False
         return timing.torch_us < timing.ort_us
 
     def known(self, found: Substitution, graph: Graph) -> Timing | None:
-        """What was measured of it so far; None where that is nothing, or sizes are not known."""
+        """Return the cached time of a replacement, or None if there is none or sizes are unknown.
+
+        Args:
+            found: Replacement.
+            graph: Graph that it belongs to.
+        """
         feeds = self._feeds(found.replaced, graph)
         return None if feeds is None else self._known.get(_name(found, feeds))
 
     def keep(self) -> None:
-        """Adds what was measured to the user's file, where there can be one."""
+        """Add new times to the user's cache file, if it can be written."""
         if self._new:
             with contextlib.suppress(OSError):
                 _write({**_read(), **self._new})
@@ -114,7 +128,7 @@ class KernelChoice:
     def _feeds(
         self, nodes: Sequence[onnx.NodeProto], graph: Graph
     ) -> dict[str, tuple[int, ...]] | None:
-        """The sizes of what `nodes` read; None where one is not known or no float32."""
+        """Return the shapes of the inputs of `nodes`, or None if one is unknown or not float32."""
         made = {name for node in nodes for name in node.output}
         found: dict[str, tuple[int, ...]] = {}
         for name in (name for node in nodes for name in node.input if name):
@@ -137,11 +151,16 @@ class KernelChoice:
 def kept(
     model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], *, low: bool
 ) -> dict[str, Timing]:
-    """What was measured so far of the nodes of `model`, a graph with ORT's own kernels alone.
+    """Return the cached times of a graph's nodes without measuring anything.
 
-    By a node's name, which the kernel in its place has too; where a pair replaces several nodes it
-    is the first of them. `shapes` are those of the graph's inputs; with `low` products, which take
-    bfloat16 in any case, have none. Nothing is measured, and `model` is changed.
+    Args:
+        model: Graph with ORT's own kernels only. It is modified.
+        shapes: Shape of each graph input, keyed by its name.
+        low: True if products use bfloat16. They then have no times, as they are always replaced.
+
+    Returns:
+        Times by node name, which is also the replacement's name. If a replacement stands for
+        several nodes, the name is that of the first.
     """
     chosen = KernelChoice(model.graph.input, shapes)
     found: dict[str, Timing] = {}
@@ -158,7 +177,7 @@ def kept(
 
 
 def _name(found: Substitution, feeds: Mapping[str, tuple[int, ...]]) -> str:
-    """What a timing is for, whatever its tensors are called: "Softmax axis=-1 8x12x64x64 > ..."."""
+    """Return the key of a time, without tensor names: "Softmax axis=-1 8x12x64x64 > ..."."""
     words = []
     for node in found.replaced:
         given = sorted((k, v) for k, v in attributes(node).items() if k not in _OF_NO_MATTER)
@@ -173,13 +192,14 @@ def _name(found: Substitution, feeds: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _measure(found: Substitution, feeds: Mapping[str, tuple[int, ...]], graph: Graph) -> Timing:
-    """What a call takes in a few rounds, the first ones among them, see `_typical`.
+    """Return the time of a call over a few rounds, the first ones included, see `_typical`.
 
-    Each call comes after one of torch's, as in a graph whose other nodes are torch's: torch's
-    threads still wait for work, on the cores that ORT's are to wake up on. Where that makes half of
-    ORT's calls take twice as long it does so in training, too, so the best call tells little.
+    Each call follows a call of torch's, as in a graph whose other nodes run in torch: torch's
+    threads still wait for work on the cores on which ORT's threads have to wake up. If half of
+    ORT's calls take twice as long because of that, they also do so in training, so the best call is
+    not representative.
     """
-    import onnxruntime  # for the processes that choose
+    import onnxruntime  # heavy: onnxruntime, for processes that measure
 
     random = np.random.default_rng(0)
     values = {
@@ -208,16 +228,16 @@ def _measure(found: Substitution, feeds: Mapping[str, tuple[int, ...]], graph: G
 
 
 def _typical(taken: Sequence[float]) -> float:
-    """The mean; of four or more without the longest, which something else may have held up."""
+    """Return the mean, without the longest of four or more, which other load may have delayed."""
     return fmean(sorted(taken)[:-1] if len(taken) > 3 else taken)
 
 
 def _suffices(times: Sequence[Sequence[float]], spent_s: float) -> bool:
-    """Whether it is known by now which is faster.
+    """Return True if enough rounds were measured to know which kernel is faster.
 
-    Four rounds are enough after `_MOST_S`. Two are where each call of one was shorter than all of
-    the other's, by more than chance, or after three times as long: chance weighs little in calls of
-    20 ms. One is after `_MOST_S` where they are far from each other.
+    Four rounds are enough after `_MOST_S`. Two are enough if every call of one kernel was clearly
+    shorter than all calls of the other, or after three times `_MOST_S`, as chance has little effect
+    on calls of 20 ms. One round is enough after `_MOST_S` if the two differ greatly.
     """
     fast, slow = sorted(times, key=min)
     apart = min(slow) / max(fast)
@@ -238,7 +258,7 @@ def _call(
     values: Mapping[str, Any],
     graph: Graph,
 ) -> Callable[[], Any]:
-    """Runs `nodes` in a session of their own, whose tensors are as `tells` and `graph` say."""
+    """Return a function that runs `nodes` in a session of their own."""
     read = {name for node in nodes for name in node.input if name}
     constants = {name: graph.constant(name) for name in read}
     names = [name for node in nodes for name in node.output if name]
@@ -261,7 +281,7 @@ def _call(
         opset_imports=graph.model.opset_import,
         ir_version=graph.model.ir_version,
     )
-    import onnxruntime
+    import onnxruntime  # heavy: onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -273,19 +293,19 @@ def _call(
 
 
 def table() -> Table[tuple[str, Timing]]:
-    """What was measured on this machine so far with these versions, the slowest first."""
+    """Return a table of the cached times on this machine with these versions, slowest first."""
     columns: list[Column[tuple[str, Timing]]] = [
         Column("ORT's operators, sizes", lambda row: row[0].partition(" > ")[0]),
-        Column("or", lambda row: row[0].partition(" > ")[2].replace(f"{DOMAIN}::", "")),
+        Column("replacement", lambda row: row[0].partition(" > ")[2].replace(f"{DOMAIN}::", "")),
         Column("ORT us", lambda row: f"{row[1].ort_us:,.0f}", number=True),
-        Column("ours us", lambda row: f"{row[1].torch_us:,.0f}", number=True),
-        Column("taken", lambda row: "ours" if row[1].torch_us < row[1].ort_us else "ORT's"),
+        Column("ortlab us", lambda row: f"{row[1].torch_us:,.0f}", number=True),
+        Column("used", lambda row: "ortlab" if row[1].torch_us < row[1].ort_us else "ORT"),
     ]
     found = sorted(_read().items(), key=lambda row: -row[1].ort_us)
     empty = "nothing was measured yet: train a model in engine 'ort' first"
-    threads = f"{torch.get_num_threads()} threads; each after a call of torch's, as in a graph"
+    threads = f"{torch.get_num_threads()} threads; each call follows a torch call, as in a graph"
     return Table(
-        found, columns, notes=[f"{threads}; kept in {path()}"] if found else (), empty=empty
+        found, columns, notes=[f"{threads}; cached in {path()}"] if found else (), empty=empty
     )
 
 
@@ -297,7 +317,7 @@ _elsewhere: Path | None = None
 
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
-    """Meanwhile nothing is known of what was measured before, and nothing new is kept."""
+    """Ignore all cached times and store no new ones."""
     global _elsewhere
     before = _elsewhere
     with tempfile.TemporaryDirectory(prefix="ortlab-choice-") as folder:
@@ -309,7 +329,7 @@ def forgotten() -> Iterator[None]:
 
 
 def path() -> Path:
-    """The file of what was measured on this machine with these versions; it need not exist."""
+    """Return the cache file for this machine and these versions. It need not exist."""
     what = "\0".join((*restoring.versions().values(), str(torch.get_num_threads()), _TOLD))
     digest = hashlib.sha256(what.encode()).hexdigest()[:12]
     folder = _elsewhere or extensions.cache_folder().with_name("timings")
@@ -321,7 +341,7 @@ def _read() -> dict[str, Timing]:
         found = json.loads(path().read_text(encoding="utf-8"))
         return {name: Timing(float(ort), float(torch)) for name, (ort, torch) in found.items()}
     except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # none yet, or damaged: measured again
+        return {}  # missing or damaged; everything is measured again
 
 
 def _write(timings: Mapping[str, Timing]) -> None:

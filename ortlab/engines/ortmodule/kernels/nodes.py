@@ -1,4 +1,4 @@
-"""The nodes by which a graph of ORT's calls kernels of torch's and ours."""
+"""Nodes of an ORT graph that call torch's and ortlab's kernels."""
 
 from __future__ import annotations
 
@@ -12,33 +12,55 @@ from ortlab.engines.ortmodule.kernels import DOMAIN
 
 ATEN = "org.pytorch.aten"
 BACKWARD = "__backwardpass"
-"""ORT's mark of nodes after the yield: by its order of priority they wait for that."""
+"""ORT's attribute of nodes after the yield node. In priority order they run after it."""
 
 
 def call(
     operator: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any
 ) -> onnx.NodeProto:
-    """A node that calls an operator of torch's: "ortlab_kernels::norm"."""
+    """Return a node that calls a torch operator.
+
+    Args:
+        operator: Name of the operator, such as "ortlab_kernels::norm".
+        inputs: Names of the input tensors.
+        outputs: Names of the output tensors.
+        **attributes: Further attributes of the node.
+    """
     return helper.make_node(
         "ATen", inputs, outputs, domain=ATEN, operator=operator, overload_name="", **attributes
     )
 
 
 def operator(node: onnx.NodeProto) -> str:
-    """The operator of torch's that a node of a graph calls: "ortlab::attention"; "" for none."""
+    """Return the torch operator that a node calls, or "" if it calls none.
+
+    Args:
+        node: Node of a graph.
+
+    Returns:
+        Name such as "ortlab::attention".
+    """
     if node.op_type != "ATen":
         return ""
     return next((each.s.decode() for each in node.attribute if each.name == "operator"), "")
 
 
 def called(node: onnx.NodeProto) -> str:
-    """The name of the kernel of ours that a node of a graph calls, "" where it calls none."""
+    """Return the name of the ortlab kernel that a node calls, or "" if it calls none.
+
+    Args:
+        node: Node of a graph.
+    """
     domain, _, name = operator(node).rpartition("::")
     return name if domain == DOMAIN else ""
 
 
 def mark_backward(node: onnx.NodeProto) -> onnx.NodeProto:
-    """`node`, marked as one of backward."""
+    """Mark a node as part of the backward pass, and return it.
+
+    Args:
+        node: Node to mark, in place.
+    """
     if not any(each.name == BACKWARD for each in node.attribute):
         node.attribute.append(helper.make_attribute(BACKWARD, 1))
     return node

@@ -1,9 +1,9 @@
 """Optimizers as operators that a graph calls, one node for each parameter.
 
-They change weights and moments where these lie, in memory that torch and ORT share, by torch's own
-fused kernels: what a step gives is what torch's optimizer gives, bit for bit. `judge` decides for
-all of them: how long the gradient is, by what it is multiplied to be clipped, and whether the step
-counts. Rates come in float64, as torch's own do: ORT hands numbers over in float32.
+They change weights and moments in place, in memory shared by torch and ORT, with torch's own fused
+kernels, so the result is bit-identical to torch's optimizer. `judge` decides for all parameters:
+norm of the gradients, clipping factor, and whether the step is applied. Rates are float64, as in
+torch, whereas ORT passes numbers as float32.
 """
 
 from __future__ import annotations
@@ -16,28 +16,50 @@ import torch
 from torch import Tensor
 
 DOMAIN = "ortlab_optimizers"
-"""The namespace of their names in torch."""
+"""Namespace of the operators in torch."""
 
 _EPS = 1e-6
-"""What torch.nn.utils.clip_grad_norm_ adds to the norm."""
+"""Value that torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
 def norm(gradient: Tensor) -> Tensor:
-    """The Euclidean norm of one parameter's gradient, of shape [1]."""
+    """Return the Euclidean norm of one parameter's gradient.
+
+    Args:
+        gradient: Gradient of any shape.
+
+    Returns:
+        Norm, of shape [1].
+    """
     found: Tensor = torch.linalg.vector_norm(gradient)
     return found.reshape(1)
 
 
 def accumulate(total: Tensor, gradient: Tensor, anew: Tensor) -> Tensor:
-    """Adds `gradient` to `total`, or lets it be the first one; gives a view of `total`."""
+    """Add a gradient to a sum, or start the sum with it.
+
+    Args:
+        total: Sum, changed in place.
+        gradient: Gradient to add.
+        anew: True to start a new sum.
+
+    Returns:
+        View of `total`.
+    """
     return total.copy_(gradient) if anew.item() else total.add_(gradient)
 
 
 def judge(norms: Tensor, loss: Tensor, bad: Tensor, wishes: Tensor) -> Tensor:
-    """What holds for the step: [norm, factor of the gradients, 1 where it counts], in float32.
+    """Decide whether and how a step is applied.
 
-    `wishes` are the norm to clip at (infinite for none), and 1 in the last micro-batch of the step.
-    `bad` is set, and stays so, where the loss or the norm is not finite.
+    Args:
+        norms: Gradient norm of each parameter.
+        loss: Loss of the micro-batch.
+        bad: Set to 1, for good, if the loss or the norm is not finite.
+        wishes: Norm to clip at (infinity for none), and 1 in the last micro-batch of a step.
+
+    Returns:
+        Norm of all gradients, factor to multiply them by, and 1 if the step is applied, in float32.
     """
     most, last = wishes.tolist()
     total = torch.linalg.vector_norm(norms)
@@ -58,8 +80,20 @@ def adamw(
     verdict: Tensor,
     rates: Tensor,
 ) -> Tensor:
-    """torch.optim.AdamW's fused step; `rates` are learning rate, decay, both betas, epsilon,
-    1 where moments are corrected for their start, and 1 where decay comes after the update.
+    """Update a weight as torch.optim.AdamW's fused kernel does.
+
+    Args:
+        weight: Weight, changed in place.
+        gradient: Its gradient.
+        first: First moment, changed in place.
+        second: Second moment, changed in place.
+        step: Number of steps, changed in place.
+        verdict: Result of `judge`.
+        rates: Learning rate, weight decay, both betas, epsilon, 1 for bias correction of the
+            moments, and 1 to apply weight decay after the update.
+
+    Returns:
+        1 if the weight was updated, of shape [1].
     """
     if not verdict[2]:
         return torch.zeros(1)
@@ -98,7 +132,17 @@ def _moments(gradient: Tensor, first: Tensor, second: Tensor, beta1: float, beta
 
 
 def sgd(weight: Tensor, gradient: Tensor, verdict: Tensor, rates: Tensor) -> Tensor:
-    """torch.optim.SGD's fused step without momentum; `rates` are learning rate and decay."""
+    """Update a weight as torch.optim.SGD's fused kernel does without momentum.
+
+    Args:
+        weight: Weight, changed in place.
+        gradient: Its gradient.
+        verdict: Result of `judge`.
+        rates: Learning rate and weight decay.
+
+    Returns:
+        1 if the weight was updated, of shape [1].
+    """
     return _sgd(weight, gradient, [], verdict, rates)
 
 
@@ -109,9 +153,17 @@ def momentum(
     verdict: Tensor,
     rates: Tensor,
 ) -> Tensor:
-    """torch.optim.SGD's fused step with momentum, the last of `rates`.
+    """Update a weight as torch.optim.SGD's fused kernel does with momentum.
 
-    A first one finds a `velocity` of zero.
+    Args:
+        weight: Weight, changed in place.
+        gradient: Its gradient.
+        velocity: Momentum buffer, changed in place. 0 before the first step.
+        verdict: Result of `judge`.
+        rates: Learning rate, weight decay and momentum.
+
+    Returns:
+        1 if the weight was updated, of shape [1].
     """
     return _sgd(weight, gradient, [velocity], verdict, rates)
 
@@ -149,9 +201,18 @@ def lamb(
     verdict: Tensor,
     rates: Tensor,
 ) -> Tensor:
-    """LAMB's step as `ortlab.engines.torch.lamb` has it.
+    """Update a weight by LAMB, as in `ortlab.engines.torch.lamb`.
 
-    `rates` are learning rate, decay, both betas, epsilon, and 1 for no trust ratio.
+    Args:
+        weight: Weight, changed in place.
+        gradient: Its gradient.
+        first: First moment, changed in place.
+        second: Second moment, changed in place.
+        verdict: Result of `judge`.
+        rates: Learning rate, weight decay, both betas, epsilon, and 1 for no trust ratio.
+
+    Returns:
+        1 if the weight was updated, of shape [1].
     """
     if not verdict[2]:
         return torch.zeros(1)
@@ -170,7 +231,7 @@ def lamb(
 
 
 def _clipped(gradient: Tensor, verdict: Tensor) -> Tensor:
-    """A gradient may be another one's too, as that of two biases that are added: it stays."""
+    """Return the clipped gradient, as a copy, because several parameters may share a gradient."""
     return gradient if verdict[1] == 1.0 else gradient * verdict[1]
 
 
@@ -189,7 +250,11 @@ _SCHEMAS: dict[str, Callable[..., Tensor]] = {
 
 @functools.cache
 def register() -> object:
-    """Makes them known to torch, for as long as what it returns lives: the process's life."""
+    """Register the operators with torch.
+
+    Returns:
+        Library. The operators exist as long as it does, which is the life of the process.
+    """
     library: Any = torch.library.Library(DOMAIN, "DEF")  # type: ignore[no-untyped-call]
     for schema, function in _SCHEMAS.items():
         library.define(schema)

@@ -1,11 +1,12 @@
-"""Activations computed again in the backward pass, not kept: a session's graph rewritten.
+"""Recompute plans: a session's graph rewritten to recompute activations in the backward pass.
 
-A plan names modules, "bert.encoder.layer.*" all layers of a list. What such a module gives to
-others is kept, and what else of it the gradient reads is computed once more from that, just before
-it is read (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016). The last products of
-a module are not computed again where little more is kept in their place. Kernels stay those of
-the graph, and dropouts drop the same again: their numbers are drawn by a key that is kept. ORT has
-plans of its own (`compat.recompute`), by operators and for its own kernels alone.
+A plan names modules, such as "bert.encoder.layer.*" for all layers of a list. Outputs of such a
+module that other modules read are stored. Everything else in it that the gradient reads is
+recomputed from them just before it is read (Chen et al., Training Deep Nets with Sublinear Memory
+Cost, 2016). The last matrix products of a module are not recomputed if storing their results takes
+little more memory. Kernels stay the same, and dropout draws the same mask again, because its random
+numbers are generated from a stored key. ORT has recompute plans of its own (`compat.recompute`),
+which name operators and support only its own kernels.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from ortlab.utils.errors import Concise
 from ortlab.utils.onnx_shapes import bytes_of
 
 LAYERS = "layers"
-"""The plan of all layers of all lists of layers."""
+"""Plan that stands for all layers of all lists of layers."""
 SUFFIX = "_recompute"
-"""Ends the names of what is computed again, as in ORT's own plans."""
+"""Suffix of the names of recomputed nodes and tensors, as in ORT's own plans."""
 _YIELD = "YieldOp"
-_ROOT = "/_original_module/"  # once more where the graph has the loss too
+_ROOT = "/_original_module/"  # repeated if the graph includes the loss
 _ITEM = re.compile(r".+\.\d+(_\d+)?|\d+")
-"""A list's item among the parts of a scope; at its second call the exporter adds a number."""
+"""Part of a scope that is an item of a list. From its second call on the exporter adds a number."""
 _DEEPEST = 2
-"""How far below a layer a plan may name its modules."""
+"""Number of levels below a layer on which plans may name modules."""
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 _NOT_AGAIN = frozenset(
     {"If", "Loop", "Scan", "PythonOp", "TritonOp", "BatchNormalization", "BatchNormInternal"}
@@ -48,34 +49,40 @@ _NOT_AGAIN = frozenset(
     | {"Multinomial", "Dropout", "BiasDropout", "BitmaskDropout", "BitmaskBiasDropout"}
     | {"BiasSoftmaxDropout"}
 )
-"""Operators that draw random numbers, write beside their results, or hold a graph or code."""
+"""Operators that draw random numbers, have side effects, or contain a graph or code."""
 _PRODUCTS = frozenset({"MatMul", "FusedMatMul", "Gemm", "Conv", "matmul", "linear"})
-"""Operators, and kernels of ours, that take most of a step's time."""
+"""Operators and ortlab kernels that take most of a step's time."""
 _CHEAP = 1.5
-"""What may be kept in the place of products, beside what the module gives to others."""
+"""Memory that may be stored to avoid recomputing products, relative to the module's outputs."""
 _ANY_SIZE = 64
-"""Stands for each of the sizes that a batch decides, where tensors of one graph are compared."""
+"""Value assumed for sizes that depend on the batch, to compare tensors of one graph."""
 _SIZES = frozenset({TensorProto.INT64, TensorProto.INT32})
 _KEYED = {"dropout": "dropout_of", "attention": "attention_of"}
 _RATIO = {"dropout": 1, "attention": 4}
 
 
 class UnknownPlan(Concise, ValueError):
-    """A plan that names nothing in the graph; the message names the nearest."""
+    """Raised for a plan that does not exist in the graph. The message suggests the nearest."""
 
 
 @dataclass(frozen=True)
 class RecomputedPart:
-    """The modules that `plan` names: the forward nodes of each, by their places in the order."""
+    """Modules that a plan names.
+
+    Attributes:
+        plan: Name of the plan.
+        occurrences: For each module, the indices of its forward nodes.
+    """
 
     plan: str
     occurrences: tuple[frozenset[int], ...]
 
 
 class Plans:
-    """What may be computed again in a session's graph with a gradient, and how that is written.
+    """Recompute plans that a session's graph with a gradient supports.
 
-    `model` is left as it is. Its parts are in the order in which they come first.
+    Args:
+        model: Graph, which is not modified.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -95,7 +102,7 @@ class Plans:
 
     @functools.cached_property
     def parts(self) -> dict[str, RecomputedPart]:
-        """By their plans, those alone of which anything can be computed again."""
+        """Parts that can be recomputed, keyed by plan, in the order of their first nodes."""
         found: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         for i in range(self._end):
             for plan, scope in _named(self._nodes[i]):
@@ -112,18 +119,25 @@ class Plans:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The plans of whole layers."""
+        """Plans of whole layers."""
         return tuple(plan for plan in self.parts if plan.endswith("*"))
 
     def check(self, plans: Iterable[str]) -> tuple[str, ...]:
-        """The plans that `plans` stand for; UnknownPlan names one that there is not."""
+        """Return the plans that `plans` stand for.
+
+        Args:
+            plans: Names of plans. "layers" stands for all whole layers.
+
+        Raises:
+            UnknownPlan: If a plan does not exist.
+        """
         found: list[str] = []
         for plan in plans:
             if plan == LAYERS:
                 if not self.layers:
                     raise UnknownPlan(
                         f"recompute={LAYERS!r}: the model has no list of layers whose activations "
-                        f"could be computed again; {unknown_name('', self.parts)}"
+                        f"could be recomputed; {unknown_name('', self.parts)}"
                     )
                 found += self.layers
             elif plan in self.parts:
@@ -134,10 +148,16 @@ class Plans:
         return tuple(dict.fromkeys(found))
 
     def applied(self, plans: Iterable[str]) -> onnx.ModelProto:
-        """The graph that computes the parts of `plans` again, its nodes in the order to run them.
+        """Return the graph that recomputes parts of the model, with nodes in execution order.
 
-        A session takes that order by priority. Without plans it is the graph as it was, in the
-        order that a session takes by itself. UnknownPlan as of `check`.
+        A session follows that order by priority. Without plans, return an unchanged copy of the
+        graph, in the order that a session uses by default.
+
+        Args:
+            plans: Names of the plans to apply.
+
+        Raises:
+            UnknownPlan: If a plan does not exist.
         """
         model = onnx.ModelProto()
         model.CopyFrom(self._model)
@@ -148,7 +168,7 @@ class Plans:
         return _Rewriting(self, model, occurrences).done()
 
     def _occurrences(self, plans: Sequence[str]) -> list[frozenset[int]]:
-        """Of all plans; what lies within another one is that one's."""
+        """Return the modules of all plans, without those within another one."""
         found = [nodes for plan in plans for nodes in self.parts[plan].occurrences]
         found.sort(key=len, reverse=True)
         outermost: list[frozenset[int]] = []
@@ -158,9 +178,10 @@ class Plans:
         return outermost
 
     def _wanted(self, nodes: Collection[int]) -> list[str]:
-        """What backward reads of the results of `nodes` and is to be computed again for it.
+        """Return the outputs of `nodes` to recompute for backward.
 
-        That nobody else in forward reads, without what is kept in the place of the last products.
+        Backward reads them and no other forward node does. Tensors stored instead of the last
+        products are left out.
         """
         found = [
             name
@@ -174,10 +195,10 @@ class Plans:
         return [name for name in found if name not in kept] or found
 
     def _kept(self, nodes: Collection[int], wanted: Sequence[str]) -> set[str]:
-        """Those of `wanted` that are cheaper to keep than to compute again.
+        """Return those of `wanted` that are cheaper to store than to recompute.
 
-        A layer that ends with a norm would run its last product again only for what that norm has
-        read and a dropout's mask: as large together as what the layer gives.
+        A layer that ends with a norm would repeat its last product only for that norm's input and a
+        dropout mask, which together are as large as the layer's output.
         """
         given = [n for i in nodes for n in self._nodes[i].output if n and self._leaves(n, nodes)]
         most = _CHEAP * self._bytes(given, nodes)
@@ -193,7 +214,7 @@ class Plans:
         return kept
 
     def _again_for(self, name: str, nodes: Collection[int]) -> set[int]:
-        """The nodes that run again where `name` is computed again."""
+        """Return the nodes that run again to recompute `name`."""
         found: set[int] = set()
         waiting = [name]
         while waiting:
@@ -204,7 +225,7 @@ class Plans:
         return found
 
     def _bytes(self, names: Iterable[str], nodes: Collection[int]) -> float:
-        """What the storage of tensors takes, for some batch; NaN where a size is not told."""
+        """Return the bytes of the tensors' storage for some batch, or NaN if a size is unknown."""
         total = 0.0
         for name in {self._storage(name, nodes) for name in names}:
             told = self._told.get(name)
@@ -219,7 +240,7 @@ class Plans:
         return total
 
     def _goes(self, name: str, nodes: Collection[int]) -> bool:
-        """Whether a tensor is of `nodes` alone, and can be computed again."""
+        """Return True if only `nodes` read a tensor in forward, and it can be recomputed."""
         maker = self._makers.get(name, -1)
         return (
             maker in nodes
@@ -228,12 +249,12 @@ class Plans:
         )
 
     def _leaves(self, name: str, nodes: Collection[int]) -> bool:
-        """Whether others in forward than `nodes` read a result of theirs, or the graph gives it."""
+        """Return True if a tensor is a graph output or read by forward nodes outside of `nodes`."""
         readers = self._readers.get(name, ())
         return name in self._given or any(i not in nodes and i <= self._end for i in readers)
 
     def _storage(self, name: str, nodes: Collection[int]) -> str:
-        """The tensor whose storage `name` looks at."""
+        """Return the tensor whose storage `name` views."""
         maker = self._makers.get(name, -1)
         while maker in nodes and self._nodes[maker].op_type in _VIEWS:
             name = self._nodes[maker].input[0]
@@ -241,12 +262,12 @@ class Plans:
         return name
 
     def _repeats(self, at: int) -> bool:
-        """Whether a node gives the same again; those of sizes are not worth it."""
+        """Return True if a node returns the same again. Sizes are not worth recomputing."""
         node = self._nodes[at]
         return self._kind(node.output[0]) not in _SIZES and _repeats(node)
 
     def _kind(self, name: str) -> int | None:
-        """The type of a tensor's elements; where that is not told, that of what it is made of."""
+        """Return a tensor's element type, or if unknown, that of the tensor it is made from."""
         while name not in self._told and name in self._makers:
             node = self._nodes[self._makers[name]]
             if node.op_type in ("Shape", "Size"):
@@ -259,7 +280,7 @@ class Plans:
 
 
 class _Rewriting:
-    """One graph on its way to compute again what is of `occurrences` alone."""
+    """Rewriting of one graph, which then recomputes what belongs to `occurrences` only."""
 
     def __init__(
         self, plans: Plans, model: onnx.ModelProto, occurrences: Iterable[frozenset[int]]
@@ -268,10 +289,10 @@ class _Rewriting:
         self._model = model
         self._nodes = [_copy(node) for node in plans._nodes]
         self._again: dict[str, str] = {}
-        """What is computed again: the second name of each tensor."""
+        """Name of the recomputed copy of each tensor."""
         self._twins: list[onnx.NodeProto] = []
         self._on_demand: dict[str, onnx.NodeProto] = {}
-        """What is computed when it is first read, and by which node."""
+        """Nodes that run when one of their outputs is first read, keyed by output."""
         self._order: list[onnx.NodeProto] = []
         self._keys: dict[int, onnx.NodeProto] = {}
         for nodes in occurrences:
@@ -280,7 +301,7 @@ class _Rewriting:
                 self._name_again(name, nodes)
 
     def done(self) -> onnx.ModelProto:
-        """The graph, rewritten."""
+        """Return the rewritten graph."""
         end = self._plans._end
         for i, node in enumerate(self._nodes[: end + 1]):
             self._order += [self._keys[i], node] if i in self._keys else [node]
@@ -297,7 +318,10 @@ class _Rewriting:
         return self._model
 
     def _let_go(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """Readers for results of `node` that nobody reads by now: ORT frees what was read last."""
+        """Return nodes that read outputs of `node` which nothing else in forward reads.
+
+        ORT then releases those tensors after that read.
+        """
         end, readers = self._plans._end, self._plans._readers
         return [
             helper.make_node("Shape", [name], [f"{name}_shape"], name=f"{name}_shape")
@@ -306,7 +330,7 @@ class _Rewriting:
         ]
 
     def _add(self, node: onnx.NodeProto) -> None:
-        """Adds a node of backward, behind what it reads that nothing but forward decides."""
+        """Add a node of backward after the nodes that it needs and that depend on forward only."""
         stack = [node]
         while stack:
             before = [n for name in read_by(stack[-1]) if (n := self._on_demand.get(name))]
@@ -320,9 +344,9 @@ class _Rewriting:
                 self._on_demand.pop(name, None)
 
     def _name_again(self, name: str, nodes: Collection[int]) -> str:
-        """The second name of a tensor, or its own where it is there: of others, or no activation.
+        """Return the name of a tensor's recomputed copy, or its own name if it is stored.
 
-        Without recursion, which a long chain of nodes would exhaust.
+        Not recursive, because a long chain of nodes would exceed the recursion limit.
         """
         waiting = [name]
         while waiting:
@@ -344,7 +368,7 @@ class _Rewriting:
         return self._again.get(name, name)
 
     def _twin(self, at: int) -> None:
-        """Makes the node that computes the results of node `at` again."""
+        """Create the node that recomputes the outputs of node `at`."""
         node = self._nodes[at]
         if (kernel := called(node)) in _KEYED:
             self._draw_by_key(at, kernel)
@@ -385,7 +409,7 @@ class _Rewriting:
 
 
 def _sizes_first(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """`nodes`, where backward asks for the sizes of forward's results before the yield."""
+    """Return `nodes` with those moved before the yield that read sizes of forward's outputs."""
     end = next(i for i, node in enumerate(nodes) if node.op_type == _YIELD)
     there = {name for node in nodes[:end] for name in node.output}
     early = [n for n in nodes[end:] if n.op_type in ("Shape", "Size") and n.input[0] in there]
@@ -398,7 +422,7 @@ def _sizes_first(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
 
 
 def _waiting_for(given: Iterable[str], backward: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """The nodes of `backward` that cannot run before the tensors `given` are there."""
+    """Return the nodes of `backward` that depend on the tensors `given`."""
     made, found = set(given), []
     for node in backward:
         if any(name in made for name in read_by(node)):
@@ -408,14 +432,14 @@ def _waiting_for(given: Iterable[str], backward: Sequence[onnx.NodeProto]) -> li
 
 
 class _Schedule:
-    """An order for `nodes`, which are in one already: what ends soon does not wait.
+    """Order of `nodes` in which short chains to a graph output do not wait.
 
-    The gradient of a weight takes the place of two activations that only it reads by then, so it
-    comes as soon as it can. `add` is called with each node in its turn.
+    Computing the gradient of a weight releases two activations that only it still reads, so it runs
+    as soon as possible. `add` is called with each node in order.
     """
 
     SOON = 3
-    """How many nodes at most follow one another to a result of the graph, where that is soon."""
+    """Maximum number of nodes in a short chain to a graph output."""
 
     def __init__(
         self, nodes: Sequence[onnx.NodeProto], add: Callable[[onnx.NodeProto], None]
@@ -436,7 +460,7 @@ class _Schedule:
         self._done = [False] * len(nodes)
 
     def run(self) -> None:
-        """Adds every node."""
+        """Add all nodes."""
         for i in range(len(self._nodes)):
             if not self._done[i]:
                 self._run(i)
@@ -460,7 +484,7 @@ def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
 
 
 def _repeats(node: onnx.NodeProto) -> bool:
-    """Whether a node gives the same when it is run again, and does nothing else."""
+    """Return True if a node is deterministic and has no side effects."""
     if node.op_type in _NOT_AGAIN:
         return False
     if node.op_type != "ATen":
@@ -482,7 +506,7 @@ def _repeats(node: onnx.NodeProto) -> bool:
 
 
 def _named(node: onnx.NodeProto) -> Iterator[tuple[str, str]]:
-    """The plans that a forward node is of, each with the scope of its occurrence."""
+    """Yield the plans that a forward node belongs to, each with the scope of its occurrence."""
     name = next((each for each in (*node.output, node.name) if each.startswith(_ROOT)), "")
     scopes = name.removeprefix(_ROOT).removeprefix(_ROOT[1:]).split("/")[:-1]
     at = next((i for i, each in enumerate(scopes) if _ITEM.fullmatch(each)), None)

@@ -1,7 +1,8 @@
-"""ORT's nodes replaced by ATen nodes that call torch's kernels, or ortlab's own.
+"""Rules that replace ORT nodes by ATen nodes, which call torch's or ortlab's kernels.
 
-A rule takes nodes of one operator and gives what computes the same, or None where it does not
-apply. Names and outputs stay: what reads the graph (views, memory plan, profile) finds them again.
+A rule takes nodes of one operator and returns an equivalent replacement, or None if it does not
+apply. Names and outputs stay the same, so that readers of the graph (views, memory plan, profile)
+find them.
 """
 
 from __future__ import annotations
@@ -27,23 +28,29 @@ Sizes = tuple[int | str | None, ...]
 
 @dataclass(frozen=True)
 class Value:
-    """Element type and sizes of a tensor, as far as the graph tells; sizes may be ORT's names."""
+    """Element type and shape of a tensor, as far as known. Sizes may be ORT's symbolic names."""
 
     kind: int | None
     sizes: Sizes | None
 
     @property
     def rank(self) -> int | None:
+        """Number of dimensions, or None if unknown."""
         return None if self.sizes is None else len(self.sizes)
 
 
 class Graph:
-    """A graph that is being rewritten: what its rules look up and what they make."""
+    """A graph that is being rewritten, with the look-ups that its rules need.
+
+    Args:
+        model: Graph, which is modified.
+        low: True if products use bfloat16.
+    """
 
     def __init__(self, model: onnx.ModelProto, *, low: bool) -> None:
         self.model = model
         self.low = low
-        """Whether products take bfloat16."""
+        """True if products use bfloat16."""
         graph = model.graph
         self.nodes = list(graph.node)
         self._values: dict[str, Value] = {}
@@ -64,16 +71,26 @@ class Graph:
                 self.readers[name].append(node)
         self.given = {each.name for each in graph.output}
         self.wide = self.number(False, bool)
-        """What tells a kernel that its result is float32: its last input."""
+        """Constant that requests a float32 result when it is a kernel's last input."""
         self.lowered: dict[str, str] = {}
-        """The copies of lower precision that products read: each one's name, and what it is of."""
+        """Originals of the lower-precision copies that products read, keyed by the copy's name."""
 
     def tell(self, name: str, value: Value) -> None:
-        """Notes what a tensor is."""
+        """Record the type and shape of a tensor.
+
+        Args:
+            name: Name of the tensor.
+            value: Its type and shape.
+        """
         self._values[name] = value
 
     def rename(self, names: Sizes | None, sizes: Sizes) -> None:
-        """Notes what sizes are for which shape inference made up names, in terms of others too."""
+        """Record the sizes that names invented by shape inference stand for.
+
+        Args:
+            names: Shape with invented names.
+            sizes: The same shape in terms of known names.
+        """
         pairs = zip(names or (), sizes, strict=False)
         self._sizes |= {a: b for a, b in pairs if isinstance(a, str) and b is not None and a != b}
 
@@ -88,7 +105,13 @@ class Graph:
         )
 
     def value(self, name: str) -> Value:
-        """What a tensor is; where the graph does not tell its type, that of what it is made of."""
+        """Return the type and shape of a tensor.
+
+        If its type is unknown, it is derived from the inputs of its node.
+
+        Args:
+            name: Name of the tensor.
+        """
         known = self._values.get(name)
         if known is not None and known.kind is not None:
             return known
@@ -102,20 +125,37 @@ class Graph:
         return found
 
     def are_float(self, names: Iterable[str]) -> bool:
-        """Whether all of them are float32."""
+        """Return True if all tensors are float32.
+
+        Args:
+            names: Names of the tensors.
+        """
         return all(self.value(name).kind == TensorProto.FLOAT for name in names)
 
     def constant(self, name: str) -> np.ndarray | None:
-        """The value of a tensor that the graph holds."""
+        """Return the value of a constant, or None if the tensor is not constant.
+
+        Args:
+            name: Name of the tensor.
+        """
         return self._constants.get(name)
 
     def only_reader(self, name: str) -> onnx.NodeProto | None:
-        """The one node that reads a tensor, and nobody else."""
+        """Return the only node that reads a tensor, or None if there are more or it is an output.
+
+        Args:
+            name: Name of the tensor.
+        """
         readers = self.readers[name]
         return readers[0] if len(readers) == 1 and name not in self.given else None
 
     def number(self, value: Any, kind: Any) -> str:
-        """The name of a constant of the graph with this value."""
+        """Return the name of a graph constant with this value, and add it if necessary.
+
+        Args:
+            value: Value of the constant.
+            kind: Numpy data type.
+        """
         array = np.array(value, dtype=kind)
         name = f"{DOMAIN}_{array.dtype}_{array.tolist()}"
         if name not in self._constants:
@@ -130,7 +170,14 @@ class Graph:
         like: onnx.NodeProto,
         outputs: Sequence[str] | None = None,
     ) -> onnx.NodeProto:
-        """A node that calls the kernel `operator`, in the place of the node `like`."""
+        """Return a node that calls an ortlab kernel in place of another node.
+
+        Args:
+            operator: Name of the kernel.
+            inputs: Names of the input tensors.
+            like: Node to replace, whose name and attributes are used.
+            outputs: Names of the output tensors. By default those of `like`.
+        """
         made = nodes.call(
             f"{DOMAIN}::{operator}",
             inputs,
@@ -145,7 +192,11 @@ class Graph:
         return made
 
     def finish(self, nodes: Sequence[onnx.NodeProto]) -> onnx.ModelProto:
-        """The model with these nodes, and what is known of their tensors."""
+        """Return the model with new nodes and everything known about their tensors.
+
+        Args:
+            nodes: Nodes of the graph.
+        """
         graph = self.model.graph
         del graph.node[:]
         graph.node.extend(nodes)
@@ -165,8 +216,8 @@ _OF_OTHER_TYPE: Final = frozenset(
     | {"PythonOpGrad", "YieldOp", "Multinomial", "Bernoulli", "RandomNormal", "RandomUniform"}
     | {"RandomNormalLike", "RandomUniformLike"}
 )
-"""Operators whose first result may have another type than their first input; Where's is its
-second's."""
+"""Operators whose first output may have another type than their first input. The output of Where
+has the type of its second input."""
 
 
 def _value(info: onnx.ValueInfoProto) -> Value:
@@ -181,7 +232,11 @@ def _value(info: onnx.ValueInfoProto) -> Value:
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    """The attributes of a node, in Python's types."""
+    """Return the attributes of a node as Python values.
+
+    Args:
+        node: Node of a graph.
+    """
     return {each.name: helper.get_attribute_value(each) for each in node.attribute}
 
 
@@ -192,21 +247,25 @@ Rule = Callable[[Graph, onnx.NodeProto], "Substitution | None"]
 
 @dataclass(frozen=True)
 class Substitution:
-    """`made` computes what `replaced` does: each stands where one of the last of these stood.
+    """A replacement: the nodes `made` compute the same as the nodes `replaced`.
 
-    ``always`` says that it is to be taken, faster or not: it is another precision, or reads whole
-    numbers, which `choice` has none of, and was faster wherever it was tried.
+    Attributes:
+        replaced: Nodes of the graph.
+        made: New nodes, which take the positions of the last replaced ones.
+        always: True to apply it without measuring, because it changes the precision, or because it
+            reads integers, which `choice` cannot generate, and was faster in all tests.
+        tells: New types and shapes of tensors.
     """
 
     replaced: tuple[onnx.NodeProto, ...]
     made: tuple[onnx.NodeProto, ...]
     always: bool = False
     tells: tuple[tuple[str, Value], ...] = ()
-    """What tensors become."""
+    """New types and shapes of tensors."""
 
 
 RULES: dict[str, Rule] = {}
-"""By ORT's operator."""
+"""Rules by ORT operator."""
 
 
 def _rule(*operators: str) -> Callable[[Rule], Rule]:
@@ -218,7 +277,7 @@ def _rule(*operators: str) -> Callable[[Rule], Rule]:
 
 
 def _lowered(graph: Graph, names: Sequence[str]) -> list[str]:
-    """The names of what a product takes; `substitute` makes the copies of lower precision."""
+    """Return the names of a product's operands. `substitute` adds their lower-precision copies."""
     if not graph.low:
         return list(names)
     graph.lowered |= {f"{name}{_LOW}": name for name in names}
@@ -261,9 +320,10 @@ def _product(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
 
 
 def _product_of_moved(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
-    """Of operands [m, ..., k] that are meant as [..., m, k], as FusedMatMul's transBatch says.
+    """Replace a product of operands [m, ..., k] that FusedMatMul's transBatch reads as [..., m, k].
 
-    Copied into that order for products of lower precision; ORT's own reads them as they are.
+    Lower-precision products need a copy in that order. ORT's own kernel reads the operands
+    directly.
     """
     if not graph.low:
         return None
@@ -287,7 +347,7 @@ def _product_of_moved(graph: Graph, node: onnx.NodeProto) -> Substitution | None
 
 @_rule("FusedGemm")
 def _product_and_activation(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
-    """Apart, where products are of lower precision: ORT has no such Gemm."""
+    """Split into two nodes for lower-precision products, which ORT's FusedGemm does not support."""
     given = attributes(node)
     activation = given.get("activation", b"").decode()
     if not graph.low or activation not in ("Tanh", "Relu", "Sigmoid"):
@@ -305,7 +365,7 @@ def _product_and_activation(graph: Graph, node: onnx.NodeProto) -> Substitution 
 
 
 def _is_bias(graph: Graph, name: str, matrix: str, flip: bool) -> bool:
-    """Whether a tensor has one element for each column of `matrix`, and is not repeated."""
+    """Return True if a tensor has one element for each column of `matrix`, without broadcasting."""
     sizes = graph.value(matrix).sizes
     if sizes is None or len(sizes) != 2 or (columns := sizes[0 if flip else 1]) is None:
         return False
@@ -339,11 +399,11 @@ def _sum(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
 
 @_rule("Dropout")
 def _dropout(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
-    """With its gradient: ours holds the mask as bytes, ORT's as truth values.
+    """Replace together with the gradient, as ortlab stores the mask as bytes and ORT as booleans.
 
-    Always, faster or not: ORT seeds a linear congruential engine anew for each mask, with the
-    last one's seed and one (dropout_op.h), and the first numbers of such engines are as good as
-    the same. One that has a seed of its own is asked to draw just that.
+    Always applied: ORT seeds a new linear congruential engine for each mask with the previous seed
+    plus one (dropout_op.h), and the first numbers of such engines are nearly the same. A dropout
+    with a seed of its own is not replaced, because it has to draw exactly that mask.
     """
     if len(node.input) != 3 or "seed" in attributes(node) or not graph.are_float(node.input[1:2]):
         return None
@@ -368,13 +428,13 @@ def _dropout(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
 
 
 DROPOUT: Final[Mapping[str, Rule]] = {"Dropout": _dropout}
-"""What stands in for the one kernel that ORT gets wrong on a CPU."""
+"""Replacement of the only kernel that is wrong in ORT on a CPU."""
 _ELEMENTWISE: Final = {
     "BiasGelu": "bias_gelu",
     "BiasGeluGrad_dX": "bias_gelu_backward",
     "ReluGrad": "relu_backward",
 }
-"""The kernel that takes what an operator takes."""
+"""Kernels with the same inputs as an ORT operator."""
 
 
 @_rule(*_ELEMENTWISE)
@@ -397,7 +457,7 @@ def _fast_gelu(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
 
 @_rule("SoftmaxCrossEntropyLossInternal")
 def _cross_entropy(graph: Graph, node: onnx.NodeProto) -> Substitution | None:
-    """With its gradient: ours keeps one number for each row, ORT one for each class of each."""
+    """Replace together with the gradient: ortlab stores one number per row, ORT one per class."""
     logits, labels, weight, ignored = [*node.input, "", ""][:4]
     reduction = attributes(node).get("reduction", b"mean")
     if weight or reduction not in (b"mean", b"sum") or graph.value(logits).rank != 2:
@@ -487,7 +547,7 @@ def _embedding_gradient(graph: Graph, node: onnx.NodeProto) -> Substitution | No
 
 
 def _describe(graph: Graph, node: onnx.NodeProto) -> None:
-    """Sizes that shape inference does not know: of attention, its gradients, and some of sizes."""
+    """Record sizes that shape inference does not know: of attention, its gradients, and shapes."""
     if called(node) == "attention":
         _describe_attention(graph, node)
     elif called(node) == "attention_backward":
@@ -524,13 +584,16 @@ def substitute(
     better: Callable[[Substitution, Graph], bool] = lambda _found, _graph: True,
     rules: Mapping[str, Rule] = RULES,
 ) -> onnx.ModelProto:
-    """`model`, a session's graph, with other kernels where `better` says so; changed in place.
+    """Replace nodes of a session's graph by faster kernels, in place.
 
-    With `low` every float32 product takes bfloat16, whether that is faster or not. `rules` are
-    those that may apply: `DROPOUT` where ORT's own kernels are to compute all that they get right.
+    Args:
+        model: Graph, which is modified and returned.
+        low: True to compute every float32 product in bfloat16, even if that is slower.
+        better: Returns True if a replacement is faster. By default always True.
+        rules: Rules that may apply. `DROPOUT` keeps all of ORT's kernels that are correct.
     """
     graph = Graph(model, low=low)
-    taken: dict[int, list[onnx.NodeProto]] = {}  # what comes in the place of a node
+    taken: dict[int, list[onnx.NodeProto]] = {}  # replacements by id of the replaced node
     for node in graph.nodes:
         _describe(graph, node)
         rule = rules.get(node.op_type)
@@ -551,7 +614,7 @@ def substitute(
 
 
 def _readers(nodes: Iterable[onnx.NodeProto]) -> Mapping[str, list[tuple[onnx.NodeProto, int]]]:
-    """Who reads each tensor, and at which place among its inputs; -1 is in a branch or a loop."""
+    """Return readers and input index for each tensor. The index is -1 in a branch or a loop."""
     found: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
     for node in nodes:
         for place, name in enumerate(node.input):
@@ -562,10 +625,17 @@ def _readers(nodes: Iterable[onnx.NodeProto]) -> Mapping[str, list[tuple[onnx.No
 
 
 def spare_zeros(model: onnx.ModelProto) -> list[int]:
-    """The results of `model` whose missing gradient may be given as a single zero; noted in it.
+    """Mark outputs of a model whose missing gradient may be passed as a single zero.
 
-    ORTModule makes one of the result's size where its graph reads it, for logits that no loss of
-    the user's is made of as well. Cross entropy's kernel needs none.
+    ORTModule otherwise creates zeros of the output's size if the graph reads the gradient, which is
+    the case for logits that the user's loss does not depend on. The cross entropy kernel does not
+    need them.
+
+    Args:
+        model: Graph, which is modified.
+
+    Returns:
+        Indices of those outputs.
     """
     yields = next((node for node in model.graph.node if node.op_type == "YieldOp"), None)
     if yields is None:
@@ -615,7 +685,7 @@ _READS: Final[Mapping[str, tuple[int, ...]]] = {
     "reduce_sum": (0,),
     "permute": (0,),
 }
-"""The inputs of our kernels that may be bfloat16, besides those of products."""
+"""Inputs of ortlab's kernels that may be bfloat16, except for products."""
 _WRITES: Final[Mapping[str, int]] = {
     "matmul": 1,
     "linear": 1,
@@ -630,20 +700,24 @@ _WRITES: Final[Mapping[str, int]] = {
     "attention": 1,
     "attention_backward": 3,
 }
-"""How many of a kernel's first results are bfloat16 where its last input says so."""
+"""Number of a kernel's first outputs that are bfloat16 if its last input requests it."""
 _PASSES: Final = frozenset({"Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten"})
-"""Operators of ORT's whose result is what their first input is, of any type."""
+"""ORT operators whose output has the type of their first input, whatever it is."""
 
 
 def narrow(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> None:
-    """Lets results that nothing reads as float32 be bfloat16; they need no copy for products.
+    """Store tensors as bfloat16 if nothing reads them as float32, so products need no copy.
 
-    That is what autocast computes with: no product's result has more digits, and no input.
+    Autocast computes in the same precision: no output or input of a product has more digits.
+
+    Args:
+        graph: Graph that is rewritten.
+        nodes: Its nodes, which are modified.
     """
     copies = {original: copy for copy, original in graph.lowered.items()}
     kernels = {id(node): called(node) for node in nodes}
     readers = _readers(nodes)
-    groups = []  # results of one node that are of one type, after the input that they are like
+    groups = []  # an input, and the outputs of one node that have its type
     for node in nodes:
         kernel = kernels[id(node)]
         if kernel in _WRITES:
@@ -684,7 +758,7 @@ def narrow(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> None:
 
 
 def _tell_flattened(graph: Graph, name: str) -> None:
-    """The sizes of a matrix that ORT's gradient of a product makes of more dimensions."""
+    """Record the shape of a matrix that ORT's gradient of a product has flattened."""
     maker = graph.makers.get(name)
     if graph.value(name).sizes is None and name.endswith("_reshape_2d") and maker is not None:
         *rows, columns = graph.value(maker.input[0]).sizes or (None,)
@@ -694,7 +768,7 @@ def _tell_flattened(graph: Graph, name: str) -> None:
 
 
 def _with_copies(graph: Graph, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """`nodes`, each after the copies of lower precision that it is the first to read."""
+    """Yield `nodes`, each after the lower-precision copies that it is the first to read."""
     waiting = dict(graph.lowered)
     for node in nodes:
         for name in dict.fromkeys(node.input):

@@ -1,11 +1,11 @@
-"""The graph of a whole step: forward, backward and optimizer in one, as the ORT papers have it.
+"""Graph of a whole step: forward, backward and optimizer in one, as in the papers on ORT.
 
-It is made of the graph that ORTModule's session runs, where forward yields to autograd and is
-given the gradients of its outputs. Here the loss's gradient is an input, and the parameters'
-gradients go to an optimizer's nodes (`ortlab.engines.ortmodule.kernels.optimizers`).
+It is built from the graph that ORTModule's session runs, in which forward yields to autograd and
+receives the gradients of its outputs. Here the loss's gradient is an input, and the parameters'
+gradients are passed to an optimizer's nodes (`ortlab.engines.ortmodule.kernels.optimizers`).
 
-Those nodes change weights in place, which ORT does not see. They depend on the norm of all
-gradients: whatever reads a weight on its way to the loss or to a gradient has run before.
+Those nodes change weights in place, which ORT does not know. They depend on the norm of all
+gradients, so every node that reads a weight to compute the loss or a gradient runs before them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ from ortlab.engines.ortmodule.kernels.nodes import mark_backward
 from ortlab.engines.ortmodule.kernels.optimizers import DOMAIN
 
 PREFIX = "ortlab."
-"""Of the names of inputs and outputs that the model's own graph has not."""
+"""Prefix of the names of inputs and outputs that the model's own graph does not have."""
 LOSS_GRADIENT = f"{PREFIX}loss_gradient"
-"""What the loss counts for: 1 over the number of micro-batches."""
+"""Input: gradient of the loss, which is 1 / number of micro-batches."""
 ANEW = f"{PREFIX}anew"
-"""Whether gradients are the first of a step's."""
+"""Input: true in the first micro-batch of a step."""
 BAD = f"{PREFIX}bad"
-"""Whether some step was not finite: see `optimizers.judge`."""
+"""Input: 1 once a step was not finite, see `optimizers.judge`."""
 WISHES = f"{PREFIX}wishes"
-"""See `optimizers.judge`."""
+"""Input, see `optimizers.judge`."""
 VERDICT, UPDATED = f"{PREFIX}verdict", f"{PREFIX}updated"
-"""Outputs: what `optimizers.judge` gave, and which parameters were updated."""
+"""Outputs: result of `optimizers.judge`, and which parameters were updated."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """How one parameter of a graph is updated.
+    """Update rule of one parameter of a graph.
 
-    `operator` is one of `kernels.optimizers`. ``parameter`` is the name of the graph's
-    input, ``gradient`` that of its output, ``keys`` name what the optimizer keeps, and ``group``
-    tells whose rates hold.
+    Attributes:
+        parameter: Graph input of the parameter.
+        gradient: Graph output of its gradient.
+        operator: Name of an operator in `kernels.optimizers`.
+        keys: Names of the optimizer's state tensors.
+        group: Index of the parameter group, whose rates apply.
     """
 
     parameter: str
@@ -52,26 +55,36 @@ class Update:
 
     @property
     def state(self) -> tuple[str, ...]:
-        """The names of the inputs with what the optimizer keeps."""
+        """Names of the inputs with the optimizer's state."""
         return tuple(f"{PREFIX}{key}.{self.parameter}" for key in self.keys)
 
     @property
     def total(self) -> str:
-        """The name of the input that gradients of micro-batches add up in."""
+        """Name of the input in which gradients of micro-batches accumulate."""
         return f"{PREFIX}total.{self.parameter}"
 
 
 def rates(group: int) -> str:
-    """The name of the input with what holds for a group: see the operators."""
+    """Return the name of the input with the rates of a parameter group.
+
+    Args:
+        group: Index of the group.
+    """
     return f"{PREFIX}rates.{group}"
 
 
 def joined(
     model: onnx.ModelProto, updates: Sequence[Update], *, accumulate: bool
 ) -> onnx.ModelProto:
-    """The graph of a whole step, of `model` that yields its loss first; `model` is used up.
+    """Return the graph of a whole step.
 
-    With `accumulate` gradients add up in inputs. ValueError where the loss has no gradient.
+    Args:
+        model: Graph that yields its loss first. It is modified and must not be used afterwards.
+        updates: Update rule of each parameter.
+        accumulate: True to accumulate gradients of micro-batches in inputs.
+
+    Raises:
+        ValueError: If the loss has no gradient, or another output has one.
     """
     made = _Made(model.graph)
     outputs = made.close_yield()
@@ -112,7 +125,7 @@ class _Made:
         self._known = {each.name: each for each in (*graph.value_info, *graph.output)}
 
     def close_yield(self) -> list[str]:
-        """Puts the loss's gradient where the graph yields; the names of forward's outputs."""
+        """Replace the yield node by the loss's gradient, and return forward's output names."""
         place, node = next(
             (i, each) for i, each in enumerate(self.graph.node) if each.op_type == "YieldOp"
         )
@@ -130,27 +143,27 @@ class _Made:
     def take(
         self, name: str, kind: int = TensorProto.FLOAT, sizes: Sequence[int] | None = None
     ) -> None:
-        """Another input; of any shape without `sizes`."""
+        """Add an input, of any shape if `sizes` is None."""
         self.graph.input.append(helper.make_tensor_value_info(name, kind, sizes))
 
     def call(self, operator: str, inputs: Sequence[str], output: str) -> str:
-        """A node that calls an operator of `optimizers`; the name of its output."""
+        """Add a node that calls an operator of `optimizers`, and return its output's name."""
         node = nodes.call(f"{DOMAIN}::{operator}", inputs, [output], name=output)
         self.graph.node.append(mark_backward(node))
-        # ORT infers no types of what torch computes.
+        # ORT infers no types for outputs of torch operators.
         told = helper.make_tensor_value_info(output, TensorProto.FLOAT, None)
         self.graph.value_info.append(told)
         return output
 
     def concatenated(self, names: Iterable[str], output: str) -> str:
-        """Vectors one after the other."""
+        """Add a node that concatenates vectors, and return its output's name."""
         node = helper.make_node("Concat", list(names), [output], name=output, axis=0)
         self.graph.node.append(mark_backward(node))
         return output
 
     def finish(self, outputs: Mapping[str, Any]) -> None:
-        """Gives the graph these outputs, of these sizes, in place of the gradients."""
-        self.graph.value_info.extend(self.graph.output)  # their types are told nowhere else
+        """Replace the graph's outputs, which were the gradients."""
+        self.graph.value_info.extend(self.graph.output)  # the only record of their types
         del self.graph.output[:]
         for name, sizes in outputs.items():
             known = self._known.get(name)

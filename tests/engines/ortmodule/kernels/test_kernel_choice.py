@@ -259,4 +259,4 @@ def test_the_command_shows_what_was_measured(ops: Any, capsys: pytest.CaptureFix
     kernel_choice.path().write_text(json.dumps(timings))
     assert cli.main(["bench", "kernels"]) == 0
     line = next(each for each in capsys.readouterr().out.splitlines() if "Softmax" in each)
-    assert line.split() == ["Softmax", "axis=-1", "4x8", "softmax", "30", "20", "ours"]
+    assert line.split() == ["Softmax", "axis=-1", "4x8", "softmax", "30", "20", "ortlab"]
