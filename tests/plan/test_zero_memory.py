@@ -209,7 +209,7 @@ def test_what_is_no_number_of_parameters(text: Any) -> None:
     [
         ({"gpus": 0}, "gpus=0 must be at least 1"),
         ({"gpus": -4}, "gpus=-4 must be at least 1"),
-        ({"memory": "40 parsecs"}, "'40 parsecs' is no size of memory"),
+        ({"memory": "40 parsecs"}, "'40 parsecs' is not a memory size"),
         ({"hidden": 8, "layers": 2}, "there is no sequence, batch"),
         ({"sequence": 8}, "which need hidden and layers too"),
         ({"hidden": 9, "heads": 2, "layers": 1, "sequence": 1, "batch": 1}, "no multiple of heads"),

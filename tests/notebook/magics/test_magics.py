@@ -298,7 +298,7 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
         ("%ort zero plan --params 2.7X", "'2.7X' is no number of parameters; give such as 350M"),
         ("%ort zero plan --params=-3B", "'-3B' is no number of parameters"),
         ("%ort zero plan --params 1B --gpus 0", "gpus=0 must be at least 1"),
-        ("%ort zero plan --params 1B --memory 40XB", "'40XB' is no size of memory"),
+        ("%ort zero plan --params 1B --memory 40XB", "'40XB' is not a memory size"),
         ("%ort zero plan --params 1B --memory -40GiB", "expected one argument"),
         ("%ort zero plan --params 1B --hidden 8 --layers 2", "there is no sequence, batch"),
         ("%ort zero plan --params 1B --batch 8", "which need hidden and layers too"),
@@ -659,7 +659,7 @@ def test_memory_of_a_step(ip: Typist) -> None:
     assert ip.completions("%ort memory model b") == ["batch="]
     assert "did you mean 'batch'" in ip.refused("%ort memory model bach=3")
     assert "type NAME=NUMBER" in ip.refused("%ort memory model batch=many")
-    assert "no size of memory" in ip.refused("%ort memory model --budget lots")
+    assert "not a memory size" in ip.refused("%ort memory model --budget lots")
     ip("other = Net()")
     assert "wrap it" in ip.refused("%ort memory other")
 
