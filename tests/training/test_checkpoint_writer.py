@@ -500,7 +500,7 @@ def test_the_best_of_the_run_before_goes_along(
 
 def test_a_note_that_cannot_be_written_leaves_the_run_that_goes_on(died: SavedRun) -> None:
     (died.folder / "notes.jsonl").symlink_to("/dev/null")
-    with pytest.warns(UserWarning, match="run-1 does not say that it goes on: .*a link"):
+    with pytest.warns(UserWarning, match="run-1 does not say that it goes on: .*symbolic links"):
         run = ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
     assert run.result().steps == 12
 
@@ -533,7 +533,7 @@ def test_what_is_missing_is_named(died: SavedRun, monkeypatch: pytest.MonkeyPatc
 
 def test_another_model_and_other_data_are_refused(died: SavedRun) -> None:
     data, held_out = examples(22), examples(9)
-    with pytest.raises(ValueError, match="the checkpoint is of another model"):
+    with pytest.raises(ValueError, match="the checkpoint does not match the model"):
         ortlab.resume(1, network()[:3], data, eval_data=held_out)
     with pytest.raises(ValueError, match="30 samples an epoch, and the checkpoint's had 22"):
         ortlab.resume(1, Gated(), examples(30), eval_data=held_out)

@@ -395,7 +395,7 @@ def test_finetune_goes_on_from_a_checkpoint(ip: Typist, tmp_path: Path) -> None:
     assert ip["again"].step == run.step / 2 * 3
     text = tmp_path / "text"
     text.write_text("nothing")
-    assert "is no checkpoint" in ip.refused(f"%ort finetune net data --resume-from {text}")
+    assert "is not a checkpoint" in ip.refused(f"%ort finetune net data --resume-from {text}")
 
 
 def test_finetune_in_ort_from_a_wrapped_and_from_a_raw_model(ip: Typist) -> None:
