@@ -375,8 +375,8 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
     died: SavedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert died.state == "interrupted"
-    assert "%ort resume 1 goes on from its checkpoint" in died.status().badges[0]
-    told = "run-1 was interrupted: %ort resume 1 goes on from its checkpoint"
+    assert "%ort resume 1 continues from its checkpoint" in died.status().badges[0]
+    told = "run-1 was interrupted: %ort resume 1 continues from its checkpoint"
     assert ortlab.list_runs().hint == told
     assert repr(ortlab.list_runs()).endswith(told)
     fresh = {"model": Gated(), "data": examples(22), "held_out": examples(9)}
@@ -401,7 +401,7 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
     times = run.recorder.rows()[:, INDEX["time_s"]]
     assert (times[1:] >= times[:-1]).all(), "the clock goes on too"
     listed = repr(ortlab.list_runs())
-    assert "goes on with run-1" in listed
+    assert "continues run-1" in listed
     assert "goes on as run-2" in listed
     assert "%ort resume" not in listed
     assert not list((died.folder / "checkpoints").glob(".*")), "what is half is cleared away"
@@ -463,9 +463,9 @@ def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_the_one_before
     if not carried:
         RunFolder(died_again.folder).checkpoint_path("best").unlink()
         assert not SavedRun(died_again.folder).entry.checkpoints
-    told = "run-2 was interrupted: %ort resume 2 goes on from its checkpoint"
+    told = "run-2 was interrupted: %ort resume 2 continues from its checkpoint"
     assert ortlab.list_runs().hint == told
-    assert "%ort resume 2 goes on" in SavedRun(died_again.folder).status().badges[0]
+    assert "%ort resume 2 continues" in SavedRun(died_again.folder).status().badges[0]
     run = ortlab.resume(2, Gated(), examples(22), eval_data=examples(9))
     run.result()
     assert steps(run) == list(range(1, 13))
