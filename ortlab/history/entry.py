@@ -34,8 +34,8 @@ class RunEntry:
     Attributes:
         name: Name of the run.
         number: N of a run called run-N; None for other names.
-        state: State of the run: "interrupted" if its process ended before the run was over; for a
-            run of another process always "running".
+        state: State of the run: "interrupted" if its process ended before the run was over; an
+            active run of another process is always "running", even if it is paused.
         model: Class of the model.
         parameters: Number of parameters.
         engine_asked: Engine in the last settings.

@@ -270,7 +270,7 @@ def ranked(found: Iterable[RunEntry], sort: str, *, reverse: bool = False) -> li
     key = RUN_SORTS[sort]
     high = (key in _HIGH_FIRST) != reverse
     field = Field("", key, lambda _: "")
-    newest = list(reversed(list(found)))  # the order of equal values
+    newest = list(reversed(list(found)))  # of equal values, the newest comes first
     known = [entry for entry in newest if field.value(entry) is not None]
     unknown = [entry for entry in newest if field.value(entry) is None]
     return sorted(known, key=lambda entry: field.value(entry) or 0, reverse=high) + unknown
@@ -294,7 +294,7 @@ def live_entry(run: LiveRun) -> RunEntry:
     Raises:
         ValueError: Its folder was removed.
     """
-    over = run.over()  # before reading: the folder of a run that ends meanwhile may lag behind
+    over = run.over()  # checked before reading: once a run is over, its folder is complete
     entry = read_entry(run.folder, None if over else run.so_far().as_dict())
     if entry is None:
         raise ValueError(f"the folder of {run.name} was removed: {run.folder}")

@@ -144,7 +144,7 @@ class Event:
         kind: One of "eval" (`values`: loss, accuracy), "change" of settings (`values`: cost_s, from
             the end of the step before the change to the end of the first step after it), "state",
             "note", "warning" (with cost_s: a requested change that failed) and "error".
-        step: Last completed step.
+        step: Step at which it happened.
         time_s: Time since the start of the run.
         text: Description.
         values: Numbers, by name.
@@ -174,7 +174,7 @@ class Status:
         left_s: Estimated remaining time; None if unknown.
         badges: Messages that the user must see, such as a fallback.
         lines: Details.
-        error: Message of the error that ended the run; None without one.
+        error: Message of the run's error; None without one.
         advice: Command that resumes a run that waits after a failure, as the user types it; empty
             if there is none.
     """

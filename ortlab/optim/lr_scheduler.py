@@ -140,7 +140,7 @@ class LinearWarmupLRScheduler(_WarmupScheduler):
 class PolyWarmupLRScheduler(_WarmupScheduler):
     """Linear warmup from 0, then polynomial decay to `lr_end`.
 
-    At a step, the optimizer's learning rate must be above `lr_end`.
+    `get_lr` raises ValueError if the optimizer's learning rate is not above `lr_end`.
 
     Args:
         total_steps: Number of optimizer steps.
