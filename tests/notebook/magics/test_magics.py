@@ -304,7 +304,7 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
         ("%ort zero plan --params 1B --memory 40XB", "'40XB' is not a memory size"),
         ("%ort zero plan --params 1B --memory -40GiB", "expected one argument"),
         ("%ort zero plan --params 1B --hidden 8 --layers 2", "there is no sequence, batch"),
-        ("%ort zero plan --params 1B --batch 8", "which need hidden and layers too"),
+        ("%ort zero plan --params 1B --batch 8", "which also need hidden and layers"),
         ("%ort zero plan data", "data is a list, not a torch.nn.Module"),
     ],
 )
