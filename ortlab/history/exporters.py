@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
+from ortlab.history.entry import read_entry
 from ortlab.metrics.recorder import COLUMNS, INDEX
 
 if TYPE_CHECKING:
@@ -178,8 +179,6 @@ def write_mlflow(run: KeptRun, experiment: str, tracking_uri: str | None) -> str
 
 
 def _mlflow_state(run: KeptRun) -> str:
-    from ortlab.history.entry import read_entry
-
     entry = read_entry(run.folder)
     state = entry.state if entry else ""
     known = {"finished": "FINISHED", "stopped": "KILLED", "running": "RUNNING"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.history import entry, notes
+from ortlab.history.exporters import frame, write_mlflow, write_tensorboard
 from ortlab.history.run_folder import Metrics, RunFolder, in_checkpoints
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
@@ -146,8 +147,6 @@ class StoredRun:
         Raises:
             RuntimeError: pandas is not installed.
         """
-        from ortlab.history.exporters import frame
-
         return frame(self.metrics)
 
     def to_tensorboard(self, folder: str | Path) -> Path:
@@ -166,8 +165,6 @@ class StoredRun:
             ValueError: The folder of the run exists already.
             RuntimeError: tensorboard is not installed.
         """
-        from ortlab.history.exporters import write_tensorboard
-
         return write_tensorboard(self, Path(folder))
 
     def to_mlflow(self, experiment: str = "ortlab", *, tracking_uri: str | None = None) -> str:
@@ -186,8 +183,6 @@ class StoredRun:
         Raises:
             RuntimeError: mlflow is not installed, or refuses the run.
         """
-        from ortlab.history.exporters import write_mlflow
-
         return write_mlflow(self, experiment, tracking_uri)
 
 

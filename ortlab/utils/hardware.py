@@ -8,6 +8,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from ortlab.utils.process_memory import device_used_bytes
 from ortlab.utils.processor import CPUINFO, first_processor
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -132,8 +133,6 @@ def _limits(root: Path, group: str, name: str) -> list[int]:
 def gpus() -> list[Gpu]:
     """Return the GPUs that torch can use, without allocating memory on them."""
     import torch  # heavy: torch
-
-    from ortlab.utils.process_memory import device_used_bytes
 
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

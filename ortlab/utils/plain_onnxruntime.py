@@ -6,11 +6,6 @@ import importlib
 import sys
 import threading
 from types import ModuleType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 IMPORTING = threading.Lock()
 

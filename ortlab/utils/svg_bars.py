@@ -141,10 +141,10 @@ def box(x: float, y: float, width: float, height: float, look: tuple[str, float]
         height: Height.
         look: Color and opacity.
     """
-    colour, opacity = look
+    color, opacity = look
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.0):.1f}" height="{height}" '
-        f'fill="{colour}" fill-opacity="{opacity}"/>'
+        f'fill="{color}" fill-opacity="{opacity}"/>'
     )
 
 
