@@ -141,7 +141,7 @@ def test_zero_trains_the_same_and_holds_what_the_paper_says() -> None:
         "workers=2 (was 1), zero_stage=1 (was 0)",
         "workers=1 (was 2), zero_stage=0 (was 1)",
     ]
-    assert "stage 1 costs least of what fits into 40.00 GiB" in printed
+    assert "stage 1 is the cheapest that fits into 40.00 GiB" in printed
     assert "the workers ended" in printed
 
 

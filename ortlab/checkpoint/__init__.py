@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved, how it is verified and how it is read back."""
+"""Checkpoints: their content, verification, saving and loading."""

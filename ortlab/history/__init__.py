@@ -1,1 +1,1 @@
-"""The history: runs that are kept, listed, opened again, compared, handed on and pruned."""
+"""History of runs: storage, listing, reading, comparison, export and pruning."""

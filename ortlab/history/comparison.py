@@ -1,4 +1,4 @@
-"""Runs side by side: what differs in settings, versions and results, and their curves."""
+"""Comparison of runs: differences in settings, versions and results, and their curves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ortlab.history.saved_run import SavedRun
 from ortlab.utils.tables import Column, Table
 
 MOST: Final = 8
-"""Runs whose curves can be told apart."""
+"""Maximum number of runs whose curves can be distinguished."""
 _RESULTS: Final = (
     *("state", "engine", "steps", "loss", "held out", "samples/s", "peak", "took"),
     *("started", "note"),
@@ -25,7 +25,13 @@ _LONGEST: Final = 60
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing in which runs differ, or a result: ``values`` has each run's text, in order."""
+    """Setting or version that differs between runs, or a result.
+
+    Attributes:
+        part: "settings", "versions" or "result".
+        name: Name of the setting, version or result.
+        values: Value of each run as text, in the order of the runs.
+    """
 
     part: str
     name: str
@@ -33,20 +39,29 @@ class Difference:
 
 
 class RunComparison:
-    """Two to eight runs beside one another. A notebook shows it with their curves overlaid.
+    """Comparison of two to eight runs; a notebook shows it with their curves overlaid.
 
-    ``differences`` has what is not the same in settings and versions, and all results.
+    Args:
+        runs: The runs.
+
+    Attributes:
+        runs: The runs.
+        differences: Table of the settings and versions that differ, and of all results.
+
+    Raises:
+        ValueError: A run is given twice or was removed, or there are fewer than two or more than
+            eight runs.
     """
 
     def __init__(self, runs: Sequence[LiveRun | SavedRun]) -> None:
         names = [run.name for run in runs]
         if len(set(names)) != len(names):
-            raise ValueError(f"{', '.join(names)}: a run does not differ from itself")
+            raise ValueError(f"{', '.join(names)}: a run is given twice; choose different runs")
         if not 2 <= len(runs) <= MOST:
-            raise ValueError(f"{len(runs)} runs: two to {MOST} can be told apart; choose some")
+            raise ValueError(f"{len(runs)} runs cannot be compared; choose 2 to {MOST} runs")
         for run in runs:
             if not run.folder.is_dir():
-                raise ValueError(f"{run.name} was removed: {run.folder} is not there any more")
+                raise ValueError(f"{run.name} was removed: {run.folder} no longer exists")
         self.runs = tuple(runs)
         self.differences: Table[Difference] = self._differences()
 
@@ -83,10 +98,10 @@ class RunComparison:
 
 
 def _with_last(run: LiveRun | SavedRun) -> dict[str, Any]:
-    """The settings that a run began with, and each change of them."""
+    """Return the initial settings of a run, and each change of them."""
     settings = dict(run.began_with)
     changed = [f"step {e.step}: {e.text}" for e in run.recorder.events("change")]
-    return settings | ({"changed in the run": "; ".join(changed)} if changed else {})
+    return settings | ({"changed during the run": "; ".join(changed)} if changed else {})
 
 
 def _entry(run: LiveRun | SavedRun) -> RunEntry:

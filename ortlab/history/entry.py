@@ -1,4 +1,4 @@
-"""What the history says of a run in one line, read from its folder without its metrics."""
+"""Summary of a run in one line of the history, read from its folder without its metrics."""
 
 from __future__ import annotations
 
@@ -18,25 +18,47 @@ from ortlab.utils import files
 from ortlab.utils.tables import escaped
 
 AT_WORK: Final = ("starting", "running", "paused", "stopping")
-"""The states of a run that a process works on."""
+"""States of a run that a process is training."""
 _NUMBERED = re.compile(r"run-(\d{1,18})")
 _MOST: Final = 2**63
-"""What SQLite's whole numbers stay below."""
+"""Upper bound of SQLite's integers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEntry:
-    """One run of the history. Numbers that are not known are NaN, words that are not are empty.
+    """Summary of a run; unknown numbers are NaN, unknown texts are empty.
 
-    ``state`` is "interrupted" where the process died before the run was over, and for a run of
-    another process "running" whatever it does. ``number`` is the N of a run called run-N.
-    ``engine_asked`` and ``precision`` are those that held last. ``loss`` is that of the last step,
-    ``held_out_loss`` the lowest that training came to, ``held_out_accuracy`` the one beside it.
-    ``created`` is in UTC, as ISO 8601 has it; ``size_bytes`` is that of all files in the folder.
-    ``continues`` names the run that it went on with, ``checkpoints`` is how many it has kept.
+    For a run without a result, `steps`, `loss`, `samples_per_s` and `peak_bytes` come from its last
+    steps.
 
-    Of a run that has no result, ``steps``, ``loss``, ``samples_per_s`` and ``peak_bytes`` are those
-    of its last steps.
+    Attributes:
+        name: Name of the run.
+        number: N of a run called run-N; None for other names.
+        state: State of the run: "interrupted" if its process ended before the run was over; an
+            active run of another process is always "running", even if it is paused.
+        model: Class of the model.
+        parameters: Number of parameters.
+        engine_asked: Engine in the last settings.
+        engine_used: Engine that executed the model.
+        fallback: Reason for a fallback to another engine.
+        precision: Precision in the last settings.
+        workers: Number of workers.
+        steps: Completed steps.
+        loss: Training loss of the last step.
+        held_out_loss: Lowest loss on held-out data.
+        held_out_accuracy: Accuracy of the same evaluation.
+        samples_per_s: Samples per second.
+        tokens_per_s: Tokens per second.
+        peak_bytes: Peak memory.
+        created: Time of the start, in UTC and ISO 8601.
+        wall_s: Duration.
+        size_bytes: Size of all files in the folder.
+        note: Last note.
+        tags: Tags, separated by spaces.
+        error: Message of the error that ended the run.
+        continues: Name of the run that this one continues.
+        checkpoints: Number of saved checkpoints.
+        folder: Folder of the run.
     """
 
     name: str
@@ -68,17 +90,17 @@ class RunEntry:
 
     @property
     def at_work(self) -> bool:
-        """Whether a process trains it now, this one or another."""
+        """True if this or another process is training the run."""
         return self.state in AT_WORK
 
     @property
     def can_go_on(self) -> bool:
-        """Whether there is a checkpoint to go on from: its own, or of the run that it continues."""
+        """True if there is a checkpoint to resume from, its own or of the run that it continues."""
         return bool(self.checkpoints or self.continues)
 
     @property
     def resume(self) -> str:
-        """The magic with which it goes on."""
+        """Magic command that resumes the run."""
         return f"%ort resume {self.number or self.name}"
 
     def __str__(self) -> str:
@@ -86,10 +108,15 @@ class RunEntry:
 
 
 def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> RunEntry | None:
-    """The run that is kept in a folder; None where that is no run's, or one of another form.
+    """Read the summary of a run from its folder.
 
-    ``so_far`` is what a run of this process that goes on has given, as run.json holds a result:
-    known without reading its last steps or trying its lock.
+    Args:
+        path: The folder.
+        so_far: Current result of a run that this process is training, in the form of the result in
+            run.json. With it neither the last steps nor the lock are read.
+
+    Returns:
+        The summary; None if the folder is not a run's, or has another format.
     """
     about, settings = _read(path / "run.json"), _read(path / "settings.json")
     if about is None or settings is None:
@@ -135,13 +162,24 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> RunEntry 
 
 
 def numbered(name: str) -> int | None:
-    """3 of run-3; None of a name of the user's own, and of no number that anybody counts to."""
+    """Return the number in the name of a run, such as 3 for run-3.
+
+    Args:
+        name: Name of a run.
+
+    Returns:
+        The number; None for other names, and for numbers of more than 18 digits.
+    """
     match = _NUMBERED.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def stamp(path: Path) -> str:
-    """What changes when anything changes that `read_entry` tells of a run that is over."""
+    """Return a stamp that changes with the files that `read_entry` reads of a run that is over.
+
+    Args:
+        path: Folder of the run.
+    """
     parts = []
     for part in (path, path / "checkpoints", path / "run.json", path / "notes.jsonl"):
         try:
@@ -154,7 +192,11 @@ def stamp(path: Path) -> str:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all files below a folder; links are not followed."""
+    """Return the size of all files below a folder in bytes; links are not followed.
+
+    Args:
+        path: The folder.
+    """
     total = 0
     with contextlib.suppress(OSError), os.scandir(path) as found:
         for each in found:
@@ -176,7 +218,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _last_steps(path: Path) -> dict[str, Any]:
-    """What stands for the result of a run that has none: its last steps."""
+    """Return a substitute for the result of a run that has none, from its last steps."""
     try:
         rows = read_last(path / "metrics.jsonl")
     except OSError:
@@ -198,14 +240,14 @@ def _last_steps(path: Path) -> dict[str, Any]:
 
 
 def _whole(values: Mapping[str, Any], name: str) -> int:
-    """0 where it is not known, and of what is no number at all, or of nothing that is counted."""
+    """Return an integer; 0 if it is unknown, not a number, or out of range."""
     value = _number(values, name)
     return int(value) if abs(value) < _MOST else 0
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:
     value = values.get(name)
-    with contextlib.suppress(OverflowError):  # JSON has whole numbers that no float holds
+    with contextlib.suppress(OverflowError):  # JSON allows integers that do not fit into a float
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
     return NAN

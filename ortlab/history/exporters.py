@@ -1,6 +1,6 @@
-"""Runs for other tools: pandas, TensorBoard's event files, MLflow; each with its own package.
+"""Export of runs to pandas, TensorBoard and MLflow.
 
-The packages are optional and are imported when they are asked for.
+Their packages are optional and are imported on use.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
+from ortlab.history.entry import read_entry
 from ortlab.metrics.recorder import COLUMNS, INDEX
 
 if TYPE_CHECKING:
@@ -24,30 +25,30 @@ if TYPE_CHECKING:
     from ortlab.metrics.recorder import Rows
 
 _BATCH: Final = 1000
-"""Metrics in one request to MLflow, and 100 parameters: as many as it takes."""
+"""Maximum number of metrics in a request to MLflow; of parameters it is 100."""
 _PARAMETERS: Final = 100
 _LONGEST: Final = 6000
-"""Letters of a parameter's value that MLflow takes."""
+"""Maximum length of a parameter's value in MLflow."""
 _TAGS: Final = {
     "loss": "loss/train",
     "lr": "train/learning_rate",
     "epoch": "train/epoch",
     "grad_norm": "train/gradient_norm",
 }
-"""What TensorBoard shows a column under, where that is not its chart."""
+"""TensorBoard tags of the columns whose tag is not derived from their chart."""
 
 
 class KeptRun(Protocol):
-    """A run whose folder is read: what an exporter needs of it."""
+    """Stored run, as an exporter needs it."""
 
     @property
     def name(self) -> str:
-        """The name of the run."""
+        """Name of the run."""
         ...
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
+        """Folder of the run."""
         ...
 
     @property
@@ -57,32 +58,32 @@ class KeptRun(Protocol):
 
     @property
     def began_with(self) -> dict[str, Any]:
-        """The settings that the run began with, by name."""
+        """Initial settings of the run, by name."""
         ...
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Versions, platform and devices that the run began with."""
+        """Versions, platform and devices at the start of the run."""
         ...
 
     @property
     def about(self) -> dict[str, Any]:
-        """The contents of run.json."""
+        """Content of run.json."""
         ...
 
     @property
     def notes(self) -> Sequence[Note]:
-        """The notes, the last one last."""
+        """Notes, from oldest to newest."""
         ...
 
     @property
     def tags(self) -> Sequence[str]:
-        """The tags."""
+        """Tags of the run."""
         ...
 
 
 def frame(metrics: Metrics) -> pandas.DataFrame:
-    """See `Kept.to_frame`."""
+    """See `StoredRun.to_frame`."""
     module = _needed("pandas")
     names = [column.name for column in _told(metrics.rows)]
     steps = module.Index(metrics.rows[:, INDEX["step"]].astype(int), name="step")
@@ -92,19 +93,19 @@ def frame(metrics: Metrics) -> pandas.DataFrame:
 
 
 def write_tensorboard(run: KeptRun, folder: Path) -> Path:
-    """See `Kept.to_tensorboard`."""
+    """See `StoredRun.to_tensorboard`."""
     _needed("tensorboard")
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.text.summary import text_pb
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.compat.proto.event_pb2 import Event  # optional: tensorboard
+    from tensorboard.compat.proto.summary_pb2 import Summary  # optional: tensorboard
+    from tensorboard.plugins.text.summary import text_pb  # optional: tensorboard
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter  # optional
 
     check_free(folder, [run.name])
     path = folder / run.name
     metrics, began_s = run.metrics, _began(run).timestamp()
     writer = EventFileWriter(str(path))
     try:
-        # As it stands in a table of Markdown: what a user wrote in it stays text.
+        # Escaped for a Markdown table, so that the user's text stays text.
         for name, told in (("settings", run.began_with), ("environment", flat(run.environment))):
             lines = [f"| {_cell(key)} | {_cell(value)} |" for key, value in told.items()]
             text = "\n".join(["| | |", "| --- | --- |", *lines])
@@ -121,18 +122,29 @@ def write_tensorboard(run: KeptRun, folder: Path) -> Path:
 
 
 def check_free(folder: Path, names: Iterable[str]) -> None:
-    """ValueError where one of these runs was written into the folder before."""
+    """Check that none of the runs has been written to a TensorBoard folder before.
+
+    Args:
+        folder: Folder of the event files.
+        names: Names of the runs.
+
+    Raises:
+        ValueError: A run is in the folder already.
+    """
     for name in names:
         if (folder / name).exists():
-            raise ValueError(f"{folder / name} is there already; TensorBoard would draw it twice")
+            raise ValueError(
+                f"{folder / name} already exists, and TensorBoard would show the run twice; use "
+                "another folder"
+            )
 
 
 def write_mlflow(run: KeptRun, experiment: str, tracking_uri: str | None) -> str:
-    """See `Kept.to_mlflow`."""
+    """See `StoredRun.to_mlflow`."""
     _needed("mlflow", "mlflow-skinny")
-    from mlflow import MlflowClient
-    from mlflow.entities import Metric, Param, RunTag
-    from mlflow.exceptions import MlflowException
+    from mlflow import MlflowClient  # optional: mlflow
+    from mlflow.entities import Metric, Param, RunTag  # optional: mlflow
+    from mlflow.exceptions import MlflowException  # optional: mlflow
 
     metrics, about = run.metrics, run.folder.name
     began_ms = round(1e3 * _began(run).timestamp())
@@ -162,13 +174,11 @@ def write_mlflow(run: KeptRun, experiment: str, tracking_uri: str | None) -> str
         if state != "RUNNING":
             client.set_terminated(made, state, began_ms + round(1e3 * float(ended_s)))
     except MlflowException as error:
-        raise RuntimeError(f"MLflow does not take {run.name}: {error}") from error
+        raise RuntimeError(f"{run.name} cannot be written to MLflow: {error}") from error
     return made
 
 
 def _mlflow_state(run: KeptRun) -> str:
-    from ortlab.history.entry import read_entry
-
     entry = read_entry(run.folder)
     state = entry.state if entry else ""
     known = {"finished": "FINISHED", "stopped": "KILLED", "running": "RUNNING"}
@@ -176,7 +186,15 @@ def _mlflow_state(run: KeptRun) -> str:
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, names joined by dots."""
+    """Flatten nested dictionaries.
+
+    Args:
+        values: The nested dictionaries.
+        before: Prefix of the names.
+
+    Returns:
+        One dictionary with names joined by dots.
+    """
     found: dict[str, Any] = {}
     for name, value in values.items():
         inner = flat(value, f"{before}{name}.") if isinstance(value, Mapping) else None
@@ -185,7 +203,7 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _points(metrics: Metrics) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """Step, time and the known numbers of each step, and of each evaluation."""
+    """Yield step, time and known metrics of each step, and of each evaluation."""
     columns = _told(metrics.rows)
     places = [INDEX[column.name] for column in columns]
     for row in metrics.rows.tolist():
@@ -200,7 +218,7 @@ def _points(metrics: Metrics) -> Iterator[tuple[int, float, dict[str, float]]]:
 
 
 def _told(rows: Rows) -> list[Any]:
-    """The columns, but for the step, that something is known of."""
+    """Return the columns with known values, except the step."""
     known = np.asarray(~np.isnan(rows).all(axis=0))
     return [c for c in COLUMNS if c.name != "step" and known[INDEX[c.name]]]
 
@@ -234,5 +252,5 @@ def _needed(module: str, package: str = "") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         if error.name and error.name.partition(".")[0] != module:
-            raise  # it is there, and lacks something itself
+            raise  # it is installed, but one of its own dependencies is missing
         raise RuntimeError(f"{package} is not installed: pip install {package}") from None

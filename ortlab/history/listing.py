@@ -1,4 +1,4 @@
-"""The history as a table: chosen, sorted, this process's own runs first."""
+"""Table of the history, filtered and sorted, with this process's active runs first."""
 
 from __future__ import annotations
 
@@ -18,17 +18,24 @@ from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
 
 SHOWN: Final = 50
-"""Runs of a table as text or on paper, where no limit is given."""
+"""Rows of a table as text or on paper, if no limit is given."""
 GOES_ON: Final = "goes on as "
-"""How the note begins that a run has when another one goes on with it."""
+"""Prefix of the note that a run gets when another run continues it; it is stored on disk."""
 _NOTE: Final = 80
-"""Letters of a note in a table."""
+"""Maximum length of a note in a table."""
 _HIGH_FIRST: Final = {"created", "samples_per_s", "peak_bytes", "size_bytes", "steps", "wall_s"}
 
 
 @dataclass(frozen=True)
 class Field:
-    """A column of the history: head, text, and what it is sorted by (``key`` of `RunEntry`)."""
+    """Column of the history.
+
+    Attributes:
+        head: Heading.
+        key: Attribute of `RunEntry` that the column is sorted by.
+        text: Formats the cell of a run.
+        number: True for numbers, which are aligned right.
+    """
 
     head: str
     key: str
@@ -37,11 +44,15 @@ class Field:
 
     @property
     def high_first(self) -> bool:
-        """Whether one asks for the highest first: the newest, the fastest, the largest."""
+        """True if the highest values come first: the newest, fastest or largest."""
         return self.key in _HIGH_FIRST
 
     def value(self, entry: RunEntry) -> float | str | None:
-        """What it is sorted by; None is unknown."""
+        """Return the value that a run is sorted by; None is unknown.
+
+        Args:
+            entry: The run.
+        """
         value = getattr(entry, self.key)
         if isinstance(value, float) and math.isnan(value):
             return None
@@ -53,7 +64,7 @@ def _figure(value: float) -> str:
 
 
 def _engine(entry: RunEntry) -> str:
-    """What was asked for, and after a fallback what was used."""
+    """Return the requested engine, and after a fallback also the one used."""
     if entry.engine_used in ("", entry.engine_asked):
         return entry.engine_asked
     return f"{entry.engine_asked} → {entry.engine_used}"
@@ -66,10 +77,10 @@ def _held_out(entry: RunEntry) -> str:
 
 
 def _began(entry: RunEntry) -> str:
-    """In the local time of whoever reads it."""
+    """Return the time of the start in the reader's local time."""
     try:
         return f"{datetime.datetime.fromisoformat(entry.created).astimezone():%Y-%m-%d %H:%M}"
-    except (ValueError, OverflowError):  # no time, or one before or after all years
+    except (ValueError, OverflowError):  # not a time, or out of range
         return "-"
 
 
@@ -84,31 +95,31 @@ def _took(entry: RunEntry) -> str:
 
 
 def _said(entry: RunEntry) -> str:
-    """Error, tags, the last note and where it goes on, in so many letters."""
+    """Return tags, continuation, and the last note or error, shortened."""
     parts = [f"#{tag}" for tag in entry.tags.split()]
     if entry.continues:
-        parts.append(f"goes on with {entry.continues}")
+        parts.append(f"continues {entry.continues}")
     if _waits(entry):
-        parts.append(f"{entry.resume} goes on")
+        parts.append(f"{entry.resume} continues it")
     parts += [line.strip() for line in (entry.note or entry.error).splitlines()[:1]]
     said = " ".join(parts)
     return said if len(said) <= _NOTE else f"{said[: _NOTE - 1]}…"
 
 
 def _waits(entry: RunEntry) -> bool:
-    """Whether the run was cut off, can go on, and has not yet."""
+    """Return True if the run was interrupted, can be resumed, and was not resumed yet."""
     cut_off = entry.state == "interrupted" and entry.can_go_on
     return cut_off and not entry.note.startswith(GOES_ON)
 
 
 def _hint(found: Iterable[RunEntry]) -> str:
-    """How the runs that were cut off go on, the newest first; empty where there is none."""
+    """Return a hint how to resume interrupted runs, the newest first; empty if there is none."""
     waiting = sorted(filter(_waits, found), key=lambda entry: entry.created, reverse=True)
     if not waiting:
         return ""
     newest, others = waiting[0], len(waiting) - 1
-    told = f"{newest.name} was interrupted: {newest.resume} goes on from its checkpoint"
-    return f"{told}; {others:,} more can be resumed so" if others else told
+    told = f"{newest.name} was interrupted: {newest.resume} continues from its checkpoint"
+    return f"{told}; {others:,} more can be resumed the same way" if others else told
 
 
 FIELDS: Final = (
@@ -134,10 +145,15 @@ def _bytes(size: float) -> str:
 
 
 class History(Table[RunEntry]):
-    """Runs of the history, as a table: those of this process that go on first, then as asked for.
+    """Sequence of `RunEntry` that is shown as a table, active runs of this process first.
 
-    It is a sequence of `RunEntry`; a notebook shows it with headings to click on and a box to
-    search.
+    A notebook shows it with clickable headings and a search box.
+
+    Args:
+        found: The runs, filtered and sorted.
+        settings: Filters, order and limit.
+        total: Number of runs before the limit.
+        own: Runs of this process.
     """
 
     def __init__(
@@ -150,9 +166,9 @@ class History(Table[RunEntry]):
     ) -> None:
         self.settings = settings
         self.own = tuple(run for run in own if not run.over())
-        """The runs of this process that went on when this was made."""
+        """Runs of this process that were active when the table was created."""
         self.hint = _hint(found)
-        """How runs that were interrupted go on; empty where none was."""
+        """Hint how to resume interrupted runs; empty if there is none."""
         self._total = total
         shown = found if settings.limit is not None else found[:SHOWN]
         notes = []
@@ -164,10 +180,10 @@ class History(Table[RunEntry]):
         columns = [Column[RunEntry](field.head, field.text, field.number) for field in FIELDS]
         super().__init__(shown, columns, notes=notes, empty=_nothing(settings))
         self.found = tuple(found)
-        """All of them, also those that do not fit on a page."""
+        """All runs, including those that do not fit on a page."""
 
     def now(self) -> History:
-        """The same runs, with those of this process that went on as they are now."""
+        """Return a table of the same runs, with the active ones of this process updated."""
         living = {entry.name: entry for entry in living_entries(self.own)}
         found = [living.get(entry.name, entry) for entry in self.found]
         return History(found, self.settings, total=self._total, own=self.own)
@@ -197,7 +213,7 @@ _STYLE: Final = """
 def _nothing(settings: HistorySettings) -> str:
     chosen = {n: v for n, v in settings.as_dict().items() if n in _FILTERS and v is not None}
     if not chosen:
-        return "no run yet; ortlab.finetune and %ort finetune start one"
+        return "no run yet; start one with ortlab.finetune or %ort finetune"
     return "no run has " + ", ".join(f"{name} {value!r}" for name, value in chosen.items())
 
 
@@ -205,9 +221,12 @@ _FILTERS: Final = ("engine", "state", "model", "tag")
 
 
 def history(settings: HistorySettings, own: Sequence[LiveRun], root: Path | None = None) -> History:
-    """The runs that are kept below `root` as `settings` choose and sort them.
+    """Return the stored runs, filtered and sorted.
 
-    `own` are the runs of this process: what they say goes before what the disk does.
+    Args:
+        settings: Filters, order and limit.
+        own: Runs of this process, whose current state takes precedence over the disk.
+        root: Folder of the runs; None is `ortlab.history.run_folder.runs_root`.
     """
     living = {entry.name: entry for entry in living_entries(own)}
     found = [living.get(entry.name, entry) for entry in sqlite_index.entries(root)]
@@ -221,7 +240,12 @@ def history(settings: HistorySettings, own: Sequence[LiveRun], root: Path | None
 
 
 def chosen(found: Iterable[RunEntry], settings: HistorySettings) -> Iterable[RunEntry]:
-    """Those that are what `settings` ask for."""
+    """Yield the runs that match the filters.
+
+    Args:
+        found: The runs.
+        settings: Filters.
+    """
     for entry in found:
         state = "running" if entry.state in AT_WORK else entry.state
         if settings.state not in (None, state):
@@ -236,27 +260,44 @@ def chosen(found: Iterable[RunEntry], settings: HistorySettings) -> Iterable[Run
 
 
 def ranked(found: Iterable[RunEntry], sort: str, *, reverse: bool = False) -> list[RunEntry]:
-    """In the order that one asks for: low losses, high speeds, the newest first; unknown last."""
+    """Sort runs with the best first: low losses, high speeds, the newest; unknown values last.
+
+    Args:
+        found: The runs, from oldest to newest.
+        sort: Name of the order; a key of `ortlab.settings.RUN_SORTS`.
+        reverse: Reverse the order of the known values.
+    """
     key = RUN_SORTS[sort]
     high = (key in _HIGH_FIRST) != reverse
     field = Field("", key, lambda _: "")
-    newest = list(reversed(list(found)))  # which decides between equals
+    newest = list(reversed(list(found)))  # of equal values, the newest comes first
     known = [entry for entry in newest if field.value(entry) is not None]
     unknown = [entry for entry in newest if field.value(entry) is None]
     return sorted(known, key=lambda entry: field.value(entry) or 0, reverse=high) + unknown
 
 
 def living_entries(own: Iterable[LiveRun]) -> list[RunEntry]:
-    """Runs of this process as they are now; without those whose folders were removed."""
+    """Return the current summaries of this process's runs, except those whose folder was removed.
+
+    Args:
+        own: Runs of this process.
+    """
     return [live_entry(run) for run in own if run.folder.is_dir()]
 
 
 def live_entry(run: LiveRun) -> RunEntry:
-    """A run of this process in one line, as it is now; of one that is over as its folder has it."""
-    over = run.over()  # before reading: what ends meanwhile has its folder say how
+    """Return the current summary of a run of this process; after its end, that of its folder.
+
+    Args:
+        run: The run.
+
+    Raises:
+        ValueError: Its folder was removed.
+    """
+    over = run.over()  # checked before reading: once a run is over, its folder is complete
     entry = read_entry(run.folder, None if over else run.so_far().as_dict())
     if entry is None:
-        raise ValueError(f"{run.name} has no folder any more: {run.folder}")
+        raise ValueError(f"the folder of {run.name} was removed: {run.folder}")
     if over:
         return entry
     return dataclasses.replace(

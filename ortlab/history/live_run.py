@@ -1,4 +1,4 @@
-"""The run of this process that trains, as the history sees it."""
+"""Interface of a run in this process, as the history uses it."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from ortlab.settings import FinetuneSettings
 
 
 class LiveRun(Protocol):
-    """A run of this process; its folder may be behind what it says itself."""
+    """Run of this process; its own state may be newer than its folder."""
 
     current_settings: FinetuneSettings
 
     @property
     def name(self) -> str:
-        """The name of the run, unique among all runs."""
+        """Name of the run, unique among all runs."""
         ...
 
     @property
     def folder(self) -> Path:
-        """The folder that the run writes to."""
+        """Folder that the run writes to."""
         ...
 
     @property
     def recorder(self) -> Recorder:
-        """The samples and events so far."""
+        """Recorder with the samples and events so far."""
         ...
 
     @property
     def began_with(self) -> Mapping[str, Any]:
-        """The settings that the run began with, by name."""
+        """Initial settings of the run, by name."""
         ...
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Versions, platform and devices that the run began with."""
+        """Versions, platform and devices at the start of the run."""
         ...
 
     @property
     def engine_asked(self) -> str:
-        """The engine that the settings name now."""
+        """Engine in the current settings."""
         ...
 
     @property
     def engine_used(self) -> str:
-        """The engine that executes the model."""
+        """Engine that executes the model."""
         ...
 
     @property
     def fallback_reason(self) -> str | None:
-        """Why another engine than the one asked for is used; None where it is not."""
+        """Reason for a fallback to another engine; None without one."""
         ...
 
     def over(self) -> bool:
-        """Return whether nothing more will come."""
+        """Return True if the run has ended."""
         ...
 
     def so_far(self) -> Any:
-        """Return the result as it is now; ``as_dict()`` is what its file would hold."""
+        """Return the current result; its ``as_dict()`` has the form of the result in run.json."""
         ...

@@ -1,4 +1,4 @@
-"""What people said of a run: notes and tags, in an append-only file of its folder."""
+"""Notes and tags of a run, stored in an append-only file in its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from ortlab.utils.tables import escaped
 
 @dataclass(frozen=True)
 class Note:
-    """One note; ``time`` is in UTC, as ISO 8601 has it."""
+    """Note on a run.
+
+    Attributes:
+        time: Time of the note, in UTC and ISO 8601.
+        text: The note.
+    """
 
     time: str
     text: str
@@ -27,14 +32,23 @@ class Note:
 
 @dataclass(frozen=True)
 class Said:
-    """All notes of a run, the last one last, and the tags that it has now."""
+    """Notes and tags of a run.
+
+    Attributes:
+        notes: All notes, from oldest to newest.
+        tags: Current tags.
+    """
 
     notes: tuple[Note, ...] = ()
     tags: tuple[str, ...] = ()
 
 
 def read_notes(folder: Path) -> Said:
-    """What notes.jsonl of a run's folder says; lines that are not whole are left out."""
+    """Read notes and tags from notes.jsonl; incomplete lines are skipped.
+
+    Args:
+        folder: Folder of the run.
+    """
     try:
         lines = files.read(folder / "notes.jsonl").splitlines()
     except OSError:
@@ -58,40 +72,67 @@ def read_notes(folder: Path) -> Said:
 
 
 def legible(value: object) -> str:
-    """`value` as text that files and screens take.
+    """Convert a value to text that can be written to files and terminals.
 
-    JSON and names of files may hold half of a surrogate pair, which UTF-8 has no bytes for, and
-    characters that a terminal obeys; lines stay lines.
+    JSON and file names may contain lone surrogates, which UTF-8 cannot encode, and control
+    characters. Line breaks and tabs are kept.
+
+    Args:
+        value: The value.
     """
     return escaped(str(value).encode("utf-8", "replace").decode(), but="\n\t")
 
 
 def add_note(folder: Path, text: str) -> None:
-    """Adds a note; ValueError for an empty one."""
+    """Add a note.
+
+    Args:
+        folder: Folder of the run.
+        text: The note.
+
+    Raises:
+        ValueError: The note is empty.
+    """
     if not text.strip():
-        raise ValueError(f"note({text!r}): there is nothing in it to keep")
+        raise ValueError(f"note({text!r}) is empty; write some text")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     _append(folder, {"note": text, "time": now})
 
 
 def add_tag(folder: Path, tag: str) -> None:
-    """Gives the run a tag; ValueError where it is no single word."""
+    """Add a tag.
+
+    Args:
+        folder: Folder of the run.
+        tag: The tag, a single word.
+
+    Raises:
+        ValueError: The tag contains other characters or is too long.
+    """
     _append(folder, {"tag": _checked(tag)})
 
 
 def remove_tag(folder: Path, tag: str) -> None:
-    """Takes a tag away, whether the run had it or not."""
+    """Remove a tag, if the run has it.
+
+    Args:
+        folder: Folder of the run.
+        tag: The tag.
+
+    Raises:
+        ValueError: The tag contains other characters or is too long.
+    """
     _append(folder, {"untag": _checked(tag)})
 
 
 def _checked(tag: str) -> str:
     if not re.fullmatch(r"[\w.:/-]{1,40}", tag):
-        raise ValueError(f"tag={tag!r}: letters, digits and . : / - _ make a tag, 40 at most")
+        raise ValueError(f"tag={tag!r} is not a tag; use up to 40 letters, digits and . : / - _")
     return tag
 
 
 def _append(folder: Path, value: dict[str, str]) -> None:
-    # One write of one line: those of two processes do not mix.
+    # A line is written by one call, so that lines of two processes do not mix.
     path = folder / "notes.jsonl"
     descriptor = files.plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:

@@ -1,4 +1,4 @@
-"""Old runs, removed by age, number or size; never one that a process still works on."""
+"""Removal of old runs by age, number or size, except runs that a process is training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ _SHOWN: Final = ("run", "state", "model", "started", "on disk", "note")
 
 
 class Pruning(Table[RunEntry]):
-    """The runs that go, or that went (``done``); ``left`` says why one stayed that should go."""
+    """Table of the runs that were removed or would be.
+
+    Args:
+        going: The runs.
+        of: Number of runs that were considered.
+        done: True if they were removed.
+        left: Reasons why runs could not be removed.
+    """
 
     def __init__(
         self, going: Sequence[RunEntry], *, of: int, done: bool, left: Sequence[str] = ()
@@ -32,28 +39,39 @@ class Pruning(Table[RunEntry]):
         self.left = tuple(left)
         size = memory(sum(entry.size_bytes for entry in going))
         told = f"{len(going):,} of {of:,} runs, {size}"
-        ask = f"{told} would go for good; --yes, or yes=True, removes them"
+        ask = f"{told} would be removed permanently; confirm with --yes or yes=True"
         columns = [Column[RunEntry](f.head, f.text, f.number) for f in FIELDS if f.head in _SHOWN]
         super().__init__(
             going,
             columns,
             notes=[*([f"removed {told}" if done else ask] if going else []), *left],
-            empty="no run is removed" if done else f"none of {of:,} runs would go",
+            empty="no run was removed" if done else f"none of {of:,} runs would be removed",
         )
 
 
 def prune(settings: PruneSettings, filters: HistorySettings, root: Path | None = None) -> Pruning:
-    """Removes what `settings` say, of the runs that `filters` choose, or shows what would go.
+    """Remove old runs, or list those that would be removed.
 
-    A run goes that is too old, or beyond the number, or beyond the size, whichever says so. Runs in
-    training, of any process, stay and count. Folders that are no runs and links stay, and what a
-    link in a run's folder points to does too. ValueError where nothing says what is to go.
+    A run is removed if it is too old, or exceeds the number or the total size of runs. Runs that
+    any process is training are not removed, but count. Links, folders that are not runs, and the
+    targets of links in a run's folder are never removed.
+
+    Args:
+        settings: Limits, and whether to remove the runs or only list them.
+        filters: Filters of the runs to consider.
+        root: Folder of the runs; None is `ortlab.history.run_folder.runs_root`.
+
+    Returns:
+        The runs.
+
+    Raises:
+        ValueError: `settings` contain no limit.
     """
     root = runs_root() if root is None else root
     limits = (settings.older_than, settings.keep, settings.max_size)
     if all(limit is None for limit in limits):
         raise ValueError(
-            "nothing says which runs are to go: older_than='30d', keep=100 or max_size='2GB'"
+            "no limit for removing runs is set; use older_than='30d', keep=100 or max_size='2GB'"
         )
     found = list(chosen(sqlite_index.entries(root), filters))
     going = _going(found, settings, datetime.datetime.now(datetime.UTC))
@@ -64,10 +82,10 @@ def prune(settings: PruneSettings, filters: HistorySettings, root: Path | None =
         try:
             _remove(entry.folder)
         except OSError as error:
-            left.append(f"{entry.name} stays: {error}")
+            left.append(f"{entry.name} was not removed: {error}")
         else:
             gone.append(entry)
-    sqlite_index.entries(root)  # which forgets them
+    sqlite_index.entries(root)  # removes their rows from the index
     return Pruning(gone, of=len(found), done=True, left=left)
 
 
@@ -92,22 +110,25 @@ def _going(
 def _age(text: str) -> datetime.timedelta:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([hdw])\s*", text)
     if match is None:
-        raise ValueError(f"older_than={text!r}: a number of hours, days or weeks: 12h, 30d, 8w")
+        raise ValueError(
+            f"older_than={text!r} is not an age; use a number of hours, days or weeks, such as "
+            "12h, 30d or 8w"
+        )
     return datetime.timedelta(hours=float(match[1]) * _HOURS[match[2]])
 
 
 def _began(entry: RunEntry) -> datetime.datetime:
-    """When it was created; where that is not told, when its folder was last changed."""
+    """Return the time of creation; if it is unknown, that of the folder's last change."""
     try:
         return datetime.datetime.fromisoformat(entry.created).astimezone(datetime.UTC)
-    except (ValueError, OverflowError):  # no time, or one before or after all years
+    except (ValueError, OverflowError):  # not a time, or out of range
         return datetime.datetime.fromtimestamp(entry.folder.stat().st_mtime, datetime.UTC)
 
 
 def _remove(path: Path) -> None:
-    """Takes a run's folder out of sight at once, then from the disk; OSError where it may not."""
+    """Hide a run's folder by renaming it, then delete it; raise OSError if it is in use."""
     if path.is_symlink() or RunFolder(path).held():
-        raise OSError("somebody works on it")
+        raise OSError("a process is using it")
     beside = path.with_name(f".{path.name}.{os.getpid()}.pruned")
     path.rename(beside)
     shutil.rmtree(beside)

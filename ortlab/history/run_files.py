@@ -1,4 +1,4 @@
-"""What a run's folder gives, of a run in training and of one that was opened again alike."""
+"""Access to the data in a run's folder, for active runs and for stored ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.history import entry, notes
+from ortlab.history.exporters import frame, write_mlflow, write_tensorboard
 from ortlab.history.run_folder import Metrics, RunFolder, in_checkpoints
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
@@ -19,7 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint of a run. ``path`` is what ``resume_from`` takes; ``time`` is local."""
+    """Checkpoint of a run.
+
+    Attributes:
+        name: Name of the checkpoint.
+        path: Its path, which ``resume_from`` accepts.
+        size_bytes: Its size.
+        time: Local time at which it was written.
+    """
 
     name: str
     path: Path
@@ -28,110 +36,153 @@ class StoredCheckpoint:
 
 
 class StoredRun:
-    """A run by its folder. All is read when it is asked for; what is written is written at once."""
+    """Run with a folder; its data is read on access, and changes are written immediately.
+
+    Args:
+        folder: Folder of the run.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
 
     @property
     def name(self) -> str:
-        """The run's name, unique among the runs that are kept: that of its folder."""
+        """Name of the run and of its folder, unique among the stored runs."""
         return self._folder.name
 
     @property
     def folder(self) -> Path:
-        """Where the run is kept; `ortlab.history.run_folder` describes the form."""
+        """Folder of the run; `ortlab.history.run_folder` describes its format."""
         return self._folder.path
 
     @property
     def began_with(self) -> dict[str, Any]:
-        """The settings that the run began with, by name, as this or another version wrote them."""
+        """Initial settings of the run, by name, as this or another version wrote them."""
         return self._folder.read_json("settings")
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Versions, platform and devices that the run began with; see `history.environment`."""
+        """Versions, platform and devices at the start of the run.
+
+        See `ortlab.utils.environment.environment`.
+        """
         return self._folder.read_json("environment")
 
     @property
     def about(self) -> dict[str, Any]:
-        """What run.json says of the run; see `ortlab.history.run_folder`."""
+        """Content of run.json; see `ortlab.history.run_folder`."""
         return self._folder.read_json("run")
 
     @property
     def metrics(self) -> Metrics:
-        """All steps, none merged, and all events; those of the last second may not be there yet."""
+        """All steps, unmerged, and all events; those of the last second may be missing."""
         return self._folder.read_metrics()
 
     @property
     def checkpoints(self) -> Table[StoredCheckpoint]:
-        """The checkpoints in the run's folder, the newest last."""
+        """Checkpoints in the run's folder, from oldest to newest."""
         found = []
         for path in in_checkpoints(self.folder):
-            # A file, or of a run on workers a folder; what begins with a dot is being written.
+            # A file, or a folder if the run has several workers; names with a leading dot are
+            # still being written.
             if path.name.startswith(".") or path.is_symlink():
                 continue
-            with contextlib.suppress(FileNotFoundError):  # a run in another kernel has trimmed it
+            with contextlib.suppress(FileNotFoundError):  # a run in another kernel has removed it
                 size = entry.size_of(path) if path.is_dir() else path.stat().st_size
                 written = datetime.datetime.fromtimestamp(path.stat().st_mtime).astimezone()
                 name = path.name.removesuffix(".safetensors")
                 found.append(StoredCheckpoint(name, path, size, written))
         found.sort(key=lambda each: (each.time, each.name))
-        return Table(found, _COLUMNS, empty=f"{self.name} has kept no checkpoint")
+        return Table(found, _COLUMNS, empty=f"{self.name} has no checkpoint")
 
     @property
     def notes(self) -> tuple[notes.Note, ...]:
-        """What was noted, the last one last."""
+        """Notes on the run, from oldest to newest."""
         return notes.read_notes(self.folder).notes
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags that the run has; ``%ort runs --tag`` chooses by one."""
+        """Tags of the run; ``%ort runs --tag`` filters by a tag."""
         return notes.read_notes(self.folder).tags
 
     def note(self, text: str) -> None:
-        """Keeps a note with the run; the last one stands in ``%ort runs``."""
+        """Add a note to the run; ``%ort runs`` shows the last one.
+
+        Args:
+            text: The note.
+
+        Raises:
+            ValueError: The note is empty.
+        """
         notes.add_note(self.folder, text)
 
     def tag(self, *tags: str) -> None:
-        """Gives the run tags, words of letters, digits and ``. : / - _``."""
+        """Add tags to the run.
+
+        Args:
+            *tags: Words of up to 40 letters, digits and ``. : / - _``.
+
+        Raises:
+            ValueError: A tag contains other characters or is too long.
+        """
         for each in tags:
             notes.add_tag(self.folder, each)
 
     def untag(self, *tags: str) -> None:
-        """Takes tags away."""
+        """Remove tags from the run.
+
+        Args:
+            *tags: The tags; those that the run does not have are ignored.
+        """
         for each in tags:
             notes.remove_tag(self.folder, each)
 
     def to_frame(self) -> pandas.DataFrame:
-        """All steps as a pandas DataFrame: a row a step, indexed by it, a column a number.
+        """Return all steps as a pandas DataFrame.
 
-        Columns are called as in `telemetry.COLUMNS`, without those that nothing is known of.
-        RuntimeError where pandas is not installed.
+        Returns:
+            A row per step, indexed by step, and a column per metric, named as in
+            `ortlab.metrics.recorder.COLUMNS`. Columns without known values are left out.
+
+        Raises:
+            RuntimeError: pandas is not installed.
         """
-        from ortlab.history.exporters import frame
-
         return frame(self.metrics)
 
     def to_tensorboard(self, folder: str | Path) -> Path:
-        """Writes the run as TensorBoard's event files into ``folder``/NAME, and returns that.
+        """Write the run as TensorBoard event files.
 
-        Every step has its own point, at its own time. ValueError where NAME is there already,
-        RuntimeError where tensorboard is not installed.
+        Every step is a point at its own time.
+
+        Args:
+            folder: Parent folder; the files are written to a folder in it that is named after the
+                run.
+
+        Returns:
+            The folder of the run.
+
+        Raises:
+            ValueError: The folder of the run exists already.
+            RuntimeError: tensorboard is not installed.
         """
-        from ortlab.history.exporters import write_tensorboard
-
         return write_tensorboard(self, Path(folder))
 
     def to_mlflow(self, experiment: str = "ortlab", *, tracking_uri: str | None = None) -> str:
-        """Writes the run to MLflow and returns the id that it has there.
+        """Write the run to MLflow.
 
-        It goes to the experiment of that name, at `tracking_uri` or where MLflow's own settings
-        say: settings and versions as parameters, every step's numbers as metrics, tags and the
-        last note. RuntimeError where mlflow is not installed, or does not take it.
+        Settings and versions are written as parameters and the steps as metrics, with the tags and
+        the last note.
+
+        Args:
+            experiment: Name of the experiment, which is created if it does not exist.
+            tracking_uri: Tracking server; None uses MLflow's own configuration.
+
+        Returns:
+            The ID of the run in MLflow.
+
+        Raises:
+            RuntimeError: mlflow is not installed, or refuses the run.
         """
-        from ortlab.history.exporters import write_mlflow
-
         return write_mlflow(self, experiment, tracking_uri)
 
 

@@ -1,28 +1,31 @@
-"""The store of runs: one folder a run, settled here for everything that reads it later.
+"""Format of a run's folder on disk, with its reader and writer.
 
-A root (`runs_root`) holds one folder a run, named after it; folders have mode 0700, files 0600.
+The root (`runs_root`) contains one folder per run, named after it. Folders have mode 0700, files
+0600.
 
-    run.json          form, name, model, parameters, created; names: what the user calls model,
-                      train, eval_data and loss, as far as that is known; continues: the run that
-                      this one goes on with, whose steps its metrics begin with, or null; state
-                      "running" from the start, at the end the final state with steps, error, result
-    settings.json     the settings by name: ``FinetuneSettings.of`` takes them back
+    run.json          form, name, model, parameters, created; names: the user's variables of model,
+                      train, eval_data and loss, if known; continues: the run that this one
+                      continues, whose steps its metrics begin with, or null; state: "running" from
+                      the start, and at the end the final state with steps, error and result
+    settings.json     settings by name, as ``FinetuneSettings.of`` accepts them
     environment.json  versions of Python and packages, platform, processors; no host, user or path
-    metrics.jsonl     append-only, one JSON value a line:
-                      an object {"form", "columns"}: the names of the numbers in the lines below it
-                      an array: a step, null where a number is unknown
-                      an object {"event", "step", "time_s", "text", "values"}: see `telemetry.Event`
-    rank-N.jsonl      of a run on workers: the same of each rank
-    notes.jsonl       append-only, what was said of the run: {"note", "time"}, {"tag"}, {"untag"}
-    run.lock          empty; locked by the process that trains until the run is over
-    checkpoints/      NAME.safetensors, or of a run on workers a folder NAME: see
-                      `ortlab.checkpoint`; ``final`` is what a run ended with, the last good weights
-                      among it; ``last-N`` and ``best``: see `ortlab.training.checkpoint_writer`
-    charts.png        the charts, where a view showed them
+    metrics.jsonl     append-only, one JSON value per line:
+                      an object {"form", "columns"}: names of the numbers in the lines below it
+                      an array: a step, with null for unknown numbers
+                      an object {"event", "step", "time_s", "text", "values"}: an event, see
+                      `ortlab.metrics.recorder.Event`
+    rank-N.jsonl      the same for each rank of a run on several workers
+    notes.jsonl       append-only, notes and tags: {"note", "time"}, {"tag"}, {"untag"}
+    run.lock          empty; locked by the process that trains the run until it is over
+    checkpoints/      NAME.safetensors, or a folder NAME of a run on several workers, see
+                      `ortlab.checkpoint`; ``final`` is the state at the end of the run, with the
+                      last good weights; for ``last-N`` and ``best`` see
+                      `ortlab.training.checkpoint_writer`
+    charts.png        the charts, if a view showed them
 
-A crash can tear the last line of metrics.jsonl and nothing else: readers skip lines that are not
-whole, and who appends later begins on a line of its own and writes the columns again. Other files
-are written beside their name, synced and renamed. JSON and safetensors only: reading runs no code.
+A crash can only truncate the last line of metrics.jsonl. Readers skip incomplete lines; a later
+writer starts a new line and writes the columns again. All other files are written to a temporary
+name, synced and renamed. All data is JSON or safetensors, so reading it never runs code.
 """
 
 from __future__ import annotations
@@ -51,7 +54,10 @@ FORM = 1
 
 
 def runs_root() -> Path:
-    """Where runs are kept: $ORTLAB_HOME/runs, else ortlab/runs in the user's data directory."""
+    """Return the folder of all runs: $ORTLAB_HOME/runs, or ortlab/runs in the user's data folder.
+
+    The user's data folder is $XDG_DATA_HOME, or ~/.local/share.
+    """
     home = os.environ.get("ORTLAB_HOME")
     if home:
         return Path(home) / "runs"
@@ -60,7 +66,14 @@ def runs_root() -> Path:
 
 
 class RunFolder:
-    """One run's folder; see the module for its form."""
+    """Folder of one run; the module describes its format.
+
+    Args:
+        path: The folder.
+
+    Attributes:
+        path: The folder.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,45 +81,64 @@ class RunFolder:
 
     @classmethod
     def create(cls, name: str | None = None, *, root: Path | None = None) -> RunFolder:
-        """A new folder: ``run-1``, ``run-2``, ..., or `name`, numbered where that is taken."""
+        """Create the folder of a new run.
+
+        Args:
+            name: Name of the run, which gets a number if it is taken; None gives ``run-1``,
+                ``run-2`` and so on.
+            root: Folder of the runs; None is `runs_root`.
+
+        Raises:
+            ValueError: `name` contains other characters than letters, digits, ".", "-" and "_", or
+                is longer than 100 characters.
+            RuntimeError: The folder cannot be created.
+        """
         root = root or runs_root()
         if name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", name):
-            raise ValueError(f"name={name!r}: letters, digits, '.', '-' and '_' make a run's name")
+            raise ValueError(
+                f"name={name!r} is not a run's name; use up to 100 letters, digits, '.', '-' and "
+                "'_', beginning with a letter, digit or '_'"
+            )
         try:
             files.private(root)
             path = _new_folder(root, name)
             (path / "checkpoints").mkdir(mode=0o700)
         except OSError as error:
             raise RuntimeError(
-                f"the run cannot be kept: {error}; ORTLAB_HOME names another folder for runs"
+                f"the run's folder cannot be created: {error}; set ORTLAB_HOME to another folder"
             ) from error
         return cls(path)
 
     @property
     def name(self) -> str:
-        """The run's name."""
+        """Name of the run."""
         return self.path.name
 
     def hold(self) -> None:
-        """Says that this process works on the run, until `release` or the end of the process."""
+        """Lock the run for this process, until `release` or the end of the process."""
         self._lock.acquire()
 
     def release(self) -> None:
-        """Says that nobody works on the run any more."""
+        """Release the lock of the run."""
         self._lock.release()
 
     def held(self) -> bool:
-        """Whether a living process works on the run, this one or another."""
-        if not Path(self._lock.lock_file).exists():  # asking must not make it
+        """Return True if this or another process has locked the run."""
+        if not Path(self._lock.lock_file).exists():  # the check must not create it
             return False
         try:
             with _lock(self.path):
                 return False
-        except (filelock.Timeout, OSError):  # where it cannot be asked, nobody may take it away
+        except (filelock.Timeout, OSError):  # an error counts as locked, to be safe
             return True
 
     def write_json(self, file: str, values: Mapping[str, Any]) -> None:
-        """Writes ``file``.json; NaN and infinity become null."""
+        """Write ``file``.json; NaN and infinity become null.
+
+        Args:
+            file: Name of the file without its suffix.
+            values: The content.
+        """
         text = json.dumps(_plain(values), indent=2, allow_nan=False) + "\n"
         write_private(self.path / f"{file}.json", text.encode())
 
@@ -121,7 +153,17 @@ class RunFolder:
         continues: str | None = None,
         ended: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes run.json: with what is known when the run has `ended`, or while it goes on."""
+        """Write run.json, at the start or the end of the run.
+
+        Args:
+            model: Class of the model.
+            parameters: Number of parameters.
+            created: Time of the start, in UTC and ISO 8601.
+            state: State of the run.
+            names: The user's variables of model, data and loss.
+            continues: Name of the run that this one continues.
+            ended: Further content at the end of the run, such as its result.
+        """
         about = {
             "form": FORM,
             "name": self.name,
@@ -135,33 +177,59 @@ class RunFolder:
         self.write_json("run", {**about, **(ended or {})})
 
     def read_json(self, file: str) -> dict[str, Any]:
-        """What ``file``.json holds; OSError and ValueError as `folders.read_object` has them."""
+        """Read ``file``.json.
+
+        Args:
+            file: Name of the file without its suffix.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: The file is damaged.
+        """
         return files.read_object(self.path / f"{file}.json")
 
     def metrics(self, rank: int | None = None) -> MetricsFile:
-        """A sink that appends to metrics.jsonl, or to that of a rank."""
+        """Return a sink that appends to metrics.jsonl, or to the file of a rank.
+
+        Args:
+            rank: Number of the rank; None is the run.
+        """
         name = "metrics" if rank is None else f"rank-{rank}"
         return MetricsFile(self.path / f"{name}.jsonl")
 
     def read_metrics(self) -> Metrics:
-        """Everything in metrics.jsonl that was written whole."""
+        """Read all complete lines of metrics.jsonl."""
         return read_metrics(self.path / "metrics.jsonl")
 
     def checkpoint_path(self, name: str = "final") -> Path:
-        """The file of the checkpoint called `name`."""
+        """Return the path of a checkpoint file.
+
+        Args:
+            name: Name of the checkpoint.
+        """
         return self.path / "checkpoints" / f"{name}.safetensors"
 
     def read_checkpoint(self, name: str = "final") -> Checkpoint:
-        """The checkpoint that was kept as `name`; ValueError as `Checkpoint.load` gives."""
-        from ortlab.checkpoint.checkpoint import Checkpoint
+        """Load a checkpoint of the run.
+
+        Args:
+            name: Name of the checkpoint.
+
+        Raises:
+            ValueError: The checkpoint is missing or damaged; see `Checkpoint.load`.
+        """
+        from ortlab.checkpoint.checkpoint import Checkpoint  # heavy: torch
 
         return Checkpoint.load(self.checkpoint_path(name))
 
 
 def in_checkpoints(run: Path) -> list[Path]:
-    """What lies in checkpoints/ of a run's folder, half-written ones too; nothing in a link.
+    """Return the entries of checkpoints/ in a run's folder, including incomplete ones.
 
-    That leads to files that are not the run's.
+    If checkpoints/ is a link, nothing is returned, since its files are not the run's.
+
+    Args:
+        run: Folder of the run.
     """
     folder = run / "checkpoints"
     with contextlib.suppress(OSError):
@@ -170,7 +238,7 @@ def in_checkpoints(run: Path) -> list[Path]:
 
 
 def _lock(path: Path) -> filelock.BaseFileLock:
-    """The system lets go of it when its process dies, however that comes."""
+    """Return the lock of a run, which the system releases when the process ends in any way."""
     return filelock.FileLock(path / "run.lock", timeout=0, mode=0o600, thread_local=False)
 
 
@@ -186,7 +254,7 @@ def _new_folder(root: Path, name: str | None) -> Path:
         try:
             path.mkdir(mode=0o700)
             return path
-        except FileExistsError:  # a name given twice, or another process was faster
+        except FileExistsError:  # the name is taken, or another process was faster
             number = number + 1 if number else 2
 
 
@@ -201,16 +269,16 @@ def _plain(value: Any) -> Any:
 
 
 _HEAD = {"form": FORM, "columns": [column.name for column in COLUMNS]}
-# Nine digits give a float32 back; counts and bytes are whole.
+# Nine digits represent a float32 exactly; counts and bytes are integers.
 _FORMATS = ["%.15g" if column.unit == "B" else "%.9g" for column in COLUMNS]
 
 
 def _lines(rows: Rows) -> str:
-    """A line for every step. NaN and infinity, which JSON lacks, become null.
+    """Format steps as lines; NaN and infinity, which JSON lacks, become null.
 
-    The writer's thread shares the interpreter with the training, so this is made to be cheap:
-    json.dumps takes 9 microseconds a step, formats 3.5, and 2.8 where the columns that do not
-    change in these rows, unknown ones among them, are formatted once.
+    The writer thread shares the interpreter with the training, so this is optimized: json.dumps
+    takes 9 microseconds per step, format strings take 3.5, and 2.8 if columns that are constant or
+    unknown in these rows are formatted only once.
     """
     if not len(rows):
         return ""
@@ -226,14 +294,18 @@ def _lines(rows: Rows) -> str:
 
 
 class MetricsFile:
-    """Appends to a metrics file; a `telemetry.Sink`."""
+    """Sink that appends to a metrics file (see `ortlab.metrics.recorder.Sink`).
+
+    Args:
+        path: The file, which is created if it does not exist.
+    """
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        # Open as long as the run is; without a buffer, which would keep what a full disk refused.
+        # Open until the run ends. Unbuffered: a buffer would retain data that a full disk refused.
         self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
         head = json.dumps(_HEAD).encode() + b"\n"
-        # What was torn by a crash must not spoil the first line of now.
+        # A line that a crash truncated must not damage the first new line.
         if os.fstat(descriptor).st_size:
             os.lseek(descriptor, -1, os.SEEK_END)
             if os.read(descriptor, 1) != b"\n":
@@ -241,9 +313,10 @@ class MetricsFile:
         self._append(head)
 
     def write(self, rows: Rows, events: Sequence[Event]) -> None:
-        """See `telemetry.Sink.write`: handed to the system, so a crash of Python loses nothing.
+        """See `ortlab.metrics.recorder.Sink.write`.
 
-        OSError where the disk takes only a part of it, which is taken away again.
+        The data is passed to the system, so a crash of Python loses nothing. If only a part can be
+        written, it is removed again before OSError is raised.
         """
         lines = [
             json.dumps(
@@ -270,16 +343,19 @@ class MetricsFile:
             raise
 
     def close(self) -> None:
-        """See `telemetry.Sink.close`: what was written is on the disk."""
+        """Sync the file to disk and close it."""
         os.fsync(self._file.fileno())
         self._file.close()
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a metrics file tells. ``rows`` have the columns of `telemetry.COLUMNS`.
+    """Content of a metrics file.
 
-    ``torn`` counts the lines that were not written whole.
+    Attributes:
+        rows: Steps of shape [steps, len(`ortlab.metrics.recorder.COLUMNS`)].
+        events: Events.
+        torn: Number of incomplete or invalid lines.
     """
 
     rows: Rows
@@ -288,9 +364,12 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Everything in a metrics file that was written whole; columns unknown today are left out.
+    """Read all complete lines of a metrics file.
 
-    A line that is no step and no event is torn, whoever wrote it.
+    Unknown columns are left out. A line that is neither a step nor an event counts as torn.
+
+    Args:
+        path: The file.
     """
     return _metrics(_values(path))
 
@@ -329,12 +408,19 @@ def _metrics(values: Iterable[Any]) -> Metrics:
 
 
 def read_last(path: Path) -> Rows:
-    """The last steps of a metrics file, up to some hundred, without reading the others."""
+    """Read the last steps of a metrics file, up to a few hundred, without reading the rest.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Steps of shape [steps, len(`ortlab.metrics.recorder.COLUMNS`)].
+    """
     with open(path, "rb", opener=files.plain) as file:
         head = file.readline(_BLOCK)
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - _BLOCK, len(head)))
-        # What is left of the line that the block begins in counts as torn.
+        # The rest of the line in which the block begins counts as torn.
         return _metrics(_read([head, *file.read().split(b"\n")])).rows
 
 
@@ -342,7 +428,7 @@ _BLOCK = 65536
 
 
 def _values(path: Path) -> Iterator[Any]:
-    """The JSON value of every line, None for one that is not whole, or has no end."""
+    """Yield the JSON value of every line; None for an incomplete or overlong line."""
     with open(path, "rb", opener=files.plain) as file:
         yield from _read(iter(lambda: file.readline(files.MOST_BYTES), b""))
 
@@ -356,7 +442,7 @@ def _read(lines: Iterable[bytes]) -> Iterator[Any]:
 
 
 def _numbers(lines: Sequence[Sequence[float | None]], width: int) -> Rows:
-    """Lines of numbers as an array, null as NaN; those with something else in them are left out."""
+    """Convert lines of numbers to an array, null to NaN; lines with other values are skipped."""
     try:
         return np.array(lines, dtype=float).reshape(len(lines), width)
     except (TypeError, ValueError, OverflowError):
@@ -366,7 +452,7 @@ def _numbers(lines: Sequence[Sequence[float | None]], width: int) -> Rows:
 
 
 def _columns(value: Any) -> list[str] | None:
-    """The names of the numbers in the lines below; None where `value` does not say them."""
+    """Return the column names in `value`; None if it has none."""
     names = value.get("columns") if isinstance(value, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return None
@@ -374,7 +460,7 @@ def _columns(value: Any) -> list[str] | None:
 
 
 def _event(value: Any) -> Event | None:
-    """The event that a line tells of, None where it tells of none."""
+    """Return the event in `value`; None if it is not an event."""
     try:
         numbers = {
             str(name): math.nan if number is None else float(number)

@@ -1,4 +1,4 @@
-"""A run of the history, opened again from its folder: numbers, charts, notes, checkpoints."""
+"""Stored run of the history: its metrics, charts, notes and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ from ortlab.utils.tables import Table
 
 
 class SavedRun(StoredRun):
-    """A run as its folder tells it; a notebook shows its charts.
+    """Run that is read from its folder; a notebook shows its charts.
 
-    Of a run that another process trains, or that was interrupted, it has what is on the disk by
-    now. ValueError where `path` is no run's folder.
+    For a run that another process is training, or that was interrupted, it contains the data on
+    disk.
+
+    Args:
+        path: Folder of the run.
+
+    Raises:
+        ValueError: `path` is not a run's folder.
     """
 
     interactive = False
@@ -30,47 +36,47 @@ class SavedRun(StoredRun):
         super().__init__(RunFolder(path))
         entry = read_entry(path)
         if entry is None:
-            raise ValueError(
-                f"{str(path)!r} is no folder of a run; %ort runs lists those there are"
-            )
+            raise ValueError(f"{str(path)!r} is not the folder of a run; %ort runs lists the runs")
         self.entry: RunEntry = entry
-        """The run in one line, as `ortlab.list_runs` has it."""
+        """Summary of the run, as in `ortlab.list_runs`."""
 
     def __repr__(self) -> str:
         return f"<SavedRun {self.entry}, {self.entry.steps} steps>"
 
     @property
     def title(self) -> str:
-        """What stands above the charts."""
+        """Title above the charts."""
         return f"{self.name}: {self.entry.model} on {self.entry.engine_used}"
 
     @property
     def state(self) -> str:
-        """Where it ended, "interrupted" with its process, or "running" in another."""
+        """Final state, "interrupted" if its process ended early, or "running" in another."""
         return self.entry.state
 
     @property
     def error(self) -> str | None:
-        """What a run that failed has raised, in its words."""
+        """Message of the error that ended the run; None without one."""
         return self.entry.error or None
 
     @property
     def settings(self) -> FinetuneSettings:
-        """The settings that it began with; ValueError where this version has others.
+        """Initial settings of the run.
 
-        ``began_with`` are those of any version, by name.
+        Raises:
+            ValueError: Another version of ortlab with different settings wrote them. ``began_with``
+                has the settings of any version, by name.
         """
         return FinetuneSettings.of(self.began_with)
 
     @property
     def result(self) -> dict[str, Any]:
-        """What it gave, by name, as `runs.RunResult` has it; empty where it came to no end."""
+        """Result by name, as in `ortlab.training.run.RunResult`; empty if the run did not end."""
         result: dict[str, Any] = self._folder.read_json("run").get("result") or {}
         return result
 
     @functools.cached_property
     def metrics(self) -> Metrics:
-        """All steps, none merged, and all events; read once."""
+        """All steps, unmerged, and all events; read once and cached."""
         try:
             return self._folder.read_metrics()
         except FileNotFoundError:
@@ -78,10 +84,10 @@ class SavedRun(StoredRun):
 
     @functools.cached_property
     def recorder(self) -> Recorder:
-        """The numbers as the charts have them."""
+        """Recorder with the metrics for the charts."""
         recorder = Recorder()
         recorder.restore(self.metrics.rows, self.metrics.events)
-        # They come in order; those behind one that is missing belong to nobody who is known.
+        # Ranks are numbered without gaps; files after a missing one are ignored.
         for rank in itertools.count():
             try:
                 of_rank = read_metrics(self.folder / f"rank-{rank}.jsonl")
@@ -92,7 +98,7 @@ class SavedRun(StoredRun):
 
     @property
     def current_settings(self) -> FinetuneSettings | None:
-        """Those that it began with, where this version has them: what its ranks trained under."""
+        """Initial settings, which apply to its ranks; None if this version cannot read them."""
         try:
             return self.settings
         except ValueError:
@@ -100,17 +106,17 @@ class SavedRun(StoredRun):
 
     @property
     def ranks(self) -> Table[Rank]:
-        """How the ranks stood at last."""
+        """Metrics of the ranks at their last steps, as a table."""
         return table(self.recorder, trained_under(self))
 
     def status(self) -> Status:
-        """See `telemetry.Watched.status`; an interrupted run is told as one that failed."""
+        """Return the status of the run; an interrupted run has the state "failed"."""
         entry = self.entry
         badges = [f"fallback to {entry.engine_used}: {entry.fallback}"] if entry.fallback else []
         if entry.state in ("interrupted", "running"):
             told = "its process ended before the run was over"
             if entry.can_go_on:
-                told += f"; {entry.resume} goes on from its checkpoint"
+                told += f"; {entry.resume} continues from its checkpoint"
             badges.append(f"interrupted: {told}" if entry.state == "interrupted" else _ELSEWHERE)
         notes = [f"note: {note.text}" for note in self.notes]
         return Status(
@@ -134,46 +140,62 @@ class SavedRun(StoredRun):
         return (f"held out at step {last.step}: loss {last.values.get('loss', NAN):.4g}{hits}",)
 
     def pause(self) -> None:
-        """Nothing: whoever trains it, if anybody does, is another process."""
+        """Do nothing: only the process that trains the run can pause it."""
 
     def resume(self) -> None:
-        """Nothing, as `pause`."""
+        """Do nothing: only the process that trains the run can resume it."""
 
     def stop(self) -> None:
-        """Nothing, as `pause`."""
+        """Do nothing: only the process that trains the run can stop it."""
 
     def over(self) -> bool:
-        """True: nothing more comes of what was read."""
+        """Return True: a stored run records nothing more."""
         return True
 
     def wait_over(self, timeout: float | None = None) -> bool:  # noqa: ARG002
-        """True, at once."""
+        """Return True immediately.
+
+        Args:
+            timeout: Ignored.
+        """
         return True
 
 
-_ELSEWHERE = "in training in another kernel: what is on the disk by now"
+_ELSEWHERE = "training in another kernel: this is the data on disk so far"
 _STATES: dict[str, Any] = {"finished": "finished", "stopped": "stopped", "running": "running"}
 
 
 def run_name(given: str | int) -> str:
-    """A run's name as it was typed, "run-3" of 3."""
+    """Return the name of a run that the user gave by name or number.
+
+    Args:
+        given: Name, or a number such as 3 for run-3.
+    """
     return f"run-{int(given)}" if str(given).strip().isdecimal() else str(given)
 
 
 def find(name: str | int, root: Path | None = None) -> RunEntry:
-    """The run of that name, or number; ValueError offers the nearest."""
+    """Find a run by name or number.
+
+    Args:
+        name: Name, or a number such as 3 for run-3.
+        root: Folder of the runs; None is `ortlab.history.run_folder.runs_root`.
+
+    Raises:
+        ValueError: There is no such run; the message suggests the nearest name.
+    """
     found = {entry.name: entry for entry in sqlite_index.entries(root)}
     wanted = run_name(name)
     if wanted not in found:
         if not found:
-            raise ValueError(f"no run is kept in {root or runs_root()} yet")
+            raise ValueError(f"there is no run in {root or runs_root()} yet")
         newest = list(found)[-8:]
         raise ValueError(f"no run is called {wanted!r}: {_offer(wanted, found, newest)}")
     return found[wanted]
 
 
 def _offer(wanted: str, found: dict[str, RunEntry], newest: list[str]) -> str:
-    """What may have been meant; of a long history the newest are listed."""
+    """Return suggestions for a name; of a long history only the newest runs are listed."""
     if len(found) <= len(newest):
         return unknown_name(wanted, found)
     near = unknown_name(wanted, found).partition("; ")[2]

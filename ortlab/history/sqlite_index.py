@@ -1,10 +1,10 @@
-"""The index of the history: what the folders of runs say, kept in SQLite so that listing is quick.
+"""Index of the history: summaries of the runs, cached in SQLite for fast listing.
 
-``index.sqlite`` lies beside the folders and is never the source of truth. Each row has the stamp
-(`entry.stamp`) of the folder that it was read from, and a checksum of all that; a listing compares
-all stamps, reads what is new or changed and forgets what is gone. So an index that is missing,
-damaged, of another form or behind costs the reading of folders, and nothing else. Runs write their
-row when they begin and when they end; several processes may, SQLite has one wait for the other.
+``index.sqlite`` lies beside the folders of the runs and is never the source of truth. Each row has
+the stamp (`entry.stamp`) of the folder that it was read from, and a checksum of its content. A
+listing compares all stamps, reads new and changed folders, and deletes the rows of removed ones. An
+index that is missing, damaged, outdated or in another format therefore only costs reading the
+folders. Runs write their row at their start and end; SQLite serializes several processes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from ortlab.history.run_folder import runs_root
 FORM: Final = 2
 FILE: Final = "index.sqlite"
 _WAIT_S: Final = 10.0
-"""For another process that writes; then the folders are read without an index."""
+"""Maximum wait for another process that writes; after it, the index is not used."""
 _DAMAGED: Final = sqlite3.DatabaseError, UnicodeDecodeError
-"""What a file raises that SQLite did not write so."""
+"""Exceptions from reading a damaged index."""
 _COLUMNS: Final = [field.name for field in fields(RunEntry) if field.name != "folder"]
 _ROW: Final = f"checksum, stamp, {', '.join(_COLUMNS)}"
 _NUMBERS: Final = {field.name for field in fields(RunEntry) if field.type == "float"}
 
 
 def entries(root: Path | None = None) -> list[RunEntry]:
-    """Every run that is kept below `root`, or where runs are kept, the newest last."""
+    """Return all stored runs, from oldest to newest.
+
+    Args:
+        root: Folder of the runs; None is `ortlab.history.run_folder.runs_root`.
+    """
     root = runs_root() if root is None else root
     stamps = {path.name: (path, stamp(path)) for path in _folders(root)}
     known = _known(root)
@@ -56,16 +60,20 @@ def entries(root: Path | None = None) -> list[RunEntry]:
 
 
 def note(path: Path) -> None:
-    """Brings the row of the run in this folder up to date, where memory suffices for that."""
-    now = stamp(path)  # before reading: what changes meanwhile makes it old
-    with contextlib.suppress(MemoryError):  # the row is made again when runs are listed
+    """Update the row of a run; without enough memory, it is skipped.
+
+    Args:
+        path: Folder of the run.
+    """
+    now = stamp(path)  # before reading: a change in the meantime makes the row outdated
+    with contextlib.suppress(MemoryError):  # the next listing of runs updates the row
         entry = read_entry(path)
         if entry is not None:
             _write(path.parent, [(entry, "" if entry.at_work else now)], ())
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """Folders that may be runs; links are none."""
+    """Yield the folders that may be runs; links are skipped."""
     with contextlib.suppress(OSError), os.scandir(root) as found:
         for each in found:
             if not each.name.startswith(".") and each.is_dir(follow_symlinks=False):
@@ -73,7 +81,7 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def _known(root: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What the index holds: stamp and values by name; nothing where it cannot be read."""
+    """Return stamp and values of each run in the index; nothing if it cannot be read."""
     path = root / FILE
     if not path.is_file():
         return {}
@@ -86,7 +94,7 @@ def _known(root: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         if not _passes(error):
             _discard(path)
         return {}
-    # SQLite gives whatever a cell says that it is, and a bit makes another number of one.
+    # SQLite does not verify the type or value of a cell, so a flipped bit changes a number.
     if any(checksum != _checksum(row) for checksum, *row in rows):
         _discard(path)
         return {}
@@ -94,7 +102,7 @@ def _known(root: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _checksum(row: Iterable[Any]) -> int:
-    """Of a row's stamp and values as SQLite gives them back, types included."""
+    """Return the checksum of a row's stamp and values, including their types."""
     return zlib.crc32(repr(list(row)).encode())
 
 
@@ -104,9 +112,9 @@ def _values(row: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _write(root: Path, fresh: list[tuple[RunEntry, str]], gone: Any) -> None:
-    """Puts rows in and takes rows out, in one transaction; without an index where that fails.
+    """Insert and delete rows in one transaction; errors are ignored.
 
-    One that could not be used just now stays as it was.
+    A damaged index is replaced; one that is temporarily unavailable stays unchanged.
     """
     path = root / FILE
     try:
@@ -117,25 +125,25 @@ def _write(root: Path, fresh: list[tuple[RunEntry, str]], gone: Any) -> None:
                 return
             _discard(path)
             _put(path, fresh, gone)
-    except (sqlite3.Error, OSError):  # a folder that cannot be written to, a full disk
+    except (sqlite3.Error, OSError):  # a read-only folder, a full disk
         return
 
 
 def _passes(error: Exception) -> bool:
-    """Whether an index is whole and cannot be used just now: locked for too long, no room."""
-    damaged = sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY  # of a format unknown, to read or write
+    """Return True if the index is intact but unavailable: locked for too long, or disk full."""
+    damaged = sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY  # unknown format, on read or write
     return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode not in damaged
 
 
 def _discard(path: Path) -> None:
-    """Takes a damaged index away; the folders have all that was in it."""
+    """Delete a damaged index; the folders contain all of its data."""
     for each in (path, path.with_name(f"{FILE}-journal")):
         with contextlib.suppress(OSError):
             each.unlink()
 
 
 def _put(path: Path, fresh: list[tuple[RunEntry, str]], gone: Any) -> None:
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would let others read it
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite's default is readable by others
     marks = ", ".join("?" * (2 + len(_COLUMNS)))
     rows = [_row(entry, now) for entry, now in fresh]
     with _opened(path) as database, database:
@@ -149,7 +157,7 @@ def _put(path: Path, fresh: list[tuple[RunEntry, str]], gone: Any) -> None:
 
 
 def _row(entry: RunEntry, now: str) -> tuple[Any, ...]:
-    """What stands for a run in the index; SQLite has no NaN."""
+    """Return the row of a run; NaN becomes NULL, since SQLite has no NaN."""
     values = [getattr(entry, name) for name in _COLUMNS]
     row = [now, *(None if value != value else value for value in values)]
     return _checksum(row), *row
@@ -157,9 +165,9 @@ def _row(entry: RunEntry, now: str) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    # Transactions are begun by hand: DDL and rows in one.
+    # Transactions are explicit, so that DDL and rows are in the same one.
     database = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)
-    # SQLite's own says that it is not to be read now, where it never will be.
+    # The default reports text that is not UTF-8 as an OperationalError, as if it were temporary.
     database.text_factory = bytes.decode
     try:
         yield database

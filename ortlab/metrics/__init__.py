@@ -1,1 +1,1 @@
-"""What is measured while a run trains, and where the samples are kept."""
+"""Metrics that are measured during training, and the recorder that stores them."""

@@ -1,6 +1,6 @@
-"""How the ranks of a run stand: their loss, speed, communication and memory, and what ZeRO saved.
+"""Metrics of a run's ranks: loss, speed, communication and memory, and the memory saved by ZeRO.
 
-Read from what each rank told its recorder, so that live charts, a picture and a table say the same.
+They are read from each rank's recorder, so that live charts, a picture and a table agree.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 Values = npt.NDArray[np.float64]
 
 RECENT: Final = 32
-"""Steps that a median is taken of; fewer after a change of settings."""
+"""Number of steps in a median; fewer after a change of settings."""
 SLOWER: Final = 0.05
 SLOWER_MS: Final = 1.0
-"""Of its own time in a step: what a rank is slower by, at least, to be called the slowest."""
+"""Minimum difference of computing time per step, relative and in ms, for a rank to be slowest."""
 PAPER: Final = "arXiv:1910.02054"
 PARTS: Final = {
     "parameters": "parameters",
@@ -37,20 +37,32 @@ PARTS: Final = {
     "optimizer_state": "optimizer state",
     "rest": "rest of the peak",
 }
-"""What a rank's memory is split into, and how each part is called."""
+"""Parts of a rank's memory and their labels."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank by the last steps that it took; NaN is unknown.
+    """Metrics of one rank over its last steps; NaN is unknown.
 
-    ``step`` is the last one, ``loss`` that of its own samples there. Rates and times are medians.
-    ``communication_ms`` has a collective under way, waiting for other ranks included;
-    ``computing_ms`` is the step without it, though some of it may have gone on meanwhile. Bytes
-    are those held after the last step, and ``rest`` is what the peak has above them and above the
-    process without a model: activations, and whatever else a step takes. ``host`` is what of them
-    is in host memory as the optimizer steps there. ``current`` says whether it trained to the last
-    with the others, ``slowest`` that they wait for it.
+    Rates and times are medians. Bytes are measured after the last step.
+
+    Attributes:
+        rank: Number of the rank.
+        step: Last step.
+        loss: Loss of the rank's own samples in that step.
+        samples_per_s: Samples per second.
+        step_ms: Duration of a step.
+        communication_ms: Time in collectives, including the wait for other ranks.
+        computing_ms: Duration of a step minus `communication_ms`, though computation may overlap
+            with communication.
+        parameters: Bytes of parameters.
+        gradients: Bytes of gradients.
+        optimizer_state: Bytes of optimizer state.
+        rest: Bytes of the peak beyond these three and beyond the process before it had a model:
+            activations and temporary memory of a step.
+        host: Bytes of the three that are in host memory, because the optimizer runs there.
+        current: True if the rank trained until the last step of the others.
+        slowest: True if the other ranks wait for this one.
     """
 
     rank: int
@@ -70,7 +82,7 @@ class Rank:
 
     @property
     def communication(self) -> float:
-        """Its share of the step, 0 to 1."""
+        """Communication time as a fraction of the step, 0 to 1."""
         return self.communication_ms / self.step_ms if self.step_ms else NAN
 
     @property
@@ -80,25 +92,32 @@ class Rank:
 
     @property
     def peak(self) -> float:
-        """Bytes that training took at its highest; what is held where the rest is unknown."""
+        """Peak memory of training in bytes; without `rest` if that is unknown."""
         return self.held if math.isnan(self.rest) else self.held + self.rest
 
     @property
     def remark(self) -> str:
-        """What is to be said of it beside its figures."""
+        """Remark on the rank: the slowest, or until which step it trained; else empty."""
         return "slowest" if self.slowest else "" if self.current else f"until step {self.step:,}"
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What ZeRO saves over all ranks together: bytes of parameters, gradients, optimizer state.
+    """Memory that ZeRO saves: bytes of parameters, gradients and optimizer state of all ranks.
 
-    ``whole`` is what they would hold at stage 0, ``at_one`` at stage 1 and ``predicted`` at this
-    one, by the formula of Rajbhandari et al. 2020 (arXiv:1910.02054): in fp32 4 + 4 bytes a
-    parameter, and 8 for the moments of AdamW and LAMB, 4 for SGD's; with bf16 weights 2 + 2, and 4
-    more for their fp32 copy. ``held`` is what they do hold.
-    Where ``parts`` of them have one model together, by layers or stages, ZeRO shares out among
-    those that have the same part.
+    Predictions follow the formula of Rajbhandari et al. 2020 (arXiv:1910.02054): in fp32, 4 + 4
+    bytes per parameter, plus 8 for the moments of AdamW and LAMB or 4 for SGD's; with bf16 weights,
+    2 + 2 bytes, and 4 more for their fp32 copy.
+
+    Attributes:
+        stage: Stage of ZeRO, 0 to 3.
+        workers: Number of ranks.
+        whole: Predicted bytes at stage 0.
+        predicted: Predicted bytes at `stage`.
+        held: Measured bytes.
+        at_one: Predicted bytes at stage 1.
+        parts: Number of ranks that one model is split across by tensor or pipeline parallelism;
+            ZeRO partitions across the ranks that have the same part.
     """
 
     stage: int
@@ -111,39 +130,44 @@ class Saving:
 
     @property
     def measured(self) -> float:
-        """The share that is saved, 0 to 1; below 0 where padding takes more."""
+        """Measured saving as a fraction of stage 0; negative if padding takes more."""
         return 1 - self.held / self.whole
 
     @property
     def expected(self) -> float:
-        """The share that the formula says."""
+        """Saving that the formula predicts, as a fraction of stage 0."""
         return 1 - self.predicted / self.whole
 
     def __str__(self) -> str:
-        what = f"ZeRO stage {self.stage} over {self.workers} workers: together they hold "
+        what = f"ZeRO stage {self.stage} on {self.workers} workers: a total of "
         what += f"{memory(self.held)} of parameters, gradients and optimizer state"
         if not self.stage:
             less = self.whole - self.at_one
-            each = "each all of it" if self.parts == 1 else f"{self.parts} of them all of it"
+            each = (
+                "one copy per worker" if self.parts == 1 else f"one copy per {self.parts} workers"
+            )
             if self.parts == self.workers:
                 return f"{what}, {each}"
             return (
                 f"{what}, {each}; stage 1 would save {memory(less)} "
-                f"({less / self.whole:.1%}) by the formula ({PAPER})"
+                f"({less / self.whole:.1%}), as the formula predicts ({PAPER})"
             )
         saved, word = self.whole - self.held, "less" if self.held <= self.whole else "more"
         return (
             f"{what}, {memory(abs(saved))} ({abs(self.measured):.1%}) {word} than at stage 0; the "
-            f"formula ({PAPER}) says {memory(self.whole - self.predicted)} ({self.expected:.1%})"
+            f"formula ({PAPER}) predicts {memory(self.whole - self.predicted)} "
+            f"({self.expected:.1%})"
         )
 
 
 @dataclass(frozen=True)
 class Standing:
-    """All ranks that ever trained in a run, as they stand now.
+    """Current metrics of all ranks that have trained in a run.
 
-    ``until`` is the last step that ranks took where the run has gone on in one process. ``saving``
-    is None where the settings are not known, or the figures.
+    Attributes:
+        ranks: Metrics of each rank.
+        until: Last step of the ranks if the run has continued in one process, else None.
+        saving: Memory that ZeRO saves; None if settings or measurements are unknown.
     """
 
     ranks: tuple[Rank, ...] = ()
@@ -151,30 +175,37 @@ class Standing:
     saving: Saving | None = None
 
     def notes(self) -> list[str]:
-        """What is to be said below their figures, in lines."""
+        """Return the notes below the table: the slowest rank and the saved memory, as lines."""
         lines = []
         if self.until is not None:
             lines.append(
-                f"the workers trained until step {self.until:,}; the run went on in one process"
+                f"the workers trained until step {self.until:,}; the run continued in one process"
             )
         for each in (rank for rank in self.ranks if rank.slowest):
             own, others = each.computing_ms, _of_others(each, self.ranks)
             lines.append(
-                f"rank {each.rank} is the slowest: {milliseconds(own)} of a step outside of "
+                f"rank {each.rank} is the slowest: {milliseconds(own)} per step without "
                 f"communication, the others {milliseconds(others)}"
             )
         if self.saving is not None:
             lines.append(str(self.saving))
         if host := sum(rank.host for rank in self.ranks if rank.current):
-            lines.append(f"of what they hold {memory(host)} is in host memory, with the optimizer")
+            lines.append(
+                f"{memory(host)} of the training state is in host memory, where the optimizer runs"
+            )
         return lines
 
 
 def standing(recorder: Recorder, settings: FinetuneSettings | None = None) -> Standing:
-    """How the ranks of a run stand; cheap enough for once a second.
+    """Return the current metrics of a run's ranks; cheap enough to call every second.
 
-    `settings` are those under which ranks trained last (see `trained_under`): what ZeRO saved is
-    not told without. Without ranks it is empty.
+    Args:
+        recorder: Recorder of the run.
+        settings: Settings of the last steps on several ranks (see `trained_under`); without them
+            the memory that ZeRO saves is unknown.
+
+    Returns:
+        The metrics; empty without ranks.
     """
     last = recorder.last
     changed = [event.step for event in recorder.events("change")]
@@ -183,7 +214,7 @@ def standing(recorder: Recorder, settings: FinetuneSettings | None = None) -> St
     if not found or last is None:
         return Standing()
     newest = max(rank.step for rank in found)
-    # They are told one after another: one may be a step behind while this is read.
+    # Ranks report one after another, so one may be a step behind while this is read.
     found = [dataclasses.replace(rank, current=rank.step >= newest - 1) for rank in found]
     slowest = _slowest([rank for rank in found if rank.current])
     found = [dataclasses.replace(rank, slowest=rank is slowest) for rank in found]
@@ -194,9 +225,13 @@ def standing(recorder: Recorder, settings: FinetuneSettings | None = None) -> St
 
 
 def trained_under(run: Any) -> FinetuneSettings | None:
-    """The settings of a run, or of whatever is watched, under which its ranks trained last.
+    """Return the settings of the last steps that were trained on several ranks.
 
-    None for a loop of the user's own, and where all of the run that is known was in one process.
+    Args:
+        run: A run, or another object that a view shows.
+
+    Returns:
+        The settings; None for a user's own training loop, and for a run in one process.
     """
     held = (*getattr(run, "earlier_settings", ()), getattr(run, "current_settings", None))
     several = (each for each in reversed(held) if each is not None and each.workers > 1)
@@ -204,7 +239,15 @@ def trained_under(run: Any) -> FinetuneSettings | None:
 
 
 def table(recorder: Recorder, settings: FinetuneSettings | None = None) -> Table[Rank]:
-    """`standing` as a table, a rank a row; ``notes`` say who is slowest and what ZeRO saved."""
+    """Return `standing` as a table with a row per rank.
+
+    Args:
+        recorder: Recorder of the run.
+        settings: See `standing`.
+
+    Returns:
+        The table; its notes name the slowest rank and the memory that ZeRO saves.
+    """
     found = standing(recorder, settings)
     columns = [
         Column[Rank]("rank", lambda one: str(one.rank), number=True),
@@ -221,9 +264,16 @@ def table(recorder: Recorder, settings: FinetuneSettings | None = None) -> Table
 
 @dataclass(frozen=True)
 class Lines:
-    """How loss and samples/s of each rank went: arrays [ranks, points], NaN where it did not train.
+    """Loss and throughput of each rank over the steps; NaN where a rank did not train.
 
-    The points are equal shares of the steps from ``first`` to ``last``, the same for all.
+    The steps from `first` to `last` are divided into intervals of equal length, which are the same
+    for all ranks.
+
+    Attributes:
+        first: First step.
+        last: Last step.
+        loss: Mean loss, of shape [ranks, points].
+        samples_per_s: Samples per second, of shape [ranks, points].
     """
 
     first: int
@@ -233,9 +283,14 @@ class Lines:
 
 
 def lines(recorder: Recorder, points: int) -> Lines:
-    """The ranks' loss and samples/s in at most so many `points`; a rate is samples over time.
+    """Return loss and throughput of the ranks over the steps, for a chart.
 
-    A rank that has told nothing yet is left out, as in `standing`.
+    Args:
+        recorder: Recorder of the run.
+        points: Maximum number of points.
+
+    Returns:
+        The curves. As in `standing`, ranks without any step are left out.
     """
     told = [rows for rows in (each.rows() for each in list(recorder.ranks)) if len(rows)]
     if not told:
@@ -269,7 +324,7 @@ def _shared_out(rows: Rows, first: int, last: int, count: int) -> tuple[Values, 
 
 
 def _recent(recorder: Recorder, changed: Sequence[int]) -> Rows:
-    """The last steps of a rank, those under its last settings alone."""
+    """Return the last steps of a rank, at most those since the last change of settings."""
     rows, _ = recorder.since(max(0, recorder.count - RECENT), limit=2 * RECENT)
     if not len(rows):
         return rows
@@ -314,25 +369,25 @@ def _rank(number: int, rows: Rows) -> Rank:
 
 
 def _rest(on_cuda: Values, resident: Values, base: float, held: float) -> float:
-    """Of the peak, above what is held; on CUDA the allocator counts from nothing."""
+    """Return the peak beyond `base` and `held`; CUDA's allocator has no base."""
     if len(on_cuda):
         rest = float(on_cuda.max()) - held
     elif len(resident):
         rest = float(resident.max()) - base - held
     else:
         return NAN
-    # Where it is less than nothing, pages from an earlier run were given to this one: not known.
+    # A negative value is unknown: the process reuses pages from an earlier run.
     return rest if rest >= 0 else NAN
 
 
 def _of_others(rank: Rank, ranks: Sequence[Rank]) -> float:
-    """The median of what the others that still train compute in a step, in ms."""
+    """Return the median computing time per step of the other active ranks, in ms."""
     others = [one.computing_ms for one in ranks if one.current and one.rank != rank.rank]
     return _median(np.array([value for value in others if math.isfinite(value)]))
 
 
 def _slowest(ranks: Sequence[Rank]) -> Rank | None:
-    """The one that the others wait for; None where they are much the same, or alone."""
+    """Return the rank that the others wait for; None if all are similar or there is only one."""
     known = [rank for rank in ranks if math.isfinite(rank.computing_ms)]
     if len(known) < 2:
         return None
@@ -356,7 +411,8 @@ def _saving(ranks: Sequence[Rank], settings: FinetuneSettings) -> Saving | None:
             [getattr(rank, part) for rank in ranks] for part in ("parameters", "optimizer_state")
         )
         whole = max(parameters) if stage < 3 else sum(parameters)
-        # The state tells what is trained: it is shared out without what waits in buckets.
+        # The trained parameters follow from the optimizer state, which is partitioned without
+        # communication buckets.
         of_each = optimizer_bytes(
             settings.optimizer,
             mixed=settings.param_dtype == "bf16",
@@ -379,8 +435,8 @@ def _placed(
 ) -> int:
     """Return the bytes of one rank by the formula, on its device and on the host.
 
-    In fp32 it counts parameters of 4 bytes. Of other types gradients and moments have the same one,
-    so that as many of 4 bytes as they take together give the same figures.
+    In fp32 it assumes parameters of 4 bytes. For other types, gradients and moments have the type
+    of the parameters, so the number of 4-byte parameters with the same size gives the same result.
     """
     mixed = settings.param_dtype == "bf16"
     each = 2 if mixed else 4
@@ -417,7 +473,11 @@ def _bytes_of(part: str) -> Callable[[Rank], str]:
 
 
 def milliseconds(value: float) -> str:
-    """Three digits, or whole ones from a second on; a question mark for NaN."""
+    """Format milliseconds with three significant digits, or without decimals from 1000 ms on.
+
+    Args:
+        value: Milliseconds; NaN gives a question mark.
+    """
     return _figure(value, "{:,.0f} ms" if value >= 1000 else "{:.3g} ms")
 
 

@@ -1,8 +1,8 @@
-"""What a run tells: samples and events, and the recorder that keeps them.
+"""Recorder of a run's metrics: samples of the steps, and events.
 
-The training thread only appends to a queue. Whoever reads (a view, or the recorder's writer
-thread) moves the queue into a bounded, thinned series; the writer thread alone talks to the sinks,
-which hold the whole series.
+The training thread only appends to a queue. A reader (a view, or the recorder's writer thread)
+moves the queue into a bounded, downsampled series. Only the writer thread calls the sinks, which
+store the full series.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 Rows = npt.NDArray[np.float64]
-"""Samples as an array of shape [samples, len(COLUMNS)]; NaN is unknown."""
+"""Samples as an array of shape [samples, len(COLUMNS)]; unknown values are NaN."""
 
 Chart = Literal["loss", "throughput", "memory", "lr", "time"]
 Merge = Literal["last", "mean", "max"]
@@ -36,7 +36,15 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a step. ``merge`` says what stands for several steps where they are thinned."""
+    """Metric of a step.
+
+    Attributes:
+        name: Name of the metric.
+        unit: Unit; empty without one.
+        chart: Chart that shows it; None for none.
+        label: Label in the chart.
+        merge: How several steps are combined when the series is downsampled.
+    """
 
     name: str
     unit: str
@@ -68,10 +76,10 @@ COLUMNS: tuple[Column, ...] = (
     Column("cuda_reserved_bytes", "B", "memory", "CUDA reserved", "last"),
     Column("cuda_peak_bytes", "B", "memory", "CUDA peak", "max"),
     Column("device_used_bytes", "B", "memory", "used on the device", "last"),
-    # A unit of its own has it drawn against an axis of its own.
+    # A separate unit gives it a separate axis.
     Column("loss_scale", "loss scale", "lr", "loss scale", "last"),
     Column("skipped", "", None, "share of steps skipped"),
-    # Of a rank: what it holds of the training's state, and its size before it had the model.
+    # Of a rank: its part of the training state, and its memory before it had the model.
     Column("parameter_bytes", "B", None, "parameters", "last"),
     Column("gradient_bytes", "B", None, "gradients", "last"),
     Column("optimizer_bytes", "B", None, "optimizer state", "last"),
@@ -79,7 +87,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("base_bytes", "B", None, "before the model", "last"),
 )
 INDEX = {column.name: index for index, column in enumerate(COLUMNS)}
-"""Where a column lies in a row."""
+"""Position of each column in a row."""
 
 _MEANS = [INDEX[column.name] for column in COLUMNS if column.merge == "mean"]
 _PEAKS = [INDEX[column.name] for column in COLUMNS if column.merge == "max"]
@@ -87,10 +95,10 @@ _PEAKS = [INDEX[column.name] for column in COLUMNS if column.merge == "max"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The numbers of one step, in the order of `COLUMNS`; NaN is unknown.
+    """Metrics of one step, in the order of `COLUMNS`; unknown values are NaN.
 
-    ``loss``, ``lr``, ``grad_norm``, ``loss_scale`` and ``skipped`` (1 or 0) may be 0-d tensors, on
-    a device too: the recorder fetches them off the training thread.
+    ``loss``, ``lr``, ``grad_norm``, ``loss_scale`` and ``skipped`` (1 or 0) may be 0-d tensors,
+    also on a device: the recorder fetches them outside of the training thread.
     """
 
     step: float
@@ -130,11 +138,16 @@ _values = operator.attrgetter(*INDEX)
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at a step.
+    """Event at a step.
 
-    ``kind`` is one of "eval" (``values``: loss, accuracy), "change" of settings (``values``:
-    cost_s, from the end of the step before it to that of the first one under it), "state", "note",
-    "warning" (with cost_s: a change that was asked for and not made) and "error".
+    Attributes:
+        kind: One of "eval" (`values`: loss, accuracy), "change" of settings (`values`: cost_s, from
+            the end of the step before the change to the end of the first step after it), "state",
+            "note", "warning" (with cost_s: a requested change that failed) and "error".
+        step: Step at which it happened.
+        time_s: Time since the start of the run.
+        text: Description.
+        values: Numbers, by name.
     """
 
     kind: str
@@ -149,10 +162,21 @@ State = Literal["starting", "running", "paused", "stopping", "stopped", "finishe
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run is. ``badges`` are what the user must see (a fallback), ``lines`` are details.
+    """Status of a run.
 
-    ``advice`` is what lets a run that is held go on, as it is typed; "" where there is none.
-    Neither changes with every step: views send them only when they change.
+    Badges, lines and advice do not change with every step: views send them only on a change.
+
+    Attributes:
+        state: State of the run.
+        step: Completed steps.
+        total_steps: Total number of steps; None if unknown.
+        elapsed_s: Elapsed time.
+        left_s: Estimated remaining time; None if unknown.
+        badges: Messages that the user must see, such as a fallback.
+        lines: Details.
+        error: Message of the run's error; None without one.
+        advice: Command that resumes a run that waits after a failure, as the user types it; empty
+            if there is none.
     """
 
     state: State
@@ -167,65 +191,86 @@ class Status:
 
 
 class Watched(Protocol):
-    """What a view can show: a run, or a loop of the user's own."""
+    """Object that a view can show: a run, or a user's own training loop."""
 
     @property
     def title(self) -> str:
-        """What stands above the charts."""
+        """Title above the charts."""
         ...
 
     @property
     def recorder(self) -> Recorder:
-        """The numbers to show."""
+        """Recorder with the metrics to show."""
         ...
 
     @property
     def interactive(self) -> bool:
-        """Whether pause and stop do something."""
+        """True if `pause`, `resume` and `stop` have an effect."""
         ...
 
     def status(self) -> Status:
-        """Where it is now; cheap."""
+        """Return the current status; cheap."""
         ...
 
     def pause(self) -> None:
-        """Asks to pause before the next step."""
+        """Request a pause before the next step."""
         ...
 
     def resume(self) -> None:
-        """Asks to go on."""
+        """Request to resume."""
         ...
 
     def stop(self) -> None:
-        """Asks to end after the step in flight; asking twice is fine."""
+        """Request to stop after the step in flight; further calls have no effect."""
         ...
 
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """Return True if the run has ended and records nothing more."""
         ...
 
     def wait_over(self, timeout: float | None = None) -> bool:
-        """Blocks until `over`, at most `timeout` seconds; returns `over`."""
+        """Block until the run is over.
+
+        Args:
+            timeout: Maximum time in seconds; None waits without a limit.
+
+        Returns:
+            True if the run is over, False after a timeout.
+        """
         ...
 
 
 class Sink(Protocol):
-    """Where the whole series goes. Called by one thread at a time."""
+    """Destination of the full series; called by one thread at a time."""
 
     def write(self, rows: Rows, events: Sequence[Event]) -> None:
-        """Appends; what was given is safe from a crash of the process when this returns.
+        """Append rows and events; they survive a crash of the process once this returns.
 
-        OSError where it cannot be written: then nothing of it is, and it is given again later.
+        Args:
+            rows: Samples of shape [samples, len(COLUMNS)].
+            events: Events.
+
+        Raises:
+            OSError: They cannot be written. Nothing has been written then, and the same data is
+                passed again later.
         """
         ...
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close the sink after the last write."""
         ...
 
 
 def merged(rows: Rows, size: int) -> Rows:
-    """`rows` with every `size` of them made one, the last one of what is left over."""
+    """Merge every `size` consecutive rows into one.
+
+    Args:
+        rows: Samples of shape [samples, len(COLUMNS)].
+        size: Number of rows to merge; the last group may be smaller.
+
+    Returns:
+        The merged rows of shape [ceil(samples / size), len(COLUMNS)].
+    """
     if size <= 1 or not len(rows):
         return rows
     first = np.arange(0, len(rows), size)
@@ -240,10 +285,10 @@ def merged(rows: Rows, size: int) -> Rows:
 
 
 class _Series:
-    """A whole run in at most `capacity` rows: each stands for `stride` steps, doubled when full."""
+    """Series of a whole run in at most `capacity` rows of `stride` steps, doubled when full."""
 
     def __init__(self, capacity: int) -> None:
-        # Not all at once: a kernel's Out may keep hundreds of runs, and most of them are short.
+        # Grows on demand: a kernel's Out may keep hundreds of runs, and most of them are short.
         self._rows = np.empty((min(capacity, 64), len(COLUMNS)))
         self._capacity = capacity
         self._used = 0
@@ -267,11 +312,11 @@ class _Series:
         self._tail = rows.copy()
 
     def place(self, step: float) -> int:
-        """The number of the first row that ends after `step`."""
+        """Return the index of the first row that ends after `step`."""
         return int(np.searchsorted(self._rows[: self._used, INDEX["step"]], step, side="right"))
 
     def rows(self, first: int = 0) -> Rows:
-        """Rows from number `first` on; the last one ends with the newest step."""
+        """Return the rows from index `first` on; the last row ends with the newest step."""
         parts = [self._rows[first : self._used]]
         if len(self._tail):
             parts.append(merged(self._tail, self.stride))
@@ -279,7 +324,7 @@ class _Series:
 
 
 class _Recent:
-    """The newest `most` rows, in an array of up to twice as many: coming ones seldom move them."""
+    """The newest `most` rows, in an array of up to twice that size to avoid frequent copies."""
 
     def __init__(self, most: int) -> None:
         self._rows = np.empty((min(most, 64), len(COLUMNS)))
@@ -299,23 +344,23 @@ class _Recent:
         self._used += len(rows)
 
     def rows(self) -> Rows:
-        """A view: the next that come change it."""
+        """Return a view of the rows, which the next `extend` may change."""
         return self._rows[max(self._used - self._most, 0) : self._used]
 
 
 class _Outlet:
-    """A sink, and what it is still to get."""
+    """Sink with its backlog."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.size = 0
-        """Rows and events that wait."""
+        """Number of rows and events in the backlog."""
         self.trouble: str | None = None
         self._waiting: deque[tuple[Rows, list[Event]]] = deque()
         self._dropped = 0
 
     def put(self, rows: Rows, events: list[Event], most: int) -> None:
-        """Has them wait, `most` rows and events at most; others are dropped."""
+        """Add rows and events to the backlog, or drop them if it would exceed `most`."""
         many = len(rows) + len(events)
         if self.size + many > most:
             self._dropped += many
@@ -324,9 +369,9 @@ class _Outlet:
             self.size += many
 
     def write(self, lock: threading.Lock) -> Iterator[str]:
-        """Hands what waits to the sink, until it fails; what is to be warned of.
+        """Write the backlog to the sink until it is empty or fails, and yield warnings.
 
-        `lock` is held where `put` may come between.
+        `lock` protects the fields that `put` changes as well.
         """
         while self._waiting:
             rows, events = self._waiting[0]
@@ -335,7 +380,7 @@ class _Outlet:
             except OSError as error:
                 before, self.trouble = self.trouble, f"metrics cannot be written: {error}"
                 if before is None:
-                    yield f"{self.trouble}; the run goes on, and it is tried again"
+                    yield f"{self.trouble}; the run continues and tries again"
                 return
             with lock:
                 self._waiting.popleft()
@@ -349,20 +394,28 @@ class _Outlet:
 
 
 class Recorder:
-    """Keeps what a run tells: a thinned series for views, everything for the sinks.
+    """Recorder of a run: a downsampled series for views, and the full series for sinks.
 
-    `add` and `event` cost the training thread an append to a queue; they wait for no disk, no view
-    and no device. Safe to read from any thread. A reader may wait for the device when losses are
-    still on it. What a sink fails to take (a disk that is full) is kept and tried again every
-    second, with a warning event; what it cannot take for long (a disk that hangs) is dropped,
-    counted and told in a warning.
+    `add` and `event` only append to a queue; they never wait for a disk, a view or a device. All
+    methods for reading are thread-safe; they may wait for a device if losses are still on it. If a
+    sink fails (the disk is full), its data is kept and written again every second, with a warning
+    event. If it does not recover (the disk hangs), data is dropped, counted and reported in a
+    warning.
+
+    Args:
+        capacity: Maximum number of rows of the downsampled series; even.
+        sinks: Destinations of the full series.
+        of_rank: Returns the sinks of a rank, by its number.
+
+    Raises:
+        ValueError: `capacity` is odd or below 2.
     """
 
     PERIOD_S = 0.5
-    WRITE_EVERY = 2  # periods: what a crash of the process can lose is about a second
-    PENDING = 8192  # samples queued before the adding thread moves them itself
-    BACKLOG = 262_144  # rows waiting for a sink, 224 bytes each
-    RECENT = 1024  # rows kept as they came, for views that follow
+    WRITE_EVERY = 2  # periods: a crash of the process loses about a second
+    PENDING = 8192  # queued samples from which the adding thread processes the queue itself
+    BACKLOG = 262_144  # maximum rows waiting for a sink, 224 bytes each
+    RECENT = 1024  # newest rows that are kept unmerged, for live views
 
     def __init__(
         self,
@@ -384,19 +437,23 @@ class Recorder:
         self._outlets = [_Outlet(sink) for sink in sinks]
         self._of_rank = of_rank
         self.ranks: list[Recorder] = []
-        """What each rank tells, where several train; with the sinks that `of_rank` gives."""
+        """Recorders of the ranks, if several train, with the sinks from `of_rank`."""
         self._writing = threading.Lock()
         self.not_finite_step: int | None = None
-        """The first step whose loss, or gradient norm on a device, was NaN or infinite.
+        """First step whose loss, or gradient norm on a device, was NaN or infinite.
 
-        With a loss scale it is the first that overflowed at the lowest one.
+        With a loss scale, it is the first step that overflowed at the lowest scale.
         """
         self._skipped = False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, sample: Sample) -> None:
-        """Takes the numbers of a step."""
+        """Record the metrics of a step.
+
+        Args:
+            sample: The metrics.
+        """
         self._queue.append(sample)
         if self._thread is None:
             self._start()
@@ -404,62 +461,90 @@ class Recorder:
             self._absorb()
 
     def event(self, event: Event) -> None:
-        """Takes an event."""
+        """Record an event.
+
+        Args:
+            event: The event.
+        """
         self._queue.append(event)
         if self._thread is None:
             self._start()
 
     def restore(self, rows: Rows, events: Sequence[Event]) -> None:
-        """Takes what was recorded before, of a run that is over; it goes to no sink."""
+        """Restore the records of a run that is over, without writing them to the sinks.
+
+        Args:
+            rows: Samples of shape [samples, len(COLUMNS)].
+            events: Events.
+        """
         with self._lock:
             self._keep(rows, events)
 
     def rank(self, number: int) -> Recorder:
-        """The recorder of a rank; they come in order."""
+        """Return the recorder of a rank, which is created on first use.
+
+        Args:
+            number: Number of the rank; ranks must be created in order.
+        """
         if number == len(self.ranks):
             self.ranks.append(Recorder(self._capacity, self._of_rank(number)))
         return self.ranks[number]
 
     @property
     def trouble(self) -> str | None:
-        """Why numbers that are due are not written, in a line; None where they are."""
+        """Reason why metrics are not written, as a line; None if they are."""
         return next((outlet.trouble for outlet in self._outlets if outlet.trouble), None)
 
     @property
     def count(self) -> int:
-        """How many samples were taken so far."""
+        """Number of samples recorded so far."""
         self._absorb()
         return self._count
 
     @property
     def last(self) -> Sample | None:
-        """The newest sample, its loss a float; None before the first."""
+        """Newest sample, with its loss as a float; None before the first."""
         self._absorb()
         with self._lock:
             return Sample(*self._recent.rows()[-1].tolist()) if self._count else None
 
     def rows(self, after: float = -math.inf) -> Rows:
-        """The whole series in at most ``capacity + 1`` rows; the last ends with the newest step.
+        """Return the downsampled series.
 
-        Given a step, those that end after it, and the last.
+        Args:
+            after: Return only rows that end after this step, and the last row.
+
+        Returns:
+            At most ``capacity + 1`` rows; the last one ends with the newest step.
         """
         self._absorb()
         with self._lock:
             return self._series.rows(self._series.place(after))
 
     def mean(self, name: str, most: int) -> float:
-        """Of a column, over the newest `most` steps; NaN before the first."""
+        """Return the mean of a column over the newest steps; NaN before the first.
+
+        Args:
+            name: Name of the column.
+            most: Maximum number of steps.
+        """
         self._absorb()
         with self._lock:
             recent = self._recent.rows()[-most:, INDEX[name]]
             return float(np.add.reduce(recent)) / len(recent) if len(recent) else NAN
 
     def since(self, cursor: int, limit: int = 256) -> tuple[Rows, int]:
-        """What came after `cursor` (0 is the beginning), and the cursor for the next call.
+        """Return the rows since the previous call, for a live view.
 
-        A view that follows gets at most `limit` rows, merged where more came. One that is late by
-        more than `RECENT` steps gets them from the thinned series; its first row may then merge
-        steps from before the cursor too, its last step always lies after it.
+        A view that is more than `RECENT` steps behind gets rows of the downsampled series. Their
+        first row may include steps from before the cursor; their last step is always after it.
+
+        Args:
+            cursor: Cursor from the previous call; 0 is the beginning.
+            limit: Maximum number of recent rows; more are merged.
+
+        Returns:
+            The rows, and the cursor for the next call.
         """
         self._absorb()
         with self._lock:
@@ -471,28 +556,35 @@ class Recorder:
             return merged(fresh, math.ceil(missed / limit)).copy(), self._count
 
     def total(self, name: str) -> float:
-        """The sum of a column over all steps; what is unknown counts as 0."""
+        """Return the sum of a column over all steps; unknown values count as 0.
+
+        Args:
+            name: Name of the column.
+        """
         self._absorb()
         return float(self._totals[INDEX[name]])
 
     def events(self, *kinds: str) -> tuple[Event, ...]:
-        """The events so far, of these kinds only where some are named.
+        """Return the events so far.
 
-        Beyond the recorder's capacity every second one is let go; the sinks have them all.
+        Beyond the capacity of the recorder, every second event is dropped; the sinks get all.
+
+        Args:
+            *kinds: Kinds of events to return; none means all.
         """
         self._absorb()
         with self._lock:
             return tuple(event for event in self._events if not kinds or event.kind in kinds)
 
     def flush(self) -> None:
-        """Hands to the sinks what was taken so far, and waits for them; of the ranks too."""
+        """Write everything recorded so far to the sinks, also of the ranks, and wait for them."""
         self._absorb()
         self._write()
         for recorder in list(self.ranks):
             recorder.flush()
 
     def close(self) -> None:
-        """Writes what is left, closes the sinks and ends the writer thread. Twice is fine."""
+        """Write the rest, close the sinks and end the writer thread; may be called twice."""
         self._closing.set()
         self._start()
         assert self._thread is not None
@@ -501,7 +593,7 @@ class Recorder:
             recorder.close()
 
     def _start(self) -> None:
-        """Starts the writer thread, which a recorder that is never used does not need."""
+        """Start the writer thread; an unused recorder does not need it."""
         with self._lock:
             if self._thread is None:
                 thread = Thread(self._drain, name="ortlab-recorder")
@@ -521,11 +613,11 @@ class Recorder:
         for outlet in self._outlets:
             if outlet.size:
                 self._warn(f"the last {outlet.size} steps and events were not written")
-            with contextlib.suppress(OSError):  # its rows are flushed, and the run is over
+            with contextlib.suppress(OSError):  # its rows are written, and the run is over
                 outlet.sink.close()
 
     def _absorb(self) -> None:
-        """Moves the queue into the series and the backlog. Any thread."""
+        """Move the queue into the series and the backlogs; any thread may call this."""
         if not self._queue:
             return
         with self._lock:
@@ -557,7 +649,7 @@ class Recorder:
         scale = rows[:, INDEX["loss_scale"]]
         if not bad.any() and np.isnan(scale).all():
             return
-        # A gradient norm that was not measured is NaN, but no tensor.
+        # A gradient norm that was not measured is the float NaN, not a tensor.
         bad[:, 1] &= [not isinstance(sample.grad_norm, float) for sample in samples]
         collapsed = (rows[:, INDEX["skipped"]] > 0) & (scale < LOWEST_LOSS_SCALE)
         found = np.where(np.isnan(scale), bad.any(axis=1), collapsed)
@@ -565,7 +657,7 @@ class Recorder:
             self.not_finite_step = int(rows[found.argmax(), INDEX["step"]])
 
     def _first_skipped(self, rows: Rows) -> list[Event]:
-        """The note of the first step that a loss scale had skipped."""
+        """Return a note about the first step that was skipped because of an overflow."""
         skipped = rows[:, INDEX["skipped"]] > 0
         if self._skipped or not skipped.any():
             return []
@@ -576,7 +668,7 @@ class Recorder:
         return [Event("note", int(first.step), first.time_s, text)]
 
     def _write(self) -> None:
-        """Hands the backlog to the sinks, as far as they take it."""
+        """Write the backlogs to the sinks until they fail."""
         with self._writing:
             for outlet in self._outlets:
                 for text in outlet.write(self._lock):
@@ -601,13 +693,17 @@ def _rows(samples: Sequence[Sample]) -> Rows:
 
 
 def numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
-    """Floats of floats and 0-d tensors; those on a device are fetched together, in one wait."""
-    if set(map(type, values)) <= {float, int}:  # as a CPU's are
+    """Convert floats and 0-d tensors to floats, fetching all tensors on a device at once.
+
+    Args:
+        values: Floats, and tensors of shape [].
+    """
+    if set(map(type, values)) <= {float, int}:  # the usual case on a CPU
         return list(map(float, values))
     on_device = [i for i, value in enumerate(values) if _on_device(value)]
     out: list[Any] = list(values)
     if on_device:
-        import torch
+        import torch  # heavy: torch
 
         fetched = torch.stack([out[i].detach().float() for i in on_device]).tolist()
         for i, value in zip(on_device, fetched, strict=True):
@@ -616,5 +712,5 @@ def numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
 
 
 def _on_device(value: object) -> bool:
-    # That of numpy's numbers is a string.
+    # numpy's numbers have a string as their device.
     return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"

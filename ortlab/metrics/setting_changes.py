@@ -1,4 +1,4 @@
-"""The changes of settings that a run went through, with what each one cost and what it brought."""
+"""Changes of settings during a run: the cost and the effect of each."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ if TYPE_CHECKING:
 
 STEPS = 16
 SECONDS = 2.0
-"""Each side of a change is looked at for so many steps and seconds: memory is read twice a second,
-and a small model makes many steps in that time."""
+"""Minimum steps and seconds of each side of a change: memory is sampled twice a second, and a small
+model trains many steps in that time."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change: what was changed after which step, and the run before and after it.
+    """Change of settings during a run, with rate and memory before and after it.
 
-    Rates and bytes are medians over the steps nearby; NaN is unknown, or not known yet. The bytes
-    are the peak of what CUDA allocated, or else of the resident size. ``settled`` says that later
-    steps will not change them.
+    Attributes:
+        number: Number of the change, starting at 1.
+        step: Step after which the change was made.
+        text: Description of the change.
+        cost_s: Time that the change took.
+        samples_per_s: Median rate before and after the change; NaN is unknown so far.
+        memory_bytes: Median peak memory before and after the change, allocated by CUDA or else
+            resident; NaN is unknown so far.
+        settled: True if later steps do not change these values.
     """
 
     number: int
@@ -38,7 +44,13 @@ class Change:
 
 
 def changes(recorder: Recorder, *, known: int = 0, most: int | None = None) -> list[Change]:
-    """The changes so far, in their order, numbered from 1: `most` of them after `known` ones."""
+    """Return the changes of settings so far, in order.
+
+    Args:
+        recorder: Recorder of the run.
+        known: Number of changes to skip at the beginning.
+        most: Maximum number of changes; None returns all.
+    """
     events = recorder.events("change")
     if len(events) <= known:
         return []
@@ -48,8 +60,8 @@ def changes(recorder: Recorder, *, known: int = 0, most: int | None = None) -> l
     for at, event in chosen:
         begin = events[at - 1].step if at else -math.inf
         end = events[at + 1].step if at + 1 < len(events) else math.inf
-        # The first row after an event is left out on both sides: its step has the cost in it, and
-        # where rows were merged it may have steps from before the event.
+        # The first row after an event is left out on both sides: its step includes the cost, and
+        # a merged row may include steps from before the event.
         sides = (begin, event.step, end)
         first, here, last = np.searchsorted(rows[:, INDEX["step"]], sides, side="right")
         before = rows[first + (1 if at else 0) : here]
@@ -76,12 +88,19 @@ def changes(recorder: Recorder, *, known: int = 0, most: int | None = None) -> l
 
 
 def refusals(recorder: Recorder) -> list[Event]:
-    """The changes that were asked for and not made: warnings, whose ``cost_s`` is the time lost."""
+    """Return the warnings of changes that were requested but failed.
+
+    Args:
+        recorder: Recorder of the run.
+
+    Returns:
+        The events; their value ``cost_s`` is the time lost.
+    """
     return [event for event in recorder.events("warning") if "cost_s" in event.values]
 
 
 def _rate(rows: Rows) -> float:
-    # Not the column of rates: the mean of several steps' counts the quick ones too much.
+    # Not the column of rates: a mean of rates over several steps overweights the fast ones.
     rates = 1e3 * rows[:, INDEX["samples"]] / rows[:, INDEX["step_ms"]]
     return _median(rates[np.isfinite(rates)])
 

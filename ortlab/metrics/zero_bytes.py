@@ -1,7 +1,7 @@
-"""The bytes of training's state that one rank holds at each stage of ZeRO, by arithmetic.
+"""Formula for the bytes of training state per rank at each stage of ZeRO.
 
-Rajbhandari et al. 2020 (arXiv:1910.02054, sections 3 and 5) say what each stage partitions, Ren et
-al. 2021 (arXiv:2101.06840, section 3) what goes to the host.
+Rajbhandari et al. 2020 (arXiv:1910.02054, sections 3 and 5) describe what each stage partitions;
+Ren et al. 2021 (arXiv:2101.06840, section 3) describe what is offloaded to the host.
 """
 
 from __future__ import annotations
@@ -10,12 +10,19 @@ from dataclasses import dataclass
 from typing import Final
 
 MOMENTS: Final = {"adamw": 8, "sgd": 4, "lamb": 8}
-"""Bytes of each trained parameter: two moments in fp32, or SGD's momentum."""
+"""Bytes of optimizer state per trained parameter: two moments in fp32, or SGD's momentum."""
 
 
 @dataclass(frozen=True)
 class ZeroBytes:
-    """Bytes of one rank, on its device and, with the optimizer offloaded, on the ``host``."""
+    """Bytes of training state on one rank.
+
+    Attributes:
+        parameters: Parameters on the device.
+        gradients: Gradients on the device.
+        optimizer_state: Optimizer state on the device.
+        host: State in host memory, if the optimizer is offloaded.
+    """
 
     parameters: int
     gradients: int
@@ -33,16 +40,16 @@ def zero_bytes(
     mixed: bool,
     offload: bool = False,
 ) -> ZeroBytes:
-    """Return the bytes that one of `ranks` holds at a `stage` of ZeRO.
+    """Return the bytes of training state on each rank.
 
     Args:
-        parameters: How many elements the model has.
-        trained: How many of them are trained.
-        stage: 0 to 3.
-        ranks: Processes that the state is partitioned among.
-        optimizer: A name of `MOMENTS`.
-        mixed: Whether weights and gradients take 2 bytes, beside an fp32 copy of the weights.
-        offload: Whether the optimizer steps on the host.
+        parameters: Number of parameters (elements) of the model.
+        trained: Number of trained parameters.
+        stage: Stage of ZeRO, 0 to 3.
+        ranks: Number of ranks that the state is partitioned across.
+        optimizer: Name of the optimizer; a key of `MOMENTS`.
+        mixed: True if weights and gradients take 2 bytes, with an fp32 copy of the weights.
+        offload: True if the optimizer runs on the host.
     """
 
     def own(count: int, *, shared: bool) -> int:
@@ -56,14 +63,19 @@ def zero_bytes(
     host = 0
     if offload:
         host, state = state, 0
-        if stage >= 2:  # the rank's part of the gradients goes where the optimizer steps
+        if stage >= 2:  # the rank's shard of the gradients goes where the optimizer runs
             host, gradients = host + gradients, 0
     return ZeroBytes(weights, gradients, state, host)
 
 
 def optimizer_bytes(optimizer: str, *, mixed: bool, offload: bool = False) -> int:
-    """Return the bytes of optimizer state for each trained parameter: moments, and an fp32 copy.
+    """Return the bytes of optimizer state per trained parameter: moments, and an fp32 copy.
 
-    In fp32 the weights themselves are updated, but not from the host, which has a copy.
+    In fp32 the weights are updated directly, without a copy, unless the optimizer runs on the host.
+
+    Args:
+        optimizer: Name of the optimizer; a key of `MOMENTS`.
+        mixed: True if the weights take 2 bytes.
+        offload: True if the optimizer runs on the host.
     """
     return (4 if offload or mixed else 0) + MOMENTS[optimizer]

@@ -1,6 +1,6 @@
-"""The optimizers and schedules of ORT's first training API, for `ortlab.ORTTrainer`.
+"""Optimizers and schedules of ORT's first training API, for `ortlab.ORTTrainer`.
 
-``from ortlab import optim`` in place of ``from onnxruntime.training import optim``.
+Use ``from ortlab import optim`` instead of ``from onnxruntime.training import optim``.
 """
 
 from __future__ import annotations

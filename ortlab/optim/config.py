@@ -1,4 +1,4 @@
-"""The optimizers of ORT's first training API, by their names and settings there."""
+"""Optimizer configurations of ORT's first training API, with its names and settings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,23 @@ Group = Mapping[str, Any]
 
 
 class OptimizerConfig:
-    """What an optimizer is made with: `defaults` for all parameters, groups of names apart.
+    """Configuration of an optimizer.
 
-    A group is a dictionary with ``params``, a list of parameters' names, and what differs for them.
+    Args:
+        params: Parameter groups: dictionaries with ``params``, a list of parameter names, and the
+            settings that differ from the defaults.
+        defaults: Settings of all other parameters.
+
+    Attributes:
+        defaults: Settings of all parameters outside of the groups.
+        params: Parameter groups, with all settings.
+
+    Raises:
+        ValueError: A setting is unknown or out of range, or a group sets its own learning rate.
     """
 
     name: str
-    """ORT's name of the optimizer."""
+    """Name of the optimizer in ORT."""
 
     @brief
     def __init__(self, params: Sequence[Group], defaults: Mapping[str, Any]) -> None:
@@ -31,7 +41,7 @@ class OptimizerConfig:
 
     @property
     def lr(self) -> float:
-        """The learning rate, which may be set between steps; a schedule starts from it."""
+        """Base learning rate that a schedule scales; it may be changed between steps."""
         return float(self.defaults["lr"])
 
     @lr.setter
@@ -42,12 +52,12 @@ class OptimizerConfig:
     def _group(self, group: Group) -> dict[str, Any]:
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError(
-                f"params has {group!r}; a group is a dictionary with the names of its parameters, "
-                "as {'params': ['fc1.weight'], 'lambda_coef': 0.01}"
+                f"params has {group!r}; use a dictionary with the names of its parameters, such as "
+                "{'params': ['fc1.weight'], 'lambda_coef': 0.01}"
             )
         changes = {key: value for key, value in group.items() if key != "params"}
         if "lr" in changes:
-            raise ValueError("a group has no learning rate of its own; one holds for all: lr=...")
+            raise ValueError("a group cannot set its own learning rate; use lr=... for all groups")
         for key, value in changes.items():
             if key not in self.defaults:
                 raise ValueError(f"params has {key!r}: {unknown_name(key, self.defaults)}")
@@ -70,23 +80,31 @@ def _check(key: str, value: object) -> None:
     if key in ("alpha", "beta") and value >= 1:
         raise ValueError(f"{key}={value!r} must be below 1")
     if key == "max_norm_clip" and value == 0:
-        raise ValueError("max_norm_clip=0 would clip every gradient to 0; give a norm above 0")
+        raise ValueError("max_norm_clip=0 would clip every gradient to 0; use a norm above 0")
 
 
 class SGDConfig(OptimizerConfig):
-    """Gradient descent without momentum and decay. ``lr`` is the learning rate."""
+    """Gradient descent without momentum and weight decay.
+
+    Args:
+        params: Must be empty; the optimizer has no parameter groups.
+        lr: Learning rate.
+
+    Raises:
+        ValueError: `params` is not empty, or `lr` is out of range.
+    """
 
     name = "SGDOptimizer"
 
     def __init__(self, params: Sequence[Group] = (), lr: float = 0.001) -> None:
         if params:
-            raise ValueError("SGDConfig has no groups: its only setting, lr, holds for all")
+            raise ValueError("SGDConfig has no parameter groups; use lr, which applies to all")
         super().__init__((), {"lr": lr})
 
 
 @unique
 class DecayMode(IntEnum):
-    """Where decay comes in: before the update as in torch's AdamW, or after it (Hugging Face)."""
+    """Order of weight decay and update: decay first as in torch's AdamW, or last (Hugging Face)."""
 
     BEFORE_WEIGHT_UPDATE = 0
     AFTER_WEIGHT_UPDATE = 1
@@ -95,8 +113,19 @@ class DecayMode(IntEnum):
 class AdamConfig(OptimizerConfig):
     """AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101).
 
-    ``alpha`` and ``beta`` are the decay of the first and the second moment, ``lambda_coef`` that of
-    weights, ``max_norm_clip`` the norm that all gradients together are clipped to.
+    Args:
+        params: Parameter groups; see `OptimizerConfig`.
+        lr: Learning rate.
+        alpha: Decay rate of the first moment.
+        beta: Decay rate of the second moment.
+        lambda_coef: Weight decay.
+        epsilon: Constant that is added to the denominator.
+        max_norm_clip: Maximum norm of all gradients together; larger gradients are clipped.
+        do_bias_correction: Correct the bias of the moments.
+        weight_decay_mode: Order of weight decay and update; a `DecayMode`.
+
+    Raises:
+        ValueError: A setting is unknown or out of range.
     """
 
     name = "AdamOptimizer"
@@ -128,9 +157,22 @@ class AdamConfig(OptimizerConfig):
 
 
 class LambConfig(OptimizerConfig):
-    """LAMB (You et al. 2020, arXiv:1904.00962), see `ortlab.engines.torch.lamb`.
+    """LAMB (You et al. 2020, arXiv:1904.00962); see `ortlab.engines.torch.lamb`.
 
-    As `AdamConfig`; ``ratio_min`` and ``ratio_max`` bound the trust ratio.
+    Args:
+        params: Parameter groups; see `OptimizerConfig`.
+        lr: Learning rate.
+        alpha: Decay rate of the first moment.
+        beta: Decay rate of the second moment.
+        lambda_coef: Weight decay.
+        ratio_min: Lower bound of the trust ratio.
+        ratio_max: Upper bound of the trust ratio.
+        epsilon: Constant that is added to the denominator.
+        max_norm_clip: Maximum norm of all gradients together; larger gradients are clipped.
+        do_bias_correction: Correct the bias of the moments.
+
+    Raises:
+        ValueError: A setting is unknown or out of range.
     """
 
     name = "LambOptimizer"

@@ -1,7 +1,7 @@
-"""Schedules of the learning rate, by their names in ORT's first training API.
+"""Learning rate schedules of ORT's first training API.
 
-Each is the schedule of that name in transformers (``transformers.optimization``). A scheduler of
-one's own has ``get_lr(info)``, which gives a list with one learning rate.
+Each computes the schedule of the same name in ``transformers.optimization``. A custom scheduler
+needs a method ``get_lr(info)`` that returns a list with one learning rate.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from typing import Protocol
 
 
 class OptimizerLike(Protocol):
-    """What has the learning rate to start from."""
+    """Object with the base learning rate that a schedule scales."""
 
     @property
     def lr(self) -> float:
-        """The learning rate without a schedule."""
+        """Base learning rate."""
         ...
 
 
 class StepInfo(Protocol):
-    """What a scheduler is told before a step: how many were made, and with which optimizer."""
+    """Information that a scheduler gets before a step."""
 
     @property
     def optimization_step(self) -> int:
-        """The number of optimizer steps so far."""
+        """Number of completed optimizer steps."""
         ...
 
     @property
     def optimizer_config(self) -> OptimizerLike:
-        """The optimizer's configuration."""
+        """Configuration of the optimizer."""
         ...
 
 
 class _WarmupScheduler(abc.ABC):
-    """Rises in equal parts from 0 over the share `warmup` of `total_steps`; then `_after` holds."""
+    """Linear warmup from 0 over the fraction `warmup` of `total_steps`, then `_after`."""
 
     def __init__(self, total_steps: int, warmup: float = 0.002) -> None:
         if total_steps < 1:
             raise ValueError(f"total_steps={total_steps!r} must be at least 1")
         if not 0 <= warmup < 1:
             raise ValueError(
-                f"warmup={warmup!r} is a share of total_steps: at least 0 and below 1, as 0.1"
+                f"warmup={warmup!r} must be a fraction of total_steps, at least 0 and below 1"
             )
         self.total_steps = total_steps
         self.warmup = warmup
@@ -53,7 +53,17 @@ class _WarmupScheduler(abc.ABC):
         return self.warmup * self.total_steps
 
     def get_lr(self, train_step_info: StepInfo) -> list[float]:
-        """The learning rate of the step to come, in a list."""
+        """Return the learning rate of the next step.
+
+        Args:
+            train_step_info: Completed steps, and the configuration of the optimizer.
+
+        Returns:
+            A list with one learning rate.
+
+        Raises:
+            ValueError: The schedule does not fit the optimizer's learning rate.
+        """
         step, lr = train_step_info.optimization_step, train_step_info.optimizer_config.lr
         if step < self._warmup_steps:
             factor = step / max(1.0, self._warmup_steps)
@@ -63,23 +73,27 @@ class _WarmupScheduler(abc.ABC):
         return self._last_lr
 
     def get_last_lr(self) -> list[float]:
-        """What `get_lr` gave last."""
+        """Return the last result of `get_lr`."""
         return self._last_lr
 
     @abc.abstractmethod
     def _after(self, step: int, lr: float) -> float:
-        """The factor of `lr` after the warm-up."""
+        """Return the factor of `lr` after the warmup."""
 
     def _done(self, step: int) -> float:
-        """The share of the steps behind the warm-up that is over."""
+        """Return the completed fraction of the steps after the warmup."""
         return (step - self._warmup_steps) / max(1.0, self.total_steps - self._warmup_steps)
 
 
 class ConstantWarmupLRScheduler(_WarmupScheduler):
-    """The same learning rate after a warm-up, in which it rises in equal parts from 0.
+    """Linear warmup from 0, then a constant learning rate.
 
-    `warmup` is a share of `total_steps`, which are optimizer steps; ValueError for one below 0 or
-    not below 1.
+    Args:
+        total_steps: Number of optimizer steps.
+        warmup: Fraction of `total_steps`, from 0 to below 1.
+
+    Raises:
+        ValueError: `total_steps` is below 1, or `warmup` is out of range.
     """
 
     def _after(self, step: int, lr: float) -> float:  # noqa: ARG002
@@ -87,10 +101,15 @@ class ConstantWarmupLRScheduler(_WarmupScheduler):
 
 
 class CosineWarmupLRScheduler(_WarmupScheduler):
-    """Down a cosine of `cycles` waves after the warm-up; the default of half a wave ends at 0.
+    """Linear warmup from 0, then a cosine.
 
-    `total_steps` and `warmup` are those of `ConstantWarmupLRScheduler`; ValueError for `cycles` of
-    0 and less.
+    Args:
+        total_steps: Number of optimizer steps.
+        cycles: Number of cosine waves; the default of half a wave decays to 0.
+        warmup: Fraction of `total_steps`, from 0 to below 1.
+
+    Raises:
+        ValueError: `total_steps` is below 1, `warmup` is out of range, or `cycles` is not positive.
     """
 
     def __init__(self, total_steps: int, cycles: float = 0.5, warmup: float = 0.002) -> None:
@@ -104,9 +123,14 @@ class CosineWarmupLRScheduler(_WarmupScheduler):
 
 
 class LinearWarmupLRScheduler(_WarmupScheduler):
-    """Down in equal parts to 0 after the warm-up.
+    """Linear warmup from 0, then linear decay to 0.
 
-    `total_steps` and `warmup` are those of `ConstantWarmupLRScheduler`.
+    Args:
+        total_steps: Number of optimizer steps.
+        warmup: Fraction of `total_steps`, from 0 to below 1.
+
+    Raises:
+        ValueError: `total_steps` is below 1, or `warmup` is out of range.
     """
 
     def _after(self, step: int, lr: float) -> float:  # noqa: ARG002
@@ -114,10 +138,19 @@ class LinearWarmupLRScheduler(_WarmupScheduler):
 
 
 class PolyWarmupLRScheduler(_WarmupScheduler):
-    """Down a polynomial of degree `power` to the learning rate `lr_end`, after the warm-up.
+    """Linear warmup from 0, then polynomial decay to `lr_end`.
 
-    `total_steps` and `warmup` are those of `ConstantWarmupLRScheduler`. ValueError where `lr_end`
-    or `power` is negative, and at a step where `lr_end` is not below the optimizer's rate.
+    `get_lr` raises ValueError if the optimizer's learning rate is not above `lr_end`.
+
+    Args:
+        total_steps: Number of optimizer steps.
+        lr_end: Learning rate at the end.
+        power: Degree of the polynomial.
+        warmup: Fraction of `total_steps`, from 0 to below 1.
+
+    Raises:
+        ValueError: `total_steps` is below 1, `warmup` is out of range, or `lr_end` or `power` is
+            negative.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Plans of memory that need no training."""
+"""Memory plans that are computed without training."""

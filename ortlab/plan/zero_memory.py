@@ -1,8 +1,8 @@
-"""What training takes of each device of a fleet, by arithmetic: ZeRO's stages side by side.
+"""Memory plan of ZeRO: formulas for the bytes per device at each stage.
 
-Rajbhandari et al. 2020 (arXiv:1910.02054, sections 3 and 5) say what each stage shares out, Ren et
-al. 2021 (arXiv:2101.06840, section 3) what goes to the host, Korthikanti et al. 2022
-(arXiv:2205.05198, sections 4 and 5) what a transformer's activations take.
+Rajbhandari et al. 2020 (arXiv:1910.02054, sections 3 and 5) describe what each stage partitions,
+Ren et al. 2021 (arXiv:2101.06840, section 3) what is offloaded to the host, and Korthikanti et al.
+2022 (arXiv:2205.05198, sections 4 and 5) the activations of a transformer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STAGES: Final = (0, 1, 2, 3)
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
 _TIMES: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _SIZES: Final = ("hidden", "layers", "sequence", "batch")
-_SERIES: Final = {  # the colours of `timeline`
+_SERIES: Final = {  # the colors of `timeline`
     "parameters": ("#6c757d", 1.0),
     "gradients": ("#d9772b", 1.0),
     "optimizer state": ("#a5acb3", 1.0),
@@ -39,10 +39,18 @@ _SERIES: Final = {  # the colours of `timeline`
 
 @dataclass(frozen=True)
 class Placement:
-    """Bytes that one device holds at a stage of ZeRO, and what its process has on the host.
+    """Bytes on one device at a stage of ZeRO, and in the host memory of its process.
 
-    ``activations`` is None where no sizes are known. In mixed precision ``optimizer_state`` has
-    the fp32 copy of the parameters in it, and offloaded ``host`` has it in fp32 too.
+    Attributes:
+        stage: Stage of ZeRO, 0 to 3.
+        offload: True if the optimizer runs on the host.
+        recompute: True if activations are recomputed in the backward pass.
+        parameters: Parameters.
+        gradients: Gradients.
+        optimizer_state: Optimizer state; in mixed precision including the fp32 copy of the
+            parameters.
+        activations: Activations; None if the sizes of the model or the batch are unknown.
+        host: Host memory of an offloaded optimizer, with a copy of the parameters, also in fp32.
     """
 
     stage: int
@@ -56,22 +64,25 @@ class Placement:
 
     @property
     def device(self) -> int:
-        """All that the device holds."""
+        """Total bytes on the device."""
         known = self.activations or 0
         return self.parameters + self.gradients + self.optimizer_state + known
 
     @property
     def name(self) -> str:
-        """Stage, offload and recompute in words."""
+        """Name of the row: stage, offload and recompute."""
         more = [word for word in ("offload", "recompute") if getattr(self, word)]
         return " + ".join([f"stage {self.stage}", *more])
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of activations in one device: all of them kept, and with layers computed again.
+    """Bytes of activations on one device.
 
-    ``source`` says where the figures come from. ``recomputed`` is None where there is no such form.
+    Attributes:
+        kept: Bytes if all activations are stored.
+        recomputed: Bytes if each layer is recomputed; None if that is not possible.
+        source: Source of the numbers.
     """
 
     kept: int
@@ -80,10 +91,16 @@ class Activations:
 
 
 class ZeroPlan:
-    """Stages 0 to 3 of ZeRO for a fleet; ``placements`` are the rows of the table.
+    """Memory plan of ZeRO's stages 0 to 3 for a number of devices.
 
-    ``best`` is the first that fits, by what it costs: a lower stage before a higher one, then
-    recompute (up to a third more computing), then offload (the host's link in every step).
+    Args:
+        parameters: Number of parameters (elements) of the model.
+        settings: Devices and training settings.
+        trained: Number of trained parameters; None is all.
+        activations: Activations per device; None if unknown.
+
+    Attributes:
+        placements: Rows of the table.
     """
 
     def __init__(
@@ -104,16 +121,36 @@ class ZeroPlan:
 
     @property
     def best(self) -> Placement | None:
-        """What fits and costs least; None where nothing fits, or no memory was given."""
+        """Cheapest placement that fits; None if none does, or no memory is given.
+
+        A lower stage is cheaper than a higher one; recompute (up to a third more computation) costs
+        more than any stage, and offload (transfers to the host in every step) more than recompute.
+        """
         by_cost = sorted(self.placements, key=lambda one: (one.offload, one.recompute, one.stage))
         return next((placement for placement in by_cost if self.fits(placement)), None)
 
     def fits(self, placement: Placement) -> bool:
-        """Whether a device has room for it; of a plan without memory none does."""
+        """Return True if a placement fits into the memory of a device.
+
+        Args:
+            placement: A row of the plan.
+
+        Returns:
+            True if it fits; False if no memory is given.
+        """
         return self.memory_bytes is not None and placement.device <= self.memory_bytes
 
     def at(self, stage: int, *, offload: bool = False, recompute: bool = False) -> Placement:
-        """One row; ValueError where there is none."""
+        """Return one row.
+
+        Args:
+            stage: Stage of ZeRO, 0 to 3.
+            offload: Run the optimizer on the host.
+            recompute: Recompute activations.
+
+        Raises:
+            ValueError: The plan has no such row.
+        """
         wanted = (stage, offload, recompute)
         for each in self.placements:
             if (each.stage, each.offload, each.recompute) == wanted:
@@ -130,7 +167,7 @@ class ZeroPlan:
             forms.append((True, self.activations.recomputed))
         for recompute, activations in forms:
             for stage in STAGES:
-                # ZeRO moves what it shares out: at stage 0 that is nothing.
+                # ZeRO offloads partitioned state only, and stage 0 partitions nothing.
                 for offload in (False, True) if stage else (False,):
                     yield self._placement(stage, offload, recompute, activations)
 
@@ -158,7 +195,7 @@ class ZeroPlan:
         )
 
     def table(self) -> Table[Placement]:
-        """The rows; the notes say which is best, and what comes on top."""
+        """Return the rows as a table; its notes name the best row and what is not included."""
         columns = [
             Column[Placement]("ZeRO", lambda one: f"stage {one.stage}"),
             Column[Placement]("offload", lambda one: "yes" if one.offload else ""),
@@ -175,7 +212,7 @@ class ZeroPlan:
                 Column("activations", lambda one: memory(one.activations or 0), number=True)
             )
         columns += [
-            Column("a device", lambda one: memory(one.device), number=True),
+            Column("per device", lambda one: memory(one.device), number=True),
             Column("on the host", lambda one: _told(one.host), number=True),
         ]
         if self.memory_bytes is not None:
@@ -184,7 +221,7 @@ class ZeroPlan:
 
     def _verdict(self, placement: Placement) -> str:
         if placement == self.best:
-            return "yes, at the least cost"
+            return "yes, at the lowest cost"
         assert self.memory_bytes is not None
         over = placement.device - self.memory_bytes
         return "yes" if over <= 0 else f"no, {memory(over)} more"
@@ -198,23 +235,23 @@ class ZeroPlan:
         ]
         if self.memory_bytes is not None:
             best = self.best
-            fits = "nothing fits" if best is None else f"{best.name} costs least of what fits"
+            fits = "nothing fits" if best is None else f"{best.name} is the cheapest that fits"
             notes.append(f"{fits} into {memory(self.memory_bytes)}")
         if self.activations is None:
             notes.append(
-                "activations come on top: give --hidden, --layers, --sequence and --batch, or a "
-                "model that engine 'ort' has trained a step of"
+                "activations are not included: give --hidden, --layers, --sequence and --batch, or "
+                "a model that engine 'ort' has trained for a step"
             )
         else:
             notes.append(f"activations: {self.activations.source}")
         notes.append(
-            "buffers of collectives, what an allocator keeps and, at stage 3, the layer that is "
-            "gathered come on top; the host's bytes are those of each device's process"
+            "communication buffers, memory that the allocator caches and, at stage 3, the gathered "
+            "layer are not included; host memory is that of each device's process"
         )
         return notes
 
     def picture(self) -> str:
-        """What a device holds in each row as bars, in SVG, with a line at its memory."""
+        """Return an SVG bar chart of the bytes per device, with a line at the device's memory."""
         rows = []
         for one in self.placements:
             parts = {
@@ -230,13 +267,13 @@ class ZeroPlan:
         return repr(self.table())
 
     def _repr_html_(self) -> str:
-        picture = svg_bars.image(self.picture(), "Bytes of a device by stage of ZeRO")
+        picture = svg_bars.image(self.picture(), "Bytes per device by stage of ZeRO")
         return f"{picture}{self.table()._repr_html_()}"
 
 
 _BYTES: Final = {
     "fp32": "fp32 weights and gradients",
-    "mixed": "weights and gradients of 2 bytes, fp32 copies with the optimizer (as a run's "
+    "mixed": "2-byte weights and gradients, fp32 copies in the optimizer (as a run with "
     "param_dtype=bf16 trains from stage 1 on)",
 }
 
@@ -246,24 +283,32 @@ def _told(size: int) -> str:
 
 
 class Lab(Protocol):
-    """The part of `ortlab.lab.Session` that a plan needs."""
+    """Part of `ortlab.session.Session` that a plan needs."""
 
     @property
     def wrapped(self) -> WrappedModels:
-        """The wrapped models."""
+        """Wrapped models of the session."""
         ...
 
     def memory_plan(self, model: nn.Module) -> MemoryPlan:
-        """Return the memory plan of a wrapped model."""
+        """Return the memory plan of a wrapped model.
+
+        Args:
+            model: The model.
+        """
         ...
 
     def recompute_plans(self, model: nn.Module) -> RecomputePlans:
-        """Return the recompute plans of a wrapped model."""
+        """Return the recompute plans of a wrapped model.
+
+        Args:
+            model: The model.
+        """
         ...
 
 
 def zero_plan(lab: Lab, model: str | int | nn.Module, **settings: Any) -> ZeroPlan:
-    """See `ortlab.api.zero_plan`; `lab` knows the graphs of wrapped models."""
+    """See `ortlab.api.zero_plan`; `lab` has the graphs of wrapped models."""
     chosen = FleetSettings.of(settings)
     if not isinstance(model, (str, int)):
         return _of_module(lab, model, chosen.replace(precision=chosen.precision or "fp32"))
@@ -271,48 +316,56 @@ def zero_plan(lab: Lab, model: str | int | nn.Module, **settings: Any) -> ZeroPl
     count, activations = parse_count(model), _of_transformer(chosen)
     if activations is None and (chosen.sequence or chosen.batch):
         raise ValueError(
-            "sequence and batch are for activations, which need hidden and layers too; give them, "
-            "or leave those out"
+            "sequence and batch are for activations, which also need hidden and layers; add these, "
+            "or leave out sequence and batch"
         )
     return ZeroPlan(count, chosen, activations=activations)
 
 
 def parse_count(count: str | int) -> int:
-    """A number of parameters: 1_558_000_000, "350M", "2.7B"; ValueError shows the form."""
+    """Parse a number of parameters.
+
+    Args:
+        count: A number, or text such as "1_558_000_000", "350M" or "2.7B".
+
+    Raises:
+        ValueError: `count` is not a positive number; the message shows the format.
+    """
     if isinstance(count, int) and not isinstance(count, bool) and count > 0:
         return count
     match = _COUNT.fullmatch(str(count).strip().replace("_", "").replace(",", ""))
     found = 0 if match is None else round(float(match[1]) * _TIMES[match[2].upper()])
     if found < 1:
         raise ValueError(
-            f"{count!r} is no number of parameters; give such as 350M, 2.7B or 1558000000"
+            f"{count!r} is not a number of parameters; use one such as 350M, 2.7B or 1558000000"
         )
     return found
 
 
 def _of_transformer(settings: FleetSettings) -> Activations | None:
-    """Equations 1, 2 and 5 of Korthikanti et al.; None where no size of a layer is given.
+    """Return the activations of a transformer; None if no size of the model is given.
 
-    A layer keeps 16 s b h elements in the compute type, 2 s b h bytes of dropout masks, and, where
-    attention is not fused, 2 a s s b elements and a s s b bytes. Recomputed, each layer keeps its
-    input, and one at a time has the rest. Logits are fp32.
+    These are equations 1, 2 and 5 of Korthikanti et al. A layer stores 16 s b h elements in the
+    compute type, 2 s b h bytes of dropout masks, and without fused attention 2 a s s b elements and
+    a s s b bytes. With recompute, each layer stores its input, and one layer at a time the rest.
+    Logits are fp32.
     """
     given = {name: getattr(settings, name) for name in (*_SIZES, "heads", "vocabulary")}
     if not any(given[name] for name in ("hidden", "layers", "heads", "vocabulary")):
         return None
     if missing := [name for name in _SIZES if given[name] is None]:
         raise ValueError(
-            f"activations need {', '.join(_SIZES)}, and there is no {', '.join(missing)}; give "
-            "all, or none of the model's"
+            f"activations need {', '.join(_SIZES)}, but there is no {', '.join(missing)}; give "
+            "all, or leave out the model's sizes"
         )
     h, layers, s, b = (given[name] for name in _SIZES)
     each = 4 if settings.precision == "fp32" else 2
     a, v = given["heads"] or 0, given["vocabulary"]
     if a and h % a:
-        raise ValueError(f"hidden={h} is no multiple of heads={a}; give the model's own")
+        raise ValueError(f"hidden={h} is not a multiple of heads={a}; use the model's sizes")
     layer = s * b * h * (16 * each + 2) + a * s * s * b * (2 * each + 1)
     ends = 0 if v is None else s * b * h * (2 * each + 1) + 4 * s * b * v
-    attention = "" if a else ", attention fused (no scores kept)"
+    attention = "" if a else ", fused attention (no scores stored)"
     logits = "" if v else ", without embedding and logits (--vocabulary)"
     return Activations(
         layers * layer + ends,
@@ -323,7 +376,7 @@ def _of_transformer(settings: FleetSettings) -> Activations | None:
 
 
 def _of_module(lab: Lab, model: nn.Module, settings: FleetSettings) -> ZeroPlan:
-    from ortlab.engines.wrapped_models import check_model
+    from ortlab.engines.wrapped_models import check_model  # heavy: torch
 
     module = check_model("the first argument", model)
     entry = lab.wrapped.entry(module)
@@ -342,7 +395,7 @@ def _of_module(lab: Lab, model: nn.Module, settings: FleetSettings) -> ZeroPlan:
 
 
 def _with_config(settings: FleetSettings, model: nn.Module) -> FleetSettings:
-    """The sizes of a transformers model, where those of a batch are given; else none."""
+    """Add the sizes of a transformers model, if sequence and batch are given."""
     config = getattr(model, "config", None)
     names = {
         "hidden": "hidden_size",
@@ -356,11 +409,10 @@ def _with_config(settings: FleetSettings, model: nn.Module) -> FleetSettings:
 
 
 def _of_graph(lab: Lab, module: nn.Module, settings: FleetSettings) -> Activations | None:
-    """What the graph that ORT made of `module` keeps; None before it has made one."""
-
+    """Return the activations in ORT's graph of a model; None before it has a graph."""
     try:
         plan = lab.memory_plan(module)
-    except ValueError:  # it was not called yet: then they come on top
+    except ValueError:  # the model was not called yet, so its activations are unknown
         return None
     given = {"batch": settings.batch, "seq": settings.sequence}
     sizes = {name: size for name, size in given.items() if size is not None}
@@ -369,7 +421,7 @@ def _of_graph(lab: Lab, module: nn.Module, settings: FleetSettings) -> Activatio
     try:
         plans = lab.recompute_plans(module).at(**sizes)
         recomputed = plans.memory("layers").activation_bytes() if plans.layers else None
-    except ValueError:  # its graph is recomputed already, or has no training step
+    except ValueError:  # the graph already recomputes activations, or has no training step
         recomputed = None
-    source = f"those of ORT's graph as it computes now, for {of}"
+    source = f"from ORT's current graph, for {of}"
     return Activations(plan.activation_bytes(), recomputed, source)

@@ -1,1 +1,1 @@
-"""Tools that know nothing of training."""
+"""General-purpose modules that do not depend on training."""

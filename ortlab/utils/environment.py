@@ -1,4 +1,4 @@
-"""What a run depends on besides its settings: versions, system, processor, devices."""
+"""Software and hardware environment of a run: versions, system, processor, devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = (
 
 @functools.cache
 def _versions() -> Mapping[str, str]:
-    """Those of the packages that are installed; looking them up takes tens of milliseconds."""
+    """Return the versions of the installed packages, cached: a lookup takes tens of ms."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -33,7 +33,14 @@ def _versions() -> Mapping[str, str]:
 
 
 def environment() -> dict[str, Any]:
-    """What a run depends on besides its settings; nothing that names the user or the machine."""
+    """Return the software and hardware that a run depends on, besides its settings.
+
+    Nothing in it identifies the user or the machine.
+
+    Returns:
+        Versions of ortlab, Python and the packages, the system, the machine type, the number of
+        CPUs, the number of torch threads, and with CUDA its version and the device names.
+    """
     found: dict[str, Any] = {
         "ortlab": __version__,
         "python": platform.python_version(),
@@ -42,7 +49,7 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
     }
-    import torch
+    import torch  # heavy: torch
 
     found["torch_threads"] = torch.get_num_threads()
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Errors as a notebook shows them: what happened and the user's own lines, nothing of ours.
+"""Concise display of errors in a notebook: the message and the user's own lines of code.
 
-IPython calls ``_render_traceback_`` of an exception that has one. Scripts and debuggers see the
-ordinary exception with its whole traceback.
+IPython calls the ``_render_traceback_`` method of an exception that has one. Scripts and debuggers
+see the ordinary exception with its full traceback.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    pass
-
+from typing import Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,7 +27,7 @@ _CELL = re.compile(r"^(<ipython-input-|.*/ipykernel_\d+/)")
 
 
 class Concise:
-    """A mixin for exceptions whose message says it all."""
+    """Mixin for exceptions whose message is enough, so that notebooks hide the traceback."""
 
     def _render_traceback_(self) -> list[str]:
         assert isinstance(self, BaseException)
@@ -39,14 +35,22 @@ class Concise:
 
 
 def shorten(error: BaseException) -> None:
-    """Makes notebooks show `error` as `concise` does, whatever its class is."""
+    """Make notebooks show `error` in its concise form, whatever its class is.
+
+    Args:
+        error: The exception to change; see `concise` for the form.
+    """
     error._render_traceback_ = functools.partial(concise, error)  # type: ignore[attr-defined]
 
 
 def forget_locals(error: BaseException | None) -> None:
-    """Clears the frames of `error` and of what it came from; the lines of its traceback stay.
+    """Clear the local variables in the traceback frames of `error` and of its causes.
 
-    They would keep model, data and what was being computed.
+    The frames would keep the model, the data and intermediate results alive. The traceback itself
+    stays readable.
+
+    Args:
+        error: The exception whose traceback, causes and contexts are cleared; None does nothing.
     """
     seen: set[int] = set()
     rest = [error]
@@ -59,9 +63,15 @@ def forget_locals(error: BaseException | None) -> None:
 
 
 def brief(function: Callable[P, T]) -> Callable[P, T]:
-    """Has notebooks show what `function` refuses as `concise` does: a ValueError of ortlab's own.
+    """Decorate `function` so that notebooks show ortlab's own ValueErrors in their concise form.
 
-    What the user's code raises on the way, as a model's forward, keeps its whole traceback.
+    An exception raised by the user's code, such as a model's forward, keeps its full traceback.
+
+    Args:
+        function: The function to decorate.
+
+    Returns:
+        The decorated function.
     """
 
     @functools.wraps(function)
@@ -78,15 +88,27 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def message(error: BaseException) -> str:
-    """What `error` says, without the frames that torch's C++ adds in an operator that ORT calls."""
+    """Return the message of `error` without C++ frames.
+
+    torch adds these frames when the error is raised in an operator that ORT calls.
+
+    Args:
+        error: The exception.
+    """
     return str(error).split("\nException raised from ", 1)[0]
 
 
 def concise(error: BaseException) -> list[str]:
-    """The lines that a notebook shows: the message, its notes, and the user's lines on the way.
+    """Return the lines that a notebook shows for `error`.
 
-    The last of the user's lines that the exception, or what caused it, came through is where it
-    happened. Lines of Python's library, of installed packages and of ortlab are left out.
+    Lines of the standard library, of installed packages and of ortlab are left out.
+
+    Args:
+        error: The exception.
+
+    Returns:
+        The message, its notes, and the lines of the user's code that the exception and its causes
+        passed through; the last of them is where the error happened.
     """
     lines = [f"{type(error).__name__}: {message(error)}", *getattr(error, "__notes__", ())]
     return lines + [f"  {where}" for where in _users_lines(error)]
@@ -104,7 +126,15 @@ def _users_lines(error: BaseException) -> list[str]:
 
 
 def users_line(frames: Iterable[FrameType]) -> str | None:
-    """Where the user's code stands in `frames`, the innermost first; None where there is none."""
+    """Return the innermost line of the user's code.
+
+    Args:
+        frames: Stack frames, the innermost first.
+
+    Returns:
+        The line as text (see `place`) with the name of its function, or None if no frame is the
+        user's.
+    """
     for frame in frames:
         if _is_users(frame.f_code.co_filename):
             return f"{place(frame.f_code.co_filename, frame.f_lineno)}, in {frame.f_code.co_name}"
@@ -112,7 +142,12 @@ def users_line(frames: Iterable[FrameType]) -> str | None:
 
 
 def place(file: str, line: int) -> str:
-    """A line of code, where it stands and what it says; a notebook's cell has no file name."""
+    """Return a line of code as text: its location and its source.
+
+    Args:
+        file: File of the code. A notebook cell is shown without a file name.
+        line: Line number, starting at 1.
+    """
     code = linecache.getline(file, line).strip()
     where = f"cell line {line}" if _CELL.match(file) else f"{file}:{line}"
     return f"{where}: {code}" if code else where
@@ -129,16 +164,23 @@ _SHORT_OF_MEMORY: Final = (
     "bad_alloc",  # C++, in ORT's messages and torch's
     "bad allocation",
     "failed to allocate memory",  # ORT's arena: onnxruntime/core/framework/bfc_arena.cc
-    "not enough memory",  # our own kernels: ortlab/engines/ortmodule/kernels/kernels.cc
-    "out of memory",  # CUDA's own
-    "cannot allocate memory",  # the system's ENOMEM, as in a worker that cannot be forked
-    "memoryerror",  # Python's own, told by another process
+    "not enough memory",  # ortlab's kernels: ortlab/engines/ortmodule/kernels/kernels.cc
+    "out of memory",  # CUDA
+    "cannot allocate memory",  # the system's ENOMEM, for example when a worker cannot be forked
+    "memoryerror",  # Python's MemoryError, as text from another process
 )
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory of the host or of a device did not suffice, whoever says so."""
-    import torch
+    """Return True if `error` or one of its causes is an out-of-memory error.
+
+    Args:
+        error: The exception, raised by Python, torch, ORT, CUDA or the system; None gives False.
+
+    Returns:
+        True for an out-of-memory error of the host or of a device.
+    """
+    import torch  # heavy: torch
 
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):

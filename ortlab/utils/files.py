@@ -1,4 +1,4 @@
-"""Folders that are the user's alone, and plain files in those that may be anybody's."""
+"""Private folders, safe access to regular files, and atomic writes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from pathlib import Path
 from typing import Any, Final
 
 MOST_BYTES: Final = 2**24
-"""Of a file that is read whole: what ortlab writes is far smaller."""
+"""Size limit of a file that is read whole; the files that ortlab writes are far smaller."""
 _ITSELF: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # not on Windows
 
 
 def private(path: Path) -> Path:
-    """Makes the folder, and those above it that are not there, with mode 0700; OSError.
+    """Create a folder and its missing parents, all with mode 0700.
 
-    `Path.mkdir` has a mode for the last one alone.
+    `Path.mkdir` applies its mode to the last folder only.
+
+    Args:
+        path: The folder; an existing one is not changed.
+
+    Returns:
+        `path`.
+
+    Raises:
+        OSError: A folder cannot be created.
     """
     if not path.is_dir():
         private(path.parent)
@@ -31,44 +40,81 @@ def private(path: Path) -> Path:
 
 
 def plain(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a plain file, made with mode 0600; `open` takes this as its opener.
+    """Open a regular file and return its descriptor; `open` accepts this as its opener.
 
-    OSError for anything else: links lead anywhere, pipes wait for ever, devices have no end.
+    Anything else is refused: a link may lead anywhere, a pipe may block forever, and a device may
+    have no end.
+
+    Args:
+        path: The file; if `flags` create it, it gets mode 0600.
+        flags: Flags of `os.open`.
+
+    Returns:
+        The file descriptor.
+
+    Raises:
+        OSError: The file cannot be opened, or is a link or not a regular file.
     """
     try:
         descriptor = os.open(path, flags | _ITSELF, 0o600)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise OSError(errno.ELOOP, "a link, which is not followed", str(path)) from None
+        raise OSError(errno.ELOOP, "symbolic links are not followed", str(path)) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "no plain file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return descriptor
 
 
 def read(path: Path) -> bytes:
-    """All of a plain file; OSError where it is none, or has more than `MOST_BYTES`."""
+    """Read a whole regular file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its content.
+
+    Raises:
+        OSError: The file cannot be read, is not a regular file, or is larger than `MOST_BYTES`.
+    """
     with open(path, "rb", opener=plain) as file:
         found = file.read(MOST_BYTES + 1)
     if len(found) > MOST_BYTES:
-        raise OSError(errno.EFBIG, "larger than what ortlab writes", str(path))
+        raise OSError(errno.EFBIG, "larger than any file that ortlab writes", str(path))
     return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a plain file; OSError as `read`, ValueError where it holds none."""
+    """Read the JSON object in a regular file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The object.
+
+    Raises:
+        OSError: The file cannot be read; see `read`.
+        ValueError: The file does not contain a JSON object.
+    """
     try:
         found = json.loads(read(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds no JSON object")
+        raise ValueError(f"{path} is damaged: it does not contain a JSON object")
     return found
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Makes `data` the whole of a file of mode 0600, at once: a crash leaves the old or the new."""
+    """Write a file of mode 0600 atomically: after a crash it has the old or the new content.
+
+    Args:
+        path: The file; an existing one is replaced.
+        data: Its new content.
+    """
 
     def write(beside: Path) -> None:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -81,34 +127,50 @@ _BESIDE = re.compile(r"\..+\.\d+\.\d+(\.before)?")
 
 
 def _beside(path: Path) -> Path:
-    """Where what is to be at `path` is made: a name of this thread alone."""
+    """Return a temporary name beside `path` that only this thread uses."""
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
 
 
 def half_written(path: Path) -> bool:
-    """Whether `write_beside` or `folder_beside` gave `path` its name, for what is not whole yet."""
+    """Return True if `path` is a temporary name of `write_beside` or `folder_beside`.
+
+    Args:
+        path: A file or folder, which is incomplete if this is true.
+    """
     return _BESIDE.fullmatch(path.name) is not None
 
 
 def write_beside(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file beside `path`, which then takes its place at once and for good."""
+    """Write a temporary file beside `path`, sync it to disk, and atomically move it to `path`.
+
+    Args:
+        path: The file to replace.
+        write: Called with the path of the temporary file, which it writes.
+    """
     beside = _beside(path)
     try:
         write(beside)
         beside.chmod(0o600)
-        _sync(beside, os.O_RDWR)  # Windows syncs no descriptor that cannot write
+        _sync(beside, os.O_RDWR)  # Windows can only sync a writable descriptor
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-    if os.name == "posix":  # Windows opens no folder
+    if os.name == "posix":  # Windows cannot open a folder
         _sync(path.parent, os.O_RDONLY)
 
 
 @contextlib.contextmanager
 def folder_beside(path: Path, *, mode: int = 0o700) -> Iterator[Path]:
-    """A folder to fill, which then takes the place of `path`, for good; or is gone.
+    """Yield a temporary folder that replaces `path` at the end of the block.
 
-    It is private unless its `mode` lets others in.
+    If the block raises, the temporary folder is removed and `path` stays.
+
+    Args:
+        path: The folder to replace.
+        mode: Mode of the new folder; the default makes it private.
+
+    Yields:
+        The temporary folder beside `path`.
     """
     beside = _beside(path)
     before = beside.with_name(f"{beside.name}.before")
@@ -117,13 +179,13 @@ def folder_beside(path: Path, *, mode: int = 0o700) -> Iterator[Path]:
         yield beside
         if path.is_dir():
             path.rename(before)
-        beside.rename(path)  # of a file it says that it is no folder
+        beside.rename(path)  # raises NotADirectoryError where `path` is a file
         shutil.rmtree(before, ignore_errors=True)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         if before.exists():
             before.rename(path)
-    if os.name == "posix":  # Windows opens no folder
+    if os.name == "posix":  # Windows cannot open a folder
         _sync(path.parent, os.O_RDONLY)
 
 

@@ -1,4 +1,4 @@
-"""Findings of a check-up: what was looked for, what was found and how to mend it."""
+"""Findings of an environment check: what was checked, the result, and how to fix it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found. ``ok`` is None where it does not matter here or cannot be known.
+    """Result of one check.
 
-    ``required`` findings decide whether ORTModule can run.
+    Attributes:
+        name: The check.
+        ok: True or False; None if the check does not apply here or has no known result.
+        found: The result as text.
+        fix: How to fix it; empty if there is nothing to do.
+        required: True if ORTModule cannot run without it.
     """
 
     name: str
@@ -25,7 +30,11 @@ class Finding:
 
 
 def findings_table(findings: Sequence[Finding]) -> str:
-    """The findings as lines of text: a sign, the check, what was found, and the fix below it."""
+    """Format findings as text: a line each with status, check and result, then a line for the fix.
+
+    Args:
+        findings: At least one finding.
+    """
     signs = {True: "ok", False: "MISSING", None: "-"}
     width = max(len(finding.name) for finding in findings)
     lines = []
@@ -37,6 +46,11 @@ def findings_table(findings: Sequence[Finding]) -> str:
 
 
 def package_version(distribution: str) -> str | None:
+    """Return the version of an installed package, or None if it is not installed.
+
+    Args:
+        distribution: Name of the distribution, as pip spells it.
+    """
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -44,12 +58,23 @@ def package_version(distribution: str) -> str | None:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, for comparison.
+
+    Args:
+        version: A version such as "2.9.1+cpu", which gives ``(2, 9)``.
+    """
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def import_or_none(name: str) -> Any:
-    """The module, or None when it is not installed or broken, which is a finding and no error."""
+    """Import a module, or return None if it is not installed or its installation is broken.
+
+    For a check this is a finding, not an error.
+
+    Args:
+        name: Full name of the module.
+    """
     try:
         return importlib.import_module(name)
-    except Exception:  # noqa: BLE001 - a broken install raises anything, OSError among it
+    except Exception:  # noqa: BLE001 - a broken installation may raise anything, such as OSError
         return None

@@ -1,4 +1,4 @@
-"""What this process computes with: processor, cores, memory and its limits, GPUs."""
+"""Hardware that this process can use: processor, cores, memory and its limits, GPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from ortlab.utils.process_memory import device_used_bytes
 from ortlab.utils.processor import CPUINFO, first_processor
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -16,9 +17,13 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Processor:
-    """``cores`` are the whole machine's, ``cpus`` the hardware threads that this process may use.
+    """Processor of this machine.
 
-    ``flags`` are the instructions that it has, empty where nobody tells.
+    Attributes:
+        name: Model name.
+        cores: Physical cores of the whole machine.
+        cpus: Hardware threads that this process may use.
+        flags: Instruction set extensions; empty where the system does not report them.
     """
 
     name: str
@@ -29,7 +34,13 @@ class Processor:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of the machine, of it what nobody uses, and the cgroups' limit; None where none is."""
+    """Host memory in bytes.
+
+    Attributes:
+        total_bytes: Memory of the machine.
+        available_bytes: Memory that is not in use.
+        limit_bytes: Limit of the control groups (cgroups) of this process; None without one.
+    """
 
     total_bytes: int
     available_bytes: int
@@ -38,7 +49,14 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that torch sees; ``used_bytes`` are everybody's, NaN where the driver does not tell."""
+    """GPU that torch can use.
+
+    Attributes:
+        index: Index of the device in torch.
+        name: Model name.
+        total_bytes: Memory of the device.
+        used_bytes: Memory that all processes use; NaN where the driver does not report it.
+    """
 
     index: int
     name: str
@@ -47,11 +65,11 @@ class Gpu:
 
 
 def processor() -> Processor:
-    """This machine's."""
-    import psutil
+    """Return the processor of this machine."""
+    import psutil  # heavy: psutil
 
     found = first_processor(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else "")
-    # Not on macOS and Windows.
+    # macOS and Windows do not have sched_getaffinity.
     allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     return Processor(
         name=found.get("model name") or platform.processor() or platform.machine(),
@@ -62,19 +80,19 @@ def processor() -> Processor:
 
 
 def best_threads() -> int:
-    """Threads that computing is fastest with: one for each core that this process may use.
+    """Return the number of threads that computes fastest: one per core that this process may use.
 
-    A second thread of a core has no arithmetic of its own, and beyond a container's quota of
-    processor time threads wait for one another. torch itself looks at neither quota.
+    A second hardware thread of a core adds no arithmetic units, and threads beyond a container's
+    CPU quota wait for one another. torch considers neither.
     """
-    import joblib
+    import joblib  # heavy: joblib
 
     return int(joblib.cpu_count(only_physical_cores=True))
 
 
 def host_memory() -> HostMemory:
-    """The machine's memory, and what the groups of this process leave it of that."""
-    import psutil
+    """Return the memory of the machine and the limit that the control groups set for it."""
+    import psutil  # heavy: psutil
 
     now = psutil.virtual_memory()
     limit = _cgroup_limit(now.total)
@@ -82,10 +100,11 @@ def host_memory() -> HostMemory:
 
 
 def _cgroup_limit(total_bytes: int) -> int | None:
-    """The lowest limit of the control groups that this process is in; None where none is below.
+    """Return the lowest memory limit of this process's control groups; None if none applies.
 
-    Version 2 (cgroup-v2.rst, ``memory.max``) limits a group by those that it lies in, too; within a
-    container the file's root is the container's own. Version 1 has ``memory.limit_in_bytes``.
+    In version 2 (cgroup-v2.rst, ``memory.max``) the limits of the parent groups apply as well;
+    inside a container the root of the hierarchy is the container's own. Version 1 has
+    ``memory.limit_in_bytes``.
     """
     limits = []
     with contextlib.suppress(OSError):
@@ -100,7 +119,7 @@ def _cgroup_limit(total_bytes: int) -> int | None:
 
 
 def _limits(root: Path, group: str, name: str) -> list[int]:
-    """What the files called `name` of a group and of those around it say; "max" says nothing."""
+    """Return the limits in the files `name` of a group and its parents; "max" is not a limit."""
     folder = root / group.lstrip("/")
     found = []
     for place in (folder, *folder.parents):
@@ -112,10 +131,8 @@ def _limits(root: Path, group: str, name: str) -> list[int]:
 
 
 def gpus() -> list[Gpu]:
-    """Those that torch sees; nothing is allocated on them."""
-    import torch
-
-    from ortlab.utils.process_memory import device_used_bytes
+    """Return the GPUs that torch can use, without allocating memory on them."""
+    import torch  # heavy: torch
 
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -125,14 +142,18 @@ def gpus() -> list[Gpu]:
 
 
 def advice() -> list[str]:
-    """What would have torch compute faster here, in a line; nothing where all is well."""
-    import torch
+    """Return advice that would make torch compute faster on this machine, one line each.
+
+    Returns:
+        The lines; empty if there is nothing to improve.
+    """
+    import torch  # heavy: torch
 
     threads, best = torch.get_num_threads(), best_threads()
     if threads <= best:
         return []
     cores = f"{best} core{'s' * (best > 1)}"
     return [
-        f"torch's {threads} threads share {cores}: torch.set_num_threads({best}), or the kernel "
-        "that `ortlab kernelspec install` makes"
+        f"torch's {threads} threads share {cores}: call torch.set_num_threads({best}), or use the "
+        "kernel that `ortlab kernelspec install` creates"
     ]

@@ -1,4 +1,4 @@
-"""Ctrl-C, and a notebook's stop button, heard while something is awaited; and SIGTERM."""
+"""Handling of SIGINT (Ctrl-C, a notebook's stop button) during a wait, and of SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _POLL_S = 0.1
 
 
 def end_in_order() -> None:
-    """Has SIGTERM end this process as `sys.exit` does, so that what is to be kept at its end is.
+    """Make SIGTERM end this process as `sys.exit` does, so that cleanup at exit runs.
 
-    By itself Python ends at once. A handler that is there stays, and where none can be set, outside
-    the main thread, nothing changes. The exit status is the shell's of a process that a signal
-    ended, 143.
+    By default Python ends immediately. An existing handler is kept. Outside the main thread, where
+    no handler can be set, nothing changes. The exit status is 143, which a shell reports for a
+    process ended by this signal.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -27,9 +27,9 @@ def end_in_order() -> None:
 
 
 def ends_already() -> None:
-    """Has SIGTERM change nothing any more once Python ends: raised again, it would end the waits.
+    """Ignore SIGTERM while Python exits: another one would interrupt the waits of the cleanup.
 
-    Jupyter sends one to a kernel that takes its time to shut down.
+    Jupyter sends it to a kernel that is slow to shut down.
     """
     if signal.getsignal(signal.SIGTERM) is _exit:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -40,9 +40,15 @@ def _exit(number: int, _: FrameType | None) -> None:
 
 
 async def until(over: threading.Event, interrupted: Callable[[], None]) -> None:
-    """Waits for `over` with the buttons alive; `interrupted` is called when an interrupt ends that.
+    """Wait for `over` while the event loop keeps running, so that a notebook's buttons work.
 
-    CancelledError or KeyboardInterrupt then, and CancelledError alone after a time-out.
+    Args:
+        over: Event to wait for.
+        interrupted: Called if an interrupt ends the wait, before the exception is raised again.
+
+    Raises:
+        asyncio.CancelledError: The wait was interrupted or timed out.
+        KeyboardInterrupt: The wait was interrupted.
     """
     with Interrupts() as interrupts:
         try:
@@ -55,11 +61,15 @@ async def until(over: threading.Event, interrupted: Callable[[], None]) -> None:
 
 
 class Interrupts:
-    """Hears SIGINT while a wait goes on, and hands it on to who handled it before.
+    """Context manager that notes SIGINT during a wait and passes it to the previous handler.
 
-    ipykernel and asyncio.run make an interrupt a cancellation of the cell's or the main task, and
-    a task that is cancelled cannot tell that from a timeout: asyncio.timeout cancels the very same
-    task. The signal itself tells. Outside the main thread, where none arrives, nothing is heard.
+    ipykernel and asyncio.run turn an interrupt into a cancellation of the cell's or the main task.
+    A canceled task cannot distinguish it from a timeout, since asyncio.timeout cancels the same
+    task; only the signal shows the difference. Outside the main thread, which never receives the
+    signal, this does nothing.
+
+    Attributes:
+        heard: True once an interrupt has arrived.
     """
 
     def __init__(self) -> None:
@@ -68,13 +78,14 @@ class Interrupts:
         self._before: Callable[[int, FrameType | None], Any] | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Note the signal and call the previous handler."""
         self.heard = True
         if self._before is not None:
             self._before(number, frame)
 
     def __enter__(self) -> Self:
         before = signal.getsignal(signal.SIGINT)
-        # Without a handler in Python an interrupt is ignored, or ends the process: so it stays.
+        # Without a Python handler, an interrupt is ignored or ends the process; keep it that way.
         if threading.current_thread() is threading.main_thread() and callable(before):
             self._before = before
             signal.signal(signal.SIGINT, self)
@@ -84,7 +95,8 @@ class Interrupts:
         self._over = True
         if threading.current_thread() is not threading.main_thread():
             return
-        # Waits end in any order: who is over lies below one that still hears, and goes with it.
-        # A handler that somebody else has set meanwhile (the kernel, after the cell) stays.
+        # Waits may end in any order. A handler whose wait is over stays below one that is still
+        # active and is removed together with it. A handler that other code has set in the
+        # meantime (the kernel does, after the cell) is kept.
         while isinstance(top := signal.getsignal(signal.SIGINT), Interrupts) and top._over:
             signal.signal(signal.SIGINT, top._before)

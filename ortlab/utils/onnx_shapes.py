@@ -1,4 +1,4 @@
-"""Sizes as ORT's shape inference writes them: numbers, names, and terms of names."""
+"""Evaluation of the symbolic sizes that ORT's shape inference writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ import onnx
 
 
 def bytes_of(kind: int, sizes: tuple[int | str, ...], dims: Mapping[str, int]) -> int:
-    """What a tensor of ONNX's element type `kind` takes."""
+    """Return the size of a tensor in bytes.
+
+    Args:
+        kind: ONNX element type, a value of ``onnx.TensorProto.DataType``.
+        sizes: Shape, as numbers or symbolic sizes.
+        dims: Values of the symbolic dimensions, by name.
+    """
     count = math.prod(size_of(size, dims) for size in sizes)
     return count * int(onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize)
 
@@ -37,7 +43,7 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(size: str) -> ast.expr | None:
-    """A size as shape inference writes it, in sympy's form; None for a name that is no word."""
+    """Parse a size in sympy's notation; None for a name that is not a valid identifier."""
     try:
         return ast.parse(size, mode="eval").body
     except SyntaxError:
@@ -46,7 +52,12 @@ def _parsed(size: str) -> ast.expr | None:
 
 @functools.lru_cache(maxsize=4096)
 def follows(size: str, dims: tuple[str, ...]) -> bool:
-    """Whether `dims` are all that `size` depends on."""
+    """Return True if `size` depends on no other dimensions than `dims`.
+
+    Args:
+        size: Symbolic size.
+        dims: Names of the known dimensions.
+    """
     parsed = _parsed(size)
     if parsed is None:
         return size in dims
@@ -55,7 +66,18 @@ def follows(size: str, dims: tuple[str, ...]) -> bool:
 
 
 def size_of(size: int | str, dims: Mapping[str, int]) -> int:
-    """What `size` is for `dims`; without Python's eval, for names in it come from a file."""
+    """Return the value of a size.
+
+    Python's `eval` is not used, because the names in `size` come from a file.
+
+    Args:
+        size: Number or symbolic size.
+        dims: Values of the symbolic dimensions, by name.
+
+    Raises:
+        KeyError: A dimension is missing in `dims`.
+        ValueError: `size` contains something other than arithmetic.
+    """
     if isinstance(size, int):
         return size
     parsed = _parsed(size)
@@ -74,4 +96,4 @@ def _value(node: ast.expr, dims: Mapping[str, int]) -> Any:
             return _OPERATORS[type(op)](_value(left, dims), _value(right, dims))
         case ast.Call(func=ast.Name(id=name), args=given) if name in _FUNCTIONS:
             return _FUNCTIONS[name](*(_value(each, dims) for each in given))
-    raise ValueError(f"cannot read the size {ast.unparse(node)!r}")
+    raise ValueError(f"unsupported expression in a tensor size: {ast.unparse(node)!r}")

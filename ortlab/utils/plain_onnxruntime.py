@@ -1,4 +1,4 @@
-"""The import of onnxruntime for inference, without what comes along with its training build."""
+"""Import of onnxruntime for inference, without the side effects of its training build."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import importlib
 import sys
 import threading
 from types import ModuleType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 IMPORTING = threading.Lock()
 
 
 def plain_onnxruntime() -> ModuleType:
-    """onnxruntime, for inference; ImportError where it is not here.
+    """Import onnxruntime for inference.
 
-    Its import brings its training package along, and that DeepSpeed, which takes a second and
-    prints a warning: that is hidden meanwhile.
+    The training build also imports its training package, which imports DeepSpeed; that takes a
+    second and prints a warning. DeepSpeed is therefore hidden during the import.
+
+    Returns:
+        The module `onnxruntime`.
+
+    Raises:
+        ImportError: onnxruntime is not installed.
     """
     with IMPORTING:
         if "onnxruntime" not in sys.modules and "deepspeed" not in sys.modules:
-            sys.modules["deepspeed"] = None  # type: ignore[assignment]  # Python's way to hide one
+            sys.modules["deepspeed"] = None  # type: ignore[assignment]  # makes its import fail
             try:
                 importlib.import_module("onnxruntime")
             finally:

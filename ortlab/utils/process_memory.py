@@ -1,4 +1,4 @@
-"""Memory of this process and its device, read twice a second while somebody measures."""
+"""Memory usage of this process and its device, sampled twice a second during a measurement."""
 
 from __future__ import annotations
 
@@ -30,9 +30,15 @@ _UNITS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of this process and its device, in bytes; NaN is unknown.
+    """Memory usage of this process and its device, in bytes; NaN is unknown.
 
-    ``peak_bytes`` is the highest resident size since the meter's last reading.
+    Attributes:
+        rss_bytes: Resident size of the process.
+        peak_bytes: Highest resident size since the meter's previous reading.
+        cuda_allocated_bytes: Memory that torch's CUDA allocator has allocated to tensors.
+        cuda_reserved_bytes: Memory that torch's CUDA allocator has reserved from the device.
+        cuda_peak_bytes: Highest allocated memory since the measurement started.
+        device_used_bytes: Memory of the device that all processes use.
     """
 
     rss_bytes: float = NAN
@@ -44,11 +50,18 @@ class Memory:
 
     @classmethod
     def of_all(cls, each: Sequence[Memory]) -> Memory:
-        """That of several processes together; their peaks need not have been at one time."""
+        """Return the sum over several processes, whose peaks may lie at different times.
+
+        Args:
+            each: Memory of each process.
+        """
         return cls(*map(sum, zip(*map(_values, each), strict=True)))
 
     def as_dict(self) -> dict[str, float]:
-        """Name to bytes, under the names of `telemetry.Sample`; cheap enough for every step."""
+        """Return bytes by name, as `ortlab.metrics.recorder.Sample` names them.
+
+        This is cheap enough for every step.
+        """
         return dict(zip(_FIELDS, _values(self), strict=True))
 
 
@@ -57,27 +70,36 @@ _values = operator.attrgetter(*_FIELDS)
 
 
 class Meter:
-    """One run's view of the `DeviceSampler`: the peak since this run looked last."""
+    """Readings of the `DeviceSampler` for one run, with the peak since its previous reading.
+
+    Args:
+        now: Memory at the start of the measurement.
+    """
 
     def __init__(self, now: Memory) -> None:
-        # No lock: gc may end a dropped loop, and with it read every meter, wherever one allocates.
-        # Readings are numbered instead, so that one that comes during a `take` is not lost.
+        # No lock: any allocation may run the garbage collector, which may finalize a dropped loop
+        # and thereby read every meter. Readings are numbered instead, so that one that arrives
+        # during `take` is not lost.
         self._latest = 0, replace(now, peak_bytes=now.rss_bytes)
         self._taken = -1
         self._highest = now.rss_bytes
 
     def take(self) -> Memory:
-        """The latest reading, its peak that of all readings since the last `take`."""
+        """Return the latest reading; its peak covers all readings since the last `take`."""
         self._taken, memory = self._latest
         return memory
 
     def highest_peak_bytes(self) -> float:
-        """The highest peak since the meter began: of the resident size, or what CUDA allocated."""
+        """Return the highest peak since the start, of CUDA's allocated or else resident bytes."""
         on_cuda = self._latest[1].cuda_peak_bytes
         return self._highest if math.isnan(on_cuda) else on_cuda
 
     def tick(self, now: Memory) -> None:
-        """Takes a reading of the sampler, which makes one at a time."""
+        """Record a reading; only the sampler calls this, one call at a time.
+
+        Args:
+            now: The reading.
+        """
         number, before = self._latest
         peak = now.peak_bytes
         if self._taken != number:
@@ -87,28 +109,28 @@ class Meter:
 
 
 class DeviceSampler:
-    """Reads this process's memory twice a second, while somebody measures.
+    """Sampler that reads this process's memory twice a second while any meter is active.
 
-    Linux: resident size from /proc/self/statm; the true peak of each interval is VmHWM, which
-    writing 5 to /proc/self/clear_refs restarts (proc(5)); ``resource``'s ru_maxrss is restarted
-    with it. Elsewhere psutil's resident size stands for the peak too, so peaks between readings
-    are missed. CUDA, where torch has initialized it: the caching allocator's statistics, whose peak
-    is restarted when the first of them begins to measure, and the device's figure through NVML.
+    On Linux the resident size comes from /proc/self/statm. The true peak of each interval is VmHWM,
+    which is reset by writing 5 to /proc/self/clear_refs (proc(5)); this also resets ru_maxrss of
+    ``resource``. On other systems psutil's resident size also serves as the peak, so peaks between
+    readings are missed. If torch has initialized CUDA, the statistics of its caching allocator are
+    read, whose peak is reset when the first meter starts, and the usage of the device from NVML.
     """
 
     PERIOD_S = 0.5
 
     def __init__(self) -> None:
-        # Taken again by the thread that has it, where gc ends a dropped loop inside.
+        # Reentrant: the garbage collector may finalize a dropped loop while this thread has it.
         self._lock = threading.RLock()
         self._meters: list[Meter] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> Meter:
-        """A meter that is kept up to date until it is given to `end`."""
+        """Start a measurement and return its meter, which is updated until `end`."""
         with self._lock:
-            # Who measures already keeps the peak of the interval that ends here.
+            # Active meters record the peak of the interval that ends here.
             self._tick()
             if not self._meters:
                 _restart_cuda_peak()
@@ -121,7 +143,13 @@ class DeviceSampler:
             return meter
 
     def end(self, meter: Meter) -> None:
-        """Takes a last reading; the thread ends with the last meter. Twice is fine."""
+        """Take a last reading and stop updating `meter`; the thread ends with the last meter.
+
+        Calling this again has no effect.
+
+        Args:
+            meter: A meter from `start`.
+        """
         thread = None
         with self._lock:
             if meter not in self._meters:
@@ -131,18 +159,19 @@ class DeviceSampler:
             if not self._meters:
                 thread, self._thread = self._thread, None
                 self._stop.set()
-        # gc may have brought us here on that thread itself.
+        # The garbage collector may have called this on the sampling thread itself.
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     @property
     def running(self) -> bool:
-        """Whether the thread is alive."""
+        """True while the sampling thread is active."""
         return self._thread is not None
 
     def _sample(self, stop: threading.Event) -> None:
         while not stop.wait(self.PERIOD_S):
-            # Who waits for this thread's end may have the lock, where gc ended a loop inside it.
+            # A thread that waits for this one to end may have the lock, if the garbage collector
+            # finalized a loop while the lock was taken.
             while not self._lock.acquire(timeout=0.05):
                 if stop.is_set():
                     return
@@ -162,9 +191,9 @@ class DeviceSampler:
         return Memory(rss, peak, *self._cuda_memory())
 
     def _cuda_memory(self) -> tuple[float, float, float, float]:
-        import torch
+        import torch  # heavy: torch
 
-        # Asking the allocator would otherwise create a context of some hundred megabytes.
+        # Reading the statistics would otherwise create a context of several hundred megabytes.
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return NAN, NAN, NAN, NAN
         stats = torch.cuda.memory_stats()
@@ -177,12 +206,19 @@ class DeviceSampler:
 
 
 def device_used_bytes(index: int | None = None) -> float:
-    """What all processes use of a CUDA device, torch's current one without `index`; or NaN."""
-    import pynvml
-    import torch
+    """Return the memory of a CUDA device that all processes use.
+
+    Args:
+        index: Index of the device in torch; None is torch's current device.
+
+    Returns:
+        Bytes, or NaN if NVML does not report them.
+    """
+    import pynvml  # heavy: pynvml
+    import torch  # heavy: torch
 
     try:
-        # NVML numbers all devices, torch the visible ones: only the UUID means the same.
+        # NVML counts all devices and torch the visible ones; only the UUID is the same in both.
         uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
         return float(pynvml.nvmlDeviceGetMemoryInfo(_nvml_device(uuid)).used)
     except pynvml.NVMLError:
@@ -191,25 +227,29 @@ def device_used_bytes(index: int | None = None) -> float:
 
 @functools.cache
 def _nvml_device(uuid: str) -> Any:
-    import pynvml
+    import pynvml  # heavy: pynvml
 
     pynvml.nvmlInit()
     return pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
 
 SAMPLER = DeviceSampler()
-"""The one sampler of this process; it has no thread until somebody measures."""
+"""The sampler of this process; its thread starts with the first measurement."""
 
 
 def _restart_cuda_peak() -> None:
-    import torch
+    import torch  # heavy: torch
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats()
 
 
 def memory(size_bytes: float) -> str:
-    """Bytes in GiB, MiB or KiB."""
+    """Format a size in GiB, MiB or KiB.
+
+    Args:
+        size_bytes: Size in bytes.
+    """
     if size_bytes >= 2**30:
         return f"{size_bytes / 2**30:.2f} GiB"
     unit, power = ("MiB", 20) if size_bytes >= 2**20 else ("KiB", 10)
@@ -217,23 +257,39 @@ def memory(size_bytes: float) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of a number, or of text with a unit: "16GiB", "500 MB"; ValueError shows the form."""
+    """Parse a memory size.
+
+    Args:
+        size: Bytes, or text with a unit such as "16GiB" or "500 MB".
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        ValueError: `size` is not a positive size; the message shows the format.
+    """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise ValueError(f"{size!r} is no size of memory; give bytes or such as 16GiB or 500MB")
+        raise ValueError(
+            f"{size!r} is not a memory size; use a number of bytes, or a unit as in 16GiB or 500MB"
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 _SCARCE = 0.05
-"""Of all memory: with less left over, what can be made again is let go."""
+"""Fraction of all memory; with less than this available, caches are released."""
 
 
 def is_scarce(device: str) -> bool:
-    """Whether little memory of the `device` ("cpu" or "cuda") is left."""
-    import psutil
-    import torch
+    """Return True if less than 5% of a device's memory is available.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    import psutil  # heavy: psutil
+    import torch  # heavy: torch
 
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -244,9 +300,13 @@ def is_scarce(device: str) -> bool:
 
 
 def free_bytes(device: str) -> int:
-    """Memory of the `device` ("cpu" or "cuda") that nobody uses now."""
-    import psutil
-    import torch
+    """Return the available memory of a device in bytes.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    import psutil  # heavy: psutil
+    import torch  # heavy: torch
 
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
@@ -257,7 +317,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def _host_memory() -> tuple[float, float]:
-    """Resident size, and its peak since the last call where Linux tells."""
+    """Return the resident size and, on Linux, its peak since the last call."""
     try:
         with open("/proc/self/statm", "rb") as file:
             rss = int(file.read().split()[1]) * _PAGE
@@ -266,7 +326,7 @@ def _host_memory() -> tuple[float, float]:
         with open("/proc/self/clear_refs", "wb") as file:
             file.write(b"5")
     except OSError:
-        import psutil
+        import psutil  # heavy: psutil
 
         rss = psutil.Process().memory_info().rss
         return rss, rss

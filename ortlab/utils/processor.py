@@ -1,14 +1,21 @@
-"""The processor as Linux tells of it; imports the standard library alone."""
+"""Processor information from Linux; imports only the standard library."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-"""Where Linux tells of the processors."""
+"""File in which Linux describes the processors."""
 
 
 def first_processor(cpuinfo: str) -> dict[str, str]:
-    """What the text of `CPUINFO` says of the first processor, by its words for that."""
+    """Parse the entry of the first processor.
+
+    Args:
+        cpuinfo: Text of `CPUINFO`.
+
+    Returns:
+        Values by field name, such as "model name" and "flags".
+    """
     pairs = [line.partition(":")[::2] for line in cpuinfo.splitlines()]
     return {name.strip(): value.strip() for name, value in reversed(pairs)}

@@ -1,4 +1,4 @@
-"""The random numbers of this process: their states kept, given back, and seeded for runs."""
+"""Random number generators of this process: saving and restoring their states, and seeding runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class RandomStates:
-    """What Python, numpy, torch and its CUDA devices will draw next."""
+    """States of the global generators of Python, numpy, torch and torch's CUDA devices."""
 
     python: Any
     array: Any
@@ -24,14 +24,14 @@ class RandomStates:
 
     @classmethod
     def now(cls) -> RandomStates:
-        """The states of this moment."""
-        # Asking CUDA for its states would otherwise initialize it.
+        """Return the current states."""
+        # Reading the states would otherwise initialize CUDA.
         on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = torch.cuda.get_rng_state_all() if on_cuda else []
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), devices)
 
     def give_back(self) -> None:
-        """Makes them the states again; of CUDA devices those that are here too."""
+        """Restore these states; those of CUDA devices that do not exist here are skipped."""
         random.setstate(self.python)
         np.random.set_state(self.array)
         torch.set_rng_state(self.host)
@@ -39,7 +39,11 @@ class RandomStates:
             torch.cuda.set_rng_state(state, device)
 
     def same_as(self, other: RandomStates) -> bool:
-        """Whether nothing was drawn between the two."""
+        """Return True if both states are equal, so that nothing was drawn between them.
+
+        Args:
+            other: The states to compare with.
+        """
         return (
             self.python == other.python
             and all(np.array_equal(a, b) for a, b in zip(self.array, other.array, strict=True))
@@ -50,7 +54,7 @@ class RandomStates:
 
 @contextlib.contextmanager
 def undisturbed_random() -> Iterator[None]:
-    """Gives the random states of now back at the end."""
+    """Restore the current random states at the end of the block."""
     states = RandomStates.now()
     try:
         yield
@@ -59,14 +63,14 @@ def undisturbed_random() -> Iterator[None]:
 
 
 class _Seeding:
-    """The process's random states while runs draw from them: the last one out gives them back.
+    """Random states of the process before any run seeded them; the last run to end restores them.
 
-    Were each to give back what it found, the first to end would set back the one still going, and
-    the last would leave a state from the middle of the other.
+    If each run restored the states that it found, the first one to end would reset the generators
+    of a run that is still active, and the last one would leave a state from the middle of another.
     """
 
     def __init__(self) -> None:
-        # Taken again by the thread that has it, where gc finalizes a dropped loop inside.
+        # Reentrant: the garbage collector may finalize a dropped loop while this thread has it.
         self._lock = threading.RLock()
         self._runs = 0
         self._before: RandomStates | None = None
@@ -94,8 +98,14 @@ _SEEDING = _Seeding()
 
 
 def seeded(seed: int) -> contextlib.AbstractContextManager[None]:
-    """Seeds Python, numpy and torch; the states of before come back when the last run ends.
+    """Seed Python, numpy and torch; the previous states are restored when the last run ends.
 
-    Seeds of runs that overlap do not hold: all draw from the same generators.
+    Runs that overlap are not reproducible, because all of them draw from the same generators.
+
+    Args:
+        seed: Seed of all generators.
+
+    Returns:
+        A context manager for the duration of the run.
     """
     return _SEEDING.seeded(seed)

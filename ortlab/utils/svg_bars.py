@@ -1,4 +1,4 @@
-"""Bars as one static picture: what stays in a saved notebook and on a printed page."""
+"""Bar charts as static SVG images, for saved notebooks and printed pages."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Row = tuple[str, Sequence[Mapping[str, float]]]
-"""A label, and under one another its bars: amounts by the name of the series, end to end."""
+"""Label and its bars, one below the other; each bar stacks amounts by name of the series."""
 Series = Mapping[str, tuple[str, float]]
-"""The colour and opacity of each series, by name."""
+"""Color and opacity of each series, by name."""
 
 WIDTH, LABELS, NUMBERS = 900, 290, 70
 BAR, GAP, LEGEND = 9, 7, 26
 TEXT = "#7a7a7a"  # 4.3:1 on white, 4.4:1 on JupyterLab's dark #111111
 FONT = 11
-LETTERS = 44  # of a label that fit
+LETTERS = 44  # longest label that fits
 
 
 def milliseconds(us: float) -> str:
-    """Microseconds as their sum is told."""
+    """Format microseconds as milliseconds.
+
+    Args:
+        us: Time in microseconds.
+    """
     return f"{us / 1000:.2f} ms"
 
 
@@ -30,9 +34,16 @@ def svg(
     told: Callable[[float], str] = milliseconds,
     limit: float | None = None,
 ) -> str:
-    """The picture of `rows`: widths in proportion, the sum of each bar at its end, as `told`.
+    """Draw a bar chart.
 
-    A `limit` is a line that bars may cross.
+    Args:
+        rows: The bars, drawn to scale with the sum of each at its end.
+        series: Colors of the series.
+        told: Formats a sum.
+        limit: Amount at which a vertical line is drawn; bars may cross it. None draws no line.
+
+    Returns:
+        The SVG document.
     """
     sums = [sum(bar.values()) for _, bars in rows for bar in bars]
     longest = max([*sums, limit or 0.0], default=0.0) or 1.0
@@ -62,16 +73,26 @@ def svg(
 
 
 def image(picture: str, alt: str) -> str:
-    """An HTML image of an SVG `picture`: nothing in it can act upon the page."""
+    """Return an HTML image of an SVG, whose content cannot act on the page.
+
+    Args:
+        picture: The SVG document.
+        alt: Alternative text.
+    """
     return f'<img alt="{html.escape(alt)}" style="max-width: 100%" src="{_address(picture)}">'
 
 
 def hoverable(picture: str, alt: str) -> str:
-    """The same, whose titles are shown on hover, which a browser does in no image.
+    """Return an HTML object of an SVG, which shows its titles on hover; an image does not.
 
-    Where a page allows no objects (JupyterLab in a notebook that is not trusted) it is an image.
+    Where a page does not allow objects (JupyterLab in an untrusted notebook), it falls back to an
+    image.
+
+    Args:
+        picture: The SVG document.
+        alt: Alternative text.
     """
-    # A document of another scheme than the page's would get a background of its own.
+    # With another color scheme than the page's, the document would get its own background.
     style = "max-width: 100%; color-scheme: light"
     return (
         f'<object type="image/svg+xml" style="{style}" data="{_address(picture)}">'
@@ -106,21 +127,37 @@ def _bar(
 
 
 def _fitting(label: str) -> str:
-    """The end of a long path says more than its beginning."""
+    """Shorten a label from the left, since the end of a path says more than its beginning."""
     return label if len(label) <= LETTERS else "\N{HORIZONTAL ELLIPSIS}" + label[1 - LETTERS :]
 
 
 def box(x: float, y: float, width: float, height: float, look: tuple[str, float]) -> str:
-    """A rectangle in SVG; `look` is its colour and opacity."""
-    colour, opacity = look
+    """Return an SVG rectangle.
+
+    Args:
+        x: Left edge, in pixels.
+        y: Top edge.
+        width: Width; negative ones are drawn as 0.
+        height: Height.
+        look: Color and opacity.
+    """
+    color, opacity = look
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.0):.1f}" height="{height}" '
-        f'fill="{colour}" fill-opacity="{opacity}"/>'
+        f'fill="{color}" fill-opacity="{opacity}"/>'
     )
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", size: int = FONT) -> str:
-    """Words in SVG, their middle at the height `y`."""
+    """Return SVG text.
+
+    Args:
+        x: Position of the anchor, in pixels.
+        y: Vertical center of the text.
+        words: The text, which is escaped.
+        anchor: SVG's ``text-anchor``: "start", "middle" or "end".
+        size: Font size in pixels.
+    """
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" fill="{TEXT}" font-size="{size}" text-anchor="{anchor}" '
         f'dominant-baseline="central">{html.escape(words)}</text>'

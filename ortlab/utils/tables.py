@@ -1,4 +1,4 @@
-"""Tables that read the same in a notebook, in a terminal and on paper."""
+"""Tables with the same content in a notebook, in a terminal and on paper."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ _STYLE = """
 """
 
 _OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""Characters that a terminal obeys rather than shows, and those that turn the text around them."""
+"""Control characters, and those that change the direction of the surrounding text."""
 LONGEST = 40
-"""Letters of a word that is never broken; longer ones are paths, which leave figures their room."""
+"""Longest word that is never broken; longer ones are paths, which must leave room for numbers."""
 
 
 @dataclass(frozen=True)
 class Column(Generic[R]):
-    """One column: its head, and the text of a record in it."""
+    """Column of a table.
+
+    Attributes:
+        head: Heading.
+        text: Formats the cell of a record.
+        number: True for numbers, which are aligned right.
+    """
 
     head: str
     text: Callable[[R], str]
@@ -37,9 +43,13 @@ class Column(Generic[R]):
 
 
 class Table(Sequence[R]):
-    """Records, shown as a table. `notes` are lines below it; `empty` is said when there are none.
+    """Sequence of records that is displayed as a table.
 
-    It is a sequence of the records themselves.
+    Args:
+        records: The records.
+        columns: The columns.
+        notes: Lines shown below the table.
+        empty: Text shown if there are no records.
     """
 
     def __init__(
@@ -57,7 +67,11 @@ class Table(Sequence[R]):
         self._empty = empty
 
     def noted(self, *notes: str) -> Table[R]:
-        """The same table with more lines below it."""
+        """Return a copy of the table with additional notes.
+
+        Args:
+            *notes: Lines to show below the existing notes.
+        """
         return Table(self._records, self._columns, notes=self.notes + notes, empty=self._empty)
 
     def __len__(self) -> int:
@@ -106,7 +120,7 @@ class Table(Sequence[R]):
     def _html_row(self, tag: str, cells: Sequence[str]) -> str:
         return "<tr>{}</tr>".format(
             "".join(
-                # In place, since JupyterLab's own rule for tables goes before a style sheet's.
+                # Inline, because JupyterLab's own rule for tables overrides a style sheet's.
                 f'<{tag} style="{_style(tag, cell, column)}">{_text(tag, cell, column)}</{tag}>'
                 for cell, column in zip(cells, self._columns, strict=True)
             )
@@ -114,17 +128,26 @@ class Table(Sequence[R]):
 
 
 def escaped(text: str, *, but: str = "") -> str:
-    """`text` with control characters, `but` those, as Python writes them: names come from files."""
+    """Escape control characters as Python does, because names come from files.
+
+    Args:
+        text: The text.
+        but: Control characters to keep.
+    """
     return _OBEYED.sub(lambda found: found[0] if found[0] in but else repr(found[0])[1:-1], text)
 
 
 def rounded(value: float) -> str:
-    """Three digits of a number, or all before the point."""
+    """Format a number with three significant digits, or without decimals from 100 on.
+
+    Args:
+        value: The number.
+    """
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _text(tag: str, cell: str, column: Column[R]) -> str:
-    """A number's cell breaks before what stands in brackets alone, where the page is narrow."""
+    """Return a cell's HTML; a number may wrap only before its parentheses, on a narrow page."""
     number, bracket, more = cell.partition(" (")
     if tag == "th" or not column.number or not bracket:
         return html.escape(cell)

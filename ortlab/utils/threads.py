@@ -1,8 +1,8 @@
-"""What the C library keeps of freed memory, given back to the system.
+"""Release of freed memory from the C library to the system.
 
-glibc has an arena for each thread and keeps it when the thread ends, for another one. Whatever a
-thread has freed at the end of its arena stays there: a kernel in which threads come and go for
-hours would hold the most that any of them has used, once for each arena.
+glibc has an arena per thread and keeps it for another thread when the thread ends. Memory that a
+thread has freed at the end of its arena stays there: a kernel that starts and ends threads for
+hours would keep the peak of any of them, once per arena.
 """
 
 from __future__ import annotations
@@ -18,21 +18,27 @@ from collections.abc import Callable
 from typing import Any, Final
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of ``mallopt``, see malloc.h."""
+"""Parameters of ``mallopt``; see malloc.h."""
 _ADAPTED: Final = 32 << 20
-"""The largest threshold for mappings that glibc's own adjustment reaches (64 bit)."""
+"""Largest mmap threshold that glibc's dynamic adjustment reaches (64 bit)."""
 _BEYOND_BINS: Final = 100_000
-"""Bytes whose ``free`` looks at the end of the arena: more than 65,536."""
+"""Size from which ``free`` trims the end of the arena: more than 65,536 bytes."""
 
 
 class Thread(threading.Thread):
-    """A daemon that gives back what it has freed when it ends."""
+    """Daemon thread that releases the memory it has freed when it ends.
+
+    Args:
+        target: Function to run.
+        *args: Its arguments.
+        name: Name of the thread.
+    """
 
     def __init__(self, target: Callable[..., object], *args: Any, name: str) -> None:
         super().__init__(target=target, args=args, name=name, daemon=True)
 
     def run(self) -> None:
-        """The target, and what comes after it."""
+        """Run the target, then release freed memory."""
         try:
             super().run()
         finally:
@@ -40,11 +46,14 @@ class Thread(threading.Thread):
 
 
 def trim(*, collect: bool = True) -> None:
-    """Has the C library give freed memory back to the system, where it can (glibc).
+    """Release freed memory to the system, where the C library supports it (glibc).
 
-    What a step takes shows in the resident size only where it was given back before. Without
-    `collect`, which takes tenths of a second, what only Python's collector finds stays. Of other
-    threads' arenas the ends stay as well (see `trim_own`).
+    The memory of a step shows in the resident size only if freed memory was released before it.
+    The ends of other threads' arenas are not released (see `trim_own`).
+
+    Args:
+        collect: Run Python's garbage collector first, which takes tenths of a second; without it,
+            memory of reference cycles is not released.
     """
     if collect:
         gc.collect()
@@ -54,11 +63,12 @@ def trim(*, collect: bool = True) -> None:
 
 
 def trim_own() -> None:
-    """Gives back the end of this thread's arena; ``malloc_trim`` does that for the main one alone.
+    """Release the end of this thread's arena; ``malloc_trim`` does so only for the main arena.
 
-    A ``free`` does, where the end is above the threshold, so that is low for one moment. As
-    ``mallopt`` ends glibc's adjustment, both thresholds stand from then on where it ends with large
-    tensors (mallopt(3)). Where the environment sets one, everything is left alone.
+    ``free`` releases the end of an arena if it is larger than the trim threshold, which is
+    therefore lowered for a moment. Since ``mallopt`` disables glibc's dynamic adjustment, both
+    thresholds are then set to the values that the adjustment reaches with large tensors
+    (mallopt(3)). If the environment sets one of them, nothing is done.
     """
     libc = _libc()
     if libc is None:
@@ -71,7 +81,7 @@ def trim_own() -> None:
 
 @functools.cache
 def _libc() -> ctypes.CDLL | None:
-    """The C library, where it is glibc and the user has not chosen its thresholds."""
+    """Return the C library if it is glibc and the user has not set its thresholds, else None."""
     chosen = (*os.environ, os.environ.get("GLIBC_TUNABLES", ""))
     if re.search(r"(mmap|trim)_threshold", " ".join(chosen), re.IGNORECASE):
         return None

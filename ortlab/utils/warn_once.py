@@ -1,7 +1,8 @@
-"""What an engine has to say where nothing shows its report: by the logger ``ortlab``, once each.
+"""Warnings of an engine through the logger ``ortlab``, where no view shows its report.
 
-A program that sets no logging up has it on stderr, by Python's last resort; one that does has it
-where it likes. Notebooks, commands and workers, whose views show every report, leave it unsaid.
+In a program that does not configure logging they go to stderr, through Python's last-resort
+handler; otherwise logging decides. Notebooks, commands and workers suppress them, because their
+views show every report.
 """
 
 from __future__ import annotations
@@ -14,10 +15,19 @@ _SHOWN: Final = logging.NullHandler()
 
 
 def say(what: str, text: str) -> None:
-    """Says `text` of `what`, as a warning."""
+    """Log a warning.
+
+    Args:
+        what: Subject of the warning, such as the name of a model.
+        text: The warning.
+    """
     _LOGGER.warning("ortlab: %s: %s", what, text)
 
 
 def are_seen(*, by_themselves: bool = False) -> None:
-    """Has the last resort print no more of them, since a view shows them; or all again."""
+    """Stop or resume printing the warnings to stderr by the last-resort handler.
+
+    Args:
+        by_themselves: True prints them again; False suppresses them, since a view shows them.
+    """
     (_LOGGER.removeHandler if by_themselves else _LOGGER.addHandler)(_SHOWN)

@@ -1,4 +1,4 @@
-"""What a kernel began one after the other: all that somebody still has."""
+"""List of weak references to the objects that a kernel created, such as its runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """In the order in which they began; keeps none of them alive but, with `last`, the last one."""
+    """Objects in order of creation that are still referenced elsewhere.
+
+    Args:
+        last: Keep the newest object alive; all others are referenced weakly.
+    """
 
     def __init__(self, *, last: bool) -> None:
         self._keeps_last = last
@@ -18,17 +22,21 @@ class Recent(Generic[T]):
         self._known: list[weakref.ref[T]] = []
 
     def append(self, begun: T) -> None:
-        """Adds the newest; the one before stays as long as somebody has it: a name, a thread."""
+        """Append the newest object; the one before it is no longer kept alive.
+
+        Args:
+            begun: The object.
+        """
         self._known = [*map(weakref.ref, self), weakref.ref(begun)]
         self._last = begun if self._keeps_last else None
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Remove all objects."""
         self._known, self._last = [], None
 
     @property
     def last(self) -> T | None:
-        """The newest that is left; None without any."""
+        """Newest object that is still alive; None if there is none."""
         return next(reversed([*self]), None)
 
     def __iter__(self) -> Iterator[T]:

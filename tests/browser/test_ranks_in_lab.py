@@ -95,7 +95,7 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     assert title.startswith("parameters 15.6 MiB, gradients 15.6 MiB, optimizer state ")
     notes = section.locator(".ortlab-line").all_inner_texts()
     assert notes[0].startswith("rank 1 is the slowest: ")
-    assert notes[1].startswith("ZeRO stage 1 over 2 workers: together they hold 93.4 MiB ")
+    assert notes[1].startswith("ZeRO stage 1 on 2 workers: a total of 93.4 MiB ")
     assert notes[1].endswith("(25.0%)")
     whole(section)
     section.scroll_into_view_if_needed()
@@ -114,7 +114,7 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     page.set_viewport_size({"width": 1280, "height": 1150})
 
     book.run_next("run.apply(workers=1, zero_stage=0); run.resume()")
-    expect(section.get_by_text("the run went on in one process")).to_be_visible()
+    expect(section.get_by_text("the run continued in one process")).to_be_visible()
     expect(rows).to_have_count(2)
     expect(rows.nth(0)).to_have_class("ortlab-rank ortlab-gone")
     section.scroll_into_view_if_needed()

@@ -183,9 +183,9 @@ def test_file_and_folder_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda: None, r"training\.optimizer\.a is a function, which a checkpoint does not hold"),
-        (torch.zeros(2, 2).to_sparse(), r"a is a tensor without plain data \(torch.sparse_coo\)"),
-        (torch.zeros(2, device="meta"), r"a is a tensor without plain data \(meta\)"),
+        (lambda: None, r"training\.optimizer\.a is a function, which a checkpoint cannot store"),
+        (torch.zeros(2, 2).to_sparse(), r"a is not a dense tensor \(torch.sparse_coo\)"),
+        (torch.zeros(2, device="meta"), r"a is not a dense tensor \(meta\)"),
         (torch.zeros(2, dtype=torch.complex128), "a is complex128"),
     ],
 )
@@ -218,37 +218,41 @@ def test_any_byte_that_changes_is_noticed(tmp_path: Path) -> None:
         data = bytearray(whole)
         data[place] ^= 1
         path.write_bytes(data)
-        refused(path, because="is damaged|is no checkpoint|newer|no checkpoint of a run")
+        refused(path, because="is damaged|is not a checkpoint|newer|not a checkpoint of a run")
 
 
 @pytest.mark.parametrize("length", [0, 5, 8, 200, -1])
 def test_a_part_of_a_file(tmp_path: Path, length: int) -> None:
     path = taken().save(tmp_path / "a.ckpt")
     path.write_bytes(path.read_bytes()[:length])
-    refused(path, because="is no checkpoint, or only a part of one")
+    refused(path, because="is not a checkpoint, or is incomplete")
 
 
 def test_files_of_others(tmp_path: Path) -> None:
     refused(tmp_path / "none.ckpt", because=r"there is no checkpoint at .*; run\.checkpoint")
-    refused(tmp_path, because="is a folder; give the checkpoint's file")
+    refused(tmp_path, because="is a folder; use the checkpoint's file")
     final = tmp_path / "run-1" / "checkpoints" / "final.safetensors"
     final.parent.mkdir(parents=True)
     taken().save(final)
-    refused(tmp_path / "run-1", because=f"as {final}")
+    refused(tmp_path / "run-1", because=f"such as {final}")
     weights = tmp_path / "weights.safetensors"
     safetensors.torch.save_file({"weight": torch.zeros(2)}, weights)
-    refused(weights, because="holds tensors, but is no checkpoint of a run; load weights alone")
+    refused(
+        weights, because="contains tensors, but is not a checkpoint of a run; load the weights with"
+    )
     text = tmp_path / "notes.txt"
     text.write_text("not a checkpoint" * 100)
-    refused(text, because="is no checkpoint")
-    refused(Path("/dev/null"), because="/dev/null is no file")
+    refused(text, because="is not a checkpoint")
+    refused(Path("/dev/null"), because="/dev/null is not a file")
 
 
 def test_a_newer_form_says_to_update(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     metadata = {"ortlab": "3", "state": "{}", "sha256": ""}
     safetensors.torch.save_file({"weight": torch.zeros(2)}, path, metadata)
-    refused(path, because=r"is of form 3, and this ortlab knows 2: .* pip install -U ortlab")
+    refused(
+        path, because=r"has format version 3, .* reads versions up to 2; .* pip install -U ortlab"
+    )
 
 
 class Payload:
@@ -265,9 +269,9 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     payload = Payload(tmp_path / "ran")
     path = tmp_path / "a.ckpt"
     path.write_bytes(pickle.dumps(payload))
-    refused(path, because="is no checkpoint")
+    refused(path, because="is not a checkpoint")
     torch.save({"model": payload}, path)
-    refused(path, because="is no checkpoint")
+    refused(path, because="is not a checkpoint")
     assert not (tmp_path / "ran").exists()
 
 
@@ -282,7 +286,7 @@ def test_a_form_that_fits_its_digest_alone(tmp_path: Path, state: Any) -> None:
     tensors = {"weight": torch.zeros(2)}
     metadata = {"ortlab": "1", "state": text, "sha256": _digest(1, text, tensors)}
     safetensors.torch.save_file(tensors, path, metadata)
-    refused(path, because="is no checkpoint of ortlab's")
+    refused(path, because="is not a checkpoint of ortlab")
 
 
 @pytest.mark.parametrize(
@@ -309,7 +313,7 @@ def test_values_that_no_run_has_are_refused_though_the_digest_fits(
     position = dataclasses.replace(kept.position, **{name: changes[name] for name in of_position})
     others = {name: changes[name] for name in changes.keys() - of_position}
     path = dataclasses.replace(kept, position=position, **others).save(tmp_path / "a.ckpt")
-    refused(path, because=f"is no checkpoint of ortlab's: .*{min(changes)} is ")
+    refused(path, because=f"is not a checkpoint of ortlab: .*{min(changes)} is ")
 
 
 # --- a disk that is full, a reader in between, a process that is killed
@@ -351,7 +355,7 @@ def test_a_full_disk_leaves_the_older_one_whole(tmp_path: Path) -> None:
     with saving(path, full_after=1) as process:
         said, error = process.communicate(timeout=HANGS_S)
     assert said == "1\n"
-    assert f"cannot be kept in {path}" in error
+    assert f"cannot be saved to {path}" in error
     assert "too large" in error.lower()
     read = Checkpoint.load(path)
     assert read.position.step == 1

@@ -357,7 +357,7 @@ def test_damaged_shards_are_named(shards: Path, tmp_path: Path, harm: str) -> No
     elif harm == "link":  # to the same bytes: it is where it leads that nobody knows
         shard.rename(tmp_path / "elsewhere")
         shard.symlink_to(tmp_path / "elsewhere")
-        expected = f"{shard.name} is missing, or no file"
+        expected = f"{shard.name} is missing, or not a file"
     elif harm == "more":
         shutil.copy(shard, copy / "stranger.safetensors")
         expected = "stranger"
@@ -368,7 +368,7 @@ def test_damaged_shards_are_named(shards: Path, tmp_path: Path, harm: str) -> No
         bare._save_file(copy / "state.safetensors", parts)
         expected = "state.safetensors is missing"
     else:
-        with pytest.raises(ValueError, match=r"is a part of a checkpoint; give its folder"):
+        with pytest.raises(ValueError, match=r"is part of a checkpoint; use its folder"):
             Checkpoint.load(copy / "state.safetensors")
         return
     with pytest.raises(ValueError, match=expected):

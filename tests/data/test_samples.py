@@ -183,7 +183,7 @@ def test_without_the_pretrained_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_by_name_offline() -> None:
-    with pytest.raises(RuntimeError, match=r"'no-such/model' cannot be fetched.*data\.minilm"):
+    with pytest.raises(RuntimeError, match=r"'no-such/model' cannot be downloaded.*data\.minilm"):
         data.pretrained("no-such/model")
 
 
@@ -208,5 +208,5 @@ def test_the_hub_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_hub_offline() -> None:
     pytest.importorskip("datasets", reason="needs pip install 'ortlab[hub]'")
-    with pytest.raises(RuntimeError, match="cannot be fetched"):
+    with pytest.raises(RuntimeError, match="cannot be downloaded"):
         data.hub("no-such-owner/no-such-data")

@@ -87,11 +87,11 @@ def test_a_question_without_a_prediction_scores_nothing() -> None:
 
 
 def test_what_is_no_question() -> None:
-    with pytest.raises(ValueError, match="'q': its text has 'kernel was' at 4"):
+    with pytest.raises(ValueError, match="'q': its context has 'kernel was' at 4"):
         Question("q", "who?", TEXT, ("kernel war",), (4,))
-    with pytest.raises(ValueError, match="'q': its text has '' at 3 and not the answer ''"):
+    with pytest.raises(ValueError, match="'q': its context has '' at 3, not the answer ''"):
         Question("q", "who?", TEXT, ("",), (3,))
-    with pytest.raises(ValueError, match="'q' has no answer; leave out"):
+    with pytest.raises(ValueError, match="'q' has no answer; remove"):
         Question("q", "who?", TEXT, (), ())
     with pytest.raises(ValueError, match="2 questions have the id 'q'"):
         Questions([asked("q", ["1999"]), asked("q", ["Delft"])])
@@ -179,7 +179,7 @@ def test_a_model_answers_in_the_mode_that_it_is_in(tokenizer: PreTrainedTokenize
 
 def test_a_slow_tokenizer_is_refused() -> None:
     slow = SimpleNamespace(is_fast=False)
-    with pytest.raises(ValueError, match="take the fast one"):
+    with pytest.raises(ValueError, match="use the model's fast tokenizer"):
         Questions([asked("q", ["1999"])]).encoded(slow)  # type: ignore[arg-type]
 
 
@@ -196,7 +196,7 @@ def test_files_and_rows(tmp_path: Path) -> None:
     assert read.answers == ("1999",)
     for wrong in ("{}", "no json", '{"data": [{"paragraphs": 1}]}'):
         path.write_text(wrong)
-        with pytest.raises(ValueError, match=r"some\.json is not in SQuAD's form"):
+        with pytest.raises(ValueError, match=r"some\.json is not in SQuAD's format"):
             squad.read(path)
 
 

@@ -168,7 +168,7 @@ def test_sizes_of_memory(text: int | str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "GiB", "0", 0, -1, "-1GiB", "1 PB", True, "1e9"])
 def test_sizes_of_memory_that_are_none(text: int | str) -> None:
-    with pytest.raises(ValueError, match="no size of memory"):
+    with pytest.raises(ValueError, match="not a memory size"):
         parse_bytes(text)
 
 

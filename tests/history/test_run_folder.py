@@ -165,7 +165,7 @@ def test_names_are_kept_apart(tmp_path: Path) -> None:
     names = [RunFolder.create("bert", root=tmp_path).name for _ in range(3)]
     assert names == ["bert", "bert-2", "bert-3"]
     for bad in ("../up", "", "a b", ".hidden"):
-        with pytest.raises(ValueError, match="make a run's name"):
+        with pytest.raises(ValueError, match="is not a run's name"):
             RunFolder.create(bad, root=tmp_path)
 
 
@@ -184,7 +184,7 @@ def test_folders_made_at_once_are_different(tmp_path: Path) -> None:
 
 def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RuntimeError, match="ORTLAB_HOME names another folder"):
+    with pytest.raises(RuntimeError, match="set ORTLAB_HOME to another folder"):
         RunFolder.create(root=tmp_path / "file" / "runs")
 
 

@@ -160,9 +160,7 @@ def test_the_slowest_computes_longest_whatever_it_waits(told: Told) -> None:
     """Steps end together: it is the time outside of communication that differs."""
     told.steps(9, [10.0, 14.0], wait_ms=50.0)
     (note,) = told.standing().notes()
-    assert note == (
-        "rank 1 is the slowest: 14 ms of a step outside of communication, the others 10 ms"
-    )
+    assert note == ("rank 1 is the slowest: 14 ms per step without communication, the others 10 ms")
 
 
 def test_steps_from_before_a_change_do_not_count(told: Told) -> None:
@@ -179,7 +177,7 @@ def test_a_run_that_goes_on_in_one_process_keeps_its_ranks(told: Told) -> None:
     standing = told.standing(workers=2, zero_stage=1)
     assert standing.until == 20
     assert standing.notes()[0] == (
-        "the workers trained until step 20; the run went on in one process"
+        "the workers trained until step 20; the run continued in one process"
     )
     assert slowest(standing) == [1]
     assert standing.saving is not None
@@ -254,7 +252,7 @@ def test_what_zero_saves_is_what_the_paper_says(
     assert saving.measured == pytest.approx(saved)
     assert saving.expected == pytest.approx(saved)
     assert (f"{saved:.1%}" in str(saving)) is (stage > 0)
-    assert f"ZeRO stage {stage} over {workers} workers" in str(saving)
+    assert f"ZeRO stage {stage} on {workers} workers" in str(saving)
 
 
 @pytest.mark.parametrize(
@@ -284,15 +282,18 @@ def test_what_is_in_host_memory_is_none_of_the_device_s(told: Told) -> None:
     told.steps(3, [1.0] * 2, **held(1 * P, 1 * P, 6 * P), **cuda)
     standing = told.standing(workers=2, zero_stage=3, offload_optimizer=True)
     assert [rank.rest for rank in standing.ranks] == [7 * P, 7 * P]
-    assert "of what they hold 57.2 MiB is in host memory, with the optimizer" in standing.notes()
+    assert (
+        "57.2 MiB of the training state is in host memory, where the optimizer runs"
+        in standing.notes()
+    )
 
 
 def test_at_stage_0_it_says_what_stage_1_would_save(told: Told) -> None:
     told.steps(3, [1.0] * 4, **held(4 * P, 4 * P, 8 * P))
     saving = told.standing(workers=4, zero_stage=0).saving
     assert str(saving) == (
-        "ZeRO stage 0 over 4 workers: together they hold 305.2 MiB of parameters, gradients and "
-        "optimizer state, each all of it; stage 1 would save 114.4 MiB (37.5%) by the formula "
+        "ZeRO stage 0 on 4 workers: a total of 305.2 MiB of parameters, gradients and optimizer "
+        "state, one copy per worker; stage 1 would save 114.4 MiB (37.5%), as the formula predicts "
         "(arXiv:1910.02054)"
     )
 
@@ -310,8 +311,8 @@ def test_what_is_held_is_not_what_was_predicted(told: Told) -> None:
 @pytest.mark.parametrize(
     ("settings", "state", "saved", "told_so"),
     [
-        ({"tensor_parallel": 2}, [8, 8, 4, 4], 0, "2 of them all of it; stage 1 would save"),
-        ({"tensor_parallel": 4}, [8, 8, 4, 4], 0, "4 of them all of it"),
+        ({"tensor_parallel": 2}, [8, 8, 4, 4], 0, "one copy per 2 workers; stage 1 would save"),
+        ({"tensor_parallel": 4}, [8, 8, 4, 4], 0, "one copy per 4 workers"),
         ({"pipeline_stages": 2, "zero_stage": 1}, [4, 4, 2, 2], 0.25, "(25.0%) less than"),
     ],
 )
@@ -393,7 +394,7 @@ def test_a_table_is_a_rank_a_row(told: Told) -> None:
     assert first.endswith("slowest")
     assert "?" in first, "the rest of the peak is not known"
     assert notes == list(table.notes)
-    assert notes[1].startswith("ZeRO stage 1 over 2 workers: together they hold 60.0 MiB")
+    assert notes[1].startswith("ZeRO stage 1 on 2 workers: a total of 60.0 MiB")
 
 
 class Uneven(nn.Module):

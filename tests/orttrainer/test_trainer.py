@@ -650,14 +650,17 @@ def test_options(options: dict[str, Any], message: str) -> None:
     ("make", "message"),
     [
         (lambda: optim.SGDConfig(lr=-1.0), "lr=-1.0 must be at least 0"),
-        (lambda: optim.SGDConfig([{"params": ["a"]}]), "SGDConfig has no groups"),
+        (lambda: optim.SGDConfig([{"params": ["a"]}]), "SGDConfig has no parameter groups"),
         (lambda: optim.AdamConfig(beta=1.0), "beta=1.0 must be below 1"),
-        (lambda: optim.AdamConfig(["a"]), "params has 'a'; a group is a dictionary"),
-        (lambda: optim.AdamConfig([{"params": [], "lr": 1}]), "no learning rate of its own"),
+        (lambda: optim.AdamConfig(["a"]), "params has 'a'; use a dictionary"),
+        (
+            lambda: optim.AdamConfig([{"params": [], "lr": 1}]),
+            "a group cannot set its own learning rate",
+        ),
         (lambda: optim.AdamConfig([{"params": [], "alfa": 1}]), "did you mean 'alpha'"),
         (lambda: optim.LambConfig(max_norm_clip=0.0), "max_norm_clip=0"),
         (lambda: optim.lr_scheduler.LinearWarmupLRScheduler(0), "total_steps=0"),
-        (lambda: optim.lr_scheduler.LinearWarmupLRScheduler(9, 3), "warmup=3 is a share"),
+        (lambda: optim.lr_scheduler.LinearWarmupLRScheduler(9, 3), "warmup=3 must be a fraction"),
     ],
 )
 def test_configurations(make: Any, message: str) -> None:

@@ -178,9 +178,9 @@ def test_what_is_shown() -> None:
     rows = repr(plan).splitlines()
     assert rows[2].startswith("stage 0")
     assert rows[2].endswith("no, 238.7 MiB more")
-    assert rows[3].endswith("yes, at the least cost")
+    assert rows[3].endswith("yes, at the lowest cost")
     assert len(plan.placements) == 7
-    assert "activations come on top" in rows[-2]
+    assert "activations are not included" in rows[-2]
     assert "<svg" in plan.picture()
     assert "40.00 GiB" in plan.picture()
     assert "stage 3 + offload" in plan.picture()
@@ -200,7 +200,7 @@ def test_numbers_of_parameters(text: str | int, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["2.7X", "-3B", "", "B", "0", 0, -1, True, "1e9", "0.0001"])
 def test_what_is_no_number_of_parameters(text: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{text!r} is no number of parameters; give")):
+    with pytest.raises(ValueError, match=re.escape(f"{text!r} is not a number of parameters; use")):
         ortlab.zero_plan(text)
 
 
@@ -209,10 +209,13 @@ def test_what_is_no_number_of_parameters(text: Any) -> None:
     [
         ({"gpus": 0}, "gpus=0 must be at least 1"),
         ({"gpus": -4}, "gpus=-4 must be at least 1"),
-        ({"memory": "40 parsecs"}, "'40 parsecs' is no size of memory"),
+        ({"memory": "40 parsecs"}, "'40 parsecs' is not a memory size"),
         ({"hidden": 8, "layers": 2}, "there is no sequence, batch"),
-        ({"sequence": 8}, "which need hidden and layers too"),
-        ({"hidden": 9, "heads": 2, "layers": 1, "sequence": 1, "batch": 1}, "no multiple of heads"),
+        ({"sequence": 8}, "which also need hidden and layers"),
+        (
+            {"hidden": 9, "heads": 2, "layers": 1, "sequence": 1, "batch": 1},
+            "not a multiple of heads",
+        ),
         ({"gpu": 4}, "did you mean 'gpus'"),
         ({"optimizer": "adam"}, "did you mean 'adamw'"),
     ],

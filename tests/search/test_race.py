@@ -334,7 +334,7 @@ def test_ctrl_c_stops_it(capsys: pytest.CaptureFixture[str]) -> None:
         ({"round": 3}, "unknown setting 'round'.*did you mean 'rounds'"),
         ({"epochs": 3}, "unknown setting 'epochs'"),
         ({"engine": "ort"}, "did you mean 'engines'"),
-        ({"memory": "much"}, "is no size of memory"),
+        ({"memory": "much"}, "is not a memory size"),
         ({"loss": "mze"}, "did you mean 'mse'"),
     ],
 )

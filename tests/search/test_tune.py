@@ -364,7 +364,7 @@ def test_a_stop_keeps_what_was_found() -> None:
         ({"global_batch": 6}, "not a multiple of the 4 samples"),
         ({"target": "tokens"}, "needs batches with input_ids"),
         ({"batch_size": 3}, "unknown setting 'batch_size'"),
-        ({"memory": "0"}, "is no size of memory"),
+        ({"memory": "0"}, "is not a memory size"),
     ],
 )
 def test_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:

@@ -375,8 +375,8 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
     died: SavedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert died.state == "interrupted"
-    assert "%ort resume 1 goes on from its checkpoint" in died.status().badges[0]
-    told = "run-1 was interrupted: %ort resume 1 goes on from its checkpoint"
+    assert "%ort resume 1 continues from its checkpoint" in died.status().badges[0]
+    told = "run-1 was interrupted: %ort resume 1 continues from its checkpoint"
     assert ortlab.list_runs().hint == told
     assert repr(ortlab.list_runs()).endswith(told)
     fresh = {"model": Gated(), "data": examples(22), "held_out": examples(9)}
@@ -401,7 +401,7 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
     times = run.recorder.rows()[:, INDEX["time_s"]]
     assert (times[1:] >= times[:-1]).all(), "the clock goes on too"
     listed = repr(ortlab.list_runs())
-    assert "goes on with run-1" in listed
+    assert "continues run-1" in listed
     assert "goes on as run-2" in listed
     assert "%ort resume" not in listed
     assert not list((died.folder / "checkpoints").glob(".*")), "what is half is cleared away"
@@ -463,9 +463,9 @@ def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_the_one_before
     if not carried:
         RunFolder(died_again.folder).checkpoint_path("best").unlink()
         assert not SavedRun(died_again.folder).entry.checkpoints
-    told = "run-2 was interrupted: %ort resume 2 goes on from its checkpoint"
+    told = "run-2 was interrupted: %ort resume 2 continues from its checkpoint"
     assert ortlab.list_runs().hint == told
-    assert "%ort resume 2 goes on" in SavedRun(died_again.folder).status().badges[0]
+    assert "%ort resume 2 continues" in SavedRun(died_again.folder).status().badges[0]
     run = ortlab.resume(2, Gated(), examples(22), eval_data=examples(9))
     run.result()
     assert steps(run) == list(range(1, 13))
@@ -500,7 +500,7 @@ def test_the_best_of_the_run_before_goes_along(
 
 def test_a_note_that_cannot_be_written_leaves_the_run_that_goes_on(died: SavedRun) -> None:
     (died.folder / "notes.jsonl").symlink_to("/dev/null")
-    with pytest.warns(UserWarning, match="run-1 does not say that it goes on: .*a link"):
+    with pytest.warns(UserWarning, match="run-1 does not say that it goes on: .*symbolic links"):
         run = ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
     assert run.result().steps == 12
 
@@ -533,7 +533,7 @@ def test_what_is_missing_is_named(died: SavedRun, monkeypatch: pytest.MonkeyPatc
 
 def test_another_model_and_other_data_are_refused(died: SavedRun) -> None:
     data, held_out = examples(22), examples(9)
-    with pytest.raises(ValueError, match="the checkpoint is of another model"):
+    with pytest.raises(ValueError, match="the checkpoint does not match the model"):
         ortlab.resume(1, network()[:3], data, eval_data=held_out)
     with pytest.raises(ValueError, match="30 samples an epoch, and the checkpoint's had 22"):
         ortlab.resume(1, Gated(), examples(30), eval_data=held_out)

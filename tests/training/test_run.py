@@ -612,7 +612,9 @@ def test_a_folder_that_vanishes(tmp_path: Path) -> None:
     (run.folder / "checkpoints").rmdir()
     before = model.inner[0].weight.detach().clone()
     model.gate.set()
-    with pytest.raises(RuntimeError, match=r"the checkpoint cannot be kept .* the model still has"):
+    with pytest.raises(
+        RuntimeError, match=r"the checkpoint cannot be saved .* the model still has"
+    ):
         run.result()
     assert run.state == "failed"
     assert run.step == 4

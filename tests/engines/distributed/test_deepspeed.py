@@ -297,7 +297,7 @@ def test_what_is_refused_and_what_is_adopted(two: Found) -> None:
     for rank, each in enumerate(of(two, "settled")):
         types, model, steps = each["told"]
         assert "trains float32 weights, and 1.weight is torch.float64" in types
-        assert "the checkpoint is of another model: 0.weight is float32[33, 6]" in model
+        assert "the checkpoint does not match the model: 0.weight is float32[33, 6]" in model
         assert "{'step': 2.0} for 2.weight and {'step': 1.0} for 0.weight" in steps
         assert each["unchanged"]
         assert each["adopted"] < TOLERANCE

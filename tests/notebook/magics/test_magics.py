@@ -295,13 +295,16 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
         ("%ort zero", "the following arguments are required: plan"),
         ("%ort zero plan", "name a model or a number of parameters"),
         ("%ort zero plan net --params 2.7B", "as in --params 2.7B; one of them"),
-        ("%ort zero plan --params 2.7X", "'2.7X' is no number of parameters; give such as 350M"),
-        ("%ort zero plan --params=-3B", "'-3B' is no number of parameters"),
+        (
+            "%ort zero plan --params 2.7X",
+            "'2.7X' is not a number of parameters; use one such as 350M",
+        ),
+        ("%ort zero plan --params=-3B", "'-3B' is not a number of parameters"),
         ("%ort zero plan --params 1B --gpus 0", "gpus=0 must be at least 1"),
-        ("%ort zero plan --params 1B --memory 40XB", "'40XB' is no size of memory"),
+        ("%ort zero plan --params 1B --memory 40XB", "'40XB' is not a memory size"),
         ("%ort zero plan --params 1B --memory -40GiB", "expected one argument"),
         ("%ort zero plan --params 1B --hidden 8 --layers 2", "there is no sequence, batch"),
-        ("%ort zero plan --params 1B --batch 8", "which need hidden and layers too"),
+        ("%ort zero plan --params 1B --batch 8", "which also need hidden and layers"),
         ("%ort zero plan data", "data is a list, not a torch.nn.Module"),
     ],
 )
@@ -395,7 +398,7 @@ def test_finetune_goes_on_from_a_checkpoint(ip: Typist, tmp_path: Path) -> None:
     assert ip["again"].step == run.step / 2 * 3
     text = tmp_path / "text"
     text.write_text("nothing")
-    assert "is no checkpoint" in ip.refused(f"%ort finetune net data --resume-from {text}")
+    assert "is not a checkpoint" in ip.refused(f"%ort finetune net data --resume-from {text}")
 
 
 def test_finetune_in_ort_from_a_wrapped_and_from_a_raw_model(ip: Typist) -> None:
@@ -473,7 +476,7 @@ def test_a_run_that_was_stopped_goes_on_by_its_names(ip: Typist) -> None:
     ip("slow = other_data\nagain = %ort resume run\n%ort stop")
     assert ip["again"].wait_over(60)
     assert ip["again"].model is ip["net"]
-    assert f"goes on with {run.name}" in ip("import ortlab\nprint(ortlab.list_runs())")
+    assert f"continues {run.name}" in ip("import ortlab\nprint(ortlab.list_runs())")
 
 
 def test_the_user_s_own_errors_keep_their_traceback(ip: Typist) -> None:
@@ -659,7 +662,7 @@ def test_memory_of_a_step(ip: Typist) -> None:
     assert ip.completions("%ort memory model b") == ["batch="]
     assert "did you mean 'batch'" in ip.refused("%ort memory model bach=3")
     assert "type NAME=NUMBER" in ip.refused("%ort memory model batch=many")
-    assert "no size of memory" in ip.refused("%ort memory model --budget lots")
+    assert "not a memory size" in ip.refused("%ort memory model --budget lots")
     ip("other = Net()")
     assert "wrap it" in ip.refused("%ort memory other")
 
@@ -667,7 +670,7 @@ def test_memory_of_a_step(ip: Typist) -> None:
 def test_zero_plan(ip: Typist) -> None:
     out = ip("%ort zero plan --params 2.7B --gpus 16 --memory 40GiB")
     assert "2,700,000,000 parameters, 16 GPUs" in out
-    assert "stage 1 costs least of what fits into 40.00 GiB" in out
+    assert "stage 1 is the cheapest that fits into 40.00 GiB" in out
     ip("model = Net()\nplan = %ort zero plan model --gpus 4 --optimizer sgd")
     assert ip["plan"].parameters == sum(p.numel() for p in ip["model"].parameters())
     assert ip["plan"].settings.optimizer == "sgd"
@@ -789,14 +792,14 @@ def test_runs_are_compared_by_name_number_and_variable(ip: Typist, history: Path
     assert re.search(r"settings +lr +0.5 +0.75 +0.25\n", told)
     assert re.search(r"Loss +run-3 [▁-█]+ +1.5 → 0.75\n", told)
     assert "no run is called 'run-4'" in ip.refused("%ort compare 1 4")
-    assert "two to 8" in ip.refused("%ort compare 1")
+    assert "choose 2 to 8" in ip.refused("%ort compare 1")
 
 
 def test_runs_are_pruned_when_it_is_said_twice(ip: Typist, history: Path) -> None:
     left = lambda: sorted(path.name for path in (history / "runs").glob("run-*"))  # noqa: E731
     assert "2 of 3 runs" in ip("%ort runs --prune --older-than 30d")
     assert left() == ["run-1", "run-2", "run-3"]
-    assert "nothing says which" in ip.refused("%ort runs --prune --yes")
+    assert "no limit for removing runs is set" in ip.refused("%ort runs --prune --yes")
     assert "which --prune asks for" in ip.refused("%ort runs --keep 1 --yes")
     assert "--limit does not go with --prune" in ip.refused("%ort runs --prune --keep 1 --limit 1")
     assert "does not go with --prune" in ip.refused("%ort runs --prune --keep 1 --tensorboard x")
@@ -811,7 +814,7 @@ def test_runs_are_written_for_tensorboard(ip: Typist, history: Path) -> None:
     told = ip(f"%ort runs --tensorboard '{board}' --sort loss --limit 1")
     assert f"tensorboard --logdir '{board}'" in told
     assert [path.name for path in board.iterdir()] == ["run-2"]
-    assert "is there already" in ip.refused(f"%ort runs --tensorboard '{board}'")
+    assert "already exists" in ip.refused(f"%ort runs --tensorboard '{board}'")
     assert [path.name for path in board.iterdir()] == ["run-2"], "some were written, some not"
 
 
