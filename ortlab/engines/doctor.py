@@ -7,10 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from ortlab.engines.ortmodule.compat import extensions, requirements
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
+from ortlab.engines.registry import refusal
 from ortlab.settings import ENGINES, FinetuneSettings
 from ortlab.utils.findings import Finding, import_or_none, package_version, version_numbers
+from ortlab.utils.hardware import best_threads, gpus, host_memory, processor
+from ortlab.utils.process_memory import memory
 
 IPYPARALLEL = (9, 2)
 
@@ -161,11 +166,7 @@ def facts() -> list[Fact]:
 
     Imports torch. With a GPU, loads ORT's CUDA libraries.
     """
-    import psutil
     import torch  # heavy: torch
-
-    from ortlab.utils.hardware import best_threads, gpus, host_memory, processor
-    from ortlab.utils.process_memory import memory
 
     here, threads, host = processor(), torch.get_num_threads(), host_memory()
     words = {True: "with", False: "without"}
@@ -194,6 +195,4 @@ def facts() -> list[Fact]:
 
 
 def _engine_state(name: str) -> str:
-    from ortlab.engines.registry import refusal
-
     return refusal(FinetuneSettings(engine=name)) or "runs"

@@ -29,6 +29,7 @@ from ortlab.engines.ortmodule.compat import (
 )
 from ortlab.engines.ortmodule.compat.symbolics import builder
 from ortlab.engines.ortmodule.fingerprint import Unknowable, fingerprint
+from ortlab.engines.ortmodule.kernels import kernel_choice, substitutes
 from ortlab.engines.ortmodule.kernels import recompute as recomputing
 from ortlab.engines.torchscript import decisions, streams, undifferentiated, weightless
 
@@ -323,8 +324,6 @@ class Export:
         """Return `built` with ortlab's kernels in place of ORT's dropouts, if there are any."""
         if not (self._on_cpu and dropout.draws(built.graph)) or kernels.unavailable():
             return built
-        from ortlab.engines.ortmodule.kernels import substitutes
-
         copied = onnx.ModelProto()
         copied.CopyFrom(built)
         return substitutes.substitute(copied, low=False, rules=substitutes.DROPOUT)
@@ -411,8 +410,6 @@ class Export:
 
     def _substituted(self, executed: bytes, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
         """Return the graph of a session with the kernels that the options choose."""
-        from ortlab.engines.ortmodule.kernels import kernel_choice, substitutes
-
         runtime = self.manager._runtime_options
         model = onnx.load_model_from_string(executed)
         if runtime.torch_kernels == "measured":
