@@ -99,7 +99,7 @@ def gradient_ops(export: Export) -> Counter[str]:
 
 def test_fp16_on_a_cpu_is_refused(no_gpu: None) -> None:
     """By a loop's autocast it is the loop's own choice."""
-    with pytest.raises(ValueError, match="ORT's CPU kernels take float16 as float32; choose"):
+    with pytest.raises(ValueError, match="ORT's CPU kernels compute float16 in float32; choose"):
         ortlab.wrap(Net(), precision="fp16")
     with pytest.raises(ValueError, match="is for CUDA devices"):
         ortlab.wrap(Net(), precision="tf32")
@@ -468,7 +468,7 @@ def test_sparsity_is_refused(name: str) -> None:
 
 def test_what_has_no_effect_is_said(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORTMODULE_CACHE_DIR", "/somewhere")
-    with pytest.warns(UserWarning, match=r"CACHE_DIR: it finds graphs.*conv_algo_search='exh"):
+    with pytest.warns(UserWarning, match=r"CACHE_DIR: it identifies graphs.*conv_algo_search='exh"):
         ortlab.wrap(Net(), conv_algo_search="exhaustive")
 
 
