@@ -167,7 +167,7 @@ class EvalResult:
     """Result of one evaluated batch.
 
     Attributes:
-        loss: Loss of the batch, a scalar; None if the model has none.
+        loss: Loss of the batch, a scalar; None if it was not computed.
         samples: Number of samples in the batch.
         correct: Number of correct predictions; 0 if the targets are not classes.
         predicted: Number of predictions; 0 if the targets are not classes.
@@ -220,10 +220,7 @@ class RankStep:
 
 
 class Stepper(Protocol):
-    """A model in training on one engine.
-
-    The order of calls is free, except that nothing may be called after `close`.
-    """
+    """A model in training on one engine, one optimizer step at a time."""
 
     def step(self, batches: Sequence[Batch], *, lr: float) -> StepResult:
         """Run one optimizer step with the mean gradient of the micro-batches.
@@ -271,7 +268,7 @@ class Stepper(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a bit-exact resume needs.
+        """Return the state of model, optimizer and loss scale.
 
         Returns:
             The model's ``state_dict`` under ``model``, the optimizer's under ``optimizer`` and
@@ -290,7 +287,7 @@ class Stepper(Protocol):
 
         Raises:
             ValueError: If the state belongs to another model or optimizer. The message names the
-                first difference, and nothing has been changed.
+                difference, and nothing has been changed.
         """
         ...
 
@@ -352,7 +349,7 @@ class WrappedModel(Protocol):
         """Apply `settings` from the next call on.
 
         Args:
-            settings: New settings, for the same engine.
+            settings: New settings.
 
         Raises:
             ValueError: If an option cannot work here.
