@@ -639,8 +639,9 @@ class GraphDispatcher:
                 raise
             if known and isinstance(error, SelfCheckFailed):
                 raise SelfCheckFailed(
-                    "ORT's graph is right for the batch that it was exported with and wrong for "
-                    f"the next one of the same shape, so it depends on the data: {error}"
+                    "ORT's graph is right for the checked part of the batch that it was exported "
+                    "with and wrong for the next one, so it depends on more than the shape: "
+                    f"{error}"
                 ) from None
             if known:
                 raise

@@ -123,7 +123,7 @@ def test_ways_to_decide_have_a_bound(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, Loop())
     for times in range(16):
         wrapped(*_of_size(times + 0.5))
-    with pytest.raises(ExportFailed, match=r"16 ways have an export each"):
+    with pytest.raises(ExportFailed, match=r"16 branches already have an export each"):
         wrapped(*_of_size(16.5))
     wrapped(*_of_size(3.5))  # what is there goes on
 
@@ -839,7 +839,7 @@ def test_a_row_that_is_hidden_whole_has_plain_attentions_gradient(
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name, **close)
     report = ort.report(wrapped)
     if precision == "fp32":  # in bf16 so few numbers may be as far off by rounding
-        assert any("gives another gradient" in remark for remark in report.remarks), report
+        assert any("computes another gradient" in remark for remark in report.remarks), report
     assert any(note.startswith("checked on") for note in report.notes), report
 
 
