@@ -142,7 +142,7 @@ def test_a_part_of_a_model_wrapped_before_stays_torch(session: Session) -> None:
         (MarginLoss(), "is a loss (MarginLoss)"),
         (Net().requires_grad_(False), "has no parameter that requires a gradient"),
         (nn.ModuleList([Net()]), "is a ModuleList, which has no forward of its own"),
-        (nn.LazyLinear(3), "has lazy parameters; put one batch through it first"),
+        (nn.LazyLinear(3), "has lazy parameters; run one batch through it first"),
         (
             nn.Linear(2, 2, device="meta"),
             "is on the meta device, without weights; use to_empty() and load them first",

@@ -1,1 +1,1 @@
-"""Engines: what executes a model's forward, backward and update."""
+"""Engines, which execute a model's forward pass, backward pass and update."""

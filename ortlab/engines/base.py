@@ -1,4 +1,8 @@
-"""The contract that every engine keeps: protocols and values."""
+"""The contract that every engine implements: protocols and values, no behavior of an engine.
+
+An `Engine` executes a model. `Engine.wrap` returns a module for the user's own training loop;
+`Engine.prepare` returns a `Stepper`, which trains the model one optimizer step at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,47 +23,58 @@ if TYPE_CHECKING:
     from ortlab.utils.process_memory import Memory
 
 Batch = Any
-"""What forward takes: a mapping (keyword arguments), a tuple or list (inputs, target), a tensor."""
+"""Input of `forward`: a mapping (keyword arguments), a tuple or list (inputs, target), a tensor."""
 
 LossFunction = Callable[..., "torch.Tensor"]
+"""Function that is called as ``loss(output, target)`` and returns a scalar tensor."""
 
 
 Cost = Literal["free", "rebuild", "recompile", "re-export"]
-"""What other settings take when a run goes on with them: nothing, another stepper around the same
-model, what torch.compile compiles too, or ORT's graph too (from the user's cache where it is)."""
+"""Work that a change of settings causes when a run continues.
+
+``free``: none. ``rebuild``: a new stepper around the same model. ``recompile``: also a new
+compilation by torch.compile. ``re-export``: also a new ORT graph, loaded from the user's cache if
+it is there.
+"""
 
 
 progress: ContextVar[Callable[[str], None] | None] = ContextVar("progress", default=None)
-"""Who hears of work that takes seconds, in this thread or task; nobody by default."""
+"""Listener for progress lines of work that takes seconds, in this thread or task; default None."""
 
 
 def tell(line: str) -> None:
-    """Says what takes its time just now, to whoever listens."""
+    """Report one line of progress to the listener in `progress`, if there is one.
+
+    Args:
+        line: Description of the work that is going on.
+    """
     listener = progress.get()
     if listener is not None:
         listener(line)
 
 
 class EngineUnavailable(Concise, RuntimeError):
-    """An engine that cannot run on this machine; the message says why and what to do."""
+    """Raised when an engine cannot run on this machine; the message says why and what to do."""
 
 
 class StepperLost(Concise, RuntimeError):
-    """A stepper that is gone, and its state with it; another one goes on from a checkpoint."""
+    """Raised when a stepper and its state are lost; a new one can resume from a checkpoint."""
 
 
 class NotFinite(Concise, RuntimeError):
-    """A loss that is NaN or infinite; the optimizer did not use it."""
+    """Raised when a loss is NaN or infinite; the optimizer did not apply that step."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do that not all of them can.
+    """Optional features of an engine.
 
-    ``workers`` says whether several processes can train together, ``zero_stages`` are those of ZeRO
-    that it knows then, ``recompute`` says whether its backward pass can compute activations again,
-    ``ort_options`` whether the options of ORT's graph mean anything to it, ``size_cost`` what
-    batches of another size cost.
+    Attributes:
+        workers: True if several processes can train one model together.
+        zero_stages: Supported ZeRO stages in distributed training; 0 means none.
+        recompute: True if the backward pass can recompute activations.
+        ort_options: True if the options of the ORT graph have an effect.
+        size_cost: Work that a batch of a new size causes.
     """
 
     workers: bool = False
@@ -69,21 +84,32 @@ class Capabilities:
     size_cost: Cost = "free"
 
     def ignores(self, engine: str, name: str) -> str | None:
-        """Why the setting `name` means nothing to an `engine` with these; None where it does."""
+        """Return why a setting has no effect on an engine with these capabilities.
+
+        Args:
+            engine: Name of the engine, for the message.
+            name: Name of the setting.
+
+        Returns:
+            The reason, or None if the setting has an effect.
+        """
         if self.ort_options or name in OF_ANY_ENGINE or name not in EngineSettings.declarations():
             return None
-        return f"engine {engine!r} has no graph of ORT's, which is what {name} is for"
+        return f"engine {engine!r} has no ORT graph, which {name} configures"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What an engine has to say about the model that it executes.
+    """An engine's report on the model that it executes.
 
-    ``engine_used`` differs from the engine asked for when a fallback runs; ``fallback_reason`` then
-    says why. ``export_s`` is the time of the exports and graph builds so far, ``check_s`` that of
-    the self-checks, in seconds. ``notes`` are lines for the user: what was checked, what was
-    exported again and why. ``remarks`` are those that every view shows: where the engine does not
-    do what eager torch does.
+    Attributes:
+        engine_used: Name of the engine that runs the model. Differs from the requested engine
+            after a fallback.
+        fallback_reason: Reason for the fallback; None without one.
+        export_s: Total time of exports and graph builds so far, in seconds.
+        check_s: Total time of self-checks so far, in seconds.
+        notes: Lines for the user: completed checks, repeated exports and their reasons.
+        remarks: Lines that every view shows: differences from eager torch.
     """
 
     engine_used: str
@@ -96,18 +122,28 @@ class Report:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. Its tensors have no dimensions, and may still be on the device.
+    """Result of one optimizer step. Its tensors are scalars and may still be on the device.
 
-    ``loss_scale`` is what the next step has, ``skipped`` whether this one left the weights as they
-    were because its gradients overflowed; None for both without a loss scale.
+    Times are in milliseconds of the calling thread. On CUDA they are host times, because the
+    device is not synchronized. A time is NaN if the engine does not measure it separately.
 
-    Times are milliseconds of the calling thread; on CUDA they are host times, since nothing here
-    waits for the device; NaN where an engine does not tell them apart. ``tokens`` is the size of
-    ``input_ids`` where a batch has them, else 0. ``communication_ms`` is the time with a collective
-    under way where several processes train together, waiting for the slowest included; other times
-    of the step may run meanwhile.
-    ``own_loss`` and ``own_samples`` are of this process's rows alone; ``ranks`` is what each of
-    several processes tells, for who stands outside.
+    Attributes:
+        loss: Mean loss of the step's micro-batches.
+        samples: Number of samples in the step.
+        tokens: Total size of ``input_ids``, or 0 if the batches have none.
+        grad_norm: Norm of all gradients before clipping; None if the engine does not compute it.
+        lr: Learning rate of the step.
+        forward_ms: Time of the forward passes.
+        backward_ms: Time of the backward passes.
+        optimizer_ms: Time of the optimizer step.
+        loss_scale: Loss scale of the next step; None without loss scaling.
+        skipped: True if gradients overflowed and the weights were not changed; None without loss
+            scaling.
+        communication_ms: Time with a collective in flight in distributed training, including the
+            wait for the slowest rank. It can overlap with the other times.
+        own_loss: Loss of the rows of this process only.
+        own_samples: Number of samples of this process only.
+        ranks: One result per rank, for a process that only coordinates the ranks.
     """
 
     loss: torch.Tensor
@@ -128,7 +164,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """One batch evaluated. ``correct`` of ``predicted`` are counted where targets are classes."""
+    """Result of one evaluated batch.
+
+    Attributes:
+        loss: Loss of the batch, a scalar; None if it was not computed.
+        samples: Number of samples in the batch.
+        correct: Number of correct predictions; 0 if the targets are not classes.
+        predicted: Number of predictions; 0 if the targets are not classes.
+    """
 
     loss: torch.Tensor | None
     samples: int
@@ -138,9 +181,13 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that one process holds of what training keeps from step to step.
+    """Size of the training state in one process, in bytes.
 
-    ``host`` are those among them that are in host memory because the optimizer steps there.
+    Attributes:
+        parameters: Bytes of the parameters.
+        gradients: Bytes of the gradients.
+        optimizer_state: Bytes of the optimizer state.
+        host: The part of these bytes that is in host memory because the optimizer steps there.
     """
 
     parameters: int
@@ -151,9 +198,16 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one of several ranks tells of a step.
+    """Result of one step on one rank.
 
-    ``loss`` is that of its own samples, ``base_bytes`` its resident size before it had the model.
+    Attributes:
+        loss: Mean loss of the rank's own samples.
+        samples: Number of the rank's own samples.
+        step_ms: Time of the step, in milliseconds.
+        communication_ms: Time with a collective in flight, in milliseconds.
+        memory: Memory of the process after the step.
+        held: Size of the rank's training state.
+        base_bytes: Resident size of the process before it had the model, in bytes.
     """
 
     loss: float
@@ -166,78 +220,122 @@ class RankStep:
 
 
 class Stepper(Protocol):
-    """A model in training on one engine."""
+    """A model in training on one engine, one optimizer step at a time."""
 
     def step(self, batches: Sequence[Batch], *, lr: float) -> StepResult:
-        """One optimizer step over micro-batches: the gradient is the mean of theirs.
+        """Run one optimizer step with the mean gradient of the micro-batches.
 
-        A loss that is not finite changes no weight; on a device it is known only later, when
-        `finite` is read. Under a loss scale such a step is skipped and others follow it.
-        ValueError for a loss that is not a scalar. Where forward or backward raises, weights,
-        running statistics and optimizer are as they were.
+        If the loss is not finite, no weight changes. On a device this becomes known only when
+        `finite` is read. With loss scaling such a step is skipped and training continues.
+
+        Args:
+            batches: Micro-batches of the step, at least one.
+            lr: Learning rate of this step.
+
+        Returns:
+            The loss, the counts and the times of the step.
+
+        Raises:
+            ValueError: If the loss is not a scalar, or a batch does not fit `forward`.
+            Exception: Any error of the forward or backward pass. Weights, running statistics and
+                optimizer state are then unchanged.
         """
         ...
 
     def evaluate(self, batch: Batch) -> EvalResult:
-        """The loss and the hits of one batch in evaluation mode, without gradients."""
+        """Evaluate one batch in evaluation mode, without gradients.
+
+        Args:
+            batch: Batch in the same form as in `step`.
+
+        Returns:
+            The loss and the number of correct predictions.
+
+        Raises:
+            ValueError: If the loss is not a scalar, or the batch does not fit `forward`.
+        """
         ...
 
     def finite(self) -> bool:
-        """Whether all losses were finite, or a loss scale could fall. Waits for the device."""
+        """Return True unless a loss was not finite and loss scaling could not handle it.
+
+        Synchronizes with the device.
+        """
         ...
 
     def report(self) -> Report:
-        """What the engine has to say by now."""
+        """Return the engine's report up to now."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizer state as torch gives them, under ``model`` and ``optimizer``.
+        """Return the state of model, optimizer and loss scale.
 
-        Under ``loss_scale`` that of GradScaler, None without one.
+        Returns:
+            The model's ``state_dict`` under ``model``, the optimizer's under ``optimizer`` and
+            that of GradScaler under ``loss_scale`` (None without loss scaling).
         """
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the form of `state_dict` back, in memory of its own.
+        """Restore a state that `state_dict` returned; its tensors are copied.
 
-        The optimizer's rates and decays stay those of the settings; a loss scale begins anew where
-        there is none. ValueError, before anything is changed, names where the state is of another
-        model or optimizer.
+        Learning rates and weight decay are not restored: those of the settings apply. If the state
+        has no loss scale, loss scaling starts from its initial value.
+
+        Args:
+            state: Result of `state_dict`, of the same model and optimizer.
+
+        Raises:
+            ValueError: If the state belongs to another model or optimizer. The message names the
+                difference, and nothing has been changed.
         """
         ...
 
     def adopt(self, settings: FinetuneSettings) -> None:
-        """Takes from `settings` what the next step can have as it is: clipping and decay."""
+        """Apply the settings that can change without a new stepper: clipping and weight decay.
+
+        Args:
+            settings: Settings from the next step on.
+
+        Raises:
+            ValueError: If this stepper cannot train with `settings`.
+        """
         ...
 
     def rest(self) -> None:
-        """Gives back gradients, and what the engine keeps from step to step: a step makes it anew.
+        """Release gradients and engine memory that the next step can allocate again.
 
-        For a step that found too little memory, before a smaller one.
+        Called after a step that ran out of memory, before a smaller one.
         """
         ...
 
     def reseed(self, seed: int) -> None:
-        """Restarts the generators that are the engine's own and cannot be read."""
+        """Restart the engine's own random generators, whose state cannot be read.
+
+        Args:
+            seed: New seed.
+        """
         ...
 
     def close(self) -> None:
-        """Gives back what the engine holds; the user's model keeps the trained weights."""
+        """Release the engine's memory. The user's model keeps its trained weights."""
         ...
 
 
 class ShardedStepper(Stepper, Protocol):
-    """That of one rank among several."""
+    """Stepper of one rank in a distributed run."""
 
     def bytes(self) -> StateBytes:
-        """What this rank holds of the training's state now."""
+        """Return the size of this rank's training state."""
         ...
 
 
 class WrappedModel(Protocol):
-    """What an engine keeps of a model that it executes; see `wrapped_model`.
+    """An engine's record of a model that it executes; see `wrapped_model`.
 
-    ``module`` is the user's own module, ``settings`` are those that hold now.
+    Attributes:
+        module: The user's own module.
+        settings: Settings that apply now.
     """
 
     module: nn.Module
@@ -248,7 +346,10 @@ class WrappedModel(Protocol):
         ...
 
     def configure(self, settings: EngineSettings) -> None:
-        """Have `settings` hold from the next call on.
+        """Apply `settings` from the next call on.
+
+        Args:
+            settings: New settings.
 
         Raises:
             ValueError: If an option cannot work here.
@@ -256,65 +357,144 @@ class WrappedModel(Protocol):
         ...
 
     def reseed(self, seed: int) -> None:
-        """Restart the engine's own random numbers, which torch's seeds do not reach."""
+        """Restart the engine's own random generators, which torch's seed does not affect.
+
+        Args:
+            seed: New seed.
+        """
         ...
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return arguments in the form of the last call, of made-up values; None before a call."""
+        """Return synthetic arguments with the structure, types and shapes of the last call.
+
+        Returns:
+            Positional and keyword arguments, or None before the first call.
+        """
         ...
 
 
 def wrapped_model(model: object) -> WrappedModel | None:
-    """Return what an engine keeps of `model`, or None where no engine's wrapper is around it.
+    """Return the engine's record of a wrapped model.
 
-    Engines whose wrapper is a module of their own keep it there as ``_ortlab``.
+    Engines whose wrapper is a module of their own store the record there as ``_ortlab``.
+
+    Args:
+        model: Any object.
+
+    Returns:
+        The record, or None if `model` is not wrapped by such an engine.
     """
     found: WrappedModel | None = getattr(model, "__dict__", {}).get("_ortlab")
     return found
 
 
 class Engine(Protocol):
-    """A way to execute a model."""
+    """A backend that executes a model.
+
+    Attributes:
+        name: Name of the engine in the settings.
+        capabilities: Optional features of the engine.
+    """
 
     name: str
     capabilities: Capabilities
 
     def unavailable(self) -> str | None:
-        """Why this engine cannot run here and what to do about it; None when it can."""
+        """Return why this engine cannot run on this machine.
+
+        Returns:
+            The reason and what to do about it, or None if the engine can run.
+        """
         ...
 
     def refuses(self, settings: EngineSettings) -> str | None:
-        """Why this engine cannot run under `settings` on this machine; None when it can."""
+        """Return why this engine cannot run with `settings` on this machine.
+
+        Args:
+            settings: Settings that name this engine.
+
+        Returns:
+            The reason and what to do about it, or None if the engine can run.
+        """
         ...
 
     def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
-        """What it takes to go on under `after`, which name this engine, where `before` held."""
+        """Return the work that a change of settings causes when a run continues.
+
+        Args:
+            before: Settings up to now, of any engine.
+            after: New settings, which name this engine.
+
+        Returns:
+            The most expensive kind of work; see `Cost`.
+        """
         ...
 
     def graph_key(self, settings: EngineSettings) -> Hashable:
-        """Return the part of `settings` that the engine's graph is made with; None without one."""
+        """Return the part of `settings` that determines the engine's graph.
+
+        Args:
+            settings: Settings that name this engine.
+
+        Returns:
+            A key that is equal for settings with the same graph, or None if the engine has no
+            graph.
+        """
         ...
 
     def graph_changes(self, before: EngineSettings, after: EngineSettings) -> str:
-        """Return the options of the graph that differ, as "opset=15, cast_level=0"; "" for none."""
+        """Return the graph options that differ between two settings.
+
+        Args:
+            before: Settings up to now.
+            after: New settings, which name this engine.
+
+        Returns:
+            The new values as text, such as "opset=15, cast_level=0"; "" if none differs.
+        """
         ...
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
-        """A module that behaves as `model` does and shares its parameters."""
+        """Return a module that behaves like `model`, shares its parameters and runs on this engine.
+
+        Args:
+            model: The user's module.
+            settings: Settings that name this engine.
+
+        Returns:
+            The wrapped module. Nothing is compiled or exported before its first call.
+
+        Raises:
+            ValueError: If the engine cannot wrap this model or use these settings.
+            EngineUnavailable: If the engine cannot run on this machine.
+        """
         ...
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        """The user's own module inside what `wrap` gave."""
+        """Return the user's own module inside a wrapped module.
+
+        Args:
+            wrapped: Result of `wrap`.
+        """
         ...
 
     def report(self, wrapped: nn.Module) -> Report:
-        """What there is to say by now about what `wrap` gave."""
+        """Return the report of a wrapped model: engine used, fallback, export time, notes.
+
+        Args:
+            wrapped: Result of `wrap`.
+        """
         ...
 
     def kept(self, wrapped: nn.Module) -> Mapping[str, int]:
-        """The bytes that wait in what `wrap` gave for a return to earlier settings, by their name.
+        """Return the size of the graphs that are cached for earlier settings.
 
-        What has no size that could be told (torch.compile's code) is not among it.
+        Args:
+            wrapped: Result of `wrap`.
+
+        Returns:
+            Bytes by a name for the settings. Objects whose size is unknown, such as the code of
+            torch.compile, are not included.
         """
         ...
 
@@ -327,24 +507,44 @@ class Engine(Protocol):
         processes: Callable[..., Any] = ...,
         stepper: type[Any] = ...,
     ) -> Stepper:
-        """A stepper that trains `model` in place, by `loss(output, target)` or the model's own.
+        """Return a stepper that trains `model` in place.
 
-        `model` is the user's module, or what this engine's `wrap` gave, which goes on with what it
-        has compiled or exported. `processes` says how several take each step, and `stepper` what
-        becomes of their gradients: `single_process.OneProcess` and `torch.stepper.TorchStepper`, or
-        what takes their place among several; see
-        `ortlab.engines.distributed.steppers.prepare`.
+        Args:
+            model: The user's module, or a result of this engine's `wrap`, whose compiled code or
+                exported graphs are reused.
+            loss: Loss function, called as ``loss(output, target)``; None if the model returns its
+                own loss.
+            settings: Settings of the run.
+            processes: Type of the process group: `single_process.OneProcess` by default, or its
+                counterpart for several processes; see
+                `ortlab.engines.distributed.steppers.prepare`.
+            stepper: Class of the stepper: `torch.stepper.TorchStepper` by default, or a subclass
+                that handles gradients across processes.
+
+        Returns:
+            The stepper, with the model on the device of the settings.
+
+        Raises:
+            ValueError: If the engine cannot train this model with these settings.
+            EngineUnavailable: If the engine cannot run on this machine.
         """
         ...
 
 
 def unfit(model: nn.Module) -> str | None:
-    """Why no engine can train `model`; None when one may. The reason goes on from 'it'.
+    """Return why no engine can train a model.
 
-    A module without trainable parameters is one reason: ORTModule ends the process on it.
+    A module without trainable parameters is refused because ORTModule ends the process on it.
+
+    Args:
+        model: The user's module.
+
+    Returns:
+        The reason as the rest of a sentence that starts with "it", or None if the model can be
+        trained.
     """
-    from torch import nn
-    from torch.nn.parameter import is_lazy
+    from torch import nn  # heavy: torch
+    from torch.nn.parameter import is_lazy  # heavy: torch
 
     if is_ortmodule(model):
         return "is already an ORTModule"
@@ -353,10 +553,10 @@ def unfit(model: nn.Module) -> str | None:
     foreign = next((m for m in model.modules() if type(m).__module__.startswith("apex.")), None)
     if foreign is not None or _apex_is_on():
         what = "apex.amp" if foreign is None else f"apex's {type(foreign).__name__}"
-        return f"uses {what}, which torch has replaced: take torch.nn's layers and torch.autocast"
+        return f"uses {what}, which is obsolete; use the layers of torch.nn and torch.autocast"
     parameters = list(model.parameters())
     if any(is_lazy(p) for p in parameters):
-        return "has lazy parameters; put one batch through it first"
+        return "has lazy parameters; run one batch through it first"
     if any(tensor.is_meta for tensor in (*parameters, *model.buffers())):
         return "is on the meta device, without weights; use to_empty() and load them first"
     if not any(p.requires_grad for p in parameters):
@@ -367,18 +567,31 @@ def unfit(model: nn.Module) -> str | None:
 
 
 def _apex_is_on() -> bool:
-    """Whether apex.amp.initialize was called: it rewrites forward and torch's functions."""
+    """Return True if apex.amp.initialize was called, which patches forward and torch functions."""
     state = getattr(sys.modules.get("apex.amp._amp_state"), "_amp_state", None)
     return bool(getattr(getattr(state, "opt_properties", None), "enabled", False))
 
 
 def is_ortmodule(module: nn.Module) -> bool:
-    """Whether `module` is an ORTModule, of ours or not; does not import ORT for it."""
+    """Return True if a module is an ORTModule, wrapped by ortlab or not. Does not import ORT.
+
+    Args:
+        module: Any module.
+    """
     return any(cls.__module__.startswith("onnxruntime.training") for cls in type(module).__mro__)
 
 
 def parts(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside `model`. Unlike in ``modules()`` no ORTModule hides behind its own."""
+    """Iterate over the modules inside a model.
+
+    Unlike ``modules()``, which ORTModule overrides, this also yields each ORTModule itself.
+
+    Args:
+        model: Any module; it is not yielded itself.
+
+    Yields:
+        Each submodule once.
+    """
     waiting, met = [model], {id(model)}
     while waiting:
         for part in waiting.pop().children():

@@ -1,7 +1,8 @@
-"""How a batch meets a model: moved, counted, put through forward, its loss found.
+"""Handling of batches: move, count, call forward, compute the loss.
 
 A batch is a mapping (keyword arguments of forward), a tuple or list, or one tensor. With a loss
-function the target is the mapping's ``labels`` (or ``label``, ``target``), else the last item.
+function, the target is the mapping's ``labels`` (or ``label``, ``target``, ``targets``), or the
+last item of a tuple or list.
 """
 
 from __future__ import annotations
@@ -30,14 +31,32 @@ _LOSS_FUNCTIONS: dict[str, LossFunction] = {
 
 
 def loss_function(name: str) -> LossFunction:
-    """The loss called `name` in `ortlab.settings.LOSSES`, with torch's mean reduction."""
+    """Return the loss function with a given name.
+
+    Args:
+        name: One of `ortlab.settings.LOSSES`.
+
+    Returns:
+        The function from ``torch.nn.functional``, with its default mean reduction.
+
+    Raises:
+        ValueError: If the name is unknown; the message suggests the nearest one.
+    """
     if name not in _LOSS_FUNCTIONS:
         raise ValueError(f"loss={name!r}: {unknown_name(name, LOSSES)}")
     return _LOSS_FUNCTIONS[name]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """`batch` with every tensor on `device`; containers are rebuilt, other values kept."""
+    """Return a copy of a batch with every tensor on a device.
+
+    Args:
+        batch: Batch in any form.
+        device: Target device.
+
+    Returns:
+        The batch in new containers. Values that are not tensors are unchanged.
+    """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -48,7 +67,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def tensors(batch: Batch) -> list[torch.Tensor]:
-    """Every tensor of `batch`, in order."""
+    """Return every tensor of a batch, in order.
+
+    Args:
+        batch: Batch in any form, nested containers included.
+    """
     if isinstance(batch, torch.Tensor):
         return [batch]
     if isinstance(batch, Mapping):
@@ -59,7 +82,15 @@ def tensors(batch: Batch) -> list[torch.Tensor]:
 
 
 def count(batch: Batch) -> tuple[int, int]:
-    """Samples (the first tensor's first dimension) and tokens (the size of ``input_ids``, or 0)."""
+    """Count the samples and tokens of a batch.
+
+    Args:
+        batch: Batch in any form.
+
+    Returns:
+        The number of samples (first dimension of the first tensor) and of tokens (size of
+        ``input_ids``, or 0 without it).
+    """
     found = tensors(batch)
     samples = int(found[0].shape[0]) if found and found[0].dim() > 0 else 1
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
@@ -67,7 +98,11 @@ def count(batch: Batch) -> tuple[int, int]:
 
 
 def describe(batch: Batch) -> str:
-    """Names, types and shapes in one line, for an error message."""
+    """Return the names, types and shapes of a batch in one line, for an error message.
+
+    Args:
+        batch: Batch in any form.
+    """
     if isinstance(batch, torch.Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     if isinstance(batch, Mapping):
@@ -79,7 +114,13 @@ def describe(batch: Batch) -> str:
 
 @dataclass(frozen=True)
 class Forward:
-    """What a forward pass gave: its scalar loss, and where there are any the scores and targets."""
+    """Result of a forward pass.
+
+    Attributes:
+        loss: Scalar loss.
+        scores: Predictions of the model, such as logits; None if the output has none.
+        target: Targets of the batch; None if it has none.
+    """
 
     loss: torch.Tensor
     scores: torch.Tensor | None
@@ -87,10 +128,19 @@ class Forward:
 
 
 def forward(module: nn.Module, batch: Batch, loss: LossFunction | None) -> Forward:
-    """One forward pass of `module` with its loss.
+    """Run one forward pass and compute the loss.
 
-    ValueError when the batch does not fit forward's parameters, when there is no loss, or when it
-    is not a scalar.
+    Args:
+        module: Module to call.
+        batch: Batch on the module's device.
+        loss: Loss function, or None if the module returns its own loss.
+
+    Returns:
+        The loss, the scores and the target.
+
+    Raises:
+        ValueError: If the batch does not fit forward's parameters, if there is no loss, or if the
+            loss is not a scalar.
     """
     inputs, target = _split(batch, with_target=loss is not None)
     output = _call(module, inputs, has_loss=loss is not None)
@@ -101,23 +151,40 @@ def forward(module: nn.Module, batch: Batch, loss: LossFunction | None) -> Forwa
     else:
         if scores is None:
             raise ValueError(
-                f"forward returns {type(output).__name__}, and no tensor in it to give to the loss"
+                f"forward returns {type(output).__name__}, which has no tensor to compute a loss of"
             )
         value = loss(scores, target)
-    # Of a scalar no size is asked: an export would take that for a decision by sizes.
+    # Do not read the size of a scalar: an export would record that as a decision by sizes.
     if not isinstance(value, torch.Tensor) or (value.dim() and value.numel() != 1):
         found = describe(value)
-        raise ValueError(f"the loss is {found}, not a scalar; reduce it, as with .mean()")
+        raise ValueError(f"the loss is {found}, not a scalar; reduce it, for example with .mean()")
     return Forward(value.reshape(()), scores, target)
 
 
 def inputs(batch: Batch, loss: LossFunction | None) -> Batch:
-    """What of `batch` forward takes: all, or where there is a loss function all but the target."""
+    """Return the part of a batch that forward takes.
+
+    Args:
+        batch: Batch in any form.
+        loss: Loss function, or None if the module returns its own loss.
+
+    Returns:
+        The batch without the target if there is a loss function, else the whole batch.
+
+    Raises:
+        ValueError: If there is a loss function and the batch has no target.
+    """
     return _split(batch, with_target=loss is not None)[0]
 
 
 def with_inputs_of(batch: Batch, kind: torch.dtype, loss: LossFunction | None) -> Batch:
-    """`batch` with what forward takes in float32 as `kind`; targets stay what they are."""
+    """Return a copy of a batch with its float32 inputs in another type.
+
+    Args:
+        batch: Batch in any form.
+        kind: Type for the float32 inputs. Targets and other types are unchanged.
+        loss: Loss function, or None if the module returns its own loss.
+    """
     if isinstance(batch, torch.Tensor):
         return batch.to(kind) if batch.dtype == torch.float32 else batch
     if isinstance(batch, Mapping):
@@ -132,10 +199,17 @@ def with_inputs_of(batch: Batch, kind: torch.dtype, loss: LossFunction | None) -
 
 
 def hits(result: Forward) -> tuple[int, int]:
-    """How many classes were predicted right, of how many; (0, 0) where targets are no classes.
+    """Count the correct class predictions of a forward pass.
 
-    Sequence labels of a language model are shifted inside the model, so only scores [N, C] with
-    targets [N], and [N, C, ...] with [N, ...], count as classes. Targets below 0 are left out.
+    Only scores [N, C] with targets [N], and [N, C, ...] with [N, ...], are counted as classes: a
+    language model shifts its sequence labels internally. Negative targets are ignored.
+
+    Args:
+        result: Result of `forward`.
+
+    Returns:
+        The number of correct predictions and of all predictions; (0, 0) if the targets are not
+        classes.
     """
     scores, target = result.scores, result.target
     if scores is None or target is None or target.is_floating_point():
@@ -185,15 +259,26 @@ def _call(module: nn.Module, inputs: Batch, *, has_loss: bool) -> Any:
 
 
 def arguments(module: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`batch` as arguments of forward; ValueError where it does not fit forward's parameters."""
+    """Return a batch as positional and keyword arguments of forward.
+
+    Args:
+        module: Module whose forward is called.
+        batch: Batch in any form.
+
+    Returns:
+        Positional arguments and keyword arguments.
+
+    Raises:
+        ValueError: If the batch has a wrong type or does not fit forward's parameters.
+    """
     given = tuple(batch) if isinstance(batch, tuple | list) else ()
     named = dict(batch) if isinstance(batch, Mapping) else {}
     if isinstance(batch, torch.Tensor):
         given = (batch,)
     elif not isinstance(batch, Mapping | tuple | list):
         raise ValueError(
-            f"a batch is a dictionary, a tuple or a tensor, not a {type(batch).__name__}; "
-            "of a loader give next(iter(loader))"
+            f"a batch must be a dictionary, a tuple or a tensor, not a {type(batch).__name__}; "
+            "for a data loader pass next(iter(loader))"
         )
     if (mismatch := _mismatch(module, list(given), named)) is not None:
         described = describe(batch).removeprefix("(").removesuffix(")")
@@ -202,14 +287,22 @@ def arguments(module: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[st
 
 
 def signature(module: nn.Module) -> str:
-    """What forward takes, for an error message: "forward(input_ids, attention_mask, ...)"."""
+    """Return forward's signature, for an error message: "forward(input_ids, labels, ...)".
+
+    Args:
+        module: Module whose forward is described.
+    """
     names = list(inspect.signature(module.forward).parameters)
     more = ", ..." if len(names) > _MOST_NAMES else ""
     return f"forward({', '.join(names[:_MOST_NAMES])}{more})"
 
 
 def signature_names(module: nn.Module) -> list[str]:
-    """The names of what forward takes in order."""
+    """Return the names of forward's positional parameters, in order.
+
+    Args:
+        module: Module whose forward is described.
+    """
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     found = inspect.signature(module.forward).parameters.values()
     return [each.name for each in found if each.kind in kinds]
@@ -217,7 +310,7 @@ def signature_names(module: nn.Module) -> list[str]:
 
 def _mismatch(module: nn.Module, arguments: list[Any], named: dict[str, Any]) -> str | None:
     try:
-        # torch.compile's module has a forward that takes anything.
+        # The forward of torch.compile's module accepts any arguments.
         original: nn.Module = getattr(module, "_orig_mod", module)
         inspect.signature(original.forward).bind(*arguments, **named)
     except TypeError as error:
@@ -226,7 +319,14 @@ def _mismatch(module: nn.Module, arguments: list[Any], named: dict[str, Any]) ->
 
 
 def target_of(batch: Batch) -> torch.Tensor | None:
-    """A mapping's target by its name, else the last item; None where that is no tensor."""
+    """Return the target of a batch: of a mapping by name, else the last item.
+
+    Args:
+        batch: Batch in any form.
+
+    Returns:
+        The target, or None if there is none or it is not a tensor.
+    """
     if isinstance(batch, Mapping):
         found = next((batch[name] for name in TARGETS if name in batch), None)
     else:

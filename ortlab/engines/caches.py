@@ -1,4 +1,4 @@
-"""What engines keep in the user's cache folder: exported graphs and timings of kernels."""
+"""Engine data in the user's cache folder: exported graphs and kernel timings."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ if TYPE_CHECKING:
 
 
 def graphs() -> Usage:
-    """Return how many graphs are cached, where, and their size."""
+    """Return the number, location and size of the cached graphs."""
     return graph_cache.usage()
 
 
 def clear_graphs() -> Usage:
-    """Remove all cached graphs and return what there was. A graph in use stays in memory."""
+    """Remove all cached graphs. Graphs in use stay in memory.
+
+    Returns:
+        The number, location and size of the removed graphs.
+    """
     return graph_cache.clear()
 
 
 def kernel_timings() -> Table[tuple[str, Timing]]:
-    """Return the kernels measured on this machine with these versions, the slowest first."""
+    """Return the timings of kernels on this machine with these versions, slowest first."""
     from ortlab.engines.ortmodule.kernels import kernel_choice  # heavy: torch
 
     return kernel_choice.table()
 
 
 def without_timings() -> AbstractContextManager[None]:
-    """Return a context in which no earlier timing is known and no new one is stored."""
+    """Return a context in which cached timings are ignored and new ones are not stored."""
     from ortlab.engines.ortmodule.kernels import kernel_choice  # heavy: torch
 
     return kernel_choice.forgotten()

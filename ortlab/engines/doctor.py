@@ -1,4 +1,4 @@
-"""What this machine has and lacks for ortlab: the findings of every engine and of the notebook."""
+"""Checks of this machine: the findings of every engine and of the notebook."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from ortlab.engines.ortmodule.compat import extensions, requirements
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
+from ortlab.engines.registry import refusal
 from ortlab.settings import ENGINES, FinetuneSettings
 from ortlab.utils.findings import Finding, import_or_none, package_version, version_numbers
+from ortlab.utils.hardware import best_threads, gpus, host_memory, processor
+from ortlab.utils.process_memory import memory
 
 IPYPARALLEL = (9, 2)
 
@@ -19,12 +24,15 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def checks() -> list[Finding]:
-    """Every check's finding. Imports torch and ORT where they are installed; builds nothing."""
+    """Run every check and return its finding.
+
+    Imports torch and ORT if they are installed. Builds nothing.
+    """
     return [check() for check in CHECKS]
 
 
 def no_gpu() -> str | None:
-    """Why torch has no GPU to compute on, NVIDIA's or AMD's; None when it has one."""
+    """Return why torch has no NVIDIA or AMD GPU; None if it has one."""
     torch = import_or_none("torch")
     if torch is None:
         return "torch is not installed"
@@ -37,14 +45,24 @@ def no_gpu() -> str | None:
 
 
 def can_run(findings: Sequence[Finding]) -> bool:
-    """Whether ORTModule can run, going by what `checks` found."""
+    """Return True if ORTModule can run.
+
+    Args:
+        findings: Result of `checks`.
+    """
     return not any(finding.required and finding.ok is False for finding in findings)
 
 
 def build(progress: Callable[[str], None]) -> str | None:
-    """Compile the extensions that the engines need here, and return why that failed, or None.
+    """Compile the extensions that the engines need on this machine.
 
-    What keeps an engine from running altogether is among `checks`.
+    Does nothing if ORTModule cannot run at all; `checks` reports the reason.
+
+    Args:
+        progress: Called with lines that describe the progress.
+
+    Returns:
+        The reason for a failure, or None on success.
     """
     if requirements.obstacle() is None:
         try:
@@ -55,12 +73,12 @@ def build(progress: Callable[[str], None]) -> str | None:
 
 
 def cuda_provider() -> Finding:
-    """Return whether the CUDA libraries that ORT needs are here; they are loaded."""
+    """Check the CUDA libraries that ORT needs, and load them."""
     return requirements.cuda_provider()
 
 
 def cuda() -> Finding:
-    """Whether torch computes on an NVIDIA GPU, by which CUDA and on which device."""
+    """Check whether torch can use an NVIDIA GPU; the finding names CUDA version and device."""
     torch = import_or_none("torch")
     driver = NVIDIA_DRIVER.exists()
     if torch is None:
@@ -96,7 +114,7 @@ def _ipyparallel() -> Finding:
         return Finding("ipyparallel", None, "not installed; only %ort workers needs it", fix)
     if version_numbers(version) != IPYPARALLEL:
         wanted = ".".join(map(str, IPYPARALLEL))
-        found = f"{version}, and workers are started by what {wanted} has"
+        found = f"{version}; workers need version {wanted}"
         return Finding("ipyparallel", False, found, fix)
     return Finding("ipyparallel", True, version)
 
@@ -127,24 +145,28 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 _BF16 = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX"}
-"""What makes bf16 fast, by the flags of /proc/cpuinfo."""
+"""Instruction sets that make bf16 fast, by their flag in /proc/cpuinfo."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of `facts`: what it is about, and what was found."""
+    """One line of `facts`.
+
+    Attributes:
+        what: Subject of the line, such as "memory".
+        found: Finding, in words.
+    """
 
     what: str
     found: str
 
 
 def facts() -> list[Fact]:
-    """What a run meets here, in words. Imports torch; with a GPU, loads ORT's CUDA libraries."""
-    import psutil
-    import torch
+    """Return the hardware and the engines of this machine, in words.
 
-    from ortlab.utils.hardware import best_threads, gpus, host_memory, processor
-    from ortlab.utils.process_memory import memory
+    Imports torch. With a GPU, loads ORT's CUDA libraries.
+    """
+    import torch  # heavy: torch
 
     here, threads, host = processor(), torch.get_num_threads(), host_memory()
     words = {True: "with", False: "without"}
@@ -173,6 +195,4 @@ def facts() -> list[Fact]:
 
 
 def _engine_state(name: str) -> str:
-    from ortlab.engines.registry import refusal
-
     return refusal(FinetuneSettings(engine=name)) or "runs"

@@ -1,8 +1,8 @@
-"""The dynamic loss scale of float16, whose gradients would else be too small for it.
+"""Dynamic loss scaling for float16, whose gradients would underflow without it.
 
-torch's GradScaler decides (https://docs.pytorch.org/docs/stable/amp.html): a step whose gradients
-overflow is skipped and halves the scale, 2000 steps without one double it. Nothing here waits for
-the device.
+Uses torch's GradScaler (https://docs.pytorch.org/docs/stable/amp.html): a step whose gradients
+overflow is skipped and halves the scale; 2000 steps in a row without overflow double it. Nothing
+here synchronizes with the device, except `LossScale.state_dict`.
 """
 
 from __future__ import annotations
@@ -16,45 +16,72 @@ from ortlab.settings import LOWEST_LOSS_SCALE
 
 
 def held_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """What this process holds of `optimizer`: all of it, or the shard that ZeRO gives it."""
+    """Return this process's part of an optimizer.
+
+    Args:
+        optimizer: Optimizer, possibly partitioned by ZeRO.
+
+    Returns:
+        The optimizer of the local shard with ZeRO, else `optimizer` itself.
+    """
     part: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
     return part
 
 
 class LossScale:
-    """Scales the losses that `optimizer` steps on; the first scale is 2**16.
+    """Dynamic loss scale of an optimizer. The initial scale is 2**16.
 
-    ValueError for parameters in float16: their gradients cannot be unscaled without a loss.
+    Args:
+        optimizer: Optimizer of float32 parameters.
+        device: Device of the loss and the gradients.
+
+    Raises:
+        ValueError: If a parameter is in float16: unscaling its gradients would lose precision.
     """
 
     collapsed: torch.Tensor
-    """Whether gradients overflowed at the lowest scale; from then on no weight changes."""
+    """True after an overflow at the lowest scale; from then on no weight changes."""
     _scaler: torch.amp.GradScaler
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p.dtype == torch.float16 for p in parameters):
             raise ValueError(
-                "precision='fp16' trains float32 weights, and the model has float16 ones; call "
-                "model.float() before"
+                "precision='fp16' needs float32 weights, and the model has float16 weights; call "
+                "model.float() first"
             )
         self._optimizer = optimizer
         self._one = torch.ones((), device=device)
         self.load(None)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """What backward is to begin with."""
+        """Return the scaled loss, for the backward pass.
+
+        Args:
+            loss: Unscaled loss.
+        """
         return self._scaler.scale(loss)
 
     def unscale(self, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
-        """Makes the optimizer's `gradients` those of `loss`, in place; before their norm."""
-        # The scaler reads gradients alone. One that is NaN tells it what else skips a step.
+        """Unscale the gradients in place, before their norm is computed.
+
+        If the loss is not finite, one gradient becomes NaN, so that the step is skipped.
+
+        Args:
+            loss: Unscaled loss.
+            gradients: Gradients of the optimizer's parameters.
+        """
+        # The scaler reads only gradients, so a NaN gradient signals the other reasons to skip.
         step = torch.isfinite(loss) & ~self.collapsed
         min(gradients, key=torch.numel).mul_(torch.where(step, 1.0, torch.nan))
         self._scaler.unscale_(self._optimizer)
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Steps or skips; the scale that the next step has, and whether this one was skipped."""
+        """Run or skip the optimizer step and update the scale.
+
+        Returns:
+            The loss scale of the next step, and whether this step was skipped, as scalar tensors.
+        """
         self._scaler.step(self._optimizer)
         before = self._now()
         self._scaler.update()
@@ -64,20 +91,26 @@ class LossScale:
         return scale, skipped
 
     def _now(self) -> torch.Tensor:
-        return self._scaler.scale(self._one)  # `get_scale` would wait for the device
+        return self._scaler.scale(self._one)  # `get_scale` would synchronize with the device
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, as GradScaler has them. Waits for the device."""
+        """Return GradScaler's state as plain numbers. Synchronizes with the device."""
         return self._scaler.state_dict()
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from `state`, or begins where there is none; the optimizer has its state."""
+        """Restore a saved state, or start with the initial scale.
+
+        Call this after the optimizer's state has been loaded.
+
+        Args:
+            state: Result of `state_dict`, or None for the initial scale.
+        """
         self.collapsed = torch.zeros_like(self._one, dtype=torch.bool)
         self._scaler = torch.amp.GradScaler(self._one.device.type)
         if state is not None:
             self._scaler.load_state_dict(dict(state))
-        # torch's fused SGD makes its momentum in its first step, and does not write it where that
-        # is skipped: what was in the memory stays (torch 2.13, `_fused_sgd` in torch/optim/sgd.py).
+        # torch's fused SGD allocates its momentum in its first step. If that step is skipped, the
+        # memory stays uninitialized (torch 2.13, `_fused_sgd` in torch/optim/sgd.py).
         part = held_part(self._optimizer)
         for group in part.param_groups:
             for parameter in group["params"] if group.get("momentum") else ():

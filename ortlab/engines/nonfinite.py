@@ -1,4 +1,4 @@
-"""Where a step first made a number that is not finite: found by a second pass in eager torch."""
+"""Search for the origin of a value that is not finite, by a second pass in eager torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,20 @@ def first_bad(
     micro_batches: Sequence[Batch],
     settings: FinetuneSettings,
 ) -> Cause | None:
-    """Says where forward or backward of `micro_batches` first is NaN or infinite; None if nowhere.
+    """Find the first value of a step that is NaN or infinite.
 
-    Looked for in this order: the batch itself, the weights, the outputs of the modules as they are
-    called, the loss, the gradients as backward comes to them. `model` is called as it is, in eager
-    torch; weights, ``.grad``, buffers and random states are afterwards what they were.
+    Searches in this order: the batch, the weights, the outputs of the modules in the order of
+    their calls, the loss, the gradients in the order of the backward pass. The model runs in eager
+    torch. Weights, ``.grad``, buffers and random states are restored afterwards.
+
+    Args:
+        model: The user's module, not wrapped.
+        loss: Loss function, or None if the model returns its own loss.
+        micro_batches: Micro-batches of the step.
+        settings: Settings of the run.
+
+    Returns:
+        The cause, or None if all values are finite.
     """
     device = next(model.parameters()).device
     before = 0
@@ -49,7 +58,7 @@ def first_bad(
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Buffers, which running statistics are, and gradients come back."""
+    """Restore buffers (which include running statistics) and gradients on exit."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
     for parameter, _ in gradients:
@@ -65,7 +74,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _in_batch(batch: Batch) -> tuple[str, list[int]]:
-    """What of `batch` is not finite, and in which of its samples."""
+    """Describe the first part of `batch` that is not finite, and return its bad samples."""
     named = batch.items() if isinstance(batch, dict) else enumerate(batches.tensors(batch), 1)
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or _good(tensor):
@@ -106,7 +115,7 @@ def _in_pass(
         if forward:
             return forward[0]
         if not _good(value):
-            return f"the loss is {_kind(value)}, of outputs that are finite"
+            return f"the loss is {_kind(value)} although all outputs are finite"
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         found = torch.autograd.grad(value, [p for _, p in trained], allow_unused=True)
     if backward:
@@ -120,31 +129,31 @@ def _in_pass(
 def _noting(
     name: str, module: nn.Module, forward: list[str], backward: list[str]
 ) -> Callable[..., None]:
-    """A forward hook that notes the module if its output, or that output's gradient, is bad."""
+    """Return a forward hook that records a module with a bad input, output or output gradient."""
     label = f"{name} ({type(module).__name__})" if name else type(module).__name__
 
     def hook(_: nn.Module, given: Any, output: Any) -> None:
         for tensor in batches.tensors(given):
             if tensor.is_floating_point() and not _good(tensor):
-                forward.append(f"what {label} is given is the first that is {_kind(tensor)}")
+                forward.append(f"the input of {label} is the first {_kind(tensor)} value")
         for tensor in batches.tensors(_plain(output)):
             if not tensor.is_floating_point():
                 continue
             if not _good(tensor):
-                forward.append(f"the output of {label} is the first that is {_kind(tensor)}")
+                forward.append(f"the output of {label} is the first {_kind(tensor)} value")
             if tensor.requires_grad:
                 tensor.register_hook(back)  # type: ignore[no-untyped-call]
 
     def back(gradient: torch.Tensor) -> None:
         if not _good(gradient):
-            said = f"the gradient at the output of {label} is the first that is {_kind(gradient)}"
+            said = f"the gradient at the output of {label} is the first {_kind(gradient)} value"
             backward.append(said)
 
     return hook
 
 
 def _plain(output: Any) -> Any:
-    """Hugging Face's outputs are dictionaries in all but name."""
+    """Convert Hugging Face's output classes, which behave like dictionaries, to a dictionary."""
     return dict(output) if hasattr(output, "items") else output
 
 
@@ -158,10 +167,13 @@ def _kind(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class Cause:
-    """Where a step was first not finite, in words.
+    """Origin of a value that is not finite.
 
-    With ``in_data`` the batch itself is, in the samples ``rows``, counted from 0 over the step's
-    micro-batches; none where it does not tell which.
+    Attributes:
+        told: Description in words.
+        in_data: True if the batch itself contains the value.
+        rows: Samples with bad values, counted from 0 over the step's micro-batches; empty if the
+            samples are not known.
     """
 
     told: str
@@ -170,5 +182,9 @@ class Cause:
 
     @classmethod
     def unknown(cls, error: Exception) -> Cause:
-        """That looking for it failed."""
-        return cls(f"where it began could not be found: {error}")
+        """Return the cause for a search that failed.
+
+        Args:
+            error: Error that ended the search.
+        """
+        return cls(f"the first bad value could not be found: {error}")

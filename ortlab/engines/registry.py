@@ -11,7 +11,18 @@ from ortlab.settings import EngineSettings, FinetuneSettings, unknown_name
 
 
 def engine(name: str) -> Engine:
-    """The engine called `name`; EngineUnavailable when it cannot run here."""
+    """Return the engine with a given name.
+
+    Args:
+        name: One of `ortlab.settings.ENGINES`.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ValueError: If the name is unknown; the message suggests the nearest one.
+        EngineUnavailable: If the engine cannot run on this machine.
+    """
     found = _engine(name)
     reason = found.unavailable()
     if reason is not None:
@@ -20,10 +31,9 @@ def engine(name: str) -> Engine:
 
 
 def _engine(name: str) -> Engine:
-    # Heavy: torch and what ORT needs beside it.
-    from ortlab.engines.ortmodule import engine as ortmodule
-    from ortlab.engines.ortmodule import fused_engine
-    from ortlab.engines.torch import stepper as torch_native
+    from ortlab.engines.ortmodule import engine as ortmodule  # heavy: torch and ORT
+    from ortlab.engines.ortmodule import fused_engine  # heavy: torch and ORT
+    from ortlab.engines.torch import stepper as torch_native  # heavy: torch
 
     engines: dict[str, Engine] = {
         "eager": torch_native.Eager(),
@@ -37,7 +47,14 @@ def _engine(name: str) -> Engine:
 
 
 def refusal(settings: EngineSettings) -> str | None:
-    """Why nothing can run under `settings` on this machine; None when their engine can."""
+    """Return why these settings cannot run on this machine.
+
+    Args:
+        settings: Settings with an engine, and for a run with a number of workers.
+
+    Returns:
+        The reason and what to do about it, or None if the settings can run.
+    """
     found = _engine(settings.engine)
     reason = compatibility.engine_conflict(found.name, found.capabilities, settings)
     reason = reason or found.refuses(settings)
@@ -48,35 +65,69 @@ def refusal(settings: EngineSettings) -> str | None:
 
 
 def ignored(settings: EngineSettings, name: str) -> str | None:
-    """Why the setting `name` means nothing to the engine of `settings`; None where it does."""
+    """Return why a setting has no effect on the engine of `settings`.
+
+    Args:
+        settings: Settings that name the engine.
+        name: Name of the setting.
+
+    Returns:
+        The reason, or None if the setting has an effect.
+    """
     found = _engine(settings.engine)
     return found.capabilities.ignores(found.name, name)
 
 
 def cost(before: EngineSettings, after: EngineSettings) -> Cost:
-    """What it takes to go on under `after` where `before` held, as the engine of `after` says."""
+    """Return the work that a change of settings causes; see `Engine.cost`.
+
+    Args:
+        before: Settings up to now.
+        after: New settings, which name the engine that is asked.
+    """
     return _engine(after.engine).cost(before, after)
 
 
 def graph_key(settings: EngineSettings) -> Hashable:
-    """Return the part of `settings` that their engine's graph is made with; None without one."""
+    """Return the part of the settings that determines the graph; see `Engine.graph_key`.
+
+    Args:
+        settings: Settings that name the engine.
+    """
     return _engine(settings.engine).graph_key(settings)
 
 
 def graph_changes(before: EngineSettings, after: EngineSettings) -> str:
-    """Return the options of the graph that differ, as the engine of `after` names them."""
+    """Return the graph options that differ, as text; see `Engine.graph_changes`.
+
+    Args:
+        before: Settings up to now.
+        after: New settings, which name the engine that is asked.
+    """
     return _engine(after.engine).graph_changes(before, after)
 
 
 def size_cost(settings: EngineSettings) -> Cost:
-    """What it takes to go on with batches of another size, as the engine of `settings` says."""
+    """Return the work that a batch of a new size causes; see `Capabilities.size_cost`.
+
+    Args:
+        settings: Settings that name the engine.
+    """
     return _engine(settings.engine).capabilities.size_cost
 
 
 def engine_for(settings: EngineSettings) -> Engine:
-    """The engine that `settings` name; ValueError where it cannot run under them here.
+    """Return the engine of the settings, checked to run with them on this machine.
 
-    EngineUnavailable when it cannot run at all.
+    Args:
+        settings: Settings that name the engine.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ValueError: If the engine cannot run with these settings.
+        EngineUnavailable: If the engine cannot run at all.
     """
     found = engine(settings.engine)
     reason = refusal(settings)

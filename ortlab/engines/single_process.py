@@ -1,6 +1,6 @@
-"""What of a step depends on how many processes take it; here it is one.
+"""The parts of a step that depend on the number of processes, for a single process.
 
-`ortlab.engines.distributed.data_parallel.Ranks` is the same for several.
+`ortlab.engines.distributed.data_parallel.Ranks` is the counterpart for several processes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from ortlab.settings import FinetuneSettings
 
 @dataclass(frozen=True)
 class Share:
-    """What one process takes of a batch.
+    """The part of a batch that one process computes.
 
-    ``part`` is that of its loss in the batch's, ``factor`` what its loss is multiplied by before
-    backward.
+    Attributes:
+        batch: Rows of this process.
+        part: Weight of this process's loss in the loss of the whole batch.
+        factor: Factor of this process's loss before the backward pass.
     """
 
     batch: Batch
@@ -33,9 +35,13 @@ class Share:
 
 
 class OneProcess:
-    """Everything is here: nothing is shared out, nobody is waited for.
+    """Process group of a single process: nothing is partitioned or synchronized.
 
-    `module` is what an engine executes, `owner` the user's own module inside it.
+    Args:
+        module: Module that the engine executes.
+        loss: Loss function, or None if the module returns its own loss.
+        owner: The user's own module inside `module`.
+        device: Device of the training.
     """
 
     def __init__(
@@ -56,43 +62,86 @@ class OneProcess:
         groups: Iterable[dict[str, Any]],
         **defaults: Any,
     ) -> torch.optim.Optimizer:
-        """The optimizer `kind` of the parameter `groups`."""
+        """Return a new optimizer, partitioned across processes if they use ZeRO.
+
+        Args:
+            kind: Class of the optimizer.
+            groups: Parameter groups.
+            **defaults: Default options of the groups.
+        """
         return kind(groups, **defaults)
 
     def together(self, *, training: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Around a step, or without `training` an evaluation: if one process fails, all do."""
+        """Return a context around a step or an evaluation; if one process fails, all fail.
+
+        Args:
+            training: True for a training step, False for an evaluation.
+        """
         return contextlib.nullcontext()
 
     def share(self, batch: Batch) -> Share:
-        """What this process takes of `batch`."""
+        """Return the part of a batch that this process computes.
+
+        Args:
+            batch: Whole batch.
+        """
         return Share(batch)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Around forward and backward: gradients are reduced in those of the `last` one."""
+        """Return a context around the forward and backward pass of one micro-batch.
+
+        Args:
+            last: True for the last micro-batch of the step, which reduces the gradients.
+        """
         return contextlib.nullcontext()
 
     def objective(self, batch: Batch) -> torch.Tensor:
-        """The loss of `batch`, to go backward from."""
+        """Return the loss that the backward pass starts from.
+
+        Args:
+            batch: Rows of this process.
+        """
         return batches.forward(self.module, batch, self.loss).loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Adds the gradients of `loss`, which is of an `objective`."""
+        """Accumulate the gradients of a loss.
+
+        Args:
+            loss: Loss computed from `objective`.
+        """
         loss.backward()  # type: ignore[no-untyped-call]
 
     def forward(self, batch: Batch) -> batches.Forward:
-        """What `batch` gives in evaluation."""
+        """Run a forward pass in evaluation.
+
+        Args:
+            batch: Rows of this process.
+        """
         return batches.forward(self.module, batch, self.loss)
 
     def total(self, losses: Sequence[torch.Tensor], samples: int) -> torch.Tensor:  # noqa: ARG002
-        """The sum of the `losses` of micro-batches, which have so many `samples` together."""
+        """Return the sum of the losses of the micro-batches, over all processes.
+
+        Args:
+            losses: Loss of each micro-batch, already divided by their number.
+            samples: Number of samples in all micro-batches together.
+        """
         return losses[0] if len(losses) == 1 else torch.stack(tuple(losses)).sum()
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm of all gradients, after their reduction."""
+        """Return the norm of all gradients, after they were reduced.
+
+        Args:
+            gradients: Gradients of this process.
+        """
         return nn.utils.get_total_norm(gradients)
 
     def equalise(self, statistics: Sequence[torch.Tensor]) -> None:
-        """Makes running statistics the same in all processes, in place."""
+        """Synchronize running statistics across processes, in place.
+
+        Args:
+            statistics: Buffers of the module.
+        """
 
     def evaluated(
         self,
@@ -101,30 +150,56 @@ class OneProcess:
         correct: int,
         predicted: int,
     ) -> tuple[torch.Tensor, int, int]:
-        """The loss and the hits of a batch, of which this process has found these."""
+        """Return the results of an evaluated batch, summed over all processes.
+
+        Args:
+            loss: Loss of this process's rows.
+            part: Weight of that loss in the loss of the whole batch.
+            correct: Number of correct predictions in this process.
+            predicted: Number of predictions in this process.
+
+        Returns:
+            Loss, correct predictions and predictions of the whole batch.
+        """
         return loss, correct, predicted
 
     def reseeded(self, seed: int) -> int:
-        """Restarts its own generators; what the engine's are to be restarted with."""
+        """Restart this object's random generators and return the seed for the engine's.
+
+        Args:
+            seed: Seed of the run.
+        """
         return seed
 
     def weights(self) -> dict[str, Any]:
-        """The whole model's state, named as `owner` has it."""
+        """Return the state of the whole model, with the names of the user's module."""
         return self.owner.state_dict()
 
     def take_weights(self, state: Mapping[str, Any]) -> None:
-        """Takes what `weights` gave."""
+        """Load a state that `weights` returned.
+
+        Args:
+            state: State of the whole model.
+        """
         self.owner.load_state_dict(state)
 
     def whole_parameters(
         self, parameters: Sequence[torch.Tensor]
     ) -> list[tuple[str, torch.Tensor]]:
-        """The optimizer's `parameters` with their names, in the shapes of the whole model."""
+        """Return the optimizer's parameters with their names, in the shapes of the whole model.
+
+        Args:
+            parameters: Parameters in the optimizer's order.
+        """
         names = {id(p): name for name, p in self.owner.named_parameters()}
         return [(names[id(p)], p) for p in parameters]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of `optimizer` for the whole model."""
+        """Return the state of the optimizer for the whole model.
+
+        Args:
+            optimizer: Result of `optimizer`.
+        """
         return optimizer.state_dict()
 
     def own(
@@ -132,23 +207,42 @@ class OneProcess:
         optimizer: torch.optim.Optimizer,  # noqa: ARG002
         states: Mapping[int, Mapping[str, Any]],
     ) -> Mapping[int, Mapping[str, Any]]:
-        """What `optimizer` takes here of the `states` of all parameters, by their numbers."""
+        """Return the part of the optimizer state that belongs to this process.
+
+        Args:
+            optimizer: Result of `optimizer`.
+            states: State of every parameter of the whole model, by parameter number.
+
+        Returns:
+            State of this process's parameters, by parameter number.
+        """
         return states
 
     def communication_ms(self) -> float:
-        """Milliseconds with a collective under way since this was asked the last time."""
+        """Return the time with a collective in flight since the last call, in milliseconds."""
         return 0.0
 
     def check(self, settings: FinetuneSettings) -> None:
-        """ValueError where it cannot train under `settings`."""
+        """Check that training can continue with these settings.
+
+        Args:
+            settings: New settings.
+
+        Raises:
+            ValueError: If it cannot.
+        """
 
     def told(self, report: Report) -> Report:
-        """The engine's `report`, with what else there is to say."""
+        """Return the engine's report, with additional remarks about the processes.
+
+        Args:
+            report: Report of the engine.
+        """
         return report
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Release all resources."""
 
 
 Processes = Callable[[nn.Module, LossFunction | None, nn.Module, torch.device], OneProcess]
-"""Makes one of a module, a loss, the user's own module and a device: the class, or a partial."""
+"""Factory of a process group from module, loss, the user's module and device."""

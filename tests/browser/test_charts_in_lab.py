@@ -325,7 +325,7 @@ def test_a_run_that_is_held_says_why_and_a_click_goes_on(
     expect(run.locator(".ortlab-badge")).to_have_text("held: not finite")
     expect(run.locator(".ortlab-state")).to_have_text("paused")
     error = run.locator(".ortlab-error")
-    expect(error).to_contain_text("the output of 0 (Ratio) is the first that is infinite")
+    expect(error).to_contain_text("the output of 0 (Ratio) is the first infinite value")
     expect(error).to_contain_text("run.resume(lr=5e-06)")
     screenshot("held")
     book.theme("JupyterLab Dark")

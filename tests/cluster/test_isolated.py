@@ -240,7 +240,7 @@ def test_numbers_that_fail_there_are_named_as_in_the_kernel(where: dict[str, Any
     with pytest.raises(NotFinite, match="not finite at step") as raised:
         run.result(HANGS_S)
     notes = "\n".join(raised.value.__notes__)
-    assert "micro-batch 1: what first (Linear) is given is the first that is infinite" in notes
+    assert "micro-batch 1: the input of first (Linear) is the first infinite value" in notes
     run.stop()
     run.result(HANGS_S)
     given = data()

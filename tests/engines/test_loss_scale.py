@@ -212,7 +212,7 @@ def test_no_step_waits_for_the_device(precision: str, monkeypatch: pytest.Monkey
 
 
 def test_weights_in_float16_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the model has float16 ones; call model.float\(\)"):
+    with pytest.raises(ValueError, match=r"the model has float16 weights; call model.float\(\)"):
         stepper_for(network().half())
 
 

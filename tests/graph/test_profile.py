@@ -535,7 +535,7 @@ def test_more_steps_than_a_profile_holds_are_refused(monkeypatch: pytest.MonkeyP
     [
         ({"y": torch.randn(2, 4)}, 1, "does not fit forward: missing a required argument: 'x'"),
         ((torch.randn(2, 4), torch.zeros(2)), 1, "does not fit forward: too many positional"),
-        (iter([]), 1, r"not a list_iterator; of a loader give next\(iter\(loader\)\)"),
+        (iter([]), 1, r"not a list_iterator; for a data loader pass next\(iter\(loader\)\)"),
         (torch.randn(2, 4), 0, "steps=0 must be at least 1"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The engine of the training runtime of 2024, onnxruntime-training 1.19.2."""
+"""Engine of ONNX Runtime's training runtime, onnxruntime-training 1.19.2 (2024)."""

@@ -1,4 +1,4 @@
-"""What a call was given, without its data: what an export must fit, and a stand-in for it."""
+"""Signature of a call: the form of its arguments without their data, and synthetic arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ _SEED = 20210301
 
 @dataclass(frozen=True)
 class CallSignature:
-    """A call's arguments: structure, types, ranks, Python values, and apart the tensors' shapes."""
+    """Form of a call's arguments.
+
+    Attributes:
+        args: Structure, types, ranks and Python values of the positional arguments.
+        kwargs: The same for the keyword arguments.
+        shapes: Shapes of all tensors, in order. They are separate because an export should fit
+            every shape.
+    """
 
     args: Hashable
     kwargs: Hashable
@@ -22,14 +29,26 @@ class CallSignature:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSignature:
-        """Of one call."""
+        """Return the signature of a call.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+        """
         shapes: list[torch.Size] = []
         return cls(_signature(args, shapes), _signature(kwargs, shapes), tuple(shapes))
 
     def placeholders(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of this form: whole numbers are 1, True too; fractions are normal, seeded.
+        """Return synthetic arguments of this form.
 
-        ValueError where an argument is neither plain nor a tensor.
+        Floating-point tensors are drawn from a normal distribution with a fixed seed; integer
+        tensors are all 1 and boolean tensors all True.
+
+        Returns:
+            Positional arguments and keyword arguments.
+
+        Raises:
+            ValueError: If an argument is neither a plain value nor a tensor.
         """
         shapes = iter(self.shapes)
         generator = torch.Generator().manual_seed(_SEED)
@@ -38,12 +57,12 @@ class CallSignature:
 
 
 def _signature(value: Any, shapes: list[torch.Size]) -> Hashable:
-    """What of an argument is fixed in an export; the shapes of its tensors go to `shapes`."""
+    """Return the part of an argument that an export fixes; append tensor shapes to `shapes`."""
     if isinstance(value, torch.Tensor):
         shapes.append(value.shape)
         return (value.dtype, value.dim(), value.requires_grad, value.device)
     if isinstance(value, _ATOMS):
-        return (type(value), value if value == value else repr(value))  # NaN is not itself
+        return (type(value), value if value == value else repr(value))  # NaN != NaN
     if isinstance(value, Mapping):
         return (
             type(value),
@@ -66,9 +85,9 @@ def _placeholder(signature: Any, shapes: Iterator[torch.Size], generator: torch.
         return kind({name: _placeholder(item, shapes, generator) for name, item in rest})
     if issubclass(kind, tuple | list):
         items = [_placeholder(item, shapes, generator) for item in rest]
-        make = getattr(kind, "_make", kind)  # a named tuple has it
+        make = getattr(kind, "_make", kind)  # for named tuples
         return make(items)
-    raise ValueError(f"nothing can stand in for a {kind.__name__}; give a batch")
+    raise ValueError(f"cannot create a placeholder for a {kind.__name__}; pass a batch")
 
 
 def _tensor(dtype: torch.dtype, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:

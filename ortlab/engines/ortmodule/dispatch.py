@@ -1,4 +1,4 @@
-"""How a model runs in ORT: which exported graph a call gets, and whether that one is right."""
+"""Dispatch of a model's calls to exported ORT graphs, and the self-check of these graphs."""
 
 from __future__ import annotations
 
@@ -63,16 +63,20 @@ _MOST_CHECKS = 16
 _MOST_SHAPES = 4096
 _MOST_NOTES = 1000
 _MOST_FALLBACKS = 3
-_WITHOUT_WORKERS = "no room for ORT's threads: its own kernels compute in one"
+_WITHOUT_WORKERS = "ORT could not start its thread pool: its own kernels run on one thread"
 
 
 class GraphDispatcher:
-    """How one module runs in ORT: its exports, their checks, and what happened.
+    """Dispatcher of one module: its exports, their checks, and the report on both.
 
-    An export serves the calls that it fits: the same state of the module (`Guard`), the same
-    structure, types and ranks of the arguments, the same Python values among them, the same
-    autocast. Another call gets an export of its own; the last few are kept. It should fit every
-    shape; a model whose graph turns out to hold the sizes of its input gets one for each shape.
+    An export serves a call with the same state of the module (see `Guard`), the same structure,
+    types, ranks and Python values of the arguments, and the same autocast. Any other call gets a
+    new export; the most recently used ones are cached. An export should fit every shape. If a graph
+    turns out to contain fixed input sizes, the model gets one export for each shape.
+
+    Args:
+        module: The user's module.
+        settings: Settings that the module is wrapped with.
     """
 
     def __init__(self, module: nn.Module, settings: EngineSettings) -> None:
@@ -95,12 +99,20 @@ class GraphDispatcher:
         self._fallback: tuple[Hashable, str] | None = None
         self._fallbacks = 0
         self.last_call: CallSignature | None = None
-        """What the last call was given, without its data."""
-        # A cell may call a model that a run trains; a check puts buffers and random states back.
+        """Form of the last call's arguments, without their data; None before a call."""
+        # A cell can call a model during a run, and a check restores buffers and random states.
         self._lock = threading.RLock()
 
     def attach(self, ort_module: Any, no_fallback: Any) -> None:
-        """Takes over from `ort_module`, once it is made; fallback is decided here from now on."""
+        """Attach the new ORTModule and disable its own fallback, which this class replaces.
+
+        Args:
+            ort_module: ORTModule around the module.
+            no_fallback: ORTModule's policy without fallback.
+
+        Raises:
+            EngineUnavailable: If ORTModule cannot wrap the model.
+        """
         self._ort_module = ort_module
         pending = ort_module._fallback_manager._exception
         if pending is not None:
@@ -109,7 +121,7 @@ class GraphDispatcher:
         options.apply(ort_module, self.settings)
 
     def reseed(self, seed: int) -> None:
-        """See `WrappedModel.reseed`: ORT's own dropout draws on a GPU, torch's on a CPU."""
+        """See `WrappedModel.reseed`; ORT's own dropout runs on a GPU, torch's on a CPU."""
         compat.ortmodule().set_seed(seed)
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -117,9 +129,13 @@ class GraphDispatcher:
         return None if self.last_call is None else self.last_call.placeholders()
 
     def configure(self, settings: EngineSettings) -> None:
-        """Lets `settings` hold from now on: where ORT's options differ, calls get a new export.
+        """Apply settings from the next call on; if ORT's options differ, calls get a new export.
 
-        ValueError names an option that cannot work here.
+        Args:
+            settings: New settings.
+
+        Raises:
+            ValueError: If an option cannot work here; the message names it.
         """
         options.check(settings)
         self._own_settings = self._asked = settings
@@ -134,7 +150,17 @@ class GraphDispatcher:
             options.apply(self._ort_module, settings)
 
     def begin_run(self, settings: EngineSettings) -> Callable[[], Report]:
-        """Starts a run: `settings` hold until `end_run`. Returns what reports on this run alone."""
+        """Start a run whose settings apply until `end_run`.
+
+        Args:
+            settings: Settings of the run.
+
+        Returns:
+            A function that returns the report on this run only.
+
+        Raises:
+            ValueError: If an option cannot work here; the message names it.
+        """
         options.check(settings)
         self._asked = settings
         self._use(settings)
@@ -155,22 +181,22 @@ class GraphDispatcher:
         return report
 
     def end_run(self) -> None:
-        """The settings that the model was wrapped with hold again, and no memory is kept."""
+        """Restore the settings that the model was wrapped with, and release memory."""
         self.rest()
         self._asked = self._own_settings
         self._use(self._own_settings)
 
     def rest(self) -> None:
-        """Gives back what sessions keep from step to step; a call makes its own anew.
+        """Release the memory of all sessions; the next call creates its session again.
 
-        The graphs stay for a return to the settings that they were made with, see `kept`. Where
-        some have to be let go, those that were called last are so last.
+        The graphs stay cached for their settings, see `kept`. If some must be dropped, the least
+        recently used are dropped first.
         """
         for served in self._served():
             served.rest()
 
     def kept(self) -> dict[str, int]:
-        """The graphs that wait for a return to their settings: what those are, and their bytes."""
+        """Return the size of the cached graphs without a session, in bytes, by their settings."""
         found: dict[str, int] = {}
         for served in self._served():
             if not served.export.is_open:
@@ -179,7 +205,7 @@ class GraphDispatcher:
         return found
 
     def report(self) -> Report:
-        """What there is to say by now, since the model was wrapped."""
+        """Return the report on the time since the model was wrapped."""
         alone = any(served.export.without_workers for served in self._served())
         return Report(
             engine_used="eager" if self._fallback else "ort",
@@ -191,9 +217,11 @@ class GraphDispatcher:
         )
 
     def exports(self, settings: EngineSettings | None = None) -> list[Export]:
-        """The exports at hand, the one that was used last at the end; those for `settings` alone.
+        """Return the cached exports, the most recently used last.
 
-        Whatever they compute again, which makes no other export.
+        Args:
+            settings: If given, only exports for these settings are returned, with any recompute
+                plans: plans do not need another export.
         """
         wanted = None if settings is None else options.key(settings)
         return [
@@ -207,7 +235,20 @@ class GraphDispatcher:
         return [served for kind in list(self._kinds.values()) for served in kind.served[:]]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward, by the export that fits."""
+        """Run the module's forward pass with the export that fits the call.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+
+        Returns:
+            The module's outputs.
+
+        Raises:
+            ExportFailed: If ORT cannot run the model and fallback is off.
+            SelfCheckFailed: If the graph computes other results than eager torch and fallback is
+                off.
+        """
         with self._lock:
             if asks_for_bfloat16(self.module):
                 types = self._types_of(args, kwargs)
@@ -220,10 +261,10 @@ class GraphDispatcher:
     def _lowered(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], types: tuple[torch.dtype, ...]
     ) -> Any:
-        """Forward with torch's bfloat16 products in the graph, as ``precision="bf16"`` has it.
+        """Run forward with torch's bfloat16 products in the graph, as with ``precision="bf16"``.
 
-        The results have the `types` that autocast gives them in eager torch. The settings stay so
-        for the next call: another precision has sessions made anew.
+        The results have the `types` of eager torch under autocast. The changed settings stay for
+        the next call, because another precision needs new sessions.
         """
         if self._fallback is not None and self._falls_back():
             return self._eagerly(args, kwargs)
@@ -244,7 +285,7 @@ class GraphDispatcher:
     def _types_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[torch.dtype, ...] | None:
-        """See `types_of`; asked once for each form of a call."""
+        """Return `types_of` the call, cached by the form of the call."""
         form = CallSignature.of(args, kwargs)
         key = (self._guard.key(), form.args, form.kwargs)
         if key not in self._types:
@@ -264,7 +305,7 @@ class GraphDispatcher:
         kind = self._kinds.get(key) or Kind()
         why = ""
         if (name := kind.redefined()) is not None:
-            why = f"{name} was defined again"
+            why = f"{name} was redefined"
         for served in kind.fitting(shapes):
             try:
                 served.recompute(self._plans)
@@ -273,18 +314,18 @@ class GraphDispatcher:
                 else:
                     outputs = self._first(served, key, shapes, args, kwargs, dropout=dropout)
             except OtherDecision as other:
-                why = f"forward decides otherwise at {place(*other.place)}"
+                why = f"forward takes another branch at {place(*other.place)}"
             else:
                 kind.use(served)
                 if kind is not next(reversed(self._kinds.values())):
-                    self._kinds[key] = self._kinds.pop(key)  # the last one of all
+                    self._kinds[key] = self._kinds.pop(key)  # most recently used is last
                 return outputs
         try:
             return self._first(None, key, shapes, args, kwargs, why=why, dropout=dropout)
         except OtherDecision as other:
             reason = (
                 f"forward decides by random numbers at {place(*other.place)}, which ORT draws "
-                "otherwise; use engine='eager'"
+                "differently; use engine='eager'"
             )
             if self.settings.fallback:
                 return self._fall_back(reason, args, kwargs)
@@ -292,22 +333,33 @@ class GraphDispatcher:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps calls from other threads waiting meanwhile."""
+        """Block calls from other threads inside this context."""
         with self._lock:
             yield
 
     def edited(self) -> str | None:
-        """What of the model is not as in any export at hand; None where one is of this model."""
+        """Return the change of the model since its exports.
+
+        Returns:
+            Description of the change, or None if a cached export matches the model.
+        """
         with self._lock:
             now = self._guard.key()
             made_of = [key[0] for key in self._kinds]
             return None if now in made_of else self._guard.change or "the model"
 
     def export_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Export | None:
-        """The export that serves such a call, with a session; None where torch runs the model.
+        """Return the export that serves a call, with an open session.
 
-        Where there is none yet, or only a call tells which, the call is made, with gradients in
-        training; the model and the arguments are left as they are.
+        If there is none yet, or only a call can determine it, the call is run (with gradients in
+        training mode); the model and the arguments are restored afterwards.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+
+        Returns:
+            The export, or None if the model has fallen back to torch.
         """
         with self._lock:
             served = self.served_for(args, kwargs)
@@ -317,7 +369,15 @@ class GraphDispatcher:
             return served.export
 
     def served_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedExport | None:
-        """`export_for`, with what it has served, and without a session where none is open."""
+        """Return the cached export that serves a call; see `export_for`. Opens no session.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+
+        Returns:
+            The cached export, or None if the model has fallen back to torch.
+        """
         with self._lock, torch.set_grad_enabled(self.module.training):
             if self._fallback is not None and self._falls_back():
                 return None
@@ -325,13 +385,13 @@ class GraphDispatcher:
             if served is None or served.definitions or served.export.decisions:
                 kept = inputs_kept(tensors([args, kwargs]))
                 with undisturbed(self.module), kept, interop.without_reentry():
-                    # Without dropout, whose generator in ORT nobody can give back its state.
+                    # Without dropout, because the state of ORT's generator cannot be restored.
                     self._forward(args, kwargs, dropout=False)
                 served = self._met(args, kwargs)
             return served
 
     def _met(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedExport | None:
-        """The export that has served such a call."""
+        """Return the export that has already served such a call."""
         key, shapes = self._kind(args, kwargs)
         fitting = self._kinds.get(key, Kind()).fitting(shapes)
         return next((served for served in fitting if shapes in served.shapes), None)
@@ -339,7 +399,7 @@ class GraphDispatcher:
     def _kind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Hashable, ...], Shapes]:
-        """What an export must fit, and the shapes, which every export should take."""
+        """Return the key that an export must match, and the shapes, which any export should fit."""
         form = CallSignature.of(args, kwargs)
         return self._key(form), form.shapes
 
@@ -347,7 +407,7 @@ class GraphDispatcher:
         return (
             self._guard.key(),
             self._options,
-            torch.is_grad_enabled(),  # a check without gradients stands for calls without them
+            torch.is_grad_enabled(),  # a check without gradients covers only calls without them
             form.args,
             form.kwargs,
             autocast_now(),
@@ -364,9 +424,10 @@ class GraphDispatcher:
         why: str = "",
         dropout: bool,
     ) -> Any:
-        """A call with a new export, the one after that, or one with shapes that are new to it.
+        """Run a call that may need a new export or a check.
 
-        ``why`` tells what is new, where that is not an edit of the model or the kind of input.
+        `why` is the reason for a new export, unless that is an edit of the model or a new kind of
+        input.
         """
         try:
             if served is None:
@@ -375,7 +436,7 @@ class GraphDispatcher:
             if any(0 in shape for shape in shapes) and torch.is_grad_enabled():
                 raise ExportFailed(
                     f"an input is empty ({', '.join(map(str, map(list, shapes)))}), and some of "
-                    "ORT's CPU gradients end the process on it; leave such batches out, or use "
+                    "ORT's CPU gradients crash the process on it; skip such batches, or use "
                     "engine='eager'"
                 )
             if self._due(served, shapes):
@@ -395,26 +456,23 @@ class GraphDispatcher:
         return served.run(args, kwargs, dropout=dropout)
 
     def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch gives, which goes on from here for `reason`."""
+        """Run the call in eager torch, and fall back to it for later calls for `reason`."""
         outputs = self._eagerly(args, kwargs)
-        # What forward has set by now belongs to the model that fell back.
+        # After the call, so that attributes set by forward do not count as an edit of the model.
         self._fallback = (self._guard.key(), reason)
         self._fallbacks += 1
         warn_once.say(type(self.module).__name__, f"fallback to eager torch: {reason}")
         return outputs
 
     def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch gives, in the precision that ORT's graph would have had."""
+        """Run the call in eager torch, in the precision that ORT's graph would have."""
         precision = self.settings.precision if autocast_now() is None else "fp32"
         device = next(self.module.parameters()).device
         with autocast_for(precision, device):
             return self.module(*args, **kwargs)
 
     def _falls_back(self) -> bool:
-        """Whether torch goes on: while the model is the one that ORT could not run.
-
-        One that has been edited since is tried again, a few times.
-        """
+        """Return True while the fallback applies; ORT is tried again a few times after edits."""
         assert self._fallback is not None
         if self._fallbacks >= _MOST_FALLBACKS or self._guard.key() == self._fallback[0]:
             return True
@@ -424,7 +482,7 @@ class GraphDispatcher:
     def _make(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str, *, checked: bool
     ) -> CachedExport:
-        """Makes an export; the quickest way where it is to be `checked` before it is used."""
+        """Create an export; `checked` allows the faster way, which needs a check before use."""
         change, self._guard.change = self._guard.change, ""
         change = change or options.changed(self._exported_with, self.settings)
         self._exported_with = self.settings
@@ -436,7 +494,7 @@ class GraphDispatcher:
             self._note(f"exported again: {why or change or 'another kind of input'}")
         leaves = (*self.module.parameters(), *tensors([args, kwargs]))
         differentiable = any(leaf.requires_grad for leaf in leaves)
-        # Without gradients ORTModule exports as for evaluation: no dropout, BatchNorm as it is.
+        # Without gradients ORTModule exports in evaluation mode: no dropout, BatchNorm frozen.
         gradient = differentiable and (torch.is_grad_enabled() or self.module.training)
         tell("exporting the model to ORT")
         started = time.perf_counter()
@@ -445,7 +503,7 @@ class GraphDispatcher:
             export.plans = self._plans if gradient else ()
             with self._as_it_is(args, kwargs):
                 made = self._cached() and export.restore(args, kwargs, self._call(args, kwargs))
-            if not made and checked and self.settings.copy_for_export:  # which that way has to do
+            if not made and checked and self.settings.copy_for_export:  # the faster way copies
                 with self._as_it_is(args, kwargs):
                     made = export.build_weightless(args, kwargs)
             if not made:
@@ -454,9 +512,9 @@ class GraphDispatcher:
             options.check_plans(export.manager, self.settings)
         except UnknownPlan:
             raise
-        # ORT raises all kinds of exceptions; what they mean is said in one line.
+        # ORT raises all kinds of exceptions; they are explained in one line.
         except Exception as error:
-            if out_of_memory(error):  # which says nothing of the model
+            if out_of_memory(error):  # not caused by the model's operators
                 raise
             if not self.settings.self_check:
                 self._let_eager_fail(args, kwargs)
@@ -469,42 +527,42 @@ class GraphDispatcher:
             self._remark(export.checkpointing)
         if hooked := _forward_hooked(self.module):
             self._remark(
-                f"forward hooks of {', '.join(hooked[:3])}: ORT's graph has what they compute on "
-                "tensors, but does not call them"
+                f"forward hooks of {', '.join(hooked[:3])}: ORT's graph contains their tensor "
+                "operations, but does not call them"
             )
         counters, buffers = _batch_counters(self.module), list(self.module.buffers())
         made_with = options.told(self.settings)
         served = CachedExport(export, shapes, counters, buffers, made_with)
-        # Forward ran by now, and may have set attributes: what fits the export is what it left.
+        # Compute the key again: forward has run and may have set attributes of the module.
         self._kinds.setdefault(self._kind(args, kwargs)[0], Kind()).served.insert(0, served)
         self._let_some_go()
         return served
 
     @contextlib.contextmanager
     def _as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Gives model and arguments back as they were."""
+        """Restore the model and the arguments on exit."""
         with undisturbed(self.module), inputs_kept(tensors([args, kwargs])):
             yield
 
     def _let_some_go(self) -> None:
-        """Drops exports where there are too many, or too little memory: those at rest first."""
+        """Drop exports if there are too many or memory is low, those without a session first."""
         resting = [key for key, kind in self._kinds.items() if not kind.is_open]
         while len(self._kinds) > _EXPORTS:
             del self._kinds[resting.pop(0) if resting else next(iter(self._kinds))]
         if resting and is_scarce(next(self.module.parameters()).device.type):
-            self._note(f"graphs for {', '.join(self.kept())} were let go: memory is scarce")
+            self._note(f"graphs for {', '.join(self.kept())} were released: memory is low")
             for key in resting:
                 del self._kinds[key]
 
     def _judge_precision(self, export: Export) -> None:
-        """ExportFailed where products would be of another precision than the settings say."""
+        """Raise ExportFailed if products would have another precision than that of the settings."""
         why = export.without_kernels
         if why is not None and why == kernels.unavailable():
-            self._remark(f"ORT's own kernels compute alone: {why}")
+            self._remark(f"only ORT's own kernels run: {why}")
         if (poorly := export.draws_poorly) is not None:
             self._remark(
-                "ORT's own dropout draws poor random numbers, some elements are dropped by rote: "
-                f"{poorly}"
+                "ORT's own dropout draws poor random numbers, so that some elements are dropped "
+                f"too often or never: {poorly}"
             )
         in_torch = self.settings.precision in ("bf16", "fp16")
         if not in_torch or export.manager._runtime_options.low_precision:
@@ -515,20 +573,20 @@ class GraphDispatcher:
             )
         if autocast_now() is None:
             raise ExportFailed(
-                f"precision={self.settings.precision!r} on a GPU is torch's autocast: put it "
-                "around forward and loss, or train with finetune, which does"
+                f"precision={self.settings.precision!r} on a GPU needs torch.autocast around "
+                "forward and loss; add it, or train with finetune, which adds it"
             )
 
     def _cached(self) -> bool:
         return self.settings.cache and not options.ask_for_an_export(self.settings)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What a graph depends on besides the module and ORT's options, for the cache.
+        """Return what a graph depends on besides the module and ORT's options, for the cache.
 
-        Sizes are among it where no check would notice that a graph holds other ones.
+        Sizes are included if no check would notice that a graph contains other fixed sizes.
         """
         key, shapes = self._kind(args, kwargs)
-        # The guard's key and ORT's options come first.
+        # The first two items are the guard's key and ORT's options.
         known = self._kinds.get(key)
         sized = not self.settings.self_check or (known is not None and known.per_shape)
         return {"call": repr(key[2:]), "sizes": repr(shapes) if sized else ""}
@@ -539,18 +597,18 @@ class GraphDispatcher:
             self._note(export.cache_note)
 
     def _let_eager_fail(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises what eager torch raises, if it does: then the model is at fault and not ORT."""
+        """Raise the error of eager torch, if any: then the model is at fault, not ORT."""
         with undisturbed(self.module), torch.no_grad():
             self.module(*args, **kwargs)
 
     def _due(self, served: CachedExport | None, shapes: Shapes) -> bool:
-        """Whether this call is to be checked: new exports, and new shapes while there are few.
+        """Return True if this call must be checked.
 
-        An export's second call is, whose data it was not made with. Its first three shapes are,
-        then the first of every bucket of sizes (rounded up to powers of two), until sixteen checks
-        of the run are spent. A dimension that changes for the first time is checked in any case:
-        the graph may hold its size. Where the user's code reads sizes as Python's numbers or
-        truths, every new shape is.
+        Always checked are the first call of an export, its second call (whose data it was not
+        exported with), and the first change of a dimension, because the graph may contain a fixed
+        size. If the user's code converts sizes to Python numbers or truth values, every new shape
+        is checked. Otherwise the first three shapes are checked, then the first of every bucket of
+        sizes (rounded up to powers of two), up to sixteen checks in a run.
         """
         if not self.settings.self_check:
             return False
@@ -571,7 +629,7 @@ class GraphDispatcher:
         kwargs: dict[str, Any],
         why: str,
     ) -> CachedExport:
-        """`_check`; what is right for one shape and wrong for another gets an export for each."""
+        """Run `_check`; switch to one export per shape if a graph is right for one shape only."""
         started, exported_s = time.perf_counter(), self._export_s
         known = served is not None and self._kind(args, kwargs)[1] in served.shapes
         try:
@@ -581,14 +639,15 @@ class GraphDispatcher:
                 raise
             if known and isinstance(error, SelfCheckFailed):
                 raise SelfCheckFailed(
-                    "ORT's graph is right for what was checked of the batch that it was exported "
-                    f"with, and not for the next, so by more than its shape: {error}"
+                    "ORT's graph is right for the checked part of the batch that it was exported "
+                    "with and wrong for the next one, so it depends on more than the shape: "
+                    f"{error}"
                 ) from None
             if known:
                 raise
             self._remark(
-                "the graph holds the sizes of the input that it was exported with and is wrong for "
-                f"others: every shape is exported for itself, at most {OF_A_KIND}"
+                "the graph contains the fixed input sizes of its export and is wrong for others: "
+                f"every shape gets its own export, at most {OF_A_KIND}"
             )
             self._kinds[key].per_shape = True
             return self._check(None, args, kwargs, why, part=True)
@@ -604,10 +663,10 @@ class GraphDispatcher:
         *,
         part: bool,
     ) -> CachedExport:
-        """Compares the export with eager torch, after making it where there is none.
+        """Compare the export with eager torch; create it first if there is none.
 
-        With `part` on a part of the batch: what is right for other sizes than it was exported with
-        is right for its own. Where that does not hold the whole batch decides.
+        With `part`, compare on a part of the batch: a graph that is right for other sizes than
+        those of its export is also right for its own. If the part fails, the whole batch decides.
         """
         again = served is not None and served.checked
         part = part and (served is None or not self._by_shape(served, args, kwargs))
@@ -618,11 +677,11 @@ class GraphDispatcher:
                 reference = self._reference(*call)
             except NotInGraph:
                 raise
-            except Exception as error:  # whatever forward raises where it needs the whole batch
+            except Exception as error:  # forward may need the whole batch, and raise anything
                 if call is whole or out_of_memory(error):
                     raise
             else:
-                # The loss of a few tokens is no number where none of them has a label.
+                # The loss of a few tokens is NaN if none of them has a label.
                 if call is whole or again or reference.has_finite_outputs():
                     break
         if served is None:
@@ -630,12 +689,12 @@ class GraphDispatcher:
             if call is not whole and self._by_shape(served, args, kwargs):
                 return self._check(served, args, kwargs, why, part=False)
         elif served.again and not reference.is_finite():
-            return served  # engines differ in what NaN becomes, and another batch will come
+            return served  # engines treat NaN differently; a later batch is checked instead
         tell("checking ORT against eager torch")
         if reference.wrote:
             names = ", ".join(sorted(reference.wrote)[:3])
             self._remark(
-                f"forward sets {names}: ORT's graph does not, and keeps what it read there"
+                f"forward sets {names}: ORT's graph does not, and uses the values of its export"
             )
         if reference.drew and self._random(reference, *call):
             self._remark("not checked: forward draws random numbers besides dropout")
@@ -651,7 +710,7 @@ class GraphDispatcher:
                     raise
                 export.forget()
                 self._kinds[self._kind(args, kwargs)[0]].served.pop(0)
-                how = "from the cache" if export.from_cache else "of a forward without values"
+                how = "from the cache" if export.from_cache else "of an export without values"
                 why = f"the graph {how} was wrong"
                 served = self._make(args, kwargs, why, checked=False)
                 self._compare(reference, *call, served)
@@ -666,12 +725,12 @@ class GraphDispatcher:
     def _by_shape(
         self, served: CachedExport, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether it is another matter for some of the batch's rows."""
+        """Return True if a part of the batch may need another export than the whole batch."""
         export, kind = served.export, self._kinds.get(self._kind(args, kwargs)[0])
         return bool(export.by_size or export.decisions or (kind and kind.per_shape))
 
     def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
-        """What eager torch gives; ExportFailed where forward changes what no graph would."""
+        """Run eager torch; raise ExportFailed if forward has side effects that no graph has."""
         given = tensors([args, kwargs])
         parameters = dict(self.module.named_parameters())
         versions = [parameter._version for parameter in parameters.values()]
@@ -685,7 +744,7 @@ class GraphDispatcher:
                 inputs=_differentiable(given),
                 gradients=torch.is_grad_enabled(),
             )
-        # Torch counts an edit of .data with that alone.
+        # An edit of .data increases only the version of .data.
         edited = {id(owner) for owner, data in seen.data if data._version}
         for (name, parameter), version in zip(parameters.items(), versions, strict=True):
             if parameter._version != version or id(parameter) in edited:
@@ -696,33 +755,33 @@ class GraphDispatcher:
         if written:
             raise ExportFailed(
                 f"forward changes {list(constants)[written[0]]} in place, which is a constant in "
-                "ORT's graph; compute what it holds outside of forward, or use engine='eager'"
+                "ORT's graph; change it outside of forward, or use engine='eager'"
             )
         if reference.rebound:
             name = reference.rebound[0]
             raise ExportFailed(
-                f"forward puts another tensor in the place of its buffer {name}, which ORT's graph "
-                "would not; set it before the model is wrapped, outside of forward, or use "
+                f"forward replaces its buffer {name} by another tensor, which ORT's graph would "
+                "not; set it outside of forward before the model is wrapped, or use "
                 "engine='eager'"
             )
         if changed:
             shapes = ", ".join(str(list(given[i].shape)) for i in changed)
             self._remark(
-                f"forward changes its input in place ({shapes}): ORT's graph leaves it as it is"
+                f"forward changes its input in place ({shapes}): ORT's graph does not change it"
             )
         return reference
 
     def _random(self, reference: Observed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether results depend on random numbers; ExportFailed where a graph would keep those.
+        """Return True if results depend on torch's random numbers, which ORT draws in the graph.
 
-        Torch's are drawn by ORT in the graph; what Python or numpy drew is a constant there.
+        Raises ExportFailed if they depend on those of Python or numpy, constants in the graph.
         """
         call = functools.partial(self.module, *args, **kwargs)
         with NoDropout():
             if depends_on_seed(reference, call, self.module, drawn_by_torch=False):
                 raise ExportFailed(
-                    "forward draws random numbers of Python's or numpy's, and ORT's graph would "
-                    "keep those of the export; draw them with torch, or use engine='eager'"
+                    "forward draws random numbers from Python or numpy, and ORT's graph would "
+                    "reuse those of its export; draw them with torch, or use engine='eager'"
                 )
             return depends_on_seed(reference, call, self.module, drawn_by_torch=True)
 
@@ -764,8 +823,8 @@ class GraphDispatcher:
                 verdict = f"{why}; {error}"
             else:
                 raise SelfCheckFailed(
-                    f"ORT would not train this model right: {error}; use engine='eager', "
-                    "or fallback=True to go on in torch"
+                    f"ORT would not train this model correctly: {error}; use engine='eager', "
+                    "or fallback=True to continue in torch"
                 ) from None
         shapes = ", ".join(str(list(value.shape)) for value in given)
         self._note(f"checked on {shapes}: {verdict}")
@@ -777,20 +836,20 @@ class GraphDispatcher:
         kwargs: dict[str, Any],
         held_against: Callable[[Observed], Verdict],
     ) -> Verdict | None:
-        """The verdict by gradients of torch's attention in plain operators, None where they differ.
+        """Return the verdict against gradients of SDPBackend.MATH; None if these differ too.
 
-        Where a mask is the lowest finite number along a whole row, torch 2.13's flash attention on
-        a CPU goes back as if each weight of that row were 1, in double precision too.
+        If a mask is the lowest finite number along a whole row, torch 2.13's flash attention on a
+        CPU computes gradients as if each weight of that row were 1, also in double precision.
         """
         try:
             with sdpa_kernel(SDPBackend.MATH):
                 plain = self._reference(args, kwargs)
             verdict = held_against(dataclasses.replace(reference, gradients=plain.gradients))
-        except RuntimeError:  # a SelfCheckFailed is one, and so is too little memory for the scores
+        except RuntimeError:  # SelfCheckFailed, or out of memory for the attention scores
             return None
         self._remark(
-            "torch's fused attention gives another gradient here than its plain one "
-            "(SDPBackend.MATH), as for rows that a mask hides whole: ORT gives the plain one's"
+            "torch's fused attention computes another gradient here than SDPBackend.MATH, as it "
+            "does for fully masked rows: ORT's gradient matches SDPBackend.MATH"
         )
         return verdict
 
@@ -801,11 +860,11 @@ class GraphDispatcher:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> str:
-        """Why ORT may be off as it is, by what its precision is; nothing where it may not.
+        """Return why rounding explains the difference from eager torch; "" if it does not.
 
-        Single precision is held against double precision, beside torch's own and what a few
-        roundings of the parameters make of that, bfloat16 products against single precision, beside
-        torch's own under autocast.
+        In single precision, both ORT and torch are compared with double precision, also with
+        parameters perturbed by a few rounding errors. With bfloat16 products, both ORT and torch
+        under autocast are compared with single precision.
         """
 
         def eager(
@@ -819,10 +878,10 @@ class GraphDispatcher:
                         inputs=_differentiable(tensors([args, kwargs])),
                         gradients=torch.is_grad_enabled(),
                     )
-            except Exception:  # noqa: BLE001 - forward may mix the types, and then nothing is told
+            except Exception:  # noqa: BLE001 - forward may mix types, which is then no evidence
                 return None
 
-        nearer = "as near to eager torch in higher precision as eager torch is"
+        nearer = "as close to eager torch in higher precision as eager torch itself"
         if self.settings.precision != "fp32":
             lowered = eager(self.module, args, kwargs)
             return nearer if lowered and is_rounding(lowered, observed, reference) else ""
@@ -834,7 +893,7 @@ class GraphDispatcher:
             return nearer
         others = (eager(*each) for each in nudged(self.module, args, kwargs))
         if is_at_a_kink(exact, observed, filter(None, others)):
-            return "as near to eager torch as that is with parameters off by a few roundings"
+            return "as close as eager torch with parameters changed by a few rounding errors"
         return ""
 
     def _cannot_run(self, error: Exception) -> ExportFailed:
@@ -842,13 +901,11 @@ class GraphDispatcher:
         if any(p.dtype == torch.float64 for p in self.module.parameters()):
             way_out += ", or model.float(): ORT has few kernels for double precision"
         elif asks_for_bfloat16(self.module):
-            way_out += (
-                ", or leave out forward's own autocast, within which nothing is lowered for ORT"
-            )
+            way_out += ", or remove the autocast inside forward, which ORT's graph cannot lower"
         return ExportFailed(f"ORT cannot run this model: {compat.explain(error)}; {way_out}")
 
     def _remark(self, text: str) -> None:
-        """Notes what the user has to know, once."""
+        """Record a difference from eager torch that the user must know, once."""
         if text not in self._remarks:
             self._remarks.append(text)
             self._note(text)
@@ -858,7 +915,7 @@ class GraphDispatcher:
         if len(self._notes) < _MOST_NOTES:
             self._notes.append(text)
         elif len(self._notes) == _MOST_NOTES:
-            self._notes.append("and so on: later notes are not kept")
+            self._notes.append("further notes are not recorded")
 
 
 def _differentiable(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -866,7 +923,7 @@ def _differentiable(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _batch_counters(module: nn.Module) -> list[torch.Tensor]:
-    """The counters of the batches that BatchNorm has seen, as far as its forward would count on."""
+    """Return the batch counters of the BatchNorm modules whose forward would increase them."""
     norms = [
         child
         for child in module.modules()
@@ -875,8 +932,8 @@ def _batch_counters(module: nn.Module) -> list[torch.Tensor]:
     for norm in norms:
         if norm.track_running_stats and norm.momentum is None:
             raise ExportFailed(
-                "BatchNorm with momentum=None weighs every batch differently, which an exported "
-                "graph cannot; give a momentum, or use engine='eager'"
+                "BatchNorm with momentum=None weights every batch differently, which an exported "
+                "graph cannot; set a momentum, or use engine='eager'"
             )
     return [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
 
@@ -899,15 +956,23 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
 
 
 def is_swapped(parameter: object) -> bool:
-    """Whether it is a plain tensor, as torch.func.functional_call has in a parameter's place."""
+    """Return True for a plain tensor, which torch.func.functional_call sets for a parameter.
+
+    Args:
+        parameter: Value of a parameter's attribute.
+    """
     return isinstance(parameter, torch.Tensor) and not isinstance(parameter, nn.Parameter)
 
 
 def swapped(name: str) -> str:
-    """What to say of the parameter `name` that `is_swapped`."""
+    """Return the error message for a parameter that `is_swapped`.
+
+    Args:
+        name: Name of the parameter.
+    """
     return (
-        f"{name} is a plain tensor in the place of a parameter, as torch.func.functional_call "
-        "gives it, and ORT would export the model for every such call; give that the model itself, "
+        f"{name} is a plain tensor in place of a parameter, set by torch.func.functional_call, and "
+        "ORT would export the model for every such call; pass it the model itself, "
         "ortlab.unwrap(model), or use engine='eager'"
     )
 

@@ -1,4 +1,4 @@
-"""The dropouts of a graph, ORT's and those of ortlab's kernels: found, switched off, or seeded."""
+"""Dropout nodes of a graph, of ORT and of ortlab's kernels: find, disable or seed them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RATIOS = {
     "BiasSoftmaxDropout": 2,
     "SoftmaxDropoutGrad": 3,
 }
-"""Which input of an operator is its ratio; ORT's ContribOperators.md has those that it fuses."""
+"""Index of the ratio input by operator; ORT's ContribOperators.md lists its fused operators."""
 _RATIOS_OF_OURS = {
     "ortlab_kernels::dropout": 1,
     "ortlab_kernels::dropout_backward": 2,
@@ -30,12 +30,19 @@ _RATIOS_OF_OURS = {
     "ortlab_kernels::attention_backward": 6,
     "ortlab::attention": 4,
 }
-"""The same of kernels that ATen nodes call."""
+"""Index of the ratio input by kernel, for kernels that ATen nodes call."""
 _DRAWING = {name for name in _RATIOS if not name.endswith("Grad")}
 
 
 def switch_off(graph: onnx.GraphProto) -> int:
-    """Sets the ratio of every dropout in `graph` to zero; returns how many had another one."""
+    """Set the ratio of every dropout in a graph to zero, in place.
+
+    Args:
+        graph: Graph to change.
+
+    Returns:
+        The number of dropouts that had another ratio.
+    """
     zeros = {each.name for each in graph.initializer if _is_zero(each)}
     nodes = [
         node for node in graph.node if (at := _ratio(node)) >= 0 and node.input[at] not in zeros
@@ -49,14 +56,21 @@ def switch_off(graph: onnx.GraphProto) -> int:
 
 
 def draws(graph: onnx.GraphProto) -> bool:
-    """Whether a dropout of ORT's without a seed of its own is in `graph`."""
+    """Return True if a graph contains an ORT dropout without its own seed.
+
+    Args:
+        graph: Graph to search.
+    """
     return next(_without_seed(graph), None) is not None
 
 
 def seed(graph: onnx.GraphProto) -> None:
-    """Gives every dropout of ORT's in `graph` a seed, and with it a generator of its own.
+    """Set a seed on every ORT dropout in a graph, in place, which gives it its own generator.
 
-    Those that ATen nodes call draw from torch's, which can be put back.
+    Dropouts that ATen nodes call draw from torch's generator, whose state can be restored.
+
+    Args:
+        graph: Graph to change.
     """
     for node in _without_seed(graph):
         node.attribute.append(onnx.helper.make_attribute("seed", 0))
@@ -69,7 +83,7 @@ def _without_seed(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def _ratio(node: onnx.NodeProto) -> int:
-    """The place of a node's ratio among its inputs, -1 where it has none."""
+    """Return the index of a node's ratio among its inputs, or -1 if it has none."""
     place = _RATIOS.get(node.op_type, _RATIOS_OF_OURS.get(operator(node), -1))
     return place if place < len(node.input) else -1
 

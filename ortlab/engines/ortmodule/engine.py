@@ -1,7 +1,7 @@
-"""The engine ``ort``: a module's forward and backward in ONNX Runtime, through ORTModule.
+"""The engine ``ort``: forward and backward pass of a module in ONNX Runtime, through ORTModule.
 
-What ORTModule leaves to luck is decided here: which exported graph fits a call, whether the graph
-computes what eager torch computes, and what happens when ORT cannot run the model.
+It adds checks that ORTModule lacks: which exported graph fits a call, whether the graph computes
+the same as eager torch, and what happens if ORT cannot run the model.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ortlab.settings import EngineSettings, FinetuneSettings
 
 _CONTAINER = ("__len__", "__getitem__", "__iter__", "__contains__")
 _OF_ACCELERATE = ("_original_forward", "_is_accelerate_prepared")
-"""What accelerate sets where it replaces ``forward``: that of the wrapper, so not the model's."""
+"""Attributes that accelerate sets when it replaces ``forward``; they belong to the wrapper."""
 
 
 class OrtModuleEngine:
-    """ORTModule on today's torch, checked against eager torch."""
+    """Engine that runs a model through ORTModule on a current torch, checked against eager."""
 
     name = "ort"
     capabilities = Capabilities(
@@ -72,10 +72,19 @@ class OrtModuleEngine:
         return options.changed(before, after)
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
-        """An ORTModule around `model`. Nothing is exported before the first call.
+        """Return an ORTModule around `model`. Nothing is exported before the first call.
 
-        ValueError for one that no engine can train (see `base.unfit`); EngineUnavailable when ORT
-        cannot be loaded.
+        Args:
+            model: The user's module.
+            settings: Settings of the exports.
+
+        Returns:
+            The wrapped module, which shares the parameters of `model`.
+
+        Raises:
+            ValueError: If no engine can train the model (see `base.unfit`), or an option cannot
+                work here.
+            EngineUnavailable: If ORT cannot be loaded.
         """
         reason = unfit(model)
         if reason is not None:
@@ -95,7 +104,7 @@ class OrtModuleEngine:
         return execution_of(wrapped).report()
 
     def kept(self, wrapped: nn.Module) -> Mapping[str, int]:
-        """See `Engine.kept`: graphs without their sessions, which take a moment to make again."""
+        """See `Engine.kept`: graphs without sessions; creating a session again is fast."""
         return execution_of(wrapped).kept()
 
     def prepare(
@@ -107,7 +116,7 @@ class OrtModuleEngine:
         processes: Processes = OneProcess,
         stepper: type[TorchStepper] = TorchStepper,
     ) -> TorchStepper:
-        """See `Engine.prepare`; `model` may be wrapped already, and keeps its exported graphs."""
+        """See `Engine.prepare`; the exported graphs of a wrapped model are reused."""
         device = training_device(settings.device)
         wrapped = model if is_wrapped(model) else self.wrap(model, settings)
         wrapped.to(device)
@@ -123,7 +132,7 @@ class OrtModuleEngine:
             report=report,
             close=execution.end_run,
             rest=execution.rest,
-            # On a CPU it is a matter of the graph's kernels.
+            # On a CPU the graph's kernels determine the precision.
             autocast=functools.partial(
                 autocast_for, "fp32" if device.type == "cpu" else settings.precision, device
             ),
@@ -133,20 +142,31 @@ class OrtModuleEngine:
 
 
 def reseed(seed: int) -> None:
-    """Restarts the generator of ORT's own dropout, which torch's seeds do not reach.
+    """Restart the random generator of ORT's own dropout, which torch's seed does not affect.
 
-    It draws on a GPU; on a CPU torch's generator does.
+    It is used on a GPU; on a CPU dropout draws from torch's generator.
+
+    Args:
+        seed: New seed.
     """
     compat.ortmodule().set_seed(seed)
 
 
 def is_wrapped(module: object) -> bool:
-    """Whether `module` is what `OrtModuleEngine.wrap` gives."""
+    """Return True if a module is a result of `OrtModuleEngine.wrap`.
+
+    Args:
+        module: Any object.
+    """
     return isinstance(getattr(module, "__dict__", {}).get("_ortlab"), GraphDispatcher)
 
 
 def execution_of(wrapped: nn.Module) -> GraphDispatcher:
-    """How `wrapped`, which `OrtModuleEngine.wrap` gave, is executed."""
+    """Return the dispatcher that executes a wrapped module.
+
+    Args:
+        wrapped: Result of `OrtModuleEngine.wrap`.
+    """
     execution = wrapped.__dict__["_ortlab"]
     assert isinstance(execution, GraphDispatcher)
     return execution
@@ -157,16 +177,17 @@ def _wrapper_class() -> type[nn.Module]:
     ort = compat.ortmodule(on_progress=tell)
 
     class OrtModel(ort.ORTModule):  # type: ignore[misc, name-defined]
-        """An ORTModule that picks the export that fits each call, and checks it."""
+        """ORTModule that selects the export that fits each call, and checks it."""
 
         def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
-            # Before ORTModule's own __init__: afterwards every new attribute goes to the model.
+            # Set before ORTModule's __init__: afterwards new attributes are set on the model.
             self._ortlab = GraphDispatcher(model, settings)
             super().__init__(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
             self._ortlab.attach(self, ort.FallbackPolicy.FALLBACK_DISABLE)
             self.__dict__["forward"] = _forward_like(model, self._ortlab)
-            # ORTModule binds the model's methods to itself, and transformers' generate looks others
-            # up in the class. It also needs the decoder's cache, which no graph has: plain torch.
+            # ORTModule binds the model's methods to itself, and transformers' generate looks other
+            # methods up in the class. It also needs the decoder's cache, which no graph has. So
+            # generate runs in eager torch.
             generate = getattr(model, "generate", None)
             if getattr(generate, "__module__", "").startswith("transformers."):
                 self.__dict__["generate"] = generate
@@ -174,7 +195,7 @@ def _wrapper_class() -> type[nn.Module]:
 
         @property  # type: ignore[misc]
         def __class__(self) -> type:
-            """The model's, so that libraries which ask for their own kind of model find it."""
+            """Class of the model, so that a library's isinstance checks accept the wrapper."""
             return execution_of(self).module.__class__
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -186,15 +207,15 @@ def _wrapper_class() -> type[nn.Module]:
                 super().__setattr__(name, value)
 
         def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            """The model's: ORTModule's own do without the arguments that torch has added."""
+            """Call the model's method: ORTModule's lacks the arguments that torch has added."""
             return execution_of(self).module.load_state_dict(*args, **kwargs)
 
         def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-            """The model's."""
+            """Call the model's method."""
             yield from execution_of(self).module.named_parameters(*args, **kwargs)
 
         def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-            """The model's."""
+            """Call the model's method."""
             yield from execution_of(self).module.named_buffers(*args, **kwargs)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -215,10 +236,7 @@ def _class_for(model: nn.Module) -> type[nn.Module]:
 
 @functools.cache
 def _container_class(names: tuple[str, ...]) -> type[nn.Module]:
-    """The wrapper's class for a model that is a container: with those of `_CONTAINER` it has.
-
-    Python looks them up in classes alone.
-    """
+    """Return a wrapper class with the given container methods, which Python looks up in classes."""
 
     def method(name: str) -> Callable[..., Any]:
         return lambda self, *args: getattr(execution_of(self).module, name)(*args)

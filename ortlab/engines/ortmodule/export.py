@@ -1,7 +1,7 @@
-"""One exported graph of a module: built by ORTModule's own parts, and run.
+"""One exported graph of a module: built with ORTModule's own components, and run.
 
-ORTModule keeps a single graph and decides by luck when to make another. Here every graph has a
-manager of its own, so a backward pass under way keeps the graph of its forward pass.
+ORTModule keeps a single graph and replaces it at unpredictable times. Here every graph has its own
+graph manager, so that a pending backward pass keeps the graph of its forward pass.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ortlab.engines.ortmodule.compat import (
 )
 from ortlab.engines.ortmodule.compat.symbolics import builder
 from ortlab.engines.ortmodule.fingerprint import Unknowable, fingerprint
+from ortlab.engines.ortmodule.kernels import kernel_choice, substitutes
 from ortlab.engines.ortmodule.kernels import recompute as recomputing
 from ortlab.engines.torchscript import decisions, streams, undifferentiated, weightless
 
@@ -36,10 +37,14 @@ _HALF = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.BFLOAT16: tor
 
 
 class Export:
-    """A graph of `module` that fits one kind of call; `build` makes it, `run` calls it.
+    """Exported graph of a module that fits one kind of call.
 
-    `ort_module` is the ORTModule whose options it shares. With `gradient` it holds forward and
-    backward, else forward alone.
+    `build` creates the graph, `run` calls it.
+
+    Args:
+        ort_module: ORTModule whose options the export uses.
+        module: The user's module.
+        gradient: True for a graph of forward and backward pass, False for forward only.
     """
 
     def __init__(self, ort_module: nn.Module, module: nn.Module, *, gradient: bool) -> None:
@@ -48,28 +53,28 @@ class Export:
         self.gradient = gradient
         self._name: str | None = None
         self._executed: bytes | None = None
-        self._as_it_is = False  # whether the session got that, and orders it anew
+        self._as_it_is = False  # True if the session was given this graph and reorders its nodes
         self.plans: tuple[str, ...] = ()
-        """What is computed again in the backward pass, see `kernels.recompute`."""
-        self._rewritten = False  # for those, or for layers in the place of checkpointing
+        """Recompute plans of the backward pass, see `kernels.recompute`."""
+        self._rewritten = False  # by recompute plans, or by layers in place of checkpointing
         self._optimized: bytes | None = None
         self._resting_bytes: int | None = None
         self._build_s = 0.0
         self.from_cache = False
         self.weightless = False
-        """Whether forward ran for it without computing what depends on weights."""
+        """True if forward was exported without computing values that depend on weights."""
         self.cache_note = ""
-        """What the user is to know of the cache, in a line."""
+        """One line for the user about the use of the graph cache."""
         self.decisions: tuple[decisions.Decision, ...] = ()
-        """What the graph's last outputs are compared with after each run."""
+        """Expected values of the graph's last outputs, compared after each run."""
         self.by_size = False
-        """Whether forward goes by sizes of its input in Python: the graph holds the way it went."""
+        """True if forward branches on input sizes in Python; the graph contains one branch."""
         self.left_out: tuple[str, ...] = ()
-        """Results of the model that are None in the graph's."""
+        """Names of the model's outputs that are None in the graph's outputs."""
         self.without_kernels: str | None = None
-        """Why ORT's own kernels compute alone, where others were asked for."""
+        """Reason why only ORT's own kernels run although others were requested."""
         self.checkpointing: str | None = None
-        """What takes the place of the gradient checkpointing that the model asks for."""
+        """Description of the replacement for the model's gradient checkpointing."""
         self._let_go_of_memory: Callable[[], object] | None = None
         self.torch_module = self._unbuilt()
 
@@ -89,12 +94,12 @@ class Export:
         return torch_module
 
     def _choose_kernels(self, manager: Any) -> None:
-        """Leaves torch's kernels out where there are none: see `without_kernels`."""
+        """Disable torch's kernels if they cannot be used; see `without_kernels`."""
         runtime = manager._runtime_options
         if not runtime.torch_kernels:
             return
         if manager._debug_options.save_onnx_models.save:
-            self._leave_kernels(runtime, "save_onnx writes the graphs that ORT's own kernels run")
+            self._leave_kernels(runtime, "save_onnx writes graphs with ORT's own kernels")
         elif not self._on_cpu:
             self._leave_kernels(runtime, None)
         elif (reason := kernels.unavailable()) is not None:
@@ -116,20 +121,26 @@ class Export:
 
     @property
     def functions(self) -> list[Any]:
-        """The torch.autograd.Functions that the graph calls, by class."""
+        """Classes of the torch.autograd.Functions that the graph calls."""
         exported = self.manager._graph_transition_manager._exported_model_info.exported_model
         return interop.functions(exported.graph)
 
     def build_weightless(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Does what `build` does with most of forward's sums left out, in a fraction of the time.
+        """Try to `build` in a fraction of the time, without most of forward's computation.
 
-        False where that will not do; `build` then tells what there is to tell. The graph is to be
-        compared with forward before it is used: see `weightless.without_weights`.
+        The graph must be compared with forward before use; see `weightless.without_weights`.
+
+        Args:
+            args: Positional arguments of a call.
+            kwargs: Keyword arguments of a call.
+
+        Returns:
+            False if this failed; then call `build`, which raises the error, if any.
         """
         try:
             with weightless.without_weights():
                 self.build(args, kwargs)
-        # Forward may need values anywhere, and fail in any way without them.
+        # Forward may need values anywhere, and raise anything without them.
         except Exception:  # noqa: BLE001
             self.torch_module = self._unbuilt()
             return False
@@ -137,7 +148,15 @@ class Export:
         return True
 
     def build(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Exports the module as it is now and makes the session. Raises ORT's own exceptions."""
+        """Export the module in its current state and create the session.
+
+        Args:
+            args: Positional arguments of a call.
+            kwargs: Keyword arguments of a call.
+
+        Raises:
+            Exception: Any exception of ORT.
+        """
         started = time.perf_counter()
         manager = self.manager
         transitions = manager._graph_transition_manager
@@ -159,9 +178,15 @@ class Export:
     def restore(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], call: Mapping[str, Any]
     ) -> bool:
-        """Does what `build` does, with a graph from the cache; False where none fits.
+        """Try to load the graph from the cache instead of a `build`.
 
-        `call` is what the graph depends on besides the module and ORT's options, in plain values.
+        Args:
+            args: Positional arguments of a call.
+            kwargs: Keyword arguments of a call.
+            call: Further values that the graph depends on, besides the module and ORT's options.
+
+        Returns:
+            False if the cache has no matching graph.
         """
         started = time.perf_counter()
         try:
@@ -178,7 +203,7 @@ class Export:
             self._open_session(entry.graphs.get(restoring.OPTIMIZED))
             self.left_out, self.by_size = tuple(entry.facts["left out"]), entry.facts["by size"]
             saved_s = entry.facts["seconds"] - (time.perf_counter() - started)
-        # Whatever an old or damaged file makes of it, an export takes its place.
+        # An old or damaged file can cause any error; the graph is then exported.
         except Exception:  # noqa: BLE001
             self.forget()
             self.torch_module = self._unbuilt()
@@ -196,12 +221,12 @@ class Export:
             "versions": restoring.versions(),
             "default type": torch.get_default_dtype(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
-            # With which it was measured what kernels the graph has.
+            # The choice of kernels was measured with this number.
             "threads": torch.get_num_threads(),
         }
 
     def keep(self) -> None:
-        """Puts a graph that `build` made after `restore` had found none into the cache."""
+        """Store the graph in the cache, if `restore` found none and `build` created it."""
         if self._name is None or self.from_cache:
             return
         name, self._name = self._name, None
@@ -218,7 +243,7 @@ class Export:
             self.cache_note = f"the graph is not cached: {error}"
 
     def forget(self) -> None:
-        """Takes the graph out of the cache."""
+        """Remove the graph from the cache."""
         if self._name is not None:
             graph_cache.remove(self._name)
 
@@ -228,9 +253,9 @@ class Export:
         configure: Callable[[Any], None] | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """Makes the session: of an `optimized` graph as it is, or of the one that was built.
+        """Create the session from an `optimized` graph without changes, or from the built graph.
 
-        `shapes` of the graph's inputs are those that other kernels are chosen for.
+        `shapes` of the graph's inputs enable the choice of other kernels for them.
         """
         manager = self.manager
         runtime = manager._runtime_options
@@ -248,9 +273,9 @@ class Export:
             self._let_go_of_memory = kernels.keep_memory_for(self, keep)
         planned = runtime.memory_optimizer_is_enabled()
         if planned:
-            optimized = None  # of plans of modules, which were chosen before
+            optimized = None  # made for plans of modules, which were chosen before
         if planned and runtime.torch_kernels:  # gradient checkpointing has become a plan
-            self._leave_kernels(runtime, "ORT's recompute plans know its own kernels alone")
+            self._leave_kernels(runtime, "ORT's recompute plans support only its own kernels")
         executed = optimized
         if executed is None or not self._rewritten:
             with self._dropouts_of_ours() if optimized is None else contextlib.nullcontext():
@@ -262,7 +287,7 @@ class Export:
             if not self._rewritten:
                 restoring.open_session(manager, executed, configure=configure)
         self._executed = self._recomputing(executed, configure) if self._rewritten else executed
-        # ORT's plans are the session's: what it made by them is no graph for another one.
+        # A graph that ORT's plans have changed cannot be loaded in another session.
         self._optimized = None if planned else executed
         self._check_outputs(manager._graph_transition_manager)
         if self.gradient:
@@ -274,19 +299,19 @@ class Export:
 
     @property
     def draws_poorly(self) -> str | None:
-        """Why ORT's own dropouts draw masks on a CPU, where they draw them badly; None: none do."""
+        """Reason why ORT's own dropouts, which draw poorly, run on a CPU; None if none runs."""
         built = self.manager._onnx_models.optimized_model
         if not (self._on_cpu and dropout.draws(built.graph)):
             return None
         if (why := kernels.unavailable()) is not None:
-            return f"without ortlab's kernels there is no other ({why})"
+            return f"ortlab's kernels are not available ({why})"
         drawing = self._drawing(built) if self._executed is None else self.executed()[0]
-        left = "there is one whose mask has other readers than its gradient, or of unknown type"
+        left = "one has a mask of unknown type, or a mask that not only its gradient reads"
         return left if dropout.draws(drawing.graph) else None
 
     @contextlib.contextmanager
     def _dropouts_of_ours(self) -> Iterator[None]:
-        """Meanwhile the graph that was built has no dropouts of ORT's, whatever else it has."""
+        """Replace ORT's dropouts in the built graph inside this context."""
         models = self.manager._onnx_models
         built = models.optimized_model
         models.optimized_model = self._drawing(built)
@@ -296,26 +321,24 @@ class Export:
             models.optimized_model = built
 
     def _drawing(self, built: onnx.ModelProto) -> onnx.ModelProto:
-        """`built` with kernels of ours in the place of ORT's dropouts, where there are any."""
+        """Return `built` with ortlab's kernels in place of ORT's dropouts, if there are any."""
         if not (self._on_cpu and dropout.draws(built.graph)) or kernels.unavailable():
             return built
-        from ortlab.engines.ortmodule.kernels import substitutes
-
         copied = onnx.ModelProto()
         copied.CopyFrom(built)
         return substitutes.substitute(copied, low=False, rules=substitutes.DROPOUT)
 
     def _recomputing(self, graph: bytes | None, configure: Callable[[Any], None] | None) -> bytes:
-        """Makes the session of a `graph` that was optimized, with its plans; returns what it runs.
+        """Create the session of an optimized `graph` with the recompute plans; return its graph.
 
-        Without any, whole layers take the place of checkpointing. UnknownPlan for one that does not
-        fit the graph.
+        Without plans, recomputation of whole layers replaces checkpointing. Raises UnknownPlan for
+        a plan that does not fit the graph.
         """
         if graph is None:
             raise recomputing.UnknownPlan(
                 f"recompute={','.join(self.plans)!r} needs the graph that the session runs, which "
-                "it tells on a CPU and without save_onnx; elsewhere choose ORT's own plans, as in "
-                "memory_level=1 or recompute='BiasGelu+:1:-1'"
+                "ORT reports only on a CPU and without save_onnx; otherwise choose ORT's own plans "
+                "with memory_level=1 or recompute='BiasGelu+:1:-1'"
             )
         plans = recomputing.Plans(onnx.load_model_from_string(graph))
         if not self.plans:
@@ -325,25 +348,29 @@ class Export:
         return bytes(executed)
 
     def recompute(self, plans: tuple[str, ...]) -> None:
-        """Changes what is computed again: another session of the same graph, nothing is exported.
+        """Change the recompute plans: creates a new session of the same graph, without an export.
 
-        UnknownPlan for one that does not fit the graph, which then stays as it was.
+        Args:
+            plans: New plans.
+
+        Raises:
+            UnknownPlan: If a plan does not fit the graph; the previous plans then stay.
         """
         if plans == self.plans or not self.gradient:
             return
         before, self.plans = self.plans, plans
         try:
-            self.close()  # so that there are never two sessions with their memory
+            self.close()  # first, so that memory is never needed for two sessions
             self.open()
         except recomputing.UnknownPlan:
             self.plans = before
             raise
 
     def close(self) -> None:
-        """Gives back the session with the memory that it keeps from step to step.
+        """Release the session and its memory.
 
-        The graph stays: `open`, or the next run, makes another session of it. A backward pass whose
-        forward ran in this one still does.
+        The graph stays: `open` or the next run creates a new session. A pending backward pass of
+        this session still works.
         """
         self.manager._execution_agent = None
         self._resting_bytes = None
@@ -352,21 +379,21 @@ class Export:
             self._let_go_of_memory = None
 
     def open(self) -> None:
-        """Makes the session where there is none."""
+        """Create the session if there is none."""
         if not self.is_open:
             self._open_session(self._optimized)
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a session, which keeps memory from step to step."""
+        """True if there is a session, which keeps memory between steps."""
         return self.manager._execution_agent is not None
 
     @property
     def resting_bytes(self) -> int:
-        """What its graphs take without a session, as they are written in a file."""
+        """Serialized size of the graphs, which stay without a session, in bytes."""
         if (
             self._resting_bytes is None
-        ):  # graphs are walked for it, and those at rest stay as they are
+        ):  # cached, because it iterates over the graphs, which do not change without a session
             self._resting_bytes = self._graph_bytes()
         return self._resting_bytes
 
@@ -382,9 +409,7 @@ class Export:
         return sum(map(len, written.values())) + sum(sizes)
 
     def _substituted(self, executed: bytes, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-        """The graph of a session with the kernels that are wanted."""
-        from ortlab.engines.ortmodule.kernels import kernel_choice, substitutes
-
+        """Return the graph of a session with the kernels that the options choose."""
         runtime = self.manager._runtime_options
         model = onnx.load_model_from_string(executed)
         if runtime.torch_kernels == "measured":
@@ -401,14 +426,14 @@ class Export:
         return bytes(model.SerializeToString())
 
     def _shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Those of the tensors that such a call gives to the graph, by the graph's names."""
+        """Return the shapes of the graph's inputs in such a call, by the graph's names."""
         return {name: tuple(tensor.shape) for name, tensor in self.inputs(args, kwargs).items()}
 
     def _check_outputs(self, transitions: Any) -> None:
-        """Makes a run check its decisions, and give outputs the types that the graph declares.
+        """Make each run check its decisions and cast outputs to the types that the graph declares.
 
-        The CPU provider runs half-precision nodes in float32 and drops the casts around them, up to
-        the graph's own outputs.
+        The CPU provider runs half-precision nodes in float32 and drops the casts around them, even
+        those of the graph's outputs.
         """
         given = transitions._exported_model_info.exported_model.graph.output
         count = len(given) - len(self.decisions)
@@ -416,31 +441,43 @@ class Export:
         if not any(declared) and not self.decisions:
             return
         info = transitions._post_export_processed_model_info
-        restore = functools.partial(type(info).restore_outputs, info)  # a twin has ours by now
+        # From the class: in a copy of an export, the instance already has our function.
+        restore = functools.partial(type(info).restore_outputs, info)
 
         def restore_outputs(found: Sequence[torch.Tensor]) -> Any:
             decisions.check(self.decisions, found[count:])
-            typed = zip(found, declared, strict=False)  # declared are the model's own outputs only
+            typed = zip(found, declared, strict=False)  # `declared` has no types of decisions
             return restore([value.to(dtype) if dtype else value for value, dtype in typed])
 
         info.restore_outputs = restore_outputs
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The module's outputs, of ORT; OtherDecision where this graph is not that of the call."""
+        """Run the graph in ORT.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+
+        Returns:
+            The module's outputs.
+
+        Raises:
+            OtherDecision: If forward would take another branch than the graph in this call.
+        """
         self.open()
         return self.manager.forward(*args, **kwargs)
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the user's tensors in the last call that it ran, by the graph's names."""
+        """Return the shapes of the user's tensors in the last call, by the graph's names."""
         info = self.manager._graph_transition_manager._post_export_processed_model_info
         given = info._buffer_for_ort_runs or {}
         names = info.onnx_graph_input_names_user_defined
         return {name: tuple(given[name].shape) for name in names if given.get(name) is not None}
 
     def stages(self) -> dict[str, onnx.ModelProto]:
-        """What became of the export, by the names of `ortlab.graph.capture.STAGES`.
+        """Return the stages of the export, by the names of `ortlab.graph.capture.STAGES`.
 
-        What the session runs is among it where the session told, which is on a CPU.
+        The graph that the session runs is included only on a CPU, where ORT reports it.
         """
         manager = self.manager
         built = manager._onnx_models.optimized_model
@@ -458,16 +495,19 @@ class Export:
         return found
 
     def without_dropout(self) -> Export:
-        """The same graph with all dropout ratios zero; itself when it has no dropout."""
+        """Return an export with all dropout ratios 0; this one if it has no dropout."""
         edited = self.graph_to_run()
         if not dropout.switch_off(edited.graph):
             return self
         return self._twin(edited)
 
     def profiled(self, folder: Path) -> Export:
-        """The same graph in a session of its own, which keeps ORT's profile for a file in `folder`.
+        """Return an export of the same graph with its own session, which records ORT's profile.
 
-        Its dropouts draw from generators of their own: those of the model's steps stay as they are.
+        Its dropouts draw from their own generators, so that those of the training do not advance.
+
+        Args:
+            folder: Folder for the profile's file.
         """
         edited = self.graph_to_run()
         dropout.seed(edited.graph)
@@ -475,24 +515,31 @@ class Export:
 
     @property
     def spinning(self) -> bool:
-        """Whether ORT's workers spin while they wait for work, on cores that torch's may want."""
+        """True if ORT's idle threads spin, on cores that torch's threads may need."""
         return bool(self.manager._runtime_options.spinning)
 
     @property
     def without_workers(self) -> bool:
-        """Whether ORT's workers found no room in the last session, so that one thread computes."""
+        """True if the last session could not start its thread pool and runs on one thread."""
         return bool(self.manager._runtime_options.without_workers)
 
     def with_workers(self, *, spinning: bool) -> Export:
-        """The same graph in a session of its own, whose idle workers spin or sleep."""
+        """Return an export of the same graph with its own session.
+
+        Args:
+            spinning: True if the session's idle threads spin, False if they sleep.
+        """
         twin = self._unopened(self.graph_to_run())
         twin.manager._runtime_options.spinning = spinning
         return self._opened(twin)
 
     def ort_graph(self) -> onnx.ModelProto:
-        """What the session would run with ORT's own kernels alone; seconds where it runs others.
+        """Return the graph that the session would run with ORT's own kernels only.
 
-        ValueError on a device whose sessions do not tell.
+        Takes seconds if the session runs other kernels.
+
+        Raises:
+            ValueError: If ORT does not report the graph on this device.
         """
         if not self.manager._runtime_options.torch_kernels:
             return self.graph_to_run()
@@ -500,13 +547,13 @@ class Export:
         built.CopyFrom(self.manager._onnx_models.optimized_model)
         found = restoring.open_session(self._unopened(built).manager)
         if found is None:
-            raise ValueError("ORT's sessions tell what they run on a CPU alone")
+            raise ValueError("ORT reports the graph that a session runs only on a CPU")
         return onnx.load_model_from_string(found)
 
     def graph_to_run(self) -> onnx.ModelProto:
-        """A copy of what the session runs, or where it did not tell of what it was made of.
+        """Return a copy of the session's graph, or of its input graph if ORT does not report it.
 
-        Without what `plans` make of it: a session of such a graph makes that again.
+        The changes of `plans` are not included: a session of the copy applies them again.
         """
         copied = onnx.ModelProto()
         if self._optimized is not None:
@@ -516,29 +563,38 @@ class Export:
         return copied
 
     def executed(self) -> tuple[onnx.ModelProto, bool]:
-        """A copy of what the session runs, and whether that is in the order of its nodes there.
+        """Return a copy of the session's graph, with the changes of `plans`.
 
-        ValueError on a device whose sessions do not tell.
+        Returns:
+            The graph, and True if the session runs its nodes in the order of the graph.
+
+        Raises:
+            ValueError: If ORT does not report the graph on this device.
         """
         if self._executed is None:
-            raise ValueError("ORT's sessions tell what they run on a CPU alone")
+            raise ValueError("ORT reports the graph that a session runs only on a CPU")
         return onnx.load_model_from_string(self._executed), self._rewritten
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What the graph is given for such a call, parameters and buffers too, by its names."""
+        """Return the graph's inputs for a call, including parameters and buffers, by name.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
         info = self.manager._graph_transition_manager._post_export_processed_model_info
         found = info.construct_inputs(args, kwargs, True, self.manager._device)
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def own_inputs(self) -> dict[str, torch.Tensor]:
-        """The graph's inputs that are the module's parameters and buffers, by its names."""
+        """Return the graph's inputs that are parameters and buffers of the module, by name."""
         info = self.manager._graph_transition_manager._post_export_processed_model_info
         own = dict(self.manager._flattened_module.named_parameters())
         own |= dict(self.manager._flattened_module.named_buffers())
         return {name: own[name] for name in info.onnx_graph_input_names if name in own}
 
     def gradients(self) -> dict[str, str]:
-        """The inputs of the graph that it gives a gradient of, each with that output's name."""
+        """Return the graph's inputs with a gradient, each with the name of the gradient output."""
         manager = self.manager
         info = manager._graph_transition_manager._post_export_processed_model_info
         outputs = [each.name for each in manager._onnx_models.optimized_model.graph.output]
@@ -547,18 +603,23 @@ class Export:
         return {name: outputs[place] for name, place in pairs if place != -1}
 
     def plain_session(self, graph: onnx.ModelProto, *, in_file_order: bool) -> Any:
-        """A session of `graph`, made of `executed`, that runs from its inputs to its outputs."""
+        """Return a plain inference session of a graph that was made from `executed`.
+
+        Args:
+            graph: Graph to run from its inputs to its outputs.
+            in_file_order: True to run the nodes in the order of the graph.
+        """
         written = graph.SerializeToString()
         return restoring.plain_session(self.manager, written, in_file_order=in_file_order)
 
     def _twin(
         self, edited: onnx.ModelProto, configure: Callable[[Any], None] | None = None
     ) -> Export:
-        """An export that runs `edited`, a changed `graph_to_run`, for the same calls."""
+        """Return an export that runs `edited`, a changed `graph_to_run`, for the same calls."""
         return self._opened(self._unopened(edited), configure)
 
     def _unopened(self, graph: onnx.ModelProto) -> Export:
-        """An export of `graph` for the same calls, whose session is still to be made."""
+        """Return an export of `graph` for the same calls, without a session."""
         twin = Export(self._ort_module, self._module, gradient=self.gradient)
         options.share(self.manager, twin.manager, save=False)
         twin.decisions, twin.plans = self.decisions, self.plans
@@ -577,7 +638,7 @@ class Export:
         return twin
 
     def _opened(self, twin: Export, configure: Callable[[Any], None] | None = None) -> Export:
-        """`twin` with its session, which optimizes the graph where that was not done yet."""
+        """Return `twin` with its session, which optimizes the graph unless that is done."""
         graph = twin.manager._onnx_models.optimized_model
         optimized = None if self._optimized is None else graph.SerializeToString()
         twin._open_session(optimized, configure)
@@ -585,7 +646,7 @@ class Export:
 
 
 def _attention(runtime: Any) -> builder.Attention | None:
-    """What an export by ORT's options `runtime` writes attention as; None is ONNX's operators."""
+    """Return the form of attention in an export with ORT's options; None for ONNX operators."""
     if runtime.attention == "fused":
         return builder.Attention(fused=True)
     if runtime.attention == "onnx" or not runtime.torch_kernels:

@@ -1,4 +1,4 @@
-"""The exports of a model: which calls each has served, and which it may serve."""
+"""Pool of the exports of a model: the calls that each export has served and can serve."""
 
 from __future__ import annotations
 
@@ -15,25 +15,35 @@ from ortlab.engines.torchscript.decisions import OtherDecision
 from ortlab.utils.errors import Concise, place
 
 OF_A_KIND = 16
-"""The most exports of one kind, for shapes or for decisions of forward."""
+"""Maximum number of exports for one kind of call, by shape or by decisions of forward."""
 
 
 class ExportFailed(Concise, RuntimeError):
-    """ORT cannot export or build the model; the message names the operator and the line."""
+    """Raised when ORT cannot export or build the model; the message names operator and line."""
 
 
 Shapes = tuple[torch.Size, ...]
-"""Of the tensors among a call's arguments, in order."""
+"""Shapes of the tensors in a call's arguments, in order."""
 
 
 @dataclasses.dataclass
 class CachedExport:
-    """An export, the input shapes that it has served, and its twin without dropout.
+    """An export with the input shapes that it has served, and a variant without dropout.
 
-    `made_of` are the shapes that it was exported with, `sizes` those that each dimension of each
-    tensor had in the checks that it passed, and `made_with` are the settings that its graph is for.
-    `again` says that its next call is checked, too: what a graph keeps of the batch that it was
-    exported with, only another batch tells.
+    Attributes:
+        export: The export.
+        made_of: Input shapes of the export.
+        counters: Batch counters of the BatchNorm modules, which a graph does not update.
+        buffers: Buffers of the module, restored if the graph took a wrong decision.
+        made_with: Description of the settings of the graph.
+        checked: True once a self-check has passed.
+        again: True if the next call is also checked: only a second batch shows whether the graph
+            contains data of the batch that it was exported with.
+        shapes: Input shapes that were served.
+        sizes: Sizes of each dimension of each tensor in the checks that passed.
+        shapes_met: Number of different input shapes so far.
+        buckets: Buckets of sizes that were served; see `bucket`.
+        without_dropout: The same export with all dropout ratios 0; None until needed.
     """
 
     export: Export
@@ -53,7 +63,19 @@ class CachedExport:
         self.definitions = {each: interop.definition(each) for each in self.export.functions}
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, dropout: bool = True) -> Any:
-        """The module's outputs. What forward counts in Python, no graph does: that is done here."""
+        """Run the export, and update the counters that forward updates in Python.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            dropout: False to run without dropout.
+
+        Returns:
+            The module's outputs.
+
+        Raises:
+            OtherDecision: If forward would take another branch than the graph.
+        """
         if not dropout and self.without_dropout is None:
             self.without_dropout = self.export.without_dropout()
         export = self.export if dropout else self.without_dropout
@@ -65,7 +87,7 @@ class CachedExport:
         return outputs
 
     def rest(self) -> None:
-        """Gives back what its sessions keep from step to step."""
+        """Release the memory of its sessions."""
         self.export.close()
         self.without_dropout = None
 
@@ -77,9 +99,9 @@ class CachedExport:
 
     @contextlib.contextmanager
     def _speculating(self) -> Iterator[None]:
-        """Gives buffers back as they were where the graph took another way than forward would.
+        """Restore buffers if the graph took another branch than forward would.
 
-        On such a way it may also fail, before the decision can be compared.
+        On the wrong branch the graph can also fail before the decision is compared.
         """
         before = [(buffer, buffer.clone()) for buffer in self.buffers]
         try:
@@ -92,13 +114,21 @@ class CachedExport:
             raise OtherDecision(self.export.decisions[0].place) from error
 
     def passed(self, shapes: Shapes) -> None:
-        """Notes that its results were eager torch's for `shapes`."""
+        """Record that the self-check has passed for given input shapes.
+
+        Args:
+            shapes: Input shapes of the check.
+        """
         self.checked = True
         for dimension, size in _sizes(shapes):
             self.sizes.setdefault(dimension, set()).add(size)
 
     def has_new_dimension(self, shapes: Shapes) -> bool:
-        """Whether a dimension has another size than the only one that was checked so far."""
+        """Return True if a dimension differs from the only size that was checked so far.
+
+        Args:
+            shapes: Input shapes of a call.
+        """
         return any(
             len(known := self.sizes.get(dimension, set())) < 2 and size not in known
             for dimension, size in _sizes(shapes)
@@ -107,9 +137,13 @@ class CachedExport:
 
 @dataclasses.dataclass
 class Kind:
-    """The exports for calls of one kind, the one that was used last first.
+    """Exports for calls of one kind.
 
-    One serves every shape, unless the graph holds sizes (`per_shape`) or what forward decides.
+    One export serves every shape, unless the graph contains fixed sizes or decisions of forward.
+
+    Attributes:
+        served: The exports, most recently used first.
+        per_shape: True if the graph contains fixed sizes, so that each shape needs its own export.
     """
 
     served: list[CachedExport] = dataclasses.field(default_factory=list)
@@ -117,17 +151,25 @@ class Kind:
 
     @property
     def is_open(self) -> bool:
-        """Whether one of them has a session."""
+        """True if one of the exports has a session."""
         return any(served.export.is_open for served in self.served)
 
     def fitting(self, shapes: Shapes) -> list[CachedExport]:
-        """Those that may serve a call with these shapes."""
+        """Return the exports that can serve a call.
+
+        Args:
+            shapes: Input shapes of the call.
+        """
         if not self.per_shape:
             return self.served
         return [served for served in self.served if served.made_of == shapes]
 
     def redefined(self) -> str | None:
-        """A torch.autograd.Function that was defined again; drops the exports that call it."""
+        """Drop the exports that call a torch.autograd.Function that has been redefined.
+
+        Returns:
+            The name of such a function, or None if there is none.
+        """
         found = None
         for served in self.served[:]:
             for function, before in served.definitions.items():
@@ -138,35 +180,48 @@ class Kind:
         return found
 
     def use(self, served: CachedExport) -> None:
-        """Tries `served` first from now on."""
+        """Move an export to the front, so that it is tried first.
+
+        Args:
+            served: One of the exports.
+        """
         if self.served[0] is not served:
             self.served.remove(served)
             self.served.insert(0, served)
 
     def refuse_more(self) -> None:
-        """Raises where there are as many as there may be."""
+        """Check that another export is allowed.
+
+        Raises:
+            ExportFailed: If the maximum number of exports is reached.
+        """
         if len(self.served) < OF_A_KIND:
             return
         if self.per_shape:
             raise ExportFailed(
-                f"the model's graph holds the sizes of its input, and {OF_A_KIND} shapes have an "
-                "export each: pad batches to fewer sizes, or use engine='eager'"
+                f"the model's graph contains fixed input sizes, and {OF_A_KIND} shapes already "
+                "have an export each; pad batches to fewer sizes, or use engine='eager'"
             )
         decision = self.served[0].export.decisions[0]
         raise ExportFailed(
             f"forward decides by a tensor's value at {place(*decision.place)}, and {OF_A_KIND} "
-            "ways have an export each: compute with tensors there, or use engine='eager'"
+            "branches already have an export each; use torch.where there, or engine='eager'"
         )
 
 
 def _sizes(shapes: Shapes) -> Iterator[tuple[tuple[int, int], int]]:
-    """Every dimension of every tensor, and its size."""
+    """Iterate over every dimension of every tensor, with its size."""
     for i, shape in enumerate(shapes):
         for j, size in enumerate(shape):
             yield (i, j), size
 
 
 def bucket(shapes: Shapes) -> Hashable:
+    """Return shapes with every size rounded up to a power of two, as a key.
+
+    Args:
+        shapes: Input shapes of a call.
+    """
     return tuple(tuple(_power_of_two(size) for size in shape) for shape in shapes)
 
 

@@ -1,10 +1,11 @@
-"""A name for all that an exported graph of a module depends on, the same in every process.
+"""Fingerprint of everything that an exported graph of a module depends on.
 
-It covers what forward runs, as code, and what that reads: configuration, attributes, buffers,
-closures, defaults and globals by content; parameters by shape and type, never by value. Code is
-followed as far as its names lead: the user's with the globals that it reads, that of installed
-packages without their data. Torch, ORT, numpy and Python's library count by version. Not seen is
-what code computes the name of (``getattr(self, f"p{i}")``) or imports within a function.
+It is the same in every process. It covers the code that forward runs and the data that this code
+reads: configuration, attributes, buffers, closures, defaults and globals by content; parameters by
+shape and type, never by value. Code is followed by its names: the user's code together with the
+globals that it reads, code of installed packages without their data. Torch, ORT, numpy and
+Python's standard library are covered by their version. Not covered are attributes whose name is
+computed (``getattr(self, f"p{i}")``) and imports within a function.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _NO_STATE = (
     type(threading.Lock()),
     type(threading.RLock()),
 )
-"""What no graph depends on. That forward draws random numbers, the self-check tells."""
+"""Types that no graph depends on. The self-check finds out whether forward draws random numbers."""
 _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash"}
-"""Where transformers got a model from says nothing about its graph."""
+"""Attributes where transformers stores the origin of a model; its graph does not depend on it."""
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 """Buffers of torch's norms: they change with every step, and the graph reads them as inputs."""
 _OPERATORS = {name for name in dir(operator) if name.startswith("__")} | {
@@ -55,19 +56,28 @@ _OPERATORS = {name for name in dir(operator) if name.startswith("__")} | {
     "__len__",
     "__post_init__",
 }
-"""Methods that code calls without naming them."""
+"""Methods that code calls implicitly, without their name."""
 _MOST_VALUES = 200_000
 _MOST_BYTES = 1 << 28
 
 
 class Unknowable(Exception):
-    """What forward may read and nothing tells the content of; the message names it."""
+    """Raised when forward can read an object whose content cannot be fingerprinted."""
 
 
 def fingerprint(module: nn.Module, facts: Mapping[str, Any]) -> str:
-    """64 hexadecimal digits for `module` and further `facts`, plain values and containers of them.
+    """Return the fingerprint of a module.
 
-    Unknowable where forward may read something whose content cannot be compared.
+    Args:
+        module: Module whose graph is to be identified.
+        facts: Further values that the graph depends on: plain values and containers of them.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        Unknowable: If forward can read an object whose content cannot be fingerprinted; the message
+            names the object.
     """
     reader = _Reader(module)
     reader.value("facts", facts)
@@ -76,7 +86,7 @@ def fingerprint(module: nn.Module, facts: Mapping[str, Any]) -> str:
 
 
 class _Reader:
-    """Reads everything once, in an order that is the same in every process."""
+    """Reader of all code and data, in an order that is the same in every process."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -85,14 +95,14 @@ class _Reader:
         self._met: dict[int, tuple[int, Any]] = {}
         self._functions: list[types.FunctionType] = []
         self._classes: dict[type, set[str]] = {}
-        """With every class the names of its members that were read."""
+        """Names of the members that were read, by class."""
         self._names = {"forward"}
         self._packages: set[str] = set()
         self._parameters: dict[int, int] = {}
         self._bytes = 0
 
     def modules(self) -> None:
-        """The root's modules, the hooks of all modules, and all code that these lead to."""
+        """Read the modules of the root, the global module hooks, and all code that they use."""
         for name, hooks in vars(module_hooks).items():
             if name.startswith("_global_") and isinstance(hooks, dict):
                 self.value(name, list(hooks.values()))
@@ -105,21 +115,29 @@ class _Reader:
                 at += 1
 
     def digest(self) -> str:
-        """The fingerprint of what was read."""
+        """Return the fingerprint of everything that was read."""
         for package in sorted(self._packages):
             self._say("package", package, getattr(sys.modules.get(package), "__version__", ""))
         return self._hash.hexdigest()
 
     def value(self, where: str, value: Any) -> None:
-        """Any value; `where` is what the user would call it."""
+        """Read any value.
+
+        Args:
+            where: Name of the value in the user's code.
+            value: The value.
+
+        Raises:
+            Unknowable: If the content cannot be fingerprinted.
+        """
         if isinstance(value, _ATOMS):
             self._say(type(value).__name__, repr(value))
         elif id(value) in self._met:
             self._say("met", self._met[id(value)][0])
         elif len(self._met) == _MOST_VALUES:
-            raise Unknowable(f"{where} and what else forward may read are too many values")
+            raise Unknowable(f"{where} and everything else that forward reads are too many values")
         else:
-            # While it is kept, no other object has its identity.
+            # Keep a reference: no other object can then get the same id.
             self._met[id(value)] = len(self._met), value
             self._new(where, value)
 
@@ -157,16 +175,16 @@ class _Reader:
                         self.value(f"{where}.{name}", part)
 
     def _opaque(self, where: str, value: Any) -> None:
-        """An object without parts is known by its name, or else by what it prints."""
+        """Read an object without parts by its name, or by its repr."""
         kind = type(value)
         if callable(value) and hasattr(value, "__qualname__"):
             self._say("builtin", getattr(value, "__module__", ""), value.__qualname__)
-        elif " at 0x" in repr(value):  # its address, which says nothing
+        elif " at 0x" in repr(value):  # the repr contains only an address
             raise Unknowable(f"{where} is a {kind.__name__}")
         else:
             self._say("prints", _name(kind), repr(value))
 
-    # Tensors and arrays, by content.
+    # --- Tensors and arrays, by content
 
     def _tensor(self, where: str, value: torch.Tensor) -> None:
         self._metadata(value)
@@ -185,24 +203,24 @@ class _Reader:
     def _content(self, where: str, content: np.ndarray[Any, Any]) -> None:
         self._bytes += content.nbytes
         if self._bytes > _MOST_BYTES:
-            raise Unknowable(f"{where} and what else forward may read are too much to compare")
+            raise Unknowable(f"{where} and everything else that forward reads are too much data")
         self._hash.update(content.data)
 
     def _metadata(self, value: torch.Tensor) -> None:
         kind = (value.dtype, tuple(value.shape), value.device.type, value.layout)
         self._say(_name(type(value)), *kind, value.requires_grad)
 
-    # Modules.
+    # --- Modules
 
     def _module(self, path: str, module: nn.Module) -> None:
-        """A module of the tree: its parameters by shape, the rest by content."""
+        """Read a module of the tree: its parameters by shape, the rest by content."""
         self._say("module", path)
         self._class(type(module))
         for name, parameter in module._parameters.items():
             self._say("parameter", name)
             if parameter is not None:
                 self._metadata(parameter)
-                # The same number means the same tensor: tied weights.
+                # Equal numbers mean the same tensor: tied weights.
                 self._say(self._parameters.setdefault(id(parameter), len(self._parameters)))
         for name, buffer in module._buffers.items():
             self._say("buffer", name)
@@ -217,8 +235,8 @@ class _Reader:
                 self._attribute(f"{path or type(module).__name__}.{name}", name, value)
 
     def _elsewhere(self, where: str, module: nn.Module) -> None:
-        """A module met as a value: one of the tree by its place, another with its weights."""
-        module = getattr(module.__dict__.get("_ortlab"), "module", module)  # what a wrapper holds
+        """Read a module found as a value: one of the tree by its path, others with weights."""
+        module = getattr(module.__dict__.get("_ortlab"), "module", module)  # unwrap it
         if id(module) in self._paths:
             self._say("of the tree", self._paths[id(module)])
             return
@@ -229,13 +247,13 @@ class _Reader:
     def _attribute(self, where: str, name: str, value: Any) -> None:
         self._say(name)
         if "_hooks" in name and isinstance(value, dict):
-            value = list(value.values())  # their keys count on through the whole process
+            value = list(value.values())  # the keys are numbered throughout the process
         self.value(where, value)
 
-    # Code.
+    # --- Code
 
     def _import(self, where: str, module: types.ModuleType) -> None:
-        """A Python module: the user's by what it defines, another by its version."""
+        """Read a Python module: the user's by its definitions, others by their version."""
         self._say("import", module.__name__)
         if not is_users(module.__name__):
             self._packages.add(module.__name__.partition(".")[0])
@@ -252,7 +270,7 @@ class _Reader:
             self._classes.setdefault(base, set())
 
     def _members(self) -> bool:
-        """Reads what the code names by now of the classes that were met; False if nothing new."""
+        """Read class members whose names occur in the code so far; return False if none is new."""
         found = False
         for cls, read in list(self._classes.items()):
             foreign = _package(cls) in _BY_VERSION
@@ -269,7 +287,10 @@ class _Reader:
         return found
 
     def _leniently(self, where: str, value: Any, *, strict: bool) -> None:
-        """What belongs to an installed package may be unknowable: its version counts."""
+        """Read a value; with `strict` False, ignore it if its content cannot be fingerprinted.
+
+        Data of installed packages is covered by their version.
+        """
         try:
             self.value(where, value)
         except Unknowable:
@@ -300,7 +321,7 @@ class _Reader:
                 self.value(name, value)
 
     def _code(self, code: types.CodeType) -> None:
-        """What `code` does, wherever it stands in its file."""
+        """Read a code object, independent of its line numbers."""
         self._names.update(code.co_names)
         self._say(code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount, code.co_flags)
         self._say(code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
@@ -317,7 +338,7 @@ class _Reader:
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]] | None:
-    """What `value` consists of, by name; None where it has no parts."""
+    """Return the parts of `value` by name; None if it has no parts."""
     parts: list[tuple[Any, Any]] = []
     known = True
     if isinstance(value, Mapping):
@@ -352,13 +373,17 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_implied(name: str, cls: type) -> bool:
-    """Whether code calls this method of `cls` without naming it. A model was made beforehand."""
+    """Return True if code calls this method implicitly; a model's __init__ ran before."""
     return name in _OPERATORS or (name == "__init__" and not issubclass(cls, nn.Module))
 
 
 @functools.lru_cache(maxsize=4096)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that `code`, with the code within it, looks up as globals."""
+    """Return the names that a code object, including nested code, looks up as globals.
+
+    Args:
+        code: Code object of a function.
+    """
     names = [
         instruction.argval
         for instruction in dis.get_instructions(code)
@@ -371,7 +396,11 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def is_users(module: str) -> bool:
-    """Whether the Python module of that name is neither installed nor a part of Python."""
+    """Return True if a Python module is the user's: neither installed nor a part of Python.
+
+    Args:
+        module: Name of the module.
+    """
     if module.partition(".")[0] in _BY_VERSION:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -381,12 +410,16 @@ def is_users(module: str) -> bool:
 
 
 def _is_own(function: types.FunctionType) -> bool:
-    """Whether the version of torch, or of Python, says what `function` does."""
+    """Return True if a function is covered by the version of torch or Python."""
     return home(function).partition(".")[0] in _BY_VERSION
 
 
 def home(function: types.FunctionType) -> str:
-    """The Python module where `function` was made; ``__module__`` is what a decorator copied."""
+    """Return the Python module that defines a function, even if a decorator set ``__module__``.
+
+    Args:
+        function: Any Python function.
+    """
     return str(function.__globals__.get("__name__", ""))
 
 

@@ -1,7 +1,7 @@
-"""The engine ``offload``: forward, backward and optimizer in one graph of ORT's, one call a step.
+"""The engine ``offload``: forward, backward and optimizer in one ORT graph, one call per step.
 
-It is how the ORTTrainer of 2020 trained. Everything else is as with the engine ``ort``, whose
-checked graph it is; evaluation is torch's, on the same weights.
+ORTTrainer of 2020 trained in this way. The engine extends the checked graph of the engine ``ort``
+and shares everything else with it. Evaluation runs in torch, on the same weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ortlab.settings import EngineSettings, FinetuneSettings
 
 
 class FusedEngine(OrtModuleEngine):
-    """The whole step in ORT."""
+    """Engine that runs the whole step, including the optimizer, in ORT."""
 
     name = "offload"
     capabilities = Capabilities(recompute=True, ort_options=True)
@@ -40,11 +40,11 @@ class FusedEngine(OrtModuleEngine):
     def refuses(self, settings: EngineSettings) -> str | None:
         """See `Engine.refuses`."""
         if not trains_on_cpu(settings):
-            return "engine 'offload' runs on a CPU; choose device='cpu', or engine='ort'"
+            return "engine 'offload' runs only on a CPU; choose device='cpu', or engine='ort'"
         if settings.precision == "fp16":
             return (
-                "precision='fp16' needs a loss scale, which engine 'offload' has not; choose "
-                "precision='bf16' or 'fp32', or engine='ort'"
+                "precision='fp16' needs loss scaling, which engine 'offload' does not support; "
+                "choose precision='bf16' or 'fp32', or engine='ort'"
             )
         return super().refuses(settings)
 
@@ -57,13 +57,13 @@ class FusedEngine(OrtModuleEngine):
         processes: Processes = OneProcess,
         stepper: type[TorchStepper] = TorchStepper,
     ) -> TorchStepper:
-        """See `Engine.prepare`; ValueError for a parameter with hooks, which nobody would call."""
+        """See `Engine.prepare`; a parameter with hooks is refused, because ORT would skip them."""
         assert stepper is TorchStepper
         wrapped = model if is_wrapped(model) else self.wrap(model, settings)
         owner = self.unwrap(wrapped)
         _refuse_hooks(owner)
         owner.to("cpu")
-        # With the model: what was exported for one loss is there when a run comes back.
+        # Stored with the model, so that a later run with the same loss reuses its exports.
         made: dict[LossFunction | None, nn.Module]
         made = wrapped.__dict__.setdefault("_ortlab_with_loss", {})
         kept = made.pop(loss) if loss in made else self.wrap(WithLoss(owner, loss), settings)
@@ -71,25 +71,37 @@ class FusedEngine(OrtModuleEngine):
         return FusedStepper(owner, kept, loss, settings, processes)
 
     def report(self, wrapped: nn.Module) -> Report:
-        """See `Engine.report`; a loop of the user's own steps an optimizer of its own."""
+        """See `Engine.report`; the user's own training loop uses its own optimizer."""
         remark = (
-            "engine 'offload' keeps the optimizer in ORT in finetune, race and ORTTrainer; in a "
-            "loop of your own, whose optimizer is yours, it is engine 'ort'"
+            "engine 'offload' runs the optimizer in ORT only in finetune, race and ORTTrainer; in "
+            "your own training loop, which has its own optimizer, it works like engine 'ort'"
         )
         found = super().report(wrapped)
         return dataclasses.replace(found, remarks=(*found.remarks, remark))
 
 
 def with_loss(wrapped: nn.Module) -> nn.Module | None:
-    """What of `wrapped`, which `FusedEngine.wrap` gave, a run has executed last: an ORTModule."""
+    """Return the ORTModule of model and loss that the last run executed.
+
+    Args:
+        wrapped: Result of `FusedEngine.wrap`.
+
+    Returns:
+        The ORTModule, or None before the first run.
+    """
     made = list(wrapped.__dict__.get("_ortlab_with_loss", {}).values())
     return made[-1] if made else None
 
 
 class FusedStepper(TorchStepper):
-    """Trains `owner` by calls of a session; where the graph falls back, torch takes the steps.
+    """Stepper that runs each step in ORT; after a fallback the steps run in torch.
 
-    `wrapped` is what `OrtModuleEngine.wrap` gave of `owner` with its loss.
+    Args:
+        owner: The user's module.
+        wrapped: Result of `OrtModuleEngine.wrap` for `owner` with its loss.
+        loss: Loss function, or None if the module returns its own loss.
+        settings: Settings of the run.
+        processes: Factory of the process group.
     """
 
     def __init__(
@@ -153,7 +165,7 @@ class FusedStepper(TorchStepper):
         )
 
     def bytes(self) -> StateBytes:
-        """What this process holds of the training's state now."""
+        """Return the size of this process's training state."""
         held = super().bytes()
         return StateBytes(
             held.parameters, held.gradients + self._whole.gradient_bytes(), held.optimizer_state
@@ -171,11 +183,11 @@ class FusedStepper(TorchStepper):
 
 
 def _told(report: Callable[[], Report]) -> Report:
-    """A run's `report`, of the step that holds the optimizer too."""
+    """Return a run's report with the name of this engine and a remark on its times."""
     found = report()
     if found.engine_used != "ort":
         return found
-    one = "forward, backward and optimizer are one call: its time stands under forward"
+    one = "forward, backward and optimizer are one call: its time is shown under forward"
     remarks = (*found.remarks, one)
     return dataclasses.replace(found, engine_used=FusedEngine.name, remarks=remarks)
 
@@ -184,6 +196,6 @@ def _refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"{name} has a hook on its gradient, which engine 'offload' keeps within ORT; "
-                "remove it, or use engine='ort'"
+                f"{name} has a hook on its gradient, which engine 'offload' cannot call, because "
+                "gradients stay in ORT; remove it, or use engine='ort'"
             )

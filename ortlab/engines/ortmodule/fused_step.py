@@ -1,8 +1,8 @@
-"""A model's whole step in ORT: one call for forward, backward and optimizer.
+"""One training step in ORT: a single call for forward, backward and optimizer.
 
-The graph is the one that the engine ``ort`` exports and checks against eager torch; what its
-session runs is joined with the optimizer's nodes (`kernels.whole_step`). Weights and
-moments stay where torch has them: ORT works in that memory, and nothing is copied.
+The engine ``ort`` exports the graph and checks it against eager torch; the graph of its session is
+joined with the optimizer's nodes (`kernels.whole_step`). Weights and moments stay in torch's
+memory, in which ORT works without a copy.
 """
 
 from __future__ import annotations
@@ -28,22 +28,36 @@ from ortlab.utils.errors import place
 
 
 class WithLoss(nn.Module):
-    """`model` and its loss as one module: what a batch gives is the loss."""
+    """Module that combines a model and its loss.
+
+    Args:
+        model: The user's module.
+        loss: Loss function, or None if the module returns its own loss.
+    """
 
     def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
         super().__init__()
-        self._original_module = model  # ORTModule's name, which is left out where users see names
+        self._original_module = model  # ORTModule's name, which is omitted in names for the user
         self.loss = loss
         self.training = model.training
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        """The loss of a batch, a scalar; see `arguments`."""
+        """Return the loss of a batch, a scalar.
+
+        Args:
+            *given: Positional arguments from `arguments`.
+            **named: Keyword arguments from `arguments`.
+        """
         batch = named or (given[0] if len(given) == 1 else list(given))
         return batches.forward(self._original_module, batch, self.loss).loss
 
 
 def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`batch` as arguments of `WithLoss`."""
+    """Return a batch as positional and keyword arguments of `WithLoss`.
+
+    Args:
+        batch: Batch in any form.
+    """
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
@@ -51,9 +65,11 @@ def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call gave: the model's outputs, the loss first, and what became of the step.
+    """Result of one call.
 
-    ``norm`` is that of the gradients so far, before they were clipped.
+    Attributes:
+        outputs: Outputs of the model, the loss first.
+        norm: Norm of the gradients accumulated so far, before clipping.
     """
 
     outputs: tuple[torch.Tensor, ...]
@@ -62,11 +78,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Joined:
-    """The session of a whole step.
+    """Session of a whole step.
 
-    ``graph`` is what it runs. ``names`` are those of its inputs that last, the ``model``'s tensors
-    first; ``given`` those that come with each call. ``updated`` are the parameters, with what the
-    optimizer keeps of each.
+    Attributes:
+        bound: The session with its bound memory.
+        graph: Graph of the session.
+        names: Names of the inputs that stay the same between calls, those of the model first.
+        model: The model's tensors among these inputs.
+        given: Names of the inputs that change with each call.
+        updated: Trained parameters, each with the keys of its optimizer state.
+        accumulates: True if the graph can accumulate gradients of several micro-batches.
     """
 
     bound: Bound
@@ -79,10 +100,14 @@ class _Joined:
 
 
 class FusedStep:
-    """Steps of what `execution` executes, a `WithLoss`, under `optimizer`.
+    """Training steps in ORT of one model with its loss.
 
-    `optimizer` is one of torch's, for its groups and its state: it never steps itself. `bad` is set
-    where a loss or a norm was not finite; from then on nothing is updated.
+    Args:
+        execution: Dispatcher of a `WithLoss`.
+        optimizer: torch's optimizer, used for its groups and its state; its ``step`` is never
+            called.
+        bad: Scalar tensor that is set when a loss or a norm is not finite; from then on nothing is
+            updated.
     """
 
     def __init__(
@@ -101,16 +126,23 @@ class FusedStep:
         self._totals: dict[int, torch.Tensor] = {}
 
     def served(self, batch: Batch) -> CachedExport | None:
-        """What serves `batch`, checked; None where torch has to run the model.
+        """Return the checked export that serves a batch.
 
-        ExportFailed where a whole step would not be the model's.
+        Args:
+            batch: Micro-batch on the CPU.
+
+        Returns:
+            The cached export, or None if the model has fallen back to torch.
+
+        Raises:
+            ExportFailed: If the graph of a whole step would compute other results than the model.
         """
         self._execution.module.training = True
         served = self._execution.served_for(*arguments(batch))
         if served is None and self._execution.report().engine_used == "ort":
             raise ExportFailed(
                 f"forward changes the model ({self._execution.edited()}) with every call, so that "
-                "no graph is the next call's; use engine='ort'"
+                "no graph fits the next call; use engine='ort'"
             )
         if served is not None and id(served) not in self._joined:
             _refuse(served.export)
@@ -125,9 +157,20 @@ class FusedStep:
         of: int = 1,
         clip_norm: float | None = None,
     ) -> Outcome:
-        """Puts a micro-batch, `number` of so many, through the graph; the last one ends the step.
+        """Run the graph on one micro-batch; the last one updates the weights.
 
-        The gradient is the mean of theirs. The groups of the optimizer say the rates.
+        The step uses the mean gradient of the micro-batches, and learning rate and weight decay of
+        the optimizer's groups.
+
+        Args:
+            served: Result of `served` for the batch.
+            batch: Micro-batch on the CPU.
+            number: Number of the micro-batch in the step, from 1.
+            of: Number of micro-batches in the step.
+            clip_norm: Maximum norm of the gradients; None for no clipping.
+
+        Returns:
+            The model's outputs and the gradient norm.
         """
         joined = self._session(served, accumulates=of > 1)
         inputs = served.export.inputs(*arguments(batch))
@@ -149,20 +192,24 @@ class FusedStep:
         return Outcome(tuple(outputs), verdict[0])
 
     def graph(self, served: CachedExport) -> onnx.ModelProto:
-        """The graph of the whole step that `run` has for `served`."""
+        """Return the graph of the whole step.
+
+        Args:
+            served: Export that `run` has used.
+        """
         return self._joined[id(served)][1].graph
 
     def gradient_bytes(self) -> int:
-        """What is kept of gradients from call to call."""
+        """Return the size of the accumulated gradients, in bytes."""
         return sum(each.nbytes for each in self._totals.values())
 
     def close(self) -> None:
-        """Gives back sessions and gradients."""
+        """Release sessions and gradients."""
         self._joined.clear()
         self._totals.clear()
 
     def _lasting(self, joined: _Joined) -> tuple[torch.Tensor, ...]:
-        """What the inputs called `joined.names` are now: a state that was loaded lies elsewhere."""
+        """Return the tensors for `joined.names`; a loaded optimizer state has new tensors."""
         state = self._optimizer.state
         kept = [state[p][key] for p, keys in joined.updated for key in keys]
         totals = [self._totals[id(p)] for p, _ in joined.updated] if joined.accumulates else []
@@ -171,13 +218,13 @@ class FusedStep:
     def _session(self, served: CachedExport, *, accumulates: bool) -> _Joined:
         found = self._joined.get(id(served))
         if found is None or (accumulates and not found[1].accumulates):
-            self._joined.pop(id(served), None)  # so that there are never two with their memory
+            self._joined.pop(id(served), None)  # first, so that memory is never needed for two
             self._joined[id(served)] = found = served, self._join(served.export, accumulates)
             served.rest()
         return found[1]
 
     def _join(self, export: Export, accumulates: bool) -> _Joined:
-        tell("joining forward, backward and optimizer to one graph")
+        tell("joining forward, backward and optimizer into one graph")
         graph, in_file_order = export.executed()
         known = {each.name for each in graph.graph.input}
         tensors = {name: each for name, each in export.own_inputs().items() if name in known}
@@ -186,7 +233,7 @@ class FusedStep:
         updates = list(self._updates(export, tensors))
         updated = tuple((tensors[each.parameter], each.keys) for each in updates)
         if not updates:
-            raise ExportFailed("the loss depends on no parameter that is trained")
+            raise ExportFailed("the loss does not depend on any trained parameter")
         for parameter, keys in updated:
             _begin_state(self._optimizer, parameter, keys)
             if accumulates:
@@ -224,10 +271,10 @@ class FusedStep:
 def _kind(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
 ) -> tuple[str, tuple[str, ...], tuple[float, ...]]:
-    """The operator that steps parameters of `group`, what is kept of each, and further rates."""
+    """Return the operator for parameters of `group`, its state keys and its other options."""
     moments = ("exp_avg", "exp_avg_sq")
     if isinstance(optimizer, torch.optim.AdamW):
-        # The last two are ORTTrainer's own: torch's optimizer always corrects, and decays before.
+        # These two are options of ORTTrainer: torch always corrects the bias, and decays first.
         ways = (float(group.get("bias_correction", True)), float(group.get("decay_after", False)))
         return "adamw", (*moments, "step"), (*group["betas"], group["eps"], *ways)
     if isinstance(optimizer, torch.optim.SGD):
@@ -239,7 +286,7 @@ def _kind(
 def _begin_state(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, keys: Sequence[str]
 ) -> None:
-    """What torch's optimizer would keep of `parameter` from its first step on, at zero."""
+    """Create the state that torch's optimizer has after its first step, with zeros."""
     state = optimizer.state[parameter]
     for key in keys:
         if key not in state:
@@ -247,12 +294,12 @@ def _begin_state(
 
 
 def _refuse(export: Export) -> None:
-    """ExportFailed where a whole step would be another one than the model's."""
+    """Raise ExportFailed if the graph of a whole step could compute other results."""
     if export.decisions:
         raise ExportFailed(
-            f"forward decides by a tensor's value at {place(*export.decisions[0].place)}, and "
-            "whether that was right is known only after a step; use engine='ort'"
+            f"forward decides by a tensor's value at {place(*export.decisions[0].place)}, and ORT "
+            "can check the decision only after the step; use engine='ort'"
         )
     if export.functions:
         names = ", ".join(each.__qualname__ for each in export.functions)
-        raise ExportFailed(f"{names} runs in Python, apart from the graph; use engine='ort'")
+        raise ExportFailed(f"{names} runs in Python, outside of the graph; use engine='ort'")

@@ -1,7 +1,7 @@
-"""Exported graphs on disk, for the next kernel: a folder of the user's, one file for each graph.
+"""Cache of exported graphs on disk, for the next Jupyter kernel: one file per graph.
 
-A file is a zip archive, named by the fingerprint of all that its graphs depend on. It holds the
-graphs as ONNX without weights, and the rest as JSON: nothing in it is run when it is read.
+A file is a zip archive, named by the fingerprint of everything that its graphs depend on. It
+contains the graphs as ONNX without weights, and metadata as JSON. Reading it executes no code.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ortlab.engines.ortmodule.compat import extensions
 from ortlab.utils import files as folders
 
 MOST_BYTES = 512 * 1024**2
-"""The largest size of all files; what was not used for longest goes first."""
-_UNPACKED = MOST_BYTES  # of one file, at the most
+"""Maximum total size of the files, in bytes; the least recently used are removed first."""
+_UNPACKED = MOST_BYTES  # maximum unpacked size of one file
 _ABANDONED_S = 3600.0
 _FACTS = "facts.json"
 _DAMAGE = (
@@ -36,16 +36,21 @@ _DAMAGE = (
     RuntimeError,
     ValueError,
 )
-"""What reading a damaged archive raises, by where the damage is."""
+"""Errors of reading a damaged archive; they depend on the place of the damage."""
 
 
 class Unusable(Exception):
-    """A cache folder that is not used; the message says why and what to do."""
+    """Raised when the cache folder cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class CachedGraph:
-    """What one file holds: graphs by name, as ONNX bytes, and facts of JSON's types."""
+    """Content of one file.
+
+    Attributes:
+        graphs: Graphs by name, as ONNX bytes.
+        facts: Metadata of JSON's types.
+    """
 
     graphs: Mapping[str, bytes]
     facts: Mapping[str, Any]
@@ -53,7 +58,13 @@ class CachedGraph:
 
 @dataclass(frozen=True)
 class Usage:
-    """How much there is: a number of graphs, and the size of their files in bytes."""
+    """Size of the cache.
+
+    Attributes:
+        folder: Folder of the cache.
+        graphs: Number of graphs.
+        size_bytes: Size of their files, in bytes.
+    """
 
     folder: Path
     graphs: int
@@ -66,14 +77,21 @@ class Usage:
 
 
 def folder() -> Path:
-    """The user's folder of exported graphs; honours XDG_CACHE_HOME. It need not exist yet."""
+    """Return the user's folder of exported graphs, below XDG_CACHE_HOME; it may not exist yet."""
     return extensions.cache_folder().with_name("exports")
 
 
 def load(name: str) -> CachedGraph | None:
-    """The entry called `name`; None when there is none. A damaged file is removed.
+    """Load an entry. A damaged file is removed.
 
-    Unusable where others can write to the folder.
+    Args:
+        name: Fingerprint of the entry.
+
+    Returns:
+        The entry, or None if there is none.
+
+    Raises:
+        Unusable: If other users can write to the folder.
     """
     path = _path(name)
     if not path.exists():
@@ -82,10 +100,10 @@ def load(name: str) -> CachedGraph | None:
     try:
         with zipfile.ZipFile(path) as archive:
             if sum(info.file_size for info in archive.infolist()) > _UNPACKED:
-                raise ValueError("it says that it unpacks to more than all files may take")
+                raise ValueError("its unpacked size exceeds the limit of the cache")
             parts = {part: archive.read(part) for part in archive.namelist()}
         facts = json.loads(parts.pop(_FACTS))
-    except FileNotFoundError:  # another kernel has thrown it out since
+    except FileNotFoundError:  # another kernel has just removed it
         return None
     except _DAMAGE:
         remove(name)
@@ -96,9 +114,15 @@ def load(name: str) -> CachedGraph | None:
 
 
 def store(name: str, entry: CachedGraph) -> None:
-    """Keeps `entry`, in the place of one of that name; throws out what is too much.
+    """Store an entry, replacing one of the same name, and trim the cache to its maximum size.
 
-    Unusable where others can write to the folder; OSError where it cannot be written.
+    Args:
+        name: Fingerprint of the entry.
+        entry: Content to store.
+
+    Raises:
+        Unusable: If other users can write to the folder.
+        OSError: If the file cannot be written.
     """
     path = _path(name)
     folders.private(path.parent)
@@ -112,16 +136,22 @@ def store(name: str, entry: CachedGraph) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of the one at `path` when it is whole, for its owner alone.
+    """Open a file that atomically replaces the one at a path on success, with mode 0600.
 
-    It is written beside the final name and renamed: a reader sees all of it or nothing, however
-    many write.
+    The file is written beside its final name and renamed, so that a reader sees all of it or
+    nothing, even with several writers.
+
+    Args:
+        path: Final path.
+
+    Yields:
+        The file, open for binary writing.
     """
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")  # its mode: 0600
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-        with contextlib.suppress(FileNotFoundError):  # another kernel has cleared the cache since
+        with contextlib.suppress(FileNotFoundError):  # another kernel has just cleared the cache
             os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -130,19 +160,27 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove(name: str) -> None:
-    """Forgets the entry called `name`, where there is one."""
+    """Remove an entry if it exists.
+
+    Args:
+        name: Fingerprint of the entry.
+    """
     with contextlib.suppress(OSError):
         _path(name).unlink()
 
 
 def usage() -> Usage:
-    """What is kept now."""
+    """Return the current size of the cache."""
     sizes = [status.st_size for _, status in _files("*.zip")]
     return Usage(folder(), len(sizes), sum(sizes))
 
 
 def clear() -> Usage:
-    """Removes all graphs, and says what there was. A graph in use stays in memory."""
+    """Remove all graphs from the cache. Graphs in use stay in memory.
+
+    Returns:
+        The size of the cache before.
+    """
     before = usage()
     for path, _ in [*_files("*.zip"), *_files(".*.part")]:
         with contextlib.suppress(FileNotFoundError):
@@ -159,14 +197,14 @@ def _archive(file: Any) -> zipfile.ZipFile:
 
 
 def _files(pattern: str) -> Iterator[tuple[Path, os.stat_result]]:
-    """The files of that form with their status; others may remove them meanwhile."""
+    """Iterate over matching files with their status; other processes may remove files."""
     for path in folder().glob(pattern):
         with contextlib.suppress(FileNotFoundError):
             yield path, path.stat()
 
 
 def _trim(newest: Path) -> None:
-    """Throws out what was used longest ago, and what writers that died have left."""
+    """Remove the least recently used files, and partial files of writers that died."""
     for path, status in _files(".*.part"):
         if time.time() - status.st_mtime > _ABANDONED_S:
             path.unlink(missing_ok=True)
@@ -181,10 +219,10 @@ def _trim(newest: Path) -> None:
 
 
 def _refuse_shared(path: Path) -> None:
-    """A graph names operators to run: nobody else may have put it there."""
+    """Raise if other users can write to the folder: a graph determines which operators run."""
     status = path.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
         raise Unusable(
-            f"others can write to {path}, so no graph is kept there; chmod 700 {path}, or set "
-            "XDG_CACHE_HOME to a folder of your own"
+            f"others can write to {path}, so graphs are not cached there; run chmod 700 {path}, or "
+            "set XDG_CACHE_HOME to your own folder"
         )

@@ -1,13 +1,15 @@
-"""Notices what an exported graph would miss: edits of the module it was made from.
+"""Guard that detects edits of a module after its export, which the exported graph does not follow.
 
-An exported graph is a photograph. `Guard.key` tells which photograph fits the module as it is now:
-attributes, submodules, parameters and buffers (which, their type, device, size, requires_grad),
-hooks, train or eval, the classes and what stands in them, and the lists, dictionaries, partials
-and configuration objects that hang off a module, two levels deep. Of what the user's code reads
-elsewhere, as far as names lead from forward: globals, closures, defaults, and what that code names
-of other Python modules, classes and objects. It does not see what is deeper, the contents of numpy
-arrays and of objects with slots, of lists and dictionaries of more than a thousand entries more
-than their number, 1 becoming 1.0 or True, what an installed package reads elsewhere, nor files.
+`Guard.key` identifies the state of the module. It covers attributes, submodules, parameters and
+buffers (identity, type, device, size, requires_grad), hooks, training or evaluation mode, the
+classes and their members, and the lists, dictionaries, partials and configuration objects in
+attributes, two levels deep. It also covers what the user's code reads elsewhere, found by the names
+in forward and the code that it uses: globals, closures, defaults, and members of other Python
+modules, classes and objects.
+
+It does not cover deeper levels, the contents of numpy arrays and of objects with slots, the
+contents of lists and dictionaries with more than a thousand entries (only their number), the change
+from 1 to 1.0 or True, what an installed package reads elsewhere, and files.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ _OF_TORCH = frozenset(
     | {f"{name}_with_kwargs" for name in _HOOKS[:2]}
     | {"_forward_hooks_always_called"}
 )
-"""Attributes of every module that say nothing of forward, or no more than its hooks do."""
+"""Attributes of every module that do not affect forward, or only duplicate its hooks."""
 _APART = _OF_TORCH.union(_HOOKS, _MEMBERS)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 2
 _REMEMBERED = 8
 _LONG = 1000
-"""Entries of a list or a dictionary, above which their number alone is watched: a vocabulary's."""
+"""Number of entries above which only the size of a container is watched, as of a vocabulary."""
 
 _NOT_ENTERED = (nn.Module, torch.Tensor, type, types.FunctionType, types.ModuleType)
 _GLOBAL_HOOKS = tuple(
@@ -56,9 +58,14 @@ _hook_count = operator.attrgetter("next_id")
 
 @dataclass(frozen=True)
 class _Place:
-    """A container that is watched, where it hangs, and what it held.
+    """A watched container.
 
-    ``inside`` are the containers in it: an equal one in the place of one would be edited unseen.
+    Attributes:
+        path: Path of the container, for the user.
+        values: The container itself.
+        held: Copy of its contents.
+        inside: Containers in it by key. If one was replaced by an equal one, edits of the new one
+            would not be noticed.
     """
 
     path: str
@@ -68,7 +75,13 @@ class _Place:
 
     @classmethod
     def of(cls, path: str, values: Any, held: Any) -> _Place:
-        """With what is inside of a dictionary or a list."""
+        """Return the record of a container, with the containers inside of it.
+
+        Args:
+            path: Path of the container, for the user.
+            values: The container.
+            held: Copy of its contents.
+        """
         items = () if isinstance(values, set) else _items(values).items()
         inside = [(key, one) for key, one in items if isinstance(one, dict | list | set)]
         return cls(path, values, held, tuple(inside))
@@ -76,14 +89,20 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Places:
-    """Containers by how they are compared: a mapping's values, the whole, or values by identity."""
+    """Watched containers by the kind of comparison.
+
+    Attributes:
+        plain: Mappings whose values are compared.
+        inner: Containers that are compared as a whole.
+        by_identity: Mappings whose values are compared by identity.
+    """
 
     plain: list[_Place] = field(default_factory=list)
     inner: list[_Place] = field(default_factory=list)
     by_identity: list[_Place] = field(default_factory=list)
 
     def unchanged(self) -> bool:
-        """Whether they hold what they held."""
+        """Return True if no container has changed."""
         try:
             for place in self.plain:
                 if list(place.values.values()) != place.held:
@@ -97,7 +116,7 @@ class _Places:
                 for key, one in place.inside:
                     if place.values[key] is not one:
                         return False
-        except Exception:  # noqa: BLE001 - the == of a value of the user's; then a look decides
+        except Exception:  # noqa: BLE001 - raised by a user's ==; a full comparison then decides
             return False
         for place in self.by_identity:
             values = place.values
@@ -108,11 +127,15 @@ class _Places:
         return True
 
     def all(self) -> Iterator[_Place]:
-        """Each of them."""
+        """Iterate over all containers."""
         yield from (*self.plain, *self.inner, *self.by_identity)
 
     def those(self, wanted: Callable[[_Place], bool]) -> _Places:
-        """The ones that are `wanted`."""
+        """Return the containers that fulfill a condition.
+
+        Args:
+            wanted: Condition.
+        """
         parts = (self.plain, self.inner, self.by_identity)
         return _Places(*(list(filter(wanted, part)) for part in parts))
 
@@ -123,7 +146,7 @@ def _is_dictionary(place: _Place) -> bool:
 
 @dataclass(frozen=True)
 class _Photo:
-    """The module as it was when it was last looked at."""
+    """Snapshot of the module."""
 
     modules: list[nn.Module]
     types: list[type]
@@ -145,22 +168,29 @@ class _Photo:
 
 
 class Guard:
-    """Watches one module.
+    """Guard of one module.
 
-    `key` is cheap while nothing changed: where Python tells versions of dictionaries (up to 3.11)
-    about a tenth of a microsecond for every submodule, parameter and buffer.
+    `key` is cheap if nothing has changed: with versions of dictionaries (Python up to 3.11), about
+    0.1 microseconds for every submodule, parameter and buffer.
+
+    Args:
+        module: Module to watch.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._remembered: dict[Hashable, _Photo] = {}
         self._versions: bytes | None = None
-        """Those of the photo's dictionaries when last found unchanged; no two are the same."""
+        """Versions of the snapshot's dictionaries when last found unchanged; they are unique."""
         self._photo = self._remember(self._look())
         self.change = ""
 
     def key(self) -> Hashable:
-        """Equal keys mean that the same exported graph fits; `change` says what last differed."""
+        """Return the key of the module's current state.
+
+        Equal keys mean that the same exported graph fits. After a change, the attribute `change`
+        describes it.
+        """
         if self._untouched():
             return self._photo.key
         before = self._photo
@@ -170,14 +200,17 @@ class Guard:
         return self._photo.key
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """The tensors that forward may read beside parameters and buffers, when last looked at.
+        """Return the tensors that forward can read besides parameters and buffers.
 
-        By what the user would call them; a graph holds their values.
+        A graph contains their values. They are those of the last snapshot.
+
+        Returns:
+            Tensors by their name in the user's code.
         """
         return {name.removeprefix("."): each for name, each in self._photo.constants.items()}
 
     def _remember(self, photo: _Photo) -> _Photo:
-        """`photo`, with the very key object of an equal one: then a look-up compares identities."""
+        """Return `photo`, with the key object of an earlier equal one: lookups are then faster."""
         known = self._remembered.pop(photo.key, None)
         if known is not None:
             photo = dataclasses.replace(photo, key=known.key)
@@ -292,10 +325,12 @@ class Guard:
 
 
 class _Elsewhere:
-    """What the user's code reads that is no part of a module, as far as names lead from forward.
+    """Objects outside of the modules that the user's code reads, found by names from forward on.
 
-    ``reads`` gets each value anew, by what the user would call it. Installed packages are not
-    followed: what they read elsewhere is their own, and changes with their version.
+    Installed packages are not followed: what they read elsewhere is covered by their version.
+
+    Attributes:
+        reads: Functions that return the current value, by its name in the user's code.
     """
 
     def __init__(
@@ -321,7 +356,7 @@ class _Elsewhere:
             pass
 
     def _named(self) -> bool:
-        """Meets what code names by now of the owners; False if that is nothing new."""
+        """Visit members of the owners whose names the code contains; False if none is new."""
         before = self._known()
         for path, values, is_read in list(self._owners.values()):
             for name in list(self._names):
@@ -336,7 +371,7 @@ class _Elsewhere:
         return list(map(len, (self.reads, self._names, self._owners, self._followed)))
 
     def _meet(self, where: str, value: Any) -> None:
-        """Follows a function; remembers what has members, by the name that it has for the user."""
+        """Follow a function; record an object with members, by its name in the user's code."""
         if isinstance(value, types.FunctionType):
             self._follow(value)
         elif isinstance(value, staticmethod | classmethod | types.MethodType):
@@ -368,7 +403,7 @@ class _Elsewhere:
             self._meet(name, read())
         self._names.update(_names_in(code))
         for name in global_names(code):
-            # One that is not there may still come, or be one of Python's own.
+            # A missing name can be defined later, or be a builtin.
             path = f"{home(function)}.{name}"
             read = functools.partial(function.__globals__.get, name)
             self.reads[path] = read
@@ -376,7 +411,7 @@ class _Elsewhere:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes that `code` uses, with the code within it."""
+    """Iterate over the names of globals and attributes in `code`, including nested code."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -384,9 +419,9 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _atom_into(kept: list[Any]) -> Callable[[Any], Hashable]:
-    """Names a value by itself where it is a plain one, else by its identity.
+    """Return a function that identifies a plain value by itself and any other object by its id.
 
-    What is named by its identity goes into `kept`: while that lives, no other object can have it.
+    These objects are appended to `kept`, so that no other object can get the same id.
     """
 
     def atom(value: Any) -> Hashable:
@@ -413,7 +448,7 @@ def _record(
     constants: dict[str, torch.Tensor],
     atom: Callable[[Any], Hashable],
 ) -> None:
-    """Adds what `container` holds to `facts`, and the tensors in it to `constants`."""
+    """Add the contents of `container` to `facts`, and its tensors to `constants`."""
     for name, value in _items(container).items():
         where = f"{path}.{name}"
         facts[where] = _fact(where, value, constants, atom)
@@ -426,7 +461,7 @@ def _fact(
     atom: Callable[[Any], Hashable],
 ) -> Hashable:
     if type(value) is list and len(value) <= _LONG and all(isinstance(v, _ATOMS) for v in value):
-        # By what it holds: save_pretrained gives the configuration another list of the same names.
+        # By content: save_pretrained replaces a list of the configuration by an equal one.
         return (list, atom(tuple(value)))
     if not isinstance(value, torch.Tensor):
         return atom(value)
@@ -435,7 +470,7 @@ def _fact(
 
 
 def _items(container: Any) -> Mapping[Any, Any]:
-    """The entries of a dictionary, a list, or a set by name."""
+    """Return the entries of a dictionary, a list or a set by name."""
     if isinstance(container, dict):
         return container
     if isinstance(container, set):
@@ -446,7 +481,7 @@ def _items(container: Any) -> Mapping[Any, Any]:
 def _containers(
     path: str, values: Mapping[Any, Any], seen: set[int], depth: int = _DEPTH
 ) -> Iterator[tuple[str, Any]]:
-    """The lists, sets and dictionaries, and those of objects, that hang off `values`."""
+    """Iterate over the containers in `values`, including the attributes of objects."""
     for name, value in values.items():
         for inner in _inside(value):
             if id(inner) in seen:
@@ -459,7 +494,7 @@ def _containers(
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What of `value` can be edited in place."""
+    """Iterate over the parts of `value` that can be edited in place."""
     if isinstance(value, dict | list | set):
         yield value
     elif isinstance(value, functools.partial):
@@ -472,7 +507,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def _is_array(value: object) -> bool:
-    """Whether == gives no truth value."""
+    """Return True for arrays, whose == does not return a truth value."""
     return hasattr(value, "shape")
 
 
@@ -481,7 +516,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _difference(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> str:
-    """The first thing that changed, in the user's words: ``0.p: 0.1 -> 0.5``."""
+    """Describe the first change, in the user's terms: ``0.p: 0.1 -> 0.5``."""
     for name in (*after, *before):
         old, new = before.get(name), after.get(name)
         if old != new:

@@ -1,8 +1,8 @@
-"""ORTModule's own options, for one model: those that it reads from its environment for all models.
+"""ORTModule's own options, set for one model; ORTModule reads them from the environment for all.
 
-`ortlab.settings.EngineSettings` declares them, each with the variable of the environment or the key
-of ORT's JSON file that it comes from. A variable that is set stands where nothing else is chosen;
-it is read when settings are made. What has no setting is never on, see `UNUSED`.
+`ortlab.settings.EngineSettings` declares them, each with its environment variable or key of ORT's
+JSON file. An environment variable is the default of its setting and is read when settings are
+created. Features of ORTModule without a setting are always off; see `UNUSED`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ortlab.engines.torch.stepper import refuses_precision, trains_on_cpu
 from ortlab.settings import EngineSettings, unknown_name
 
 UNUSED = {
-    "ORTMODULE_CACHE_DIR": "it finds graphs by the printed model, which does not show its code",
-    "ORTMODULE_FALLBACK_POLICY": "fallback=True lets torch go on where ORT cannot, and shows it",
-    "ORTMODULE_FALLBACK_RETRY": "fallback=True tries again where the model was edited",
-    "ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT": "checkpoints are traced through, and recomputed in ORT",
+    "ORTMODULE_CACHE_DIR": "it identifies graphs by the printed model, which omits its code",
+    "ORTMODULE_FALLBACK_POLICY": "use fallback=True to continue in torch when ORT fails",
+    "ORTMODULE_FALLBACK_RETRY": "fallback=True tries ORT again after the model was edited",
+    "ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT": "checkpoints are always traced and recomputed in ORT",
     "ORTMODULE_PRINT_INPUT_DENSITY": "only the sparsity optimizers measure it",
     "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": "ortlab's graphs take every weight as an input",
 }
-"""Variables of ORTModule's that have no effect here, and why. One that is set is warned of."""
-_ATTENTION = "the setting attention chooses, and graphs from the cache follow that alone"
+"""Environment variables of ORTModule without effect, and the reason; a set one causes a warning."""
+_ATTENTION = "use the setting attention, the only one that graphs from the cache follow"
 REFUSED = {
     "ORTMODULE_ENABLE_ZERO_STAGE3": "ORT's hooks import a name that DeepSpeed no longer has",
     "ORTMODULE_ATEN_SDPA_FALLBACK": _ATTENTION,
@@ -45,9 +45,9 @@ REFUSED = {
     "ORTMODULE_USE_FLASH_ATTENTION": _ATTENTION,
     "ORTMODULE_TRITON_CONFIG_FILE": "graphs from the cache would not follow the file",
 }
-"""Variables of ORTModule's that cannot be on, and why."""
+"""Environment variables of ORTModule that cannot be on, and the reason."""
 _ON_BY_ANY_TEXT = ("ORTMODULE_ATEN_SDPA_FALLBACK", "ORTMODULE_TRITON_CONFIG_FILE")
-"""Those of them that ORT takes as on where they say 0, too."""
+"""Variables among `REFUSED` that ORT also treats as on if their value is 0."""
 _ON_CUDA = ("triton", "tuning", "tuning_ms", "tuning_results", "memory_stats")
 _PYTHON_LEVELS = {
     "verbose": logging.DEBUG,
@@ -59,8 +59,8 @@ _PYTHON_LEVELS = {
 }
 _PLAN = re.compile(r"[^:,]+:[12]:-1")
 _REFUSED_KEYS = {
-    "EnableGradAccOptimization": "a weight that is changed through .data would go unseen",
-    "UseStaticShape": "one graph serves many shapes here",
+    "EnableGradAccOptimization": "it would not notice a weight that is changed through .data",
+    "UseStaticShape": "one graph serves many shapes in ortlab",
 }
 
 
@@ -68,29 +68,49 @@ _KERNELS = ("precision", "kernels", "attention")
 
 
 def names() -> tuple[str, ...]:
-    """The settings that are ORTModule's own options."""
+    """Return the names of the settings that are ORTModule's own options."""
     return tuple(name for name, each in EngineSettings.declarations().items() if each.source)
 
 
 def key(settings: EngineSettings) -> Hashable:
-    """What of `settings` an exported graph is made with: another value asks for another export."""
+    """Return the part of the settings that an exported graph depends on.
+
+    Args:
+        settings: Settings of the engine.
+
+    Returns:
+        A key; settings with another key need another export.
+    """
     chosen = tuple((name, getattr(settings, name)) for name in (*_KERNELS, *names()))
     return (*chosen, ("recompute", ort_plans(settings)))
 
 
 def ask_for_an_export(settings: EngineSettings) -> bool:
-    """Whether `settings` ask for what only an export gives: its stages, ORT's messages of it."""
+    """Return True if the settings request outputs of an export: saved stages, or ORT's messages.
+
+    Args:
+        settings: Settings of the engine.
+    """
     return settings.save_onnx is not None or _PYTHON_LEVELS[settings.log_level] < logging.WARNING
 
 
 def changed(before: EngineSettings, after: EngineSettings) -> str:
-    """The options that differ, as a phrase: "opset=15, cast_level=0"; "" when none does."""
+    """Return the options that differ as text, such as "opset=15, cast_level=0"; "" if none.
+
+    Args:
+        before: Settings up to now.
+        after: New settings.
+    """
     pairs = [(name, getattr(after, name)) for name in (*_KERNELS, *names())]
     return ", ".join(f"{name}={value!r}" for name, value in pairs if getattr(before, name) != value)
 
 
 def told(settings: EngineSettings) -> str:
-    """What a graph for `settings` is called: its precision, and the options that are no default."""
+    """Return a name for the graph of the settings: its precision and its non-default options.
+
+    Args:
+        settings: Settings of the engine.
+    """
     declared = EngineSettings.declarations()
     plain = settings.replace(**{n: declared[n].default for n in (*_KERNELS[1:], *names())})
     again = f"recompute={settings.recompute!r}" if ort_plans(settings) else ""
@@ -98,7 +118,14 @@ def told(settings: EngineSettings) -> str:
 
 
 def check(settings: EngineSettings) -> None:
-    """ValueError names an option that cannot work here, and why; warns of what has no effect."""
+    """Check that all options can work here; warn of options without effect.
+
+    Args:
+        settings: Settings of the engine.
+
+    Raises:
+        ValueError: If an option cannot work; the message names it and the reason.
+    """
     _check_precision(settings)
     gpu = torch.cuda.is_available()
     declared = EngineSettings.declarations()
@@ -111,8 +138,8 @@ def check(settings: EngineSettings) -> None:
     for name in ("label_sparsity", "embedding_sparsity"):
         if getattr(settings, name):
             raise ValueError(
-                f"{_said(settings, name)} cannot run: ORT marks sparse inputs by an "
-                "autograd.Function of its own, which prints in every step; leave it out"
+                f"{_said(settings, name)} cannot run: ORT marks sparse inputs by its own "
+                "autograd.Function, which prints in every step; leave it out"
             )
     for variable, why in REFUSED.items():
         off = "" if variable in _ON_BY_ANY_TEXT else "0"
@@ -131,7 +158,7 @@ def check(settings: EngineSettings) -> None:
         _plans(settings.memory_plans)
     recomputed(settings)
     if settings.tuning_results is not None and not os.path.isdir(settings.tuning_results):
-        raise ValueError(f"{_said(settings, 'tuning_results')} is no folder; make it first")
+        raise ValueError(f"{_said(settings, 'tuning_results')} is not a folder; create it first")
 
 
 def _check_precision(settings: EngineSettings) -> None:
@@ -140,8 +167,8 @@ def _check_precision(settings: EngineSettings) -> None:
     chosen = f"precision={settings.precision!r}"
     if settings.precision == "fp16" and trains_on_cpu(settings):
         raise ValueError(
-            f"{chosen} is not what engine 'ort' would compute in on a CPU: ORT's CPU kernels take "
-            "float16 as float32; choose precision='bf16', or engine='eager' to check numerics"
+            f"{chosen} is not supported by engine 'ort' on a CPU: ORT's CPU kernels compute "
+            "float16 in float32; choose precision='bf16', or engine='eager' to check numerics"
         )
     if settings.precision != "bf16":
         return
@@ -151,20 +178,32 @@ def _check_precision(settings: EngineSettings) -> None:
         )
     if recomputes(settings):
         raise ValueError(
-            f"{chosen} does not go with ORT's recompute plans, which know its own kernels alone; "
-            "leave out memory_level and memory_plans, or choose modules: recompute='layers'"
+            f"{chosen} does not work with ORT's recompute plans, which support only ORT's own "
+            "kernels; leave out memory_level and memory_plans, or choose modules: "
+            "recompute='layers'"
         )
 
 
 def recomputes(settings: EngineSettings) -> bool:
-    """Whether ORT computes activations again, by plans that find them by ORT's own operators."""
+    """Return True if ORT recomputes activations, by plans that refer to ORT's own operators.
+
+    Args:
+        settings: Settings of the engine.
+    """
     return bool(settings.memory_level or settings.memory_plans or ort_plans(settings))
 
 
 def recomputed(settings: EngineSettings) -> tuple[str, ...]:
-    """The plans of `ortlab.engines.ortmodule.kernels.recompute` that `settings` choose.
+    """Return the plans of `ortlab.engines.ortmodule.kernels.recompute` that the settings choose.
 
-    ValueError where they are mixed with ORT's, or ORT's are malformed.
+    Args:
+        settings: Settings of the engine.
+
+    Returns:
+        The plans; empty if the settings choose ORT's own plans, or none.
+
+    Raises:
+        ValueError: If they are mixed with ORT's plans, or one of ORT's plans is malformed.
     """
     chosen = _recompute(settings)
     theirs = ort_plans(settings)
@@ -173,8 +212,8 @@ def recomputed(settings: EngineSettings) -> tuple[str, ...]:
     if theirs != chosen:
         other = next(plan for plan in chosen if plan not in theirs)
         raise ValueError(
-            f"recompute={settings.recompute!r}: {other!r} is no plan of ORT's such as "
-            "BiasGelu+:1:-1, which go with no others"
+            f"recompute={settings.recompute!r}: {other!r} is not a plan of ORT's, such as "
+            "BiasGelu+:1:-1, and cannot be combined with one"
         )
     for plan in theirs:
         _check_plan(plan, f"recompute={settings.recompute!r}")
@@ -182,7 +221,11 @@ def recomputed(settings: EngineSettings) -> tuple[str, ...]:
 
 
 def ort_plans(settings: EngineSettings) -> tuple[str, ...]:
-    """The plans of ORT's own among those of the setting `recompute`: cluster:type:count."""
+    """Return ORT's own plans among those of the setting `recompute`: cluster:type:count.
+
+    Args:
+        settings: Settings of the engine.
+    """
     return tuple(plan for plan in _recompute(settings) if ":" in plan)
 
 
@@ -193,7 +236,7 @@ def _recompute(settings: EngineSettings) -> tuple[str, ...]:
 
 @functools.cache
 def _plans_in_a_file(plans: tuple[str, ...]) -> str:
-    """The name of a file with `plans` as ORT reads them, which is there until the process ends."""
+    """Return the name of a file with `plans` in ORT's format, deleted when the process ends."""
     file = tempfile.NamedTemporaryFile("w+", suffix=".json")  # noqa: SIM115
     json.dump(plans, file)
     file.flush()
@@ -205,7 +248,7 @@ _files: list[Any] = []
 
 
 def _said(settings: EngineSettings, name: str) -> str:
-    """The option as it was chosen; the variable is named where it may have been."""
+    """Return an option and its value, with its environment variable if that is set."""
     declaration = EngineSettings.declarations()[name]
     by_variable = declaration.variable in os.environ
     text = f"{name}={getattr(settings, name)!r}"
@@ -213,23 +256,23 @@ def _said(settings: EngineSettings, name: str) -> str:
 
 
 def _saved_to(path: str) -> tuple[str, str]:
-    """Folder and first letters of the files that `save_onnx` names."""
+    """Return the folder and the name prefix of the files of the setting `save_onnx`."""
     folder, prefix = os.path.split(os.path.abspath(os.path.expanduser(path)))
     if path.endswith(os.sep) or not prefix:
-        raise ValueError(f"save_onnx={path!r} names a folder: end with the files' first letters")
+        raise ValueError(f"save_onnx={path!r} is a folder; add a prefix for the file names")
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise ValueError(f"save_onnx={path!r}: {folder} is not a folder that can be written to")
+        raise ValueError(f"save_onnx={path!r}: {folder} is not a writable folder")
     return folder, prefix
 
 
 def _plans(path: str) -> list[str]:
-    """The recompute plans in the file at `path`: "cluster:type:-1", several joined by commas."""
+    """Read the recompute plans in a file: "cluster:type:-1", several joined by commas."""
     try:
         plans = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"memory_plans={path!r} cannot be read: {error}") from None
     if not isinstance(plans, list) or not all(isinstance(plan, str) for plan in plans):
-        raise ValueError(f"memory_plans={path!r} must hold a list of plans such as BiasGelu+:1:-1")
+        raise ValueError(f"memory_plans={path!r} must be a JSON list of plans, as BiasGelu+:1:-1")
     for plan in (part for each in plans for part in each.split(",")):
         _check_plan(plan, f"memory_plans={path!r}")
     return plans
@@ -240,13 +283,17 @@ def _check_plan(plan: str, said: str) -> None:
         cluster, kind, *_ = [*plan.split(":"), "1"]
         nearest = f"{cluster or 'BiasGelu+'}:{kind if kind in ('1', '2') else 1}:-1"
         raise ValueError(
-            f"{said}: {plan!r} is no plan such as {nearest}. The type is 1 or 2, and ORT "
-            "recomputes a wrong number of layers for another count than -1"
+            f"{said}: {plan!r} is not a valid plan, such as {nearest}. The type must be 1 or 2 and "
+            "the count -1: with another count ORT recomputes a wrong number of layers"
         )
 
 
 def debug_options(settings: EngineSettings) -> Any:
-    """ORT's DebugOptions by `settings` alone: its environment would come before them."""
+    """Return ORT's DebugOptions from the settings; environment variables are overridden.
+
+    Args:
+        settings: Settings of the engine.
+    """
     ort = compat.ortmodule()
     level = ort.LogLevel[settings.log_level.upper()]
     debug = ort.DebugOptions(log_level=level)
@@ -259,9 +306,13 @@ def debug_options(settings: EngineSettings) -> Any:
 
 
 def apply(ort_module: nn.Module, settings: EngineSettings) -> None:
-    """Sets the options on `ort_module`, an ORTModule, for the graphs that it exports from now on.
+    """Set the options of an ORTModule for its future exports.
 
     Sources: onnxruntime/training/ortmodule/options.py and experimental/json_config of 1.19.2.
+
+    Args:
+        ort_module: An ORTModule.
+        settings: Settings of the engine.
     """
     compat.use_opset(settings.opset)
     if settings.triton:
@@ -276,7 +327,13 @@ def apply(ort_module: nn.Module, settings: EngineSettings) -> None:
 
 
 def share(given: Any, taking: Any, *, save: bool = True) -> None:
-    """Gives the graph manager `taking` the options of `given`; without `save` it saves no ONNX."""
+    """Copy the options of one graph manager to another.
+
+    Args:
+        given: Graph manager to copy from.
+        taking: Graph manager to change.
+        save: False if `taking` must not save ONNX files.
+    """
     vars(taking._runtime_options).update(vars(given._runtime_options))
     taking._runtime_inspector.memory_ob.enable_memory_stats_by_step(
         given._runtime_options.print_memory_stat_by_step
@@ -302,15 +359,15 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.enable_cpu_mem_arena = settings.arena  # for `restoring.open_session`
     without = settings.kernels == "ort" or recomputes(settings)
     options.torch_kernels = "" if without else settings.kernels
-    options.spinning = without  # what ORT's idle workers do, for `restoring.open_session` too
-    options.without_workers = False  # which says so of a session whose workers find no room
+    options.spinning = without  # for ORT's idle threads; also read by `restoring.open_session`
+    options.without_workers = False  # set by it if a session cannot start its thread pool
     options.low_precision = settings.precision == "bf16"
     options.tf32 = settings.precision == "tf32"  # for `restoring.open_session`
     options.attention = settings.attention
     options.memory_optimization_level = type(options.memory_optimization_level)(
         settings.memory_level
     )
-    # The second figure keeps recomputed parts within one layer each, which the levels need.
+    # The second number limits a recomputed part to one layer, which the levels require.
     options.recompute_probe_config = "1:1" if settings.memory_level else "1:0"
     file = settings.memory_plans or ""
     if theirs := ort_plans(settings):
@@ -327,7 +384,7 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.enable_tuning = settings.tuning
     options.max_tuning_duration_ms = settings.tuning_ms
     options.tuning_results_path = settings.tuning_results or ""
-    # Whatever the environment says of them, see UNUSED; `check` refuses the first two.
+    # Off regardless of the environment, see UNUSED; `check` refuses the first two.
     options.enable_label_sparse_optimizer = options.enable_embedding_sparse_optimizer = False
     options.ortmodule_cache_dir = ""
     options.print_input_density = False
@@ -344,25 +401,30 @@ def _skip_checks(settings: EngineSettings) -> Any:
 
 
 class _Printed(logging.Handler):
-    """Prints to what is standard error by then: in a notebook, the cell that runs."""
+    """Handler that prints to the current standard error, in a notebook that of the running cell."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"ORT {record.levelname.lower()}: {self.format(record)}", file=sys.stderr)
 
 
 def _logger(level: str) -> logging.Logger:
-    """A logger for one model: ORT's own is one for all, at the level of the last."""
+    """Return a logger for one model: ORT's own is shared and has the level of the last model."""
     logger = logging.Logger("orttraining", _PYTHON_LEVELS[level])
-    logger.parent = logging.getLogger("orttraining")  # who listens there goes on to hear it
+    logger.parent = logging.getLogger("orttraining")  # so that its handlers still get the records
     if logger.level < logging.ERROR:
         logger.addHandler(_Printed())
     return logger
 
 
 def check_plans(manager: Any, settings: EngineSettings) -> None:
-    """UnknownPlan where a recompute plan names what the graph of `manager` has none of.
+    """Check that every recompute plan refers to a part of the graph; ORT ignores other plans.
 
-    ORT itself ignores such a plan.
+    Args:
+        manager: ORT's graph manager with the graph.
+        settings: Settings with the plans.
+
+    Raises:
+        UnknownPlan: If the graph has no such part; the message suggests the nearest one.
     """
     chosen = ort_plans(settings)
     if settings.memory_plans is not None:
@@ -376,24 +438,33 @@ def check_plans(manager: Any, settings: EngineSettings) -> None:
         cluster = plan.rpartition(":")[0]
         if cluster not in known:
             raise UnknownPlan(
-                f"nothing in the graph is {cluster!r}, to recompute it: "
+                f"cannot recompute {cluster!r}: the graph has no such part; "
                 f"{unknown_name(cluster, known)}"
             )
 
 
 def from_json(path: str) -> dict[str, Any]:
-    """The settings in a file of ORTModule's JSON form, by their names here.
+    """Read settings from a file in ORTModule's JSON format.
 
-    The form is that of ``onnxruntime.training.ortmodule.experimental.json_config``: keys such as
-    ``OnnxOpsetVersion``, ``PropagateCastOps`` and ``DebugOptions``. ValueError names a key that is
-    unknown, or that cannot be honoured and why.
+    The format is that of ``onnxruntime.training.ortmodule.experimental.json_config``, with keys
+    such as ``OnnxOpsetVersion``, ``PropagateCastOps`` and ``DebugOptions``.
+
+    Args:
+        path: Path of the file.
+
+    Returns:
+        The values by name of the setting.
+
+    Raises:
+        ValueError: If the file cannot be read, or a key is unknown or not supported; the message
+            names the key and the reason.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(data, dict):
-        raise ValueError(f"{path} must hold a JSON object; it is a {type(data).__name__}")
+        raise ValueError(f"{path} must contain a JSON object, not a {type(data).__name__}")
     found: dict[str, Any] = {}
     for name, value in data.items():
         if name in _REFUSED_KEYS:
@@ -406,7 +477,9 @@ def from_json(path: str) -> dict[str, Any]:
             try:
                 found |= _KEYS[name](value)
             except (AttributeError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}: {name} is not of ORTModule's form: {error!r}") from None
+                raise ValueError(
+                    f"{path}: {name} is not in ORTModule's format: {error!r}"
+                ) from None
     return found
 
 
@@ -441,4 +514,4 @@ _KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "DebugOptions": _debug,
     "FallbackPolicy": lambda value: {"fallback": "FALLBACK_DISABLE" not in value},
 }
-"""The keys of ORTModule's JSON form, and the settings that each one's value makes."""
+"""Keys of ORTModule's JSON format, with functions that convert a value to settings."""

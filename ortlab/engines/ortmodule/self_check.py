@@ -1,10 +1,9 @@
-"""Compares what an engine computes with eager torch: outputs, gradients, buffers.
+"""Comparison of an engine with eager torch: outputs, gradients and buffers.
 
 Dropout is off on both sides. In eager torch a function mode makes every dropout call the identity;
-in ORT's graph the ratio of every Dropout node is zero, and nothing else differs from the graph
-that trains. The gradients compared are those of a random cotangent: with outputs y and random
-vectors v of the same shapes, of the sum of <v, y>. So every output counts, also one that a loss
-would ignore.
+in ORT's graph the ratio of every Dropout node is zero, and nothing else differs from the graph that
+trains. The compared gradients are those of the sum of <v, y>, with outputs y and random vectors v
+of the same shapes, so that every output counts, even one that a loss would ignore.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ _TOLERANCES = {
 }
 _NEAR = 3.0
 _NUDGE = 2.0**-21
-"""The most that a parameter is off by in one of `nudged`, of itself: a few roundings."""
+"""Maximum relative change of a parameter in `nudged`: a few rounding errors."""
 _NUDGES = 8
 # A gradient that is zero in exact arithmetic (an attention key's bias) is rounding noise on both
-# sides, so errors are never taken relative to less than this share of the whole gradient's norm.
+# sides, so errors are relative to at least this fraction of the whole gradient's norm.
 SMALLEST = 1e-3
 
 _MANY_ROWS = 4
@@ -52,17 +51,24 @@ _FEW_TOKENS = 32
 _MOST_STRIDE = 8
 _SEED = 20210301
 _DRAWN = 65_537
-"""Random numbers of a cotangent, again and again: a prime, so that no two rows get the same."""
+"""Period of a cotangent's random numbers: a prime, so that no two rows get the same numbers."""
 _PIECE = 1 << 16
 
 
 class SelfCheckFailed(Concise, RuntimeError):
-    """The engine's outputs or gradients are not eager torch's; the message says which."""
+    """Raised when outputs or gradients differ from eager torch; the message names the worst."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The largest relative errors of one comparison, by norm."""
+    """Result of a comparison that passed.
+
+    Attributes:
+        outputs: Number of compared outputs.
+        gradients: Number of compared gradients.
+        output_error: Largest relative error of an output, by norm.
+        gradient_error: Largest relative error of a gradient, by norm.
+    """
 
     outputs: int
     gradients: int
@@ -77,9 +83,12 @@ class Verdict:
 
 
 class EagerOnly(TorchFunctionMode):
-    """Raises NotInGraph where forward does what no graph would: ORT never calls a tensor's hook.
+    """Function mode that raises NotInGraph for operations that no graph contains.
 
-    `data` gets each parameter whose ``.data`` forward reads, with that.
+    These are hooks on a computed tensor, which ORT never calls, and setting ``.data``.
+
+    Attributes:
+        data: Parameters whose ``.data`` forward reads, each with that tensor.
     """
 
     def __init__(self) -> None:
@@ -93,7 +102,7 @@ class EagerOnly(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Passes everything else on."""
+        """Check the call and run it."""
         if func in _HOOKING and not args[0].is_leaf:
             raise NotInGraph(
                 f"forward calls {func.__name__} on a tensor that it computes, which ORT's backward "
@@ -101,7 +110,7 @@ class EagerOnly(TorchFunctionMode):
             )
         if undifferentiated.sets_data(func):
             raise NotInGraph(
-                "forward sets a tensor's .data, which ORT's graph would not; do that outside of "
+                "forward sets a tensor's .data, which ORT's graph would not; set it outside of "
                 "forward, or use engine='eager'"
             )
         result = func(*args, **(kwargs or {}))
@@ -114,20 +123,29 @@ _HOOKING = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a module is called with: positional arguments and named ones."""
+"""Arguments of a call: positional arguments and keyword arguments."""
 
 
 def parts_of(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, again: bool = False
 ) -> list[Call]:
-    """Calls with a part of the batch, the smallest first; none where only the whole will do.
+    """Return calls with a part of the batch, for a faster check.
 
-    A quarter of the rows, two at least and all where there are less than four, evenly spread; and
-    where the batch is of token ids, an eighth of their tokens, 32 at least, spread as evenly. Where
-    a graph is looked at `again`, for what it keeps of the batch before, it is an eighth of the
-    rows, one at least, with all their tokens: the last of every eight. Rows are what all tensors
-    of the arguments have as many of, along their first dimension. With a BatchNorm none will do:
-    over few rows its gradient is mostly rounding.
+    A part has a quarter of the rows, evenly spaced: at least two, and all rows if there are fewer
+    than four. If the batch consists of token ids, the smallest part also has only an eighth of the
+    tokens, evenly spaced, but at least 32. Rows are the first dimension, if all tensors of the
+    arguments have the same size there. A model with BatchNorm gets no parts: over few rows its
+    gradient is mostly rounding error.
+
+    Args:
+        module: Module to call.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        again: True for the second check of a graph, for data of the first batch that it may
+            contain. The part is then the last of every eight rows, at least one, with all tokens.
+
+    Returns:
+        The calls, smallest part first; empty if only the whole batch can be checked.
     """
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
         return []
@@ -149,10 +167,11 @@ def parts_of(
 
 
 def _token_stride(given: Sequence[torch.Tensor]) -> int:
-    """Of how many tokens one will do; 1 where the tensors' second dimension is not that of tokens.
+    """Return the stride that selects a part of the tokens; 1 if the second dimension is not tokens.
 
-    It is where all that have two have as many there, of integers or truths: ids, masks and labels.
-    Any of a row's tokens in their order are a row of tokens, whose padding has the same share.
+    It is the token dimension if all tensors with two dimensions have the same size there and are
+    integer or boolean: ids, masks and labels. Any selection of a row's tokens in order is a valid
+    row, and evenly spaced ones have the same fraction of padding.
     """
     wide = [tensor for tensor in given if tensor.dim() > 1]
     sizes = {tensor.shape[1] for tensor in wide}
@@ -164,7 +183,7 @@ def _token_stride(given: Sequence[torch.Tensor]) -> int:
 
 
 def _part(tensor: torch.Tensor, *, rows: torch.Tensor | None, stride: int) -> torch.Tensor:
-    """With these rows, all where there are none, and of its columns the first of every `stride`."""
+    """Select rows (all if None) and every `stride`-th column of a tensor."""
     if rows is not None and tensor.dim() > 0:
         tensor = tensor.index_select(0, rows.to(tensor.device))
     return tensor[:, ::stride].contiguous() if stride > 1 and tensor.dim() > 1 else tensor
@@ -173,15 +192,24 @@ def _part(tensor: torch.Tensor, *, rows: torch.Tensor | None, stride: int) -> to
 def in_double(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
-    """A copy of `module` and the call's arguments in double precision; None where there is none."""
+    """Return a copy of a module and the arguments of a call in double precision.
 
-    def doubled(tensor: torch.Tensor) -> torch.Tensor:  # a copy, which forward may change
+    Args:
+        module: Module to copy.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        Module, positional arguments and keyword arguments; None if they cannot be copied.
+    """
+
+    def doubled(tensor: torch.Tensor) -> torch.Tensor:  # copied, because forward may change it
         return tensor.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     call = _changed(args, kwargs, doubled)
     try:
         return None if call is None else (copy.deepcopy(module).double(), *call)
-    # What a module holds need not be made to be copied, and may raise anything.
+    # Objects in a module may not support copying, and raise anything.
     except Exception:  # noqa: BLE001
         return None
 
@@ -189,9 +217,15 @@ def in_double(
 def nudged(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """A copy of `module` and the call's arguments, its parameters each time off by a few roundings.
+    """Iterate over copies of a call whose parameters are perturbed by a few rounding errors.
 
-    None comes where there is no copy.
+    Args:
+        module: Module to copy.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+
+    Yields:
+        Module, positional arguments and keyword arguments; nothing if they cannot be copied.
     """
     try:
         copied = copy.deepcopy(module)
@@ -200,7 +234,7 @@ def nudged(
     parameters = [(each, each.detach().clone()) for each in copied.parameters()]
     for i in range(_NUDGES):
         generator = torch.Generator().manual_seed(_SEED + i // 2)
-        most = _NUDGE * (-1) ** i  # one of two that are off by the opposite takes the other side
+        most = _NUDGE * (-1) ** i  # opposite signs, so that one of two crosses a nearby kink
         with torch.no_grad():
             for parameter, before in parameters:
                 by = torch.rand(before.shape, generator=generator).sub_(0.5).mul_(2 * most)
@@ -216,7 +250,7 @@ def _changed(
     kwargs: Mapping[str, Any],
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> Call | None:
-    """Arguments with `change` made to all tensors; None where they may be in what is not known."""
+    """Return arguments with `change` applied to all tensors; None for unknown containers."""
 
     def each(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -237,11 +271,15 @@ def _changed(
 
 @dataclass(frozen=True)
 class Observed:
-    """What one run of a module gave: outputs and gradients by name, and buffers afterwards.
+    """Results of one run of a module.
 
-    ``drew`` tells whether random numbers were drawn; with dropout off, another source of them.
-    ``wrote`` names the attributes that forward set, ``rebound`` the buffers that are other tensors
-    now, with other values.
+    Attributes:
+        outputs: Outputs by name.
+        gradients: Gradients by name.
+        buffers: Buffers after the run, by name.
+        drew: True if random numbers were drawn, by another source than dropout if that is off.
+        wrote: Names of the attributes that forward set.
+        rebound: Names of the buffers that forward replaced by another tensor with other values.
     """
 
     outputs: dict[str, torch.Tensor]
@@ -252,26 +290,36 @@ class Observed:
     rebound: tuple[str, ...] = ()
 
     def is_finite(self) -> bool:
-        """Whether no output and no gradient is infinite or NaN."""
+        """Return True if no output and no gradient is infinite or NaN."""
         return self.has_finite_outputs() and _are_finite(self.gradients)
 
     def has_finite_outputs(self) -> bool:
-        """Whether no output is infinite or NaN."""
+        """Return True if no output is infinite or NaN."""
         return _are_finite(self.outputs)
 
 
 def _are_finite(values: Mapping[str, torch.Tensor]) -> bool:
-    # A sum tells in a fraction of the time, unless it overflows.
+    # The sum is much faster to test, but it can overflow.
     return all(bool(each.sum().isfinite() or each.isfinite().all()) for each in values.values())
 
 
 def observe(
     call: Callable[[], Any], module: nn.Module, *, inputs: Sequence[torch.Tensor], gradients: bool
 ) -> Observed:
-    """Runs `call`, a forward of `module`, and the gradients of a random cotangent.
+    """Run a forward pass, and a backward pass from random cotangents.
 
-    Gradients are of the trainable parameters and of those `inputs` that require one. The random
-    vectors depend on the outputs' order and shapes alone: two engines get the same ones.
+    The cotangents depend only on the order and shapes of the outputs, so that two engines get the
+    same. The module and all random states are restored afterwards.
+
+    Args:
+        call: Function that calls `module`.
+        module: Module that is called.
+        inputs: Tensors among the arguments; gradients are computed of those that require one, and
+            of the trainable parameters.
+        gradients: False to skip the backward pass.
+
+    Returns:
+        The results of the run.
     """
     with undisturbed(module) as wrote, interop.without_reentry():
         before, registered = RandomStates.now(), dict(module.named_buffers())
@@ -290,7 +338,7 @@ def observe(
 
 
 def _is_as_before(before: torch.Tensor | None, now: torch.Tensor) -> bool:
-    """Whether it is the same tensor, or another one with the same values, as a table made anew."""
+    """Return True for the same tensor, or a new one with equal values, as a recomputed table."""
     if now is before or before is None:
         return now is before
     return before.dtype == now.dtype and torch.equal(before, now.to(before.device))
@@ -299,9 +347,13 @@ def _is_as_before(before: torch.Tensor | None, now: torch.Tensor) -> bool:
 def depends_on_seed(
     reference: Observed, call: Callable[[], Any], module: nn.Module, *, drawn_by_torch: bool
 ) -> bool:
-    """Whether `call`, seen in `reference`, gives something else when other numbers are drawn.
+    """Return True if a call gives other results with other random numbers.
 
-    They are torch's, or Python's and numpy's.
+    Args:
+        reference: Results of an earlier run of the call.
+        call: Function that calls `module`.
+        module: Module that is called.
+        drawn_by_torch: True to change torch's random numbers, False for those of Python and numpy.
     """
 
     def with_other_numbers() -> Any:
@@ -354,15 +406,26 @@ def _floating(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def compare(reference: Observed, other: Observed, *, low_precision: bool) -> Verdict:
-    """The errors of `other` against `reference`; SelfCheckFailed names the worst when too large.
+    """Compare the results of a run with a reference.
 
-    Errors are ||a - b|| / ||a|| of each tensor; a gradient whose own norm is below a thousandth of
-    the whole gradient's is measured by that. Tolerances: 1e-4 for outputs and buffers, 1e-3 for
-    gradients, 5e-2 for all under autocast or in half precision.
+    Errors are ||a - b|| / ||a|| of each tensor. For a gradient, ||a|| is at least a thousandth of
+    the norm of the whole gradient. Tolerances: 1e-4 for outputs and buffers, 1e-3 for gradients,
+    5e-2 for all under autocast or in half precision.
+
+    Args:
+        reference: Results of eager torch.
+        other: Results of the engine.
+        low_precision: True under autocast or in half precision.
+
+    Returns:
+        The largest errors.
+
+    Raises:
+        SelfCheckFailed: If an error exceeds its tolerance; the message names the largest errors.
     """
     if len(reference.outputs) != len(other.outputs):
         raise SelfCheckFailed(
-            f"eager torch gives {len(reference.outputs)} outputs, ORT {len(other.outputs)}"
+            f"eager torch returns {len(reference.outputs)} outputs, ORT {len(other.outputs)}"
         )
     errors = _all_errors(reference, other)
     for kind, of_kind in errors.items():
@@ -380,10 +443,15 @@ def compare(reference: Observed, other: Observed, *, low_precision: bool) -> Ver
 
 
 def is_rounding(reference: Observed, other: Observed, exact: Observed) -> bool:
-    """Whether `other` is off by no more than rounding is: `exact` is eager's in higher precision.
+    """Return True if rounding explains the errors of a run.
 
-    So it is where each error against that is within the tolerance, or at most three times what
-    eager torch's own is, `reference`: at a kink such as ReLU's, rounding decides the side.
+    It does if each error against `exact` is within the tolerance, or at most three times the error
+    of eager torch itself: at a kink such as that of ReLU, rounding determines the side.
+
+    Args:
+        reference: Results of eager torch.
+        other: Results of the engine.
+        exact: Results of eager torch in higher precision.
     """
     if not len(exact.outputs) == len(other.outputs) == len(reference.outputs):
         return False
@@ -398,12 +466,16 @@ def is_rounding(reference: Observed, other: Observed, exact: Observed) -> bool:
 
 
 def is_at_a_kink(exact: Observed, other: Observed, moved: Iterable[Observed]) -> bool:
-    """Whether a few roundings move a gradient of eager torch by about as much as `other` is off.
+    """Return True if a few rounding errors change eager's gradient as much as `other` differs.
 
-    Each of `moved` is eager's with parameters `nudged`, `exact` its own in double precision. Where
-    a model has millions of ReLUs one may be so near to its kink that engines take different sides
-    of it, and all gradients before it differ; outputs and buffers do not. Off by more than 5e-2 is
-    none of that.
+    In a model with millions of ReLUs, one can be so close to its kink that engines take different
+    sides of it. All gradients before it then differ, outputs and buffers do not. An error above
+    5e-2 is not explained in this way.
+
+    Args:
+        exact: Results of eager torch in double precision.
+        other: Results of the engine.
+        moved: Results of eager torch with `nudged` parameters.
     """
     if len(exact.outputs) != len(other.outputs):
         return False
@@ -418,7 +490,7 @@ def is_at_a_kink(exact: Observed, other: Observed, moved: Iterable[Observed]) ->
 
 
 def _in_double(observed: Observed) -> Observed:
-    """With all fractions in double precision; other outputs are not among what is compared."""
+    """Return results with all floating-point tensors in double precision."""
 
     def doubled(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
@@ -435,7 +507,7 @@ def _in_double(observed: Observed) -> Observed:
 
 
 def _all_errors(reference: Observed, other: Observed) -> dict[str, dict[str, float]]:
-    """By kind and name."""
+    """Return the errors of all tensors by kind and name."""
     return {
         "output": _errors(reference.outputs, other.outputs),
         "buffer": _errors(reference.buffers, other.buffers),
@@ -458,7 +530,7 @@ def _errors(
     *,
     smallest: float = 0.0,
 ) -> dict[str, float]:
-    """||a - b|| / ||a|| of each tensor, whose norm counts as `smallest` of that of all at least."""
+    """Return ||a - b|| / ||a|| of each tensor; ||a|| is at least `smallest` of the total norm."""
     apart = {
         name: _apart(a, b) for (name, a), b in zip(reference.items(), other.values(), strict=True)
     }
@@ -470,10 +542,11 @@ def _errors(
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
-    """||a - b|| and ||a||; two NaN, or the same infinity twice, are equal.
+    """Return ||a - b|| and ||a||; two NaN, or two equal infinities, count as equal.
 
-    A piece at a time stays in the processor's cache: all at once takes thirty times as long. Its
-    squares are added in single precision where that holds the sum, which is four times as fast.
+    Tensors are processed in pieces that fit the processor's cache: all at once takes thirty times
+    as long. Squares are added in single precision unless the sum overflows, which is four times as
+    fast.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return math.inf, 0.0

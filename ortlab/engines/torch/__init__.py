@@ -1,1 +1,1 @@
-"""The engines that PyTorch itself runs: eager and torch.compile."""
+"""Engines that PyTorch itself runs: eager and torch.compile."""

@@ -1,4 +1,4 @@
-"""Autograd's graph and gradients below torch's public functions; what a node of ONNX reads."""
+"""Access to autograd's graph and gradients below torch's public API, and to ONNX node inputs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,21 @@ def gradients(
     inputs: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad` of `outputs` that a `TorchFunctionMode` does not hear.
+    """Compute gradients like `torch.autograd.grad`, hidden from any active `TorchFunctionMode`.
 
-    A mode is off while it handles a function that it hears, so within ``torch.autograd.grad`` what
-    `torch.utils.checkpoint` computes again would run without it. None for an input that the
-    outputs do not depend on. ``.grad`` is not written.
+    A mode is disabled while it handles a function. If it intercepted ``torch.autograd.grad``, the
+    recomputation of `torch.utils.checkpoint` within it would run without the mode. ``.grad`` is
+    not written.
+
+    Args:
+        outputs: Tensors to differentiate.
+        inputs: Tensors to differentiate with respect to.
+        cotangents: Gradient of each output.
+
+    Returns:
+        The gradient of each input; None for an input that the outputs do not depend on.
     """
-    from torch.autograd.graph import _engine_run_backward
+    from torch.autograd.graph import _engine_run_backward  # heavy: torch
 
     found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
         tuple(outputs),
@@ -38,7 +46,14 @@ def gradients(
 
 
 def read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """What a node reads, those of its subgraphs included."""
+    """Iterate over the names that a node reads, including those read by its subgraphs.
+
+    Args:
+        node: ONNX node.
+
+    Yields:
+        Name of each input.
+    """
     yield from node.input
     for attribute in node.attribute:
         for inner in attribute.g.node:
@@ -46,16 +61,20 @@ def read_by(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def next_number() -> int:
-    """The number that autograd will give to the next node that this thread makes."""
-    from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+    """Return the sequence number of the next autograd node that this thread creates."""
+    from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]  # heavy: torch
 
     return int(_get_sequence_nr())
 
 
 def nodes(roots: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
-    """The nodes of autograd's graph that backward from `roots` runs, each with its number.
+    """Return the autograd nodes that a backward pass runs, each with its sequence number.
 
-    Those that only add to a leaf's ``.grad`` are left out: `gradients` does not run them.
+    Nodes that only accumulate into a leaf's ``.grad`` are omitted, because `gradients` does not
+    run them.
+
+    Args:
+        roots: Tensors that the backward pass starts from.
     """
     waiting: list[Any] = [root.grad_fn for root in roots]
     found: dict[Any, int] = {}

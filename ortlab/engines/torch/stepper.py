@@ -1,6 +1,7 @@
-"""Engines that are torch itself: ``eager``, and ``compile`` (torch.compile).
+"""The engines ``eager`` and ``compile`` (torch.compile), and the stepper of all modules.
 
-Their stepper trains any module through autograd and a torch optimizer, the ORT engine's too.
+`TorchStepper` trains any module through autograd and a torch optimizer, including the wrapped
+modules of the ORT engines.
 """
 
 from __future__ import annotations
@@ -36,7 +37,17 @@ _NO_CUDA = "device='cuda': torch sees no CUDA device; use device='cpu'"
 
 
 def training_device(name: str) -> torch.device:
-    """The device called `name` in the settings; ``auto`` is CUDA where torch sees it."""
+    """Return the device for a name in the settings.
+
+    Args:
+        name: "cpu", "cuda" or "auto", which means CUDA if torch sees a CUDA device.
+
+    Returns:
+        The device.
+
+    Raises:
+        ValueError: If the name is "cuda" and torch sees no CUDA device.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(_NO_CUDA)
     if name == "auto":
@@ -45,18 +56,36 @@ def training_device(name: str) -> torch.device:
 
 
 def no_device(settings: EngineSettings) -> str | None:
-    """Why a run cannot have the device that `settings` name; None when it can."""
+    """Return why the device of the settings is not available.
+
+    Args:
+        settings: Settings with a device; without one the result is None.
+
+    Returns:
+        The reason and what to do about it, or None if the device is available.
+    """
     missing = getattr(settings, "device", "auto") == "cuda" and not torch.cuda.is_available()
     return _NO_CUDA if missing else None
 
 
 def trains_on_cpu(settings: EngineSettings) -> bool:
-    """Whether a model trains on a CPU under `settings`; those of a wrapped model name no device."""
+    """Return True if a model trains on a CPU with these settings.
+
+    Args:
+        settings: Settings; those of a wrapped model have no device, which means "auto".
+    """
     return getattr(settings, "device", "auto") == "cpu" or not torch.cuda.is_available()
 
 
 def refuses_precision(settings: EngineSettings) -> str | None:
-    """Why torch cannot compute in the precision that `settings` name; None when it can."""
+    """Return why torch cannot compute in the precision of the settings.
+
+    Args:
+        settings: Settings with a precision.
+
+    Returns:
+        The reason and what to do about it, or None if torch can.
+    """
     if settings.precision == "tf32" and trains_on_cpu(settings):
         return (
             "precision='tf32' is for CUDA devices, and this is a CPU; choose precision='fp32', or "
@@ -68,12 +97,21 @@ def refuses_precision(settings: EngineSettings) -> str | None:
 def optimizer_for(
     module: nn.Module, settings: FinetuneSettings, processes: OneProcess
 ) -> torch.optim.Optimizer:
-    """The optimizer that `settings` name, in torch's fused form where there is one.
+    """Create the optimizer of the settings, in torch's fused implementation if there is one.
 
-    As `processes` have it: in one part or in shards.
+    Weight decay applies only to matrices. Biases and norms (fewer than two dimensions) have none,
+    as in the recipes of BERT and GPT.
 
-    Weight decay acts on matrices alone: biases and norms (fewer than two dimensions) have none, as
-    in BERT's and GPT's own recipes. ValueError when nothing is trainable.
+    Args:
+        module: Module whose parameters are trained.
+        settings: Settings with optimizer, learning rate and weight decay.
+        processes: Process group, which may partition the optimizer into shards.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: If no parameter requires a gradient.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
     if not trainable:
@@ -89,21 +127,33 @@ def optimizer_for(
             torch.optim.SGD, groups, lr=settings.lr, momentum=0.9, fused=True
         )
     if settings.optimizer == "lamb":
-        from ortlab.engines.torch.lamb import Lamb  # its library takes seconds to import
+        from ortlab.engines.torch.lamb import Lamb  # heavy: pytorch_optimizer
 
         return processes.optimizer(Lamb, groups, lr=settings.lr)
     return processes.optimizer(torch.optim.AdamW, groups, lr=settings.lr, fused=True)
 
 
 def decay_of(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
-    """The weight decay of `parameter`."""
+    """Return the weight decay of a parameter: 0 for biases and norms.
+
+    Args:
+        parameter: Parameter of the model.
+        settings: Settings with the weight decay of matrices.
+    """
     return settings.weight_decay if parameter.dim() >= 2 else 0.0
 
 
 class Sums(NamedTuple):
-    """Of the micro-batches of a step: their mean loss, what is in them, and times in seconds.
+    """Totals over the micro-batches of a step.
 
-    ``own_loss`` and ``own_samples`` are of this process's rows alone.
+    Attributes:
+        loss: Mean loss of the micro-batches.
+        samples: Number of samples.
+        tokens: Number of tokens.
+        forward_s: Time of the forward passes, in seconds.
+        backward_s: Time of the backward passes, in seconds.
+        own_loss: Loss of the rows of this process only.
+        own_samples: Number of samples of this process only.
     """
 
     loss: torch.Tensor
@@ -116,15 +166,25 @@ class Sums(NamedTuple):
 
 
 class TorchStepper:
-    """Trains `module` through autograd: the `Stepper` of every engine whose model is a module.
-
-    `owner` is the user's own module, whose parameters `module` trains and whose names are saved.
-    Forward and loss run within `autocast`. `reseed` restarts generators that torch does not seed.
-    `processes` makes what depends on how many processes train together: by default one does.
+    """Stepper that trains a module through autograd and a torch optimizer.
 
     A loss or a gradient norm that is not finite sets a flag on the device, which the fused
-    optimizer reads as ``found_inf``: from that step on no weight changes, and nobody waits. In
-    fp16 it skips that step alone, and the loss scale falls (see `LossScale`).
+    optimizer reads as ``found_inf``: from that step on no weight changes, without a
+    synchronization. In fp16 only that step is skipped, and the loss scale decreases (see
+    `LossScale`).
+
+    Args:
+        module: Module that the engine executes.
+        loss: Loss function, or None if the module returns its own loss.
+        settings: Settings of the run.
+        owner: The user's own module, whose parameters are trained and whose names are saved.
+        device: Device of the module.
+        report: Function that returns the engine's report.
+        close: Function that releases the engine's resources.
+        rest: Function that releases engine memory that the next step can allocate again.
+        autocast: Function that returns the context of the forward pass and the loss.
+        reseed: Function that restarts random generators that torch does not seed.
+        processes: Factory of the process group; a single process by default.
     """
 
     def __init__(
@@ -168,7 +228,7 @@ class TorchStepper:
         except Exception:
             for buffer, before in zip(self._changing, kept, strict=True):
                 buffer.copy_(before)
-            self._forget_gradients()  # what memory did not suffice for may fit without them
+            self._forget_gradients()  # after an out-of-memory error a smaller step may then fit
             raise
 
     def _step(
@@ -199,11 +259,11 @@ class TorchStepper:
         )
 
     def _forget_gradients(self) -> None:
-        """Those of the step before."""
+        """Release the gradients of the previous step."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def _accumulate(self, batches_: Sequence[Batch]) -> Sums:
-        """The mean gradients of the micro-batches, in the parameters."""
+        """Accumulate the mean gradient of the micro-batches in the parameters."""
         forward_s = backward_s = 0.0
         samples = tokens = own_samples = 0
         losses = []
@@ -234,7 +294,7 @@ class TorchStepper:
     def _update(
         self, loss: torch.Tensor, lr: float
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The gradient norm, and the loss scale and whether it had the step skipped."""
+        """Run the optimizer step; return gradient norm, loss scale and whether it was skipped."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._scale is not None:
             self._scale.unscale(loss, gradients)
@@ -249,7 +309,7 @@ class TorchStepper:
             return grad_norm, loss_scale, skipped
         bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
         self._bad = torch.maximum(self._bad, bad.to(self._bad))
-        # The attributes by which torch.amp.GradScaler tells a fused optimizer to skip a step.
+        # torch.amp.GradScaler sets these attributes to make a fused optimizer skip a step.
         self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         if len(self._optimizer.state) < len(gradients):
             self._make_room()
@@ -258,11 +318,11 @@ class TorchStepper:
         return grad_norm, None, None
 
     def _make_room(self) -> None:
-        """Has AdamW allocate what it keeps of each parameter, and change none.
+        """Allocate AdamW's state of every parameter without changing any weight.
 
-        It does so group by group in its first step (torch 2.13, `_init_group`): where memory does
-        not suffice for the second group, the first one's weights would have changed already, and a
-        parameter in between would have half of its state.
+        AdamW allocates group by group in its first step (torch 2.13, `_init_group`). If memory ran
+        out at the second group, the weights of the first would already have changed, and one
+        parameter could have half of its state.
         """
         if type(self._optimizer) is not torch.optim.AdamW:
             return
@@ -276,7 +336,7 @@ class TorchStepper:
             raise
 
     def _keep_finite(self, kept: Sequence[torch.Tensor], bad: torch.Tensor) -> None:
-        """Gives running statistics back what they were before a `bad` step: one not finite."""
+        """Restore the running statistics of before a `bad` step, on the device."""
         for buffer, before in zip(self._changing, kept, strict=True):
             buffer.copy_(torch.where(bad, before, buffer))
 
@@ -312,7 +372,7 @@ class TorchStepper:
         return self._processes.told(self._report())
 
     def bytes(self) -> StateBytes:
-        """What this process holds of the training's state now."""
+        """Return the size of this process's training state."""
         return StateBytes(
             parameters=sum(p.nbytes for p in self._owner.parameters()),
             gradients=sum(p.grad.nbytes for p in self._parameters if p.grad is not None),
@@ -372,9 +432,9 @@ class TorchStepper:
 
 
 def _like(value: Any, parameter: torch.Tensor) -> Any:
-    """An optimizer's `value` for `parameter`, in memory of its own that is laid out alike.
+    """Copy an optimizer's `value` for `parameter` to new memory with the same layout.
 
-    The fused optimizers go over both as they lie in memory, whatever the strides.
+    The fused optimizers iterate over both in memory order, without regard to strides.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -384,23 +444,31 @@ def _like(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def modes_of(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Train or eval, module by module: a part may be frozen in evaluation mode."""
+    """Return the training mode of every submodule; a frozen part may be in evaluation mode.
+
+    Args:
+        module: Module to read.
+    """
     return [(child, child.training) for child in module.modules()]
 
 
 def set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    """Puts back what `modes_of` told."""
+    """Restore training modes.
+
+    Args:
+        modes: Result of `modes_of`.
+    """
     for module, training in modes:
         module.training = training
 
 
 def _may_change(buffer: torch.Tensor) -> bool:
-    """Statistics and counters, not masks and position numbers, which are large and constant."""
+    """Return True for statistics and counters; masks and position ids are large and constant."""
     return buffer.is_floating_point() or buffer.dim() == 0
 
 
 class Eager:
-    """torch as it is: the reference for every other engine."""
+    """Engine that runs the model in eager torch: the reference for every other engine."""
 
     name = "eager"
     capabilities = Capabilities(workers=True, zero_stages=(0, 1, 2, 3))
@@ -426,7 +494,15 @@ class Eager:
         return ""
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
-        """`model` itself. ValueError for another precision: a loop's own autocast gives that."""
+        """Return `model` itself.
+
+        Args:
+            model: The user's module.
+            settings: Settings that name this engine.
+
+        Raises:
+            ValueError: If the precision is not fp32; the user's loop sets that by autocast.
+        """
         _refuse_precision(settings)
         return model
 
@@ -456,13 +532,13 @@ class Eager:
 
 
 class Compile:
-    """torch.compile with its default backend, Inductor."""
+    """Engine that runs the model through torch.compile with its default backend, Inductor."""
 
     name = "compile"
     capabilities = Capabilities(workers=True, zero_stages=(0, 1, 2), size_cost="recompile")
 
     def unavailable(self) -> str | None:
-        """Inductor compiles C++ on a CPU, so a compiler must be there."""
+        """See `Engine.unavailable`; on a CPU, Inductor needs a C++ compiler."""
         if torch.cuda.is_available() or any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
             return None
         return "engine 'compile' needs a C++ compiler: apt-get install g++, or use engine='eager'"
@@ -472,7 +548,7 @@ class Compile:
         return self.unavailable() or no_device(settings) or refuses_precision(settings)
 
     def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
-        """See `Engine.cost`; torch compiles anew for another precision, or type of weights."""
+        """See `Engine.cost`; torch recompiles for another precision or another type of weights."""
         same = all(
             getattr(before, name, None) == getattr(after, name, None)
             for name in ("engine", "precision", "param_dtype")
@@ -488,9 +564,14 @@ class Compile:
         return ""
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
-        """torch.compile's module; the first call of a new kind of input compiles.
+        """Return torch.compile's module; the first call with a new kind of input compiles.
 
-        ValueError for another precision: a loop's own autocast gives that.
+        Args:
+            model: The user's module.
+            settings: Settings that name this engine.
+
+        Raises:
+            ValueError: If the precision is not fp32; the user's loop sets that by autocast.
         """
         _refuse_precision(settings)
         return _compiled(model)
@@ -528,16 +609,24 @@ def _compiled(model: nn.Module) -> nn.Module:
 
 
 def _refuse_precision(settings: EngineSettings) -> None:
-    """A wrapped model stands in the user's own loop, which torch's autocast is for."""
+    """Raise for a precision other than fp32: a wrapped model runs in the user's own loop."""
     if settings.precision != "fp32":
         raise ValueError(
-            f"precision={settings.precision!r} of engine {settings.engine!r} is for runs: choose "
-            "it in finetune, or put torch.autocast around forward and loss of your loop"
+            f"precision={settings.precision!r} of engine {settings.engine!r} applies only to runs "
+            "of finetune; in your own loop use torch.autocast around forward and loss"
         )
 
 
 def autocast_for(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """What forward runs within for torch to compute in `precision` on `device`."""
+    """Return the context in which torch computes the forward pass in a precision.
+
+    Args:
+        precision: Precision of the settings.
+        device: Device of the module.
+
+    Returns:
+        torch.autocast for fp16 and bf16, else a context without effect.
+    """
     if precision in ("fp32", "tf32"):
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
@@ -545,9 +634,9 @@ def autocast_for(precision: str, device: torch.device) -> AbstractContextManager
 
 @contextlib.contextmanager
 def _tf32() -> Iterator[None]:
-    """CUDA's float32 products in TF32, in the whole process: backward has threads of its own."""
+    """Enable TF32 for CUDA's float32 products, process-wide: backward runs in other threads."""
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
-        yield  # by torch's newer setting, perhaps, and then its older one raises
+        yield  # if torch's newer API enabled it, its older one would raise
         return
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -565,7 +654,7 @@ def _stepper(
     processes: Processes,
     stepper: type[TorchStepper],
 ) -> TorchStepper:
-    """Trains `module`, which `engine` has wrapped."""
+    """Return a stepper that trains `module`, which `engine` has wrapped."""
     if (reason := refuses_precision(settings)) is not None:
         raise ValueError(reason)
     device = training_device(settings.device)

@@ -123,7 +123,7 @@ def test_ways_to_decide_have_a_bound(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, Loop())
     for times in range(16):
         wrapped(*_of_size(times + 0.5))
-    with pytest.raises(ExportFailed, match=r"16 ways have an export each"):
+    with pytest.raises(ExportFailed, match=r"16 branches already have an export each"):
         wrapped(*_of_size(16.5))
     wrapped(*_of_size(3.5))  # what is there goes on
 
@@ -287,7 +287,7 @@ def test_a_graph_that_holds_sizes_is_exported_for_each_shape(
     sizes = [(8, 60), (4, 60), (3, 60), (5, 60), (5, 50), (8, 60), (2, 33), (5, 50)]
     wrapped = _assert_trains_as_eager(ort, kind(), *((torch.randn(*s, 3),) for s in sizes))
     remarks = ort.report(wrapped).remarks
-    assert sum("every shape is exported for itself" in remark for remark in remarks) == 1
+    assert sum("every shape gets its own export" in remark for remark in remarks) == 1
 
 
 class Mamba(nn.Module):
@@ -307,7 +307,7 @@ def test_a_model_of_transformers_that_holds_its_length(ort: OrtModuleEngine) -> 
     batches = [(torch.randint(20, (2, length)),) for length in (5, 8, 5)]
     wrapped = _assert_trains_as_eager(ort, Mamba(), *batches)
     (remark,) = ort.report(wrapped).remarks
-    assert "every shape is exported for itself" in remark
+    assert "every shape gets its own export" in remark
 
 
 def test_exports_for_each_shape_have_a_bound(ort: OrtModuleEngine) -> None:
@@ -647,7 +647,7 @@ class SkipsLayers(Branch):
 
 def test_numpys_random_numbers_are_refused_where_they_matter(ort: OrtModuleEngine) -> None:
     np.random.seed(0)  # one mask of eight is like that of the other seed
-    with pytest.raises(ExportFailed, match="random numbers of Python's or numpy's"):
+    with pytest.raises(ExportFailed, match="random numbers from Python or numpy"):
         _wrap(ort, NumpyMask())(torch.randn(2, 3))
     harmless = NumpyMask()
     harmless.share = 0.0
@@ -839,7 +839,7 @@ def test_a_row_that_is_hidden_whole_has_plain_attentions_gradient(
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name, **close)
     report = ort.report(wrapped)
     if precision == "fp32":  # in bf16 so few numbers may be as far off by rounding
-        assert any("gives another gradient" in remark for remark in report.remarks), report
+        assert any("computes another gradient" in remark for remark in report.remarks), report
     assert any(note.startswith("checked on") for note in report.notes), report
 
 

@@ -214,7 +214,7 @@ def test_apex_is_refused_with_what_took_its_place(
 ) -> None:
     monkeypatch.setattr(FusedLayerNorm, "__module__", "apex.normalization.fused_layer_norm")
     model = nn.Sequential(nn.Linear(3, 3), FusedLayerNorm(3))
-    with pytest.raises(ValueError, match=r"apex's FusedLayerNorm.*torch\.nn's layers"):
+    with pytest.raises(ValueError, match=r"apex's FusedLayerNorm.*layers of torch\.nn"):
         ort.wrap(model, EngineSettings())
     # As apex.amp.initialize leaves it; apex itself does not build on today's torch.
     options = types.SimpleNamespace(enabled=True)

@@ -49,7 +49,7 @@ def test_a_stand_in_draws_from_no_generator() -> None:
 
 def test_nothing_stands_in_for_an_object() -> None:
     form = CallSignature.of((), {"cache": object()})
-    with pytest.raises(ValueError, match="nothing can stand in for a object; give a batch"):
+    with pytest.raises(ValueError, match="cannot create a placeholder for a object; pass a batch"):
         form.placeholders()
 
 

@@ -620,7 +620,7 @@ def test_the_second_batch_is_checked_too(ort: OrtModuleEngine, rows: int) -> Non
     extreme[-1] = -30.0
     wrapped = _wrap(ort, LogOfSigmoid())
     wrapped(mild)
-    told = "right for what was checked of the batch that it was exported with, and"
+    told = "right for the checked part of the batch that it was exported with and"
     with pytest.raises(SelfCheckFailed, match=told):
         wrapped(extreme)
     fitting = _wrap(ort, LogOfSigmoid())
@@ -646,7 +646,7 @@ def test_what_the_first_check_left_out_of_rows_is_refused_in_the_second_step(
     ids = torch.arange(512).reshape(8, 64) % 2  # every second token is left out
     wrapped = _wrap(ort, LogOfTokens())
     wrapped(ids)
-    with pytest.raises(SelfCheckFailed, match="and not for the next"):
+    with pytest.raises(SelfCheckFailed, match="and wrong for the next"):
         wrapped(ids)
 
 

@@ -86,7 +86,7 @@ def test_a_buffer_that_forward_sets_anew_is_refused(how: Forward) -> None:
     model = Layer(how)
     before = None if how is _first_mean else torch.zeros(3)
     model.register_buffer("mean", before)
-    with pytest.raises(ExportFailed, match=r"place of its buffer mean.*engine='eager'"):
+    with pytest.raises(ExportFailed, match=r"replaces its buffer mean.*engine='eager'"):
         _wrap(model)(torch.randn(8, 3))
     assert model.mean is before
     fallen_back = _wrap(model, fallback=True)

@@ -173,7 +173,7 @@ def test_a_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(model.classifier.weight, before)
     assert model.classifier.weight._version > version, "autograd has to know"
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert "its time stands under forward" in made.report().remarks[0]
+    assert "its time is shown under forward" in made.report().remarks[0]
 
 
 def test_state_goes_to_eager_and_back_without_a_trace() -> None:
@@ -391,7 +391,7 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match="weight has a hook on its gradient"):
         stepper(hooked, nn.functional.cross_entropy)
     for changes, message in (
-        ({"precision": "fp16"}, "needs a loss scale"),
+        ({"precision": "fp16"}, "needs loss scaling"),
         ({"workers": 2}, "trains in one process"),
     ):
         with pytest.raises(ValueError, match=message):

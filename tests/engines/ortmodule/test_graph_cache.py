@@ -134,7 +134,7 @@ me, until = int(sys.argv[1]), time.time() + float(sys.argv[2])
 stored = found = 0
 while time.time() < until:
     graphs = {"a.onnx": bytes([me]) * 200_000, "b.onnx": bytes([me]) * 100_000}
-    cache.store("0" * 64, cache.Entry(graphs, {"me": me}))
+    cache.store("0" * 64, cache.CachedGraph(graphs, {"me": me}))
     stored += 1
     entry = cache.load("0" * 64)
     if entry is not None:

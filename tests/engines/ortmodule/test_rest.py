@@ -134,7 +134,7 @@ def test_what_is_at_rest_is_let_go_where_memory_is_scarce(
     forward(model)
     assert not execution.kept()
     assert len(execution.exports()) == 1
-    assert "graphs for fp32, kernels='torch' were let go: memory is scarce" in (
+    assert "graphs for fp32, kernels='torch' were released: memory is low" in (
         execution.report().notes
     )
     gradients(model, forward(model))

@@ -301,9 +301,9 @@ def test_a_plan_that_fits_nothing_leaves_the_one_before() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"recompute": "BiasGelu+:3:-1"}, "is no plan such as BiasGelu+:1:-1"),
-        ({"recompute": "BiasGelu+:1:2"}, "is no plan such as BiasGelu+:1:-1"),
-        ({"recompute": "layers,BiasGelu+:1:-1"}, "'layers' is no plan of ORT's"),
+        ({"recompute": "BiasGelu+:3:-1"}, "is not a valid plan, such as BiasGelu+:1:-1"),
+        ({"recompute": "BiasGelu+:1:2"}, "is not a valid plan, such as BiasGelu+:1:-1"),
+        ({"recompute": "layers,BiasGelu+:1:-1"}, "'layers' is not a plan of ORT's"),
         ({"recompute": "layers", "memory_level": 1}, "choose one"),
         ({"recompute": "BiasGelu+:1:-1", "precision": "bf16"}, "or choose modules"),
     ],
