@@ -47,7 +47,7 @@ def model_code(
     made = code or _expression(model, sources)
     if made is None:
         sources.add(kind.__name__, kind)
-        made = f"{kind.__name__}(...)  # fill in its arguments"
+        made = f"{kind.__name__}(...)  # fill in the arguments"
         to_fill_in = f"the arguments of {kind.__name__} in make_model, or give make_model="
     return (
         "def make_model() -> nn.Module:\n"
@@ -104,7 +104,7 @@ def data_code(data: Any, folder: Path, code: str | None) -> tuple[str, str | Non
         return f"{begin}    yield from {code}", None
     found = None if data is None else _saved(data, folder)
     if found is None:
-        what = "the data" if data is None else f"what the {type(data).__name__} gave"
+        what = "the data" if data is None else f"the batches of the {type(data).__name__}"
         return (
             f'{begin}    raise NotImplementedError("fill in {what}: yield batches")',
             f"{what} in micro_batches, or give make_data=",
@@ -123,7 +123,7 @@ def _saved(data: Any, folder: Path) -> str | None:
         return None
     try:
         whole = [collate([data[i] for i in range(len(data))])] if samples else data
-    except ValueError:  # samples of several shapes: only the user knows how they are padded
+    except ValueError:  # samples of different shapes: only the user knows how to pad them
         return None
     forms = [_form(batch) for batch in whole]
     if None in forms or len({tuple(form or ()) for form in forms}) != 1:

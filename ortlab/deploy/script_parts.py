@@ -34,15 +34,15 @@ def head(
         for name, value in settings.as_dict().items()
         if value != declared[name].default and name not in _DROPPED
     )
-    by = "ortlab, as it trains with " + options if options else "ortlab"
+    by = "ortlab for the settings " + options if options else "ortlab"
     stage = settings.zero_stage
     how = ("DistributedDataParallel", "ZeroRedundancyOptimizer", "DeepSpeed", "DeepSpeed")
     lines = [
-        f'"""Trains {model_name} in several processes: ZeRO stage {stage}, by {how[stage]}.',
+        f'"""Train {model_name} in several processes: ZeRO stage {stage} with {how[stage]}.',
         "",
         f"    torchrun --standalone --nproc-per-node {settings.workers} train.py",
         "",
-        "On several machines: torchrun's --nnodes and --rdzv-endpoint.",
+        "On several machines, add torchrun's options --nnodes and --rdzv-endpoint.",
         "",
         *textwrap.wrap(f"Written by {by}.", 98),
         '"""',

@@ -34,7 +34,14 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Script:
-    """A script that was written: where, how it is started, what is still to be filled in."""
+    """A written script.
+
+    Attributes:
+        path: Path of the script.
+        command: Shell command that starts it.
+        open: Descriptions of what the user must fill in before it runs.
+        notes: Remarks.
+    """
 
     path: Path
     command: str
@@ -68,7 +75,7 @@ def script(
     _refuse(chosen)
     folder = Path(to)
     if (folder / "train.py").exists():
-        raise ValueError(f"{folder / 'train.py'} is there already; name another folder with to=...")
+        raise ValueError(f"{folder / 'train.py'} already exists; name another folder with to=...")
     sources = Sources(lab.wrapped.namespace or vars(sys.modules["__main__"]))
     for code in (make_model, make_data):
         if code is not None:
@@ -84,46 +91,48 @@ def script(
 
 
 def _refuse(settings: FinetuneSettings) -> None:
-    """ValueError for what the script has no lines for."""
+    """Raise ValueError for settings that a plain script does not support."""
     if settings.reduction != "mean":
         raise ValueError(
-            f"reduction={settings.reduction!r} is ortlab's own, and a plain script has none; "
+            f"reduction={settings.reduction!r} needs ortlab, and a plain script does without it; "
             "choose reduction='mean'"
         )
     if settings.precision == "fp16":
         raise ValueError(
-            "precision='fp16' needs a loss scale, which the script has none of; choose 'bf16'"
+            "precision='fp16' needs loss scaling, which the script does not have; choose 'bf16'"
         )
     if settings.param_dtype != "fp32":
         raise ValueError(
-            f"param_dtype={settings.param_dtype!r}: the script trains fp32 weights; choose "
-            "param_dtype='fp32', or DeepSpeed's bf16 block in a script of your own"
+            f"param_dtype={settings.param_dtype!r} is not supported, as the script trains fp32 "
+            "weights; choose param_dtype='fp32', or add DeepSpeed's bf16 block to your own script"
         )
     if settings.offload_optimizer:
         raise ValueError(
-            "offload_optimizer=True: the script's optimizer steps on the device; choose "
-            "offload_optimizer=False"
+            "offload_optimizer=True is not supported, as the script's optimizer runs on the "
+            "device; choose offload_optimizer=False"
         )
     if settings.recompute != "off":
         raise ValueError(
-            f"recompute={settings.recompute!r} is for ORT's graph; choose recompute='off', and "
-            "torch.utils.checkpoint in the model"
+            f"recompute={settings.recompute!r} needs ORT's graph, which the script does not have; "
+            "choose recompute='off', and use torch.utils.checkpoint in the model"
         )
     if settings.zero_stage > 1 and (settings.precision == "bf16" or settings.engine == "compile"):
         what = "engine='compile'" if settings.engine == "compile" else "precision='bf16'"
         raise ValueError(
-            f"{what} with zero_stage={settings.zero_stage}: DeepSpeed takes compiling and casting "
-            "into its own hands; choose engine='eager' and precision='fp32', or zero_stage=1"
+            f"{what} cannot be combined with zero_stage={settings.zero_stage}, as DeepSpeed "
+            "compiles and casts on its own; choose engine='eager' and precision='fp32', or "
+            "zero_stage=1"
         )
     if settings.optimizer == "lamb" and settings.zero_stage > 1:
         raise ValueError(
-            f"optimizer='lamb' with zero_stage={settings.zero_stage}: its ratios are of whole "
-            "tensors, which DeepSpeed cuts up; choose zero_stage=1, or optimizer='adamw'"
+            f"optimizer='lamb' cannot be combined with zero_stage={settings.zero_stage}, as its "
+            "trust ratios need whole tensors and DeepSpeed partitions them; choose zero_stage=1, "
+            "or optimizer='adamw'"
         )
 
 
 class _Writer:
-    """Writer of one script: `open` is what the user must fill in, `notes` are remarks."""
+    """Writer of one script; `open` and `notes` are as in `Script`."""
 
     def __init__(
         self,
@@ -183,20 +192,20 @@ class _Writer:
     def _add_notes(self, steps: int | None) -> None:
         settings = self._settings
         if settings.engine in IN_ORT:
-            self.notes.append("it trains in eager torch: ONNX Runtime is not in a plain script")
+            self.notes.append("the script trains in eager torch, without ONNX Runtime")
         if settings.zero_stage > 1:
             self.notes.append(
-                "it needs DeepSpeed (pip install deepspeed), which on a CPU compiles for a minute "
-                "when it starts the first time"
+                "the script needs DeepSpeed (pip install deepspeed), which on a CPU compiles for a "
+                "minute at its first start"
             )
         if steps is None and settings.schedule != "constant":
             self.notes.append(
-                f"the rate stays: the {settings.schedule} schedule needs the run's length, which "
-                "--max-steps gives"
+                f"the learning rate is constant: the {settings.schedule} schedule needs the number "
+                "of steps; give --max-steps"
             )
 
     def _loss_called(self, loss: Any) -> str | None:
-        """How the script calls the loss; None for the model's own."""
+        """Return the loss function as the script calls it; None for the model's own loss."""
         name = loss if isinstance(loss, str) else self._settings.loss
         if loss is None and name is None:
             return None
