@@ -19,6 +19,7 @@ from ortlab.deploy import axes, folder, weights
 from ortlab.deploy.call import ModelCall
 from ortlab.deploy.check import CheckFailed
 from ortlab.deploy.exported import size
+from ortlab.deploy.readme import escaped
 from ortlab.deploy.trace import trace
 from ortlab.engines.base import Batch, LossFunction, tell
 from ortlab.engines.batch import forward, signature_names
@@ -338,8 +339,6 @@ def _padding(module: nn.Module, name: str) -> int | None:
 
 
 def _readme(made: TrainingArtifacts, model: str, call: ModelCall) -> str:
-    from ortlab.deploy.readme import escaped
-
     values = {name: call.tensors[name] for name in made.inputs}
     batch = "\n".join(
         f"batch[{name!r}] = np.{'full' if tensor.is_floating_point() else 'ones'}"
