@@ -522,11 +522,11 @@ def test_a_page_cannot_take_every_model(
     exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = ortlab.export(nn.Linear(4, 2).half(), tmp_path / "half", torch.ones(1, 4).half())
-    with pytest.raises(ValueError, match="JavaScript has no numbers for input float16"):
+    with pytest.raises(ValueError, match="JavaScript has no array type for input float16"):
         InPage(half)
     with monkeypatch.context() as smaller:
         smaller.setattr(in_page, "MOST_BYTES", 2**10)
-        with pytest.raises(ValueError, match=r"KiB, and a page gets up to 1.0 KiB"):
+        with pytest.raises(ValueError, match=r"KiB, and a page can load up to 1.0 KiB"):
             InPage(exported)
     monkeypatch.setattr(display, "STATIC", tmp_path)
     with pytest.raises(RuntimeError, match=r"pip install -e \. again"):
@@ -551,9 +551,11 @@ def test_a_page_gets_no_more_than_it_takes_whatever_the_manifest_says(
     facts["forms"][0]["bytes"] = 5
     (moved / folder.MANIFEST).write_text(json.dumps(facts))
     os.truncate(moved / "model.onnx.data", 240 * 2**20)  # of which the disk holds nothing
-    with pytest.raises(ValueError, match=r"model\.onnx has 240\.0 MiB, and a page gets up to 64"):
+    with pytest.raises(
+        ValueError, match=r"model\.onnx has 240\.0 MiB, and a page can load up to 64"
+    ):
         InPage(Exported.load(moved))
     monkeypatch.setattr(in_page, "MOST_BYTES", 2**6)
     monkeypatch.setattr(weights, "check_places", None)  # a model that is too large is not read
-    with pytest.raises(ValueError, match=r"model\.onnx has .*, and a page gets up to 64 bytes"):
+    with pytest.raises(ValueError, match=r"model\.onnx has .*, and a page can load up to 64 bytes"):
         InPage(Exported.load(moved))

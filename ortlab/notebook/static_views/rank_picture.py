@@ -1,4 +1,4 @@
-"""The ranks of a run in its static picture: a row for each, as the live charts have them."""
+"""Ranks of a run in its static picture: one row per rank, as in the live charts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from ortlab.metrics.recorder import Recorder
 
 ROW_IN: Final = 0.28
-HEAD_IN: Final = 0.5  # the title with its legend, and the heads of the columns
+HEAD_IN: Final = 0.5  # title with legend, and column heads
 NOTE_IN: Final = 0.22
 MARGIN_IN: Final = 0.12
 MOST: Final = 16
-"""Ranks that are drawn; a note says how many more there are."""
+"""Maximum number of ranks that are drawn; a note states how many more there are."""
 POINTS: Final = 60
-LINE: Final = 145  # letters of a note that fit
+LINE: Final = 145  # characters of a note that fit on a line
 PARTS_COLOURS: Final = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4")
 WAITED: Final = "#c9a227"
 TRACK: Final = "#808080"
 WARN: Final = "#b96410"  # 4.2:1 on white, 4.4:1 on #111111
-# Inches from the left: where a column begins, and how wide its line or bar is.
+# Left edge of each column, and widths of their lines and bars, in inches.
 NAME, LOSS, RATE, STEP, SHARE, MEMORY = 0.1, 1.45, 3.2, 4.95, 5.75, 7.5
 WIDE: Final = 0.95
 STACK: Final = 1.6
@@ -39,7 +39,11 @@ GAP: Final = 0.07
 
 
 def height_in(standing: Standing) -> float:
-    """Inches that the ranks take; 0 without any."""
+    """Return the height of the ranks in inches; 0 if there are none.
+
+    Args:
+        standing: Ranks with their latest values.
+    """
     if not standing.ranks:
         return 0.0
     return (
@@ -171,7 +175,7 @@ def _bar(
 
 
 def _stack(axes: Axes, middle: float, rank: Rank, most: float, faint: float) -> None:
-    """What its memory is split into; the widest of all ranks is as wide as there is room."""
+    """Draw a rank's memory by part; the largest of all ranks has the full width."""
     left = MEMORY
     for part, colour in zip(PARTS, PARTS_COLOURS, strict=True):
         size = getattr(rank, part)
