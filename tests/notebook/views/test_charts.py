@@ -250,7 +250,7 @@ def test_an_update_reads_few_changes_however_many_were_made(
         read.append(len(found))
         return found
 
-    monkeypatch.setattr(charts, "changes", counted)
+    monkeypatch.setattr(run_feed, "changes", counted)
     feed, told = Feed(run), 0
     feed.whole()
     read.clear()
