@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from ortlab.engines.wrapped_models import WrappedModels
-from ortlab.training.run import Run
+    from ortlab.engines.wrapped_models import WrappedModels
+    from ortlab.training.run import Run
 
 
 class Lab(Protocol):
