@@ -1,1 +1,1 @@
-"""A trained model leaves for anywhere: `ortlab.export`."""
+"""Export of trained models for use outside ortlab: `ortlab.export` and `ortlab.script`."""

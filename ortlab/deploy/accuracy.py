@@ -1,4 +1,4 @@
-"""How many classes the files get right of labelled data, beside torch."""
+"""Accuracy of exported files on labeled data, next to eager torch's."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ from ortlab.training import data_loading
 def measured(
     call: ModelCall, folder: Path, forms: Sequence[ExportedFile], data: Iterable[Any]
 ) -> list[ExportedFile]:
-    """`forms` with the share of classes that they predict right in all of `data`, and torch's.
+    """Return the files with their accuracy and torch's.
 
-    ValueError where the data has no classes as targets, or batches that a fixed size does not take.
+    Args:
+        call: The call of the model.
+        folder: Folder of the files.
+        forms: Files to measure.
+        data: Labeled data.
+
+    Raises:
+        ValueError: If the data has no classes as targets, or its batches do not fit forward.
     """
     sessions = [check.session(folder / form.file) for form in forms]
     right, total = [0] * (len(forms) + 1), 0
@@ -43,7 +50,7 @@ def measured(
         total += of
     if not total:
         raise ValueError(
-            "eval_data has no classes to predict: give batches with labels [N] for scores [N, C]"
+            "eval_data has no class labels; give batches with labels [N] for scores [N, C]"
         )
     torchs, *ours = (each / total for each in right)
     return [

@@ -1,4 +1,4 @@
-"""Which sizes of a call's inputs may vary: told by a second batch, or tried in eager torch."""
+"""Sizes of a call's inputs that may vary: taken from a second batch, or tested in eager torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import torch
 from ortlab.deploy.call import ModelCall
 
 Place = tuple[str, int]
-"""An input and a dimension of it."""
+"""An input and one of its dimensions."""
 BATCH = "batch"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A size that varies: what it is called, where it is, and others than the example's that fit.
+    """A size that varies.
 
-    Tensors at all its places change together.
+    Attributes:
+        name: Its name.
+        size: Its value in the example.
+        places: Inputs and dimensions that have it; all of them change together.
+        others: Other values that forward accepts.
     """
 
     name: str
@@ -29,13 +33,18 @@ class Axis:
 
 @dataclass
 class Axes:
-    """The sizes that vary, and why others do not: ``notes`` are lines for the user."""
+    """Sizes that vary.
+
+    Attributes:
+        found: The sizes.
+        notes: Lines for the user that explain why other sizes are fixed.
+    """
 
     found: list[Axis]
     notes: list[str] = field(default_factory=list)
 
     def by_input(self) -> dict[str, dict[int, str]]:
-        """The names of the sizes that vary, by input and dimension."""
+        """Return the names of the sizes that vary, by input and dimension."""
         made: dict[str, dict[int, str]] = {}
         for axis in self.found:
             for name, dim in axis.places:
@@ -43,9 +52,14 @@ class Axes:
         return made
 
     def without_or_joined(self, axis: Axis, why: str) -> Axes:
-        """The same, where the graph is wrong along `axis`.
+        """Return the axes after the graph was wrong along one of them.
 
-        It becomes one with others of its size, where there are any, else it keeps the example's.
+        The axis is merged with the others of the same size; if there are none, it is fixed to the
+        example's size.
+
+        Args:
+            axis: The axis.
+            why: The reason, for the notes.
         """
         is_first = axis.places[0][1] == 0
         same = [a for a in self.found if (a.places[0][1] == 0, a.size) == (is_first, axis.size)]
@@ -58,14 +72,25 @@ class Axes:
         return Axes([each for each in kept if each not in same[1:]], self.notes)
 
     def without(self, names: Sequence[str], why: str) -> Axes:
-        """The same, where those of `names` keep the example's size."""
+        """Return the axes with some of them fixed to the example's size.
+
+        Args:
+            names: Names of the axes to fix.
+            why: The reason, for the notes.
+        """
         kept = [axis for axis in self.found if axis.name not in names]
         gone = [f"{axis.name} is {axis.size}" for axis in self.found if axis.name in names]
-        return Axes(kept, [*self.notes, f"{', '.join(gone)} in the graph, and no other: {why}"])
+        return Axes(kept, [*self.notes, f"{', '.join(gone)} in the graph (fixed): {why}"])
 
 
 def resized(tensors: Mapping[str, torch.Tensor], axis: Axis, size: int) -> dict[str, torch.Tensor]:
-    """`tensors` with another `size` along `axis`: their own values, repeated or cut."""
+    """Return tensors with another size along an axis, their values repeated or cut off.
+
+    Args:
+        tensors: Tensors by name.
+        axis: The axis to change.
+        size: Its new size.
+    """
     changed = dict(tensors)
     for name, dim in axis.places:
         held = changed[name]
@@ -75,17 +100,22 @@ def resized(tensors: Mapping[str, torch.Tensor], axis: Axis, size: int) -> dict[
 
 
 def of_two(call: ModelCall, other: Mapping[str, torch.Tensor]) -> Axes:
-    """The sizes in which the example and the `other` batch differ.
+    """Return the sizes in which the example and a second batch differ.
 
-    ValueError where they differ in more than sizes.
+    Args:
+        call: The call of the model with the example.
+        other: Tensors of the second batch by name.
+
+    Raises:
+        ValueError: If the batches differ in more than sizes.
     """
     for name, tensor in call.tensors.items():
         second = other.get(name)
         if second is None or second.dim() != tensor.dim() or second.dtype != tensor.dtype:
             found = "nothing" if second is None else f"{second.dtype} {list(second.shape)}"
             raise ValueError(
-                f"the second batch has {found} for {name}, the first {tensor.dtype} "
-                f"{list(tensor.shape)}: give two that differ in sizes alone"
+                f"the second batch has {found} for {name}, and the first has {tensor.dtype} "
+                f"{list(tensor.shape)}; give two batches that differ only in sizes"
             )
     groups: dict[tuple[int, int, int], list[Place]] = {}
     for name, tensor in call.tensors.items():
@@ -101,14 +131,18 @@ def of_two(call: ModelCall, other: Mapping[str, torch.Tensor]) -> Axes:
 
 
 def tried(call: ModelCall) -> Axes:
-    """The sizes that eager torch takes otherwise than the example has them.
+    """Return the sizes that vary, found by running forward in eager torch with other sizes.
 
-    A size varies where forward runs with another one. Equal sizes of several inputs are one, but
-    for those, masks excepted, that forward runs with changed alone: an encoder's and a decoder's.
-    Dimensions of size 1 stay, but for the batch's.
+    A size varies if forward runs with another value. Equal sizes of several inputs are one axis,
+    unless forward also runs when only one of them changes, as with the sequences of an encoder and
+    a decoder; masks always share the axis of the input they mask. Dimensions of size 1 are fixed,
+    except the batch dimension.
+
+    Args:
+        call: The call of the model with the example.
     """
     made: list[Axis] = []
-    # A mask that hides nothing is left aside by some models, whatever its size.
+    # Some models ignore a mask that hides nothing, whatever its size.
     tensors = call.padded(left=False)
     for places in _groups(tensors):
         for group, sizes in _apart(call, tensors, places):
@@ -119,7 +153,7 @@ def tried(call: ModelCall) -> Axes:
 def _apart(
     call: ModelCall, tensors: Mapping[str, torch.Tensor], places: tuple[Place, ...]
 ) -> list[tuple[tuple[Place, ...], tuple[int, ...]]]:
-    """What of `places`, of one size, changes together, with the sizes that fit; none where none."""
+    """Return the places of equal size that change together, with the sizes that forward accepts."""
     whole = _fits(call, tensors, places)
     if len(places) == 1 or places[0][1] == 0:
         return [(places, whole)] if whole else []
@@ -144,7 +178,7 @@ def _size(tensors: Mapping[str, torch.Tensor], places: Sequence[Place]) -> int:
 
 
 def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[Place, ...]]:
-    """Places of one size: first dimensions by themselves, and all others."""
+    """Yield the places of equal size, first dimensions separate from the others."""
     groups: dict[tuple[bool, int], list[Place]] = {}
     for name, tensor in tensors.items():
         for dim, size in enumerate(tensor.shape):
@@ -156,7 +190,7 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[Place, ...]]:
 def _fits(
     call: ModelCall, tensors: Mapping[str, torch.Tensor], places: tuple[Place, ...]
 ) -> tuple[int, ...]:
-    """The other sizes at `places` that forward runs with, at most two."""
+    """Return up to two other sizes at `places` with which forward runs."""
     n, is_first = _size(tensors, places), places[0][1] == 0
     wanted = (n + 1, 1, 2 * n) if is_first else (n + 1, n - 1, 2 * n, n // 2)
     found: list[int] = []
@@ -165,7 +199,7 @@ def _fits(
             continue
         try:
             call(resized(tensors, Axis("", n, places, ()), size))
-        # Forward is the user's, and refuses a size with whatever it likes.
+        # User code: forward may reject a size with any exception.
         except Exception:  # noqa: BLE001
             continue
         found.append(size)
@@ -173,7 +207,7 @@ def _fits(
 
 
 def _name(call: ModelCall, places: Sequence[Place], before: Sequence[Axis]) -> str:
-    """What a size is called: batch, sequence, height and width, or by its input and dimension."""
+    """Return the name of a size: batch, sequence, height, width, or its input and dimension."""
     name, dim = places[0]
     rank = call.tensors[name].dim()
     if dim == 0:

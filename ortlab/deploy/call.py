@@ -1,6 +1,6 @@
-"""The call of a model that is exported: its tensors in and out, by name.
+"""Call of a model that is exported: its input and output tensors by name.
 
-Inputs have the names of forward's parameters, outputs those of the model's own result.
+Inputs are named after the parameters of forward, outputs after the fields of the model's result.
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ from ortlab.engines.batch import TARGETS, arguments, describe
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _ANSWERS = (*TARGETS, "start_positions", "end_positions", "return_loss")
-"""What models take for their loss alone: an inference graph has none of these."""
+"""Arguments that models use only for their loss; an inference graph has none of them."""
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor goes: a place among the arguments, or a keyword."""
+    """Where a tensor is passed: an argument's position, or a keyword."""
 
     name: str
     at: int | str
 
 
 class ModelCall:
-    """One way to call `module`: the tensors of ``tensors`` may change, all else is fixed.
+    """Call of a model whose tensors may change and whose other arguments are constant.
 
-    ``left_out`` are results that no graph can have.
+    Attributes:
+        module: The model.
+        tensors: Tensors of the call by name.
+        outputs: Names of the results; empty before the first call.
+        left_out: Names of results that cannot be part of a graph.
     """
 
     def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -43,7 +47,6 @@ class ModelCall:
         self._slots: list[_Slot] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.outputs: tuple[str, ...] = ()
-        """The names of the results, once it was called."""
         self.left_out: tuple[str, ...] = ()
         for name, at, value in _named(module, args, kwargs):
             if isinstance(value, torch.Tensor):
@@ -51,27 +54,42 @@ class ModelCall:
                 self.tensors[name] = value.detach()
             elif not isinstance(value, _PLAIN):
                 raise ValueError(
-                    f"{name} is {_kind(value)}: an exported graph takes tensors, and keeps plain "
-                    "values as they are; leave it out, or give forward a parameter for each tensor"
+                    f"{name} is {_kind(value)}: an exported graph takes tensors only, and plain "
+                    "values become constants; leave it out, or pass each tensor as its own argument"
                 )
         if not self.tensors:
             raise ValueError(
-                f"the batch ({describe([args, kwargs])[1:-1]}) has no tensor for forward, and a "
-                "graph without inputs computes nothing; give what the model is called with"
+                f"the batch ({describe([args, kwargs])[1:-1]}) has no tensor for forward; give "
+                "the arguments that the model is called with"
             )
 
     @classmethod
     def of(cls, module: nn.Module, batch: Batch) -> ModelCall:
-        """The call that `batch` makes, without the answers in it; ValueError where none fits."""
+        """Return the call that a batch makes, without its labels.
+
+        Args:
+            module: The model.
+            batch: Example batch.
+
+        Raises:
+            ValueError: If the batch does not fit forward.
+        """
         args, kwargs = _without_answers(module, batch)
         return cls(module, args, kwargs)
 
     def masks(self) -> list[str]:
-        """The inputs that are masks: of zeros and ones, [rows, length], and called so."""
+        """Return the names of the mask inputs.
+
+        A mask has "mask" in its name, shape [batch, seq], and only zeros and ones.
+        """
         return [name for name, tensor in self.tensors.items() if _is_mask(name, tensor)]
 
     def padded(self, *, left: bool) -> dict[str, torch.Tensor]:
-        """The tensors with ever more of each row masked out, at least one place left."""
+        """Return the tensors with masks that hide more in each row, but never all of it.
+
+        Args:
+            left: Whether to hide the beginning of the rows instead of the end.
+        """
         changed = dict(self.tensors)
         for name in self.masks():
             mask = torch.ones_like(changed[name])
@@ -85,14 +103,21 @@ class ModelCall:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What the graph keeps as it is, by name."""
+        """Arguments that are constants of the graph, by name."""
         named = _named(self.module, self._args, self._kwargs)
         return {name: value for name, _, value in named if not isinstance(value, torch.Tensor)}
 
     def results(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The model's results on other `tensors`, in the order of ``outputs``.
+        """Run the model on other tensors and set ``outputs`` and ``left_out``.
 
-        ValueError where it gives back something that is no tensor.
+        Args:
+            tensors: Tensors in the order of ``self.tensors``.
+
+        Returns:
+            The results in the order of ``outputs``.
+
+        Raises:
+            ValueError: If the model returns something other than tensors.
         """
         args, kwargs = list(self._args), dict(self._kwargs)
         for slot, tensor in zip(self._slots, tensors, strict=True):
@@ -104,13 +129,22 @@ class ModelCall:
         found = list(_results(self.module(*args, **kwargs), "", left_out))
         names = _distinct([name for name, _ in found], set(self.tensors))
         if not found:
-            raise ValueError(f"{type(self.module).__name__}'s forward gives no tensor back")
+            raise ValueError(
+                f"forward of {type(self.module).__name__} returns no tensor; return at least one"
+            )
         self.outputs, self.left_out = tuple(names), tuple(left_out)
         return [tensor for _, tensor in found]
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The results by name, without gradients."""
-        with torch.no_grad():  # forward may change what it is given
+        """Run the model without gradients.
+
+        Args:
+            tensors: Tensors by name.
+
+        Returns:
+            The results by name.
+        """
+        with torch.no_grad():  # cloned, because forward may modify its inputs in place
             found = self.results([tensors[slot.name].clone() for slot in self._slots])
         return {name: each.detach() for name, each in zip(self.outputs, found, strict=True)}
 
@@ -124,7 +158,7 @@ def _is_mask(name: str, tensor: torch.Tensor) -> bool:
 def _named(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, int | str, Any]]:
-    """Every argument: its name, where it stands, its value."""
+    """Yield the name, the position or keyword, and the value of every argument."""
     names: list[str] = []
     for name, parameter in inspect.signature(module.forward).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -138,11 +172,11 @@ def _named(
 
 
 def _without_answers(module: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`batch` as arguments of forward for inference.
+    """Return a batch as arguments of forward for inference.
 
-    Of a mapping the answers go that forward can do without; of a tuple the last item, where forward
-    does not take so many. An encoder-decoder of transformers gets the decoder's input that it would
-    make of the labels.
+    A mapping loses the labels that forward does not require; a tuple loses its last item if forward
+    takes fewer arguments. An encoder-decoder of transformers gets the decoder input that it would
+    derive from the labels.
     """
     if isinstance(batch, Mapping):
         parameters = inspect.signature(module.forward).parameters
@@ -167,7 +201,7 @@ def _without_answers(module: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], 
         try:
             return arguments(module, shorter)
         except ValueError:
-            return arguments(module, batch)  # whose error is of the whole batch
+            return arguments(module, batch)  # raises an error that describes the whole batch
 
 
 def _decodes(inputs: Mapping[str, Any]) -> bool:
@@ -175,13 +209,13 @@ def _decodes(inputs: Mapping[str, Any]) -> bool:
 
 
 def _results(value: Any, name: str, left_out: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a result, by its name: fields and keys, and places in a tuple."""
+    """Yield every tensor of a result with its name: its field, key or index."""
     if isinstance(value, torch.Tensor):
         yield name or "output", value
         return
     if value is None:
         return
-    # Only who imported it can have made one.
+    # Not imported here: a result can be a cache only if the module is already loaded.
     caches = sys.modules.get("transformers.cache_utils")
     if caches is not None and isinstance(value, caches.Cache):
         left_out.append(name or "output")
@@ -194,14 +228,14 @@ def _items(value: Any, name: str) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, tuple | list):
-        keys = getattr(value, "_fields", None)  # a named tuple's
+        keys = getattr(value, "_fields", None)  # of a named tuple
         own = (f"output_{i}" for i in range(len(value))) if not name else range(len(value))
         return list(zip(keys or own, value, strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     raise ValueError(
-        f"forward gives back {name or 'a result'} that is {_kind(value)}, not a tensor: a graph "
-        "has tensors alone; leave it out of what forward returns"
+        f"forward returns {name or 'a result'} that is {_kind(value)}, not a tensor; a graph has "
+        "only tensors, so remove it from the result"
     )
 
 
@@ -211,7 +245,7 @@ def _kind(value: Any) -> str:
 
 
 def _distinct(names: Sequence[str], taken: set[str]) -> list[str]:
-    """`names`, each with a number where another one is called so."""
+    """Return the names, with a suffix where a name is already taken."""
     found: list[str] = []
     for name in names:
         own, number = name, 1

@@ -1,4 +1,4 @@
-"""A graph file beside eager torch: run in onnxruntime on each trial, every output compared."""
+"""Comparison of an exported graph, run in onnxruntime, with eager torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ortlab.utils import plain_onnxruntime
 from ortlab.utils.errors import Concise
 
 TOLERANCE = 1e-4
-"""Of an output's largest difference, relative to its largest value, or to 1 where that is less."""
+"""Maximum difference of an output, relative to its largest value or to 1 if that is less."""
 HALF_TOLERANCE = 1e-2
-"""The same for models with parameters of 16 bits."""
+"""Maximum relative difference for models with 16-bit parameters."""
 _ORT_ERRORS = "onnxruntime.capi"
 
 
 class CheckFailed(Concise, RuntimeError):
-    """The exported graph does not compute what eager torch does; the message says where."""
+    """Raised when the exported graph and eager torch disagree; the message names the output."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One output in one trial: the largest difference, and the largest value that torch gave."""
+    """Largest difference of one output in one trial, and the largest absolute value in torch."""
 
     trial: str
     sizes: str
@@ -42,16 +42,21 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """What the tolerance is for."""
+        """Largest difference relative to the largest value, or to 1 if that is less."""
         return self.largest / max(1.0, self.scale)
 
 
 class NotRun(Exception):
-    """What onnxruntime says of a graph that it cannot load or run, in a line."""
+    """Raised with the first line of onnxruntime's error when it cannot load or run a graph."""
 
 
 class SizeFailed(Exception):
-    """The graph is wrong at another size than the example's, along ``axis``; ``why`` in a line."""
+    """Raised when the graph is wrong at a size other than the example's.
+
+    Attributes:
+        axis: The axis whose size differs from the example's.
+        why: The reason, in one line.
+    """
 
     def __init__(self, axis: Axis, why: str) -> None:
         super().__init__(why)
@@ -59,23 +64,40 @@ class SizeFailed(Exception):
 
 
 def session(file: Path) -> Any:
-    """An onnxruntime session of `file` on the CPU, whose external data lies in its own folder."""
+    """Return an onnxruntime session on the CPU.
+
+    Args:
+        file: The graph; its external data must be in the same folder.
+
+    Raises:
+        RuntimeError: If onnxruntime is not installed.
+        ValueError: If the file refers to data outside its folder.
+        NotRun: If onnxruntime cannot load the graph.
+    """
     try:
         onnxruntime: Any = plain_onnxruntime.plain_onnxruntime()
     except ImportError as error:
         raise RuntimeError(
-            f"an export is checked in onnxruntime, which is not here ({error}): "
+            f"onnxruntime, which checks an export, cannot be imported ({error}); "
             "pip install onnxruntime"
         ) from error
     weights.check_places(file)
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what it raises says it all
+    options.log_severity_level = 4  # exceptions carry the same messages
     with _said():
         return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 
 def run(session: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """The outputs of a `session` by name; inputs that the graph does not read are left out."""
+    """Return the outputs of a session by name.
+
+    Args:
+        session: An onnxruntime session.
+        tensors: Inputs by name; those that the graph does not read are ignored.
+
+    Raises:
+        NotRun: If onnxruntime cannot run the graph.
+    """
     taken = {each.name for each in session.get_inputs()}
     feeds = {name: each.cpu().numpy() for name, each in tensors.items() if name in taken}
     names = [each.name for each in session.get_outputs()]
@@ -85,7 +107,7 @@ def run(session: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarr
 
 @contextlib.contextmanager
 def _said() -> Iterator[None]:
-    """NotRun where onnxruntime raises; its exceptions have no class of their own but this."""
+    """Turn onnxruntime's exceptions, which have no common base class, into NotRun."""
     try:
         yield
     except Exception as error:
@@ -96,7 +118,7 @@ def _said() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Expected:
-    """A trial with what eager torch gives."""
+    """A trial with its inputs and the outputs of eager torch."""
 
     trial: Trial
     tensors: dict[str, torch.Tensor]
@@ -104,9 +126,16 @@ class Expected:
 
 
 def expected(call: ModelCall, trials: Iterable[Trial]) -> Iterator[Expected]:
-    """What eager torch gives in each of `trials`; those that it refuses are left out.
+    """Yield the outputs of eager torch for each trial.
 
-    ValueError where it gives other outputs than for the example.
+    A trial that the model rejects is tried with its known inputs, then skipped.
+
+    Args:
+        call: The call of the model.
+        trials: Trials, the example among them.
+
+    Raises:
+        Exception: Whatever `forward` raises for the example.
     """
     for trial in trials:
         for tensors in (trial.tensors, trial.known):
@@ -114,7 +143,7 @@ def expected(call: ModelCall, trials: Iterable[Trial]) -> Iterator[Expected]:
                 continue
             try:
                 outputs = call(tensors)
-            # Forward is the user's, and may refuse made-up values with whatever it likes.
+            # User code: forward may reject generated values with any exception.
             except Exception:
                 if trial.name == "the example":
                     raise
@@ -124,10 +153,19 @@ def expected(call: ModelCall, trials: Iterable[Trial]) -> Iterator[Expected]:
 
 
 def compare(session: Any, references: Sequence[Expected], tolerance: float) -> list[Difference]:
-    """Every output of every trial beside torch's.
+    """Compare every output of every trial with eager torch.
 
-    SizeFailed where one is wrong at another size than the example's; CheckFailed names the first
-    output that is wrong at the example's sizes.
+    Args:
+        session: An onnxruntime session of the graph.
+        references: Trials with the outputs of eager torch.
+        tolerance: Maximum relative difference.
+
+    Returns:
+        The differences, one per trial and output.
+
+    Raises:
+        SizeFailed: If an output is wrong at a size other than the example's.
+        CheckFailed: If an output is wrong at the example's sizes.
     """
     found: list[Difference] = []
     for reference in references:
@@ -147,13 +185,18 @@ def compare(session: Any, references: Sequence[Expected], tolerance: float) -> l
                 why = _told(difference, given[name], wanted, tolerance)
                 if trial.axis is not None:
                     raise SizeFailed(trial.axis, why)
-                raise CheckFailed(f"the graph is not exported: on {trial.name} {why}")
+                raise CheckFailed(f"the graph differs from eager torch on {trial.name}: {why}")
             found.append(difference)
     return found
 
 
 def differences(session: Any, references: Sequence[Expected]) -> list[Difference]:
-    """The same for a graph that is expected to differ: nothing is refused."""
+    """Return the differences of a graph that is expected to differ, without a tolerance.
+
+    Args:
+        session: An onnxruntime session of the graph.
+        references: Trials with the outputs of eager torch.
+    """
     return [
         _difference(reference.trial.name, "", name, given[name], wanted)
         for reference in references
@@ -165,7 +208,7 @@ def differences(session: Any, references: Sequence[Expected]) -> list[Difference
 def _difference(
     trial: str, sizes: str, name: str, given: np.ndarray, wanted: torch.Tensor
 ) -> Difference:
-    """Infinite for another shape, or where one side alone is no finite number."""
+    """Return the difference: infinite if the shapes or the non-finite values do not match."""
     theirs = wanted.double().numpy()
     if given.shape != theirs.shape:
         return Difference(trial, sizes, name, math.inf, 0.0)
@@ -180,15 +223,15 @@ def _difference(
 
 
 def _told(difference: Difference, given: np.ndarray, wanted: torch.Tensor, tolerance: float) -> str:
-    """Which output differs, and by how much."""
+    """Describe which output differs and by how much."""
     name = difference.output
     if given.shape != tuple(wanted.shape):
-        return f"output {name!r} has the shape {list(given.shape)}, in torch {list(wanted.shape)}"
+        return f"output {name!r} has shape {list(given.shape)}, but {list(wanted.shape)} in torch"
     if math.isinf(difference.largest):
-        return f"output {name!r} is not finite where torch's is, or the other way round"
+        return f"output {name!r} is not finite where torch's is finite, or vice versa"
     return (
-        f"output {name!r} is off by {difference.largest:.1e}, {difference.relative:.1e} of its "
-        f"size; {tolerance:.0e} is allowed ({difference.sizes})"
+        f"output {name!r} is off by {difference.largest:.1e}, a relative difference of "
+        f"{difference.relative:.1e}; {tolerance:.0e} is allowed ({difference.sizes})"
     )
 
 

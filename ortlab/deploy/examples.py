@@ -1,4 +1,4 @@
-"""The example that a model is exported for: as it is given, or the last that ortlab saw."""
+"""Example batch of an export: the one that is given, or the last one that the model has seen."""
 
 from __future__ import annotations
 
@@ -17,9 +17,17 @@ from ortlab.utils.rng import RandomStates
 
 
 def of(lab: Lab, model: nn.Module, module: nn.Module, given: Any) -> Batch:
-    """The batch that was `given`, or the first of the data, or what `model` was called with last.
+    """Return the example batch of an export.
 
-    `module` is the user's own in `model`. ValueError where there is none.
+    Args:
+        lab: The session, which knows the data of the runs.
+        model: The model, wrapped or not.
+        module: The user's module inside the model.
+        given: A batch or data; None for the arguments of the last call, or the data of the last
+            run.
+
+    Raises:
+        ValueError: If no batch is given and none was seen.
     """
     if given is not None:
         return first(given)
@@ -31,19 +39,27 @@ def of(lab: Lab, model: nn.Module, module: nn.Module, given: Any) -> Batch:
             return kwargs
         if not names:
             return args
-        raise ValueError(f"the last call had places and names ({', '.join(names)}); give a batch")
+        raise ValueError(
+            f"the last call had positional and keyword arguments ({', '.join(names)}); give a batch"
+        )
     data = lab.last_data(module)
     if data is not None:
         return first(data)
     raise ValueError(
-        f"no batch of this {type(module).__name__} was seen yet: give one for {signature(module)}"
+        f"no batch of this {type(module).__name__} was seen yet; give one for {signature(module)}"
     )
 
 
 def first(given: Any) -> Batch:
-    """`given` where it is a batch, or the first batch of a loader, a dataset, a list of batches.
+    """Return a batch unchanged, or the first batch of a loader, a dataset or a list of batches.
 
-    Random states are as before, so a loader's order stays what it would have been.
+    Random states are restored, so the loader's later order does not change.
+
+    Args:
+        given: A batch or data.
+
+    Raises:
+        ValueError: If the data has no batch with a tensor.
     """
     if isinstance(given, torch.Tensor | Mapping | tuple):
         return given
@@ -59,5 +75,5 @@ def first(given: Any) -> Batch:
         for generator, state in generators:
             generator.set_state(state)
     if not taken or not tensors(taken[0]):
-        raise ValueError("the data has no batch with a tensor in it; give one as batch=...")
+        raise ValueError("the data has no batch with a tensor; give one as batch=...")
     return taken[0]

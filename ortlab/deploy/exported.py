@@ -1,4 +1,4 @@
-"""What an export gave: its files, sizes and differences, as a table; and the model run again."""
+"""Result of an export: its files with their sizes and differences, and a way to run the model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,23 @@ from ortlab.utils.tables import Column, Table
 
 MODEL = "model.onnx"
 _MOST = 2**63
-"""What the bytes of a file stay below."""
+"""Exclusive upper bound of a file's size in bytes."""
 
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """The model in one file, with what it takes and how far it is from torch.
+    """One precision of the model, with its size and its difference from torch.
 
-    ``difference`` is the largest of all outputs in all trials, ``relative`` the largest relative to
-    an output's size; NaN where one is not finite. ``accuracy`` is of labelled data, in the file and
-    in torch, None without.
+    Attributes:
+        name: Precision: fp32, fp16 or int8.
+        file: Name of the file in the export's folder.
+        bytes: Size of the file with its external data.
+        difference: Largest difference of all outputs in all trials; NaN or infinite if an output
+            is not finite.
+        relative: Largest difference relative to an output's largest value.
+        worst: Output and trial of the largest relative difference.
+        accuracy: Accuracy on labeled data; None if none was given.
+        torch_accuracy: Accuracy of eager torch on the same data; None if none was given.
     """
 
     name: str
@@ -42,9 +49,20 @@ class ExportedFile:
 
 
 class Exported:
-    """A model that left: ``path`` is its folder, ``forms`` are its files.
+    """An exported model.
 
-    ``exported["fp16"]`` is one of them, ``exported(input_ids=...)`` runs the first in onnxruntime.
+    ``exported["fp16"]`` returns one of its files, ``exported(input_ids=...)`` runs the model in
+    full precision in onnxruntime.
+
+    Attributes:
+        path: Folder of the export.
+        forms: Files of the model, one per precision; full precision comes first.
+        inputs: Inputs of the graph.
+        outputs: Outputs of the graph.
+        opset: Version of ONNX's operators.
+        model: Name of the model's class.
+        tried: Names of the inputs on which the files were compared with torch.
+        notes: Remarks of the export.
     """
 
     def __init__(
@@ -64,15 +82,20 @@ class Exported:
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.opset = opset
         self.model = model
-        """The class of the model."""
         self.tried = tuple(tried)
-        """What the files were tried on."""
         self.notes = tuple(notes)
         self._sessions: dict[str, Any] = {}
 
     @classmethod
     def load(cls, path: str | Path) -> Exported:
-        """An export of an earlier time; ValueError where the folder holds none, or another file."""
+        """Load an export from its folder.
+
+        Args:
+            path: Folder of the export.
+
+        Raises:
+            ValueError: If the folder has no export, or a file was changed.
+        """
         at = Path(path)
         facts = folder.read(at)
         try:
@@ -89,17 +112,20 @@ class Exported:
             found._check_types()
             listed = {name: each["sha256"] for name, each in facts["files"].items()}
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{at} holds no export that can be read: {error!r}") from None
+            raise ValueError(f"{at} has no readable export: {error!r}; export again") from None
         for form in found.forms:
             if Path(form.file).name != form.file:
-                raise ValueError(f"{at} names {form.file!r}, which is not in it: it is not read")
+                raise ValueError(
+                    f"{at} refers to {form.file!r}, which is outside the folder and is not read; "
+                    "export again"
+                )
             digest = fingerprint(at / form.file)
             if not digest or digest != listed.get(form.file):
-                raise ValueError(f"{at / form.file} is not the file that was exported")
+                raise ValueError(f"{at / form.file} was changed after the export; export again")
         return found
 
     def _check_types(self) -> None:
-        """TypeError where what export.json says is of other types than `as_dict` gives it."""
+        """Raise TypeError if a value of export.json has a type that `as_dict` never writes."""
         words = [self.model, *self.tried, *self.notes]
         words += [word for port in (*self.inputs, *self.outputs) for word in (port.name, port.type)]
         words += [word for form in self.forms for word in (form.name, form.file, form.worst)]
@@ -118,16 +144,20 @@ class Exported:
                 if not isinstance(value, wanted):
                     raise TypeError(f"{reprlib.repr(value)} is not {wanted}")
         if not self.forms or max(whole) >= _MOST or min(whole) < 0:
-            raise TypeError("no form of the model, or a size that no file has")
+            raise TypeError("no file of the model, or an impossible file size")
 
     def at(self, path: Path) -> Exported:
-        """The same in another folder."""
+        """Return the same export in another folder.
+
+        Args:
+            path: The other folder.
+        """
         moved = copy.copy(self)
         moved.path, moved._sessions = path, {}
         return moved
 
     def as_dict(self) -> dict[str, Any]:
-        """As export.json holds it."""
+        """Return the contents of export.json."""
         return {
             "model": self.model,
             "opset": self.opset,
@@ -140,36 +170,54 @@ class Exported:
 
     @property
     def file(self) -> Path:
-        """The model in full precision."""
+        """Path of the model in full precision."""
         return self.path / MODEL
 
     @property
     def difference(self) -> float:
-        """The largest difference of the model in full precision from torch."""
+        """Largest difference between the model in full precision and torch."""
         return self.forms[0].difference
 
     def __getitem__(self, name: str) -> ExportedFile:
-        """The form called `name`: fp32, fp16 or int8."""
+        """Return the file of a precision: fp32, fp16 or int8."""
         for form in self.forms:
             if form.name == name:
                 return form
-        raise KeyError(f"{name!r}: there is {', '.join(form.name for form in self.forms)}")
+        raise KeyError(f"{name!r}: choose from {', '.join(form.name for form in self.forms)}")
 
     def __call__(self, form: str | None = None, /, **inputs: Any) -> dict[str, np.ndarray]:
-        """onnxruntime's outputs by name, for arrays, tensors or lists by the inputs' names."""
+        """Run the model in onnxruntime.
+
+        Args:
+            form: Precision: fp32, fp16 or int8; None for full precision.
+            **inputs: Arrays, tensors or lists by input name.
+
+        Returns:
+            The outputs by name.
+        """
         return self.timed(form, inputs)[0]
 
     def timed(
         self, form: str | None, inputs: Mapping[str, Any]
     ) -> tuple[dict[str, np.ndarray], float]:
-        """The outputs and the milliseconds that onnxruntime took for them.
+        """Run the model in onnxruntime and measure the time.
 
-        ValueError for names that it has no input of, or that are missing.
+        Args:
+            form: Precision: fp32, fp16 or int8; None for full precision.
+            inputs: Arrays, tensors or lists by input name.
+
+        Returns:
+            The outputs by name, and the elapsed time in milliseconds.
+
+        Raises:
+            ValueError: If an input is missing or unknown.
         """
         chosen = self.forms[0] if form is None else self[form]
         known = {port.name: port for port in self.inputs}
         if set(inputs) != set(known):
-            raise ValueError(f"the model takes {', '.join(known)}, not {', '.join(inputs) or '-'}")
+            raise ValueError(
+                f"the model takes {', '.join(known)}, not {', '.join(inputs) or 'no inputs'}"
+            )
         session = self._sessions.get(chosen.file)
         if session is None:
             session = self._sessions[chosen.file] = check.session(self.path / chosen.file)
@@ -182,22 +230,25 @@ class Exported:
         return dict(zip(names, found, strict=True)), took_ms
 
     def in_page(self, form: str | None = None) -> Any:
-        """Return a widget that runs the model in the notebook's page, by WebAssembly.
+        """Return a widget that runs the model in the browser with WebAssembly.
 
-        It has fields for the inputs, a button, and the outputs of the page and of the kernel.
+        It has fields for the inputs, a button, and the outputs of the browser and of the kernel.
+
+        Args:
+            form: Precision: fp32, fp16 or int8; None for full precision.
 
         Raises:
-            ValueError: If a page cannot take the model.
-            RuntimeError: If ortlab has no widget here, or before %load_ext ortlab.
+            ValueError: If a browser cannot run the model.
+            RuntimeError: If the widget's files are not installed, or before %load_ext ortlab.
         """
         return page.registered()(self, form)
 
     def files(self) -> list[Path]:
-        """Every file that the model's forms are in."""
+        """Return the paths of all graphs and their external data."""
         return [each for form in self.forms for each in weights.files(self.path / form.file)]
 
     def table(self) -> Table[ExportedFile]:
-        """The files, with sizes and differences."""
+        """Return a table of the files with their sizes and differences."""
         columns = [
             Column[ExportedFile]("form", lambda form: form.name),
             Column[ExportedFile]("file", lambda form: str(self.path / form.file)),
@@ -205,13 +256,13 @@ class Exported:
             Column[ExportedFile](
                 "largest difference", lambda form: f"{form.difference:.1e}", number=True
             ),
-            Column[ExportedFile]("of its size", lambda form: f"{form.relative:.1e}", number=True),
+            Column[ExportedFile]("relative", lambda form: f"{form.relative:.1e}", number=True),
             Column[ExportedFile]("at", lambda form: form.worst),
         ]
         if any(form.accuracy is not None for form in self.forms):
             columns.append(Column("accuracy (torch)", _accuracies, number=True))
         ports = [f"in: {port}" for port in self.inputs] + [f"out: {port}" for port in self.outputs]
-        tried = f"opset {self.opset}; beside eager torch on {', '.join(self.tried)}"
+        tried = f"opset {self.opset}; compared with eager torch on {', '.join(self.tried)}"
         return Table(self.forms, columns, notes=[*ports, tried, *self.notes])
 
     def __repr__(self) -> str:
@@ -222,7 +273,11 @@ class Exported:
 
 
 def size(number: int) -> str:
-    """Bytes as a person reads them."""
+    """Return a number of bytes with its unit.
+
+    Args:
+        number: Number of bytes.
+    """
     for unit, scale in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if number >= scale:
             return f"{number / scale:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The folder of an export: filled beside its place, and moved there when all in it is checked."""
+"""Folder of an export: filled under a temporary name, and moved into place after all checks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,31 @@ from ortlab.utils import files as folders
 from ortlab.utils.files import folder_beside
 
 MANIFEST = "export.json"
-"""What an export is: its ports, differences, and every other file with its size and hash."""
+"""File with the export's ports and differences, and the size and hash of every other file."""
 
 
 @contextlib.contextmanager
 def filled(target: Path) -> Iterator[Path]:
-    """A fresh folder, which takes the place of `target` when the block ends without an error.
+    """Provide a new folder that replaces the target if the block ends without an error.
 
-    Nothing is left of it otherwise. ValueError where `target` may not be replaced (`check`),
-    RuntimeError where it cannot be written.
+    After an error, the new folder is removed and the target is unchanged.
+
+    Args:
+        target: The folder to replace.
+
+    Yields:
+        The new folder.
+
+    Raises:
+        ValueError: If the target may not be replaced; see `check`.
+        RuntimeError: If the folder cannot be written.
     """
     check(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with folder_beside(target, mode=0o777) as made:
             yield made
-            check(target)  # it may have changed meanwhile
+            check(target)  # again, because it may have changed since
     except OSError as error:
         raise RuntimeError(
             f"cannot write the export to {target}: {error.strerror or error}; name another folder"
@@ -36,15 +45,22 @@ def filled(target: Path) -> Iterator[Path]:
 
 
 def check(target: Path) -> None:
-    """ValueError where something else than an unchanged export, or an empty folder, is there."""
+    """Check that a path is free, an empty folder, or an unchanged export.
+
+    Args:
+        target: The path.
+
+    Raises:
+        ValueError: If anything else is there.
+    """
     if target.suffix == ".onnx":
         raise ValueError(
-            f"{target} is to be a folder, which the model gets into; name one, as out/"
+            f"{target} is the name of a file, and an export is a folder; name one, such as out/"
         )
     if not target.exists() and not target.is_symlink():
         return
     if target.is_symlink() or not target.is_dir():
-        raise ValueError(f"{target} is there and is no folder; name another one")
+        raise ValueError(f"{target} exists and is not a folder; name another one")
     present = {
         path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()
     }
@@ -59,13 +75,13 @@ def check(target: Path) -> None:
     if MANIFEST not in present or other:
         named = ", ".join(other[:3]) + (", ..." if len(other) > 3 else "")
         raise ValueError(
-            f"{target} holds other files ({named or 'no export'}); name another folder, or remove "
-            "them: only an earlier export is replaced"
+            f"{target} has other files ({named or 'no export'}), and only an unchanged export is "
+            "replaced; name another folder, or remove them"
         )
 
 
 def _listed(target: Path) -> dict[str, str]:
-    """Every file of the export in `target` with its hash; none where there is none."""
+    """Return the hash of every file of the export in `target`; empty if there is no export."""
     try:
         return {name: each["sha256"] for name, each in read(target)["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -73,15 +89,27 @@ def _listed(target: Path) -> dict[str, str]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What an export's manifest says; ValueError where `folder` holds none."""
+    """Read the manifest of an export.
+
+    Args:
+        folder: Folder of the export.
+
+    Raises:
+        ValueError: If the folder has no readable manifest.
+    """
     try:
         return folders.read_object(folder / MANIFEST)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} holds no export: {error}") from None
+        raise ValueError(f"{folder} has no export: {error}; name the folder of one") from None
 
 
 def describe(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Writes the manifest of the files in `folder`, with `facts`."""
+    """Write the manifest of an export.
+
+    Args:
+        folder: Folder of the export.
+        facts: Ports, differences and notes of the export.
+    """
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": fingerprint(path)}
         for path in sorted(folder.iterdir())

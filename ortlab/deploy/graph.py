@@ -1,4 +1,4 @@
-"""The graph of an export made fit to leave: its shapes, its metadata, ONNX's operators alone."""
+"""Final form of an exported graph: its named shapes, its metadata, and only ONNX's operators."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from ortlab.deploy.weights import element_type
 from ortlab.engines.torchscript.isolation import NotInGraph
 
 _IR = 10
-"""The newest form of the file that onnxruntime 1.19 reads."""
+"""The newest IR version that onnxruntime 1.19 reads."""
 
 
 @dataclass(frozen=True)
 class Port:
-    """An input or an output: its name, numpy's name of its type, its shape.
+    """An input or an output of a graph.
 
-    A size that varies is a name, as "batch".
+    Attributes:
+        name: Its name.
+        type: NumPy's name of its element type.
+        shape: Its shape; a size that varies is a name, for example "batch".
     """
 
     name: str
@@ -36,14 +39,24 @@ class Port:
         return f"{self.name} {self.type} [{', '.join(map(str, self.shape))}]"
 
     def as_dict(self) -> dict[str, Any]:
-        """As export.json holds it."""
+        """Return the entry of export.json."""
         return {"name": self.name, "type": self.type, "shape": list(self.shape)}
 
 
 def ports(
     call: ModelCall, axes: Axes, references: Sequence[Expected], read: Container[str]
 ) -> tuple[list[Port], list[Port]]:
-    """Inputs, those that are `read`, and outputs, whose sizes the `references` tell."""
+    """Return the inputs and the outputs of a graph.
+
+    Args:
+        call: The call of the model.
+        axes: Sizes of the inputs that vary.
+        references: Trials with the outputs of eager torch, which show the outputs' sizes that vary.
+        read: Names of the tensors that forward reads.
+
+    Raises:
+        NotInGraph: If an output's number of dimensions varies.
+    """
     varies = axes.by_input()
     inputs = [
         Port(name, _type(t), _named(t.shape, varies.get(name, {})))
@@ -59,7 +72,10 @@ def ports(
                 continue
             axis, shape = reference.trial.axis, reference.outputs[name].shape
             if len(shape) != tensor.dim():
-                raise NotInGraph(f"output {name!r} has another rank on {reference.trial.name}")
+                raise NotInGraph(
+                    f"output {name!r} has another number of dimensions on {reference.trial.name}; "
+                    "let forward always return the same number"
+                )
             for dim, (before, now) in enumerate(zip(tensor.shape, shape, strict=True)):
                 if before == now:
                     continue
@@ -86,15 +102,23 @@ def _named(shape: Sequence[int], names: Mapping[int, str]) -> tuple[int | str, .
 def finish(
     model: onnx.ModelProto, inputs: Sequence[Port], outputs: Sequence[Port], name: str, opset: int
 ) -> None:
-    """Gives `model` the shapes of its ports, its name and where it comes from.
+    """Set the shapes, the name and the metadata of a graph in place.
 
-    NotInGraph where it has an operator that is not ONNX's own.
+    Args:
+        model: The graph.
+        inputs: Its inputs.
+        outputs: Its outputs.
+        name: Name of the graph.
+        opset: Version of ONNX's operators, for the metadata.
+
+    Raises:
+        NotInGraph: If the graph has an operator that is not in the ONNX standard.
     """
     foreign = sorted({f"{n.domain}::{n.op_type}" for n in model.graph.node if n.domain})
     if foreign:
         raise NotInGraph(
-            f"forward needs {', '.join(foreign)}, which only this process has: compute it with "
-            "torch's own operators"
+            f"forward needs {', '.join(foreign)}, which is not in the ONNX standard; compute it "
+            "with torch's own operators"
         )
     declared = {port.name: port for port in (*inputs, *outputs)}
     for value in (*model.graph.input, *model.graph.output):
@@ -102,7 +126,7 @@ def finish(
         if port is not None:
             kind = element_type(port.name, getattr(torch, port.type))
             value.CopyFrom(helper.make_tensor_value_info(port.name, kind, list(port.shape)))
-    del model.graph.value_info[:]  # the exporter's hold for the example alone
+    del model.graph.value_info[:]  # the exporter's shapes are valid for the example only
     model.graph.name = name
     model.ir_version = min(model.ir_version, _IR)
     model.producer_name, model.producer_version = "ortlab", __version__

@@ -1,4 +1,4 @@
-"""A trained model for inference elsewhere: exported, checked beside torch, put into a folder."""
+"""Export of a trained model for inference: graph, comparison with eager torch, and files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def export(
     weight_decay: float = 0.0,
     **settings: Any,
 ) -> Exported | TrainingArtifacts:
-    """See `ortlab.api.export`; `lab` knows which models are wrapped and what they were given."""
+    """See `ortlab.api.export`; `lab` knows the wrapped models and the batches they have seen."""
     chosen = ExportSettings.of(settings)
     function = loss_function(loss) if isinstance(loss, str) else loss
     given = wrapped_models.check_model("the first argument", model)
@@ -67,14 +67,16 @@ def export(
     module = original(lab, given)
     if (busy := lab.training(module)) is not None and busy.state != "paused":
         raise ValueError(
-            f"{busy.name} is training this model; await it, or pause it (%ort pause {busy.name}), "
-            "to export the model"
+            f"{busy.name} is training this model; wait until it ends, or pause it "
+            f"(%ort pause {busy.name}), then export the model"
         )
     if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
-        raise ValueError(f"this {type(module).__name__} is on the meta device, without weights")
+        raise ValueError(
+            f"this {type(module).__name__} is on the meta device, without weights; load them first"
+        )
     if trainable is not None:
         if batch is None:
-            raise ValueError("trainable needs a batch with its labels: batch=...")
+            raise ValueError("trainable needs a batch with its labels; give batch=...")
         on_cpu = to_device(examples.first(batch), torch.device("cpu"))
         return on_device_training.export(
             module,
@@ -86,7 +88,10 @@ def export(
             weight_decay=weight_decay,
         )
     if loss is not None:
-        raise ValueError("loss is for trainable=...; a graph for inference has none")
+        raise ValueError(
+            "loss has no effect without trainable=...: a graph for inference has no loss; leave it "
+            "out"
+        )
     example = examples.of(lab, given, module, batch)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     call = ModelCall.of(module, to_device(example, device))
@@ -100,10 +105,19 @@ def export(
 
 
 def one_file(module: nn.Module, call: ModelCall, found: Axes, file: str | Path) -> None:
-    """Writes the graph of `call`, which evaluates `module`, into `file`, checked as by `export`.
+    """Write the inference graph of a model into one file, with the same check as `export`.
 
-    `found` are the sizes that vary. What was at `file` stays where the check
-    fails. ValueError for weights of 2 GiB and more, which take a folder.
+    If the check fails, an earlier file of that name is unchanged.
+
+    Args:
+        module: The model.
+        call: The call to export.
+        found: Sizes that vary.
+        file: Where to write the graph.
+
+    Raises:
+        ValueError: If the weights have 2 GiB or more, which do not fit into one file, or if the
+            folder does not exist.
     """
     target = Path(file)
     with tempfile.TemporaryDirectory(dir=_parent(target)) as scratch, _evaluating(module):
@@ -111,7 +125,7 @@ def one_file(module: nn.Module, call: ModelCall, found: Axes, file: str | Path) 
         _Writer(module, call, lambda _: found, ExportSettings(), made).write(None)
         if (data := made / f"{MODEL}.data").exists():
             raise ValueError(
-                f"the weights are too large for one file ({data.stat().st_size} bytes); use "
+                f"the weights do not fit into one file ({data.stat().st_size} bytes); use "
                 "ortlab.export, which writes a folder"
             )
         (made / MODEL).replace(target)
@@ -119,12 +133,17 @@ def one_file(module: nn.Module, call: ModelCall, found: Axes, file: str | Path) 
 
 def _parent(file: Path) -> Path:
     if not file.parent.is_dir() or file.is_dir():
-        raise ValueError(f"{file} cannot be a file: name one in a folder that is there")
+        raise ValueError(f"{file} cannot be a file; name a file in an existing folder")
     return file.parent
 
 
 def original(lab: Lab, model: nn.Module) -> nn.Module:
-    """The user's own module in what an engine, ORTModule or torch.compile made of it."""
+    """Return the user's module inside the wrapper of an engine, ORTModule or torch.compile.
+
+    Args:
+        lab: The session, which knows the wrapped models.
+        model: A wrapped or a plain model.
+    """
     entry = lab.wrapped.entry(model)
     if entry is not None:
         return entry.engine.unwrap(model)
@@ -137,14 +156,14 @@ def original(lab: Lab, model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """`module` in evaluation mode; it ends with each part, buffer and attribute as it was."""
+    """Set a module to evaluation mode, and restore its modes, buffers and attributes at the end."""
     with undisturbed(module):
         module.eval()
         yield
 
 
 class _Writer:
-    """One export, into a folder that is there."""
+    """Writer of one export into an existing folder."""
 
     def __init__(
         self,
@@ -161,18 +180,18 @@ class _Writer:
                 self._call(self._call.tensors)
             except Exception as error:
                 error.add_note(
-                    f"exporting calls forward with {', '.join(self._call.tensors)} alone"
+                    f"the export calls forward with {', '.join(self._call.tensors)} only"
                 )
                 raise
         self._known = frozenset(known)
-        tell(f"looking which sizes of {', '.join(self._call.tensors)} may vary")
+        tell(f"determining which sizes of {', '.join(self._call.tensors)} may vary")
         self._axes = found(self._call)
         self._references: list[Expected] = []
         self._read: set[str] = set()
-        """The inputs that the graph has: those that forward reads."""
+        """Names of the graph's inputs: the tensors that forward reads."""
 
     def write(self, eval_data: Iterable[Any] | None) -> Exported:
-        """The model's files, its README and the manifest."""
+        """Write the model's files, the README and the manifest."""
         file, found = self._checked()
         ports = self._ports()
         forms = [_form("fp32", file, found)]
@@ -198,18 +217,18 @@ class _Writer:
     def _notes(self) -> list[str]:
         notes = list(self._axes.notes)
         if self._call.left_out:
-            notes.append(f"left out: {', '.join(self._call.left_out)} (a cache for generating)")
+            notes.append(f"not exported: {', '.join(self._call.left_out)} (a cache for generation)")
         if unread := [name for name in self._call.tensors if name not in self._read]:
-            notes.append(f"no input: {', '.join(unread)}, which forward does not read")
+            notes.append(f"not an input: {', '.join(unread)}, which forward does not read")
         kept = [f"{name}={value!r}" for name, value in self._call.fixed.items()]
         if kept:
-            notes.append(f"in the graph as in the example: {', '.join(kept)}")
+            notes.append(f"constant in the graph: {', '.join(kept)}")
         return notes
 
     def _checked(self) -> tuple[Path, list[Difference]]:
-        """The file in full precision, right in all trials.
+        """Write the file in full precision and compare it with torch in all trials.
 
-        Sizes at which the graph is wrong and torch is not, it keeps as the example has them.
+        A size at which only the graph is wrong is fixed to the example's.
         """
         file = self._folder / MODEL
         half = any(each.dtype in _HALF for each in self._module.parameters())
@@ -218,7 +237,7 @@ class _Writer:
             trials = inputs.trials(self._call, self._axes)
             self._references = list(check.expected(self._call, trials))
             self._write_graph(file)
-            tell(f"checking it in onnxruntime on {len(self._references)} inputs")
+            tell(f"checking the graph in onnxruntime on {len(self._references)} inputs")
             try:
                 return file, check.compare(check.session(file), self._references, tolerance)
             except check.NotRun as error:
@@ -234,7 +253,7 @@ class _Writer:
             self._references = [each for each in self._references if each.trial.axis is None]
         self._read = {each.name for each in traced.model.graph.input} & set(self._call.tensors)
         graph.finish(traced.model, *self._ports(), type(self._module).__name__, opset)
-        tell("writing it")
+        tell("writing the graph")
         weights.write(traced.model, traced.weights, file, external=self._settings.external_data)
         self._check_form(file)
 
@@ -244,12 +263,12 @@ class _Writer:
         except onnx.checker.ValidationError as error:
             said = str(error).strip().splitlines()[0]
             raise NotInGraph(
-                f"what became of {type(self._module).__name__} in {file.name} is no valid graph at "
-                f"opset {self._settings.opset} ({said}); try another opset"
+                f"the graph of {type(self._module).__name__} in {file.name} is not valid at opset "
+                f"{self._settings.opset} ({said}); try another opset"
             ) from error
 
     def _smaller(self, name: str) -> ExportedFile:
-        tell(f"converting it to {name}")
+        tell(f"converting the graph to {name}")
         source, file = self._folder / MODEL, self._folder / f"model.{name}.onnx"
         {"fp16": quantize.to_fp16, "int8": quantize.to_int8}[name](source, file)
         self._check_form(file)

@@ -1,4 +1,4 @@
-"""Inputs that an exported graph is tried with: random ones and those at the edges."""
+"""Inputs on which an exported graph is tested: the example, random values and edge cases."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from ortlab.deploy.call import ModelCall
 
 _SEED = 20210301
 _EXTREME = 100.0
-"""How many times the example's spread extreme fractions are from its mean."""
+"""Factor by which extreme floats exceed random ones."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Inputs and what they are an instance of; ``axis`` is the one whose size is not the example's.
+    """Inputs of one test.
 
-    ``known`` are inputs of the same sizes that forward is known to take: it may refuse some values.
+    Attributes:
+        name: Name of the test.
+        tensors: Inputs by name.
+        known: Inputs of the same sizes that forward is known to accept, as it may reject random
+            values; None if there are none.
+        axis: The axis whose size differs from the example's; None if there is none.
     """
 
     name: str
@@ -31,10 +36,14 @@ class Trial:
 
 
 class Values:
-    """Which values the inputs of a call may have.
+    """Random and extreme values of a call's inputs.
 
-    Whole numbers that go into an embedding are its rows, others those that the example has; of
-    fractions there are all. Inputs of zeros and ones whose name says mask are masks.
+    Integers that index an embedding are drawn from its rows, other integers from the example's
+    values, and floats from a normal distribution with the example's mean and standard deviation.
+    Masks are not changed.
+
+    Attributes:
+        masks: Names of the mask inputs; see `ModelCall.masks`.
     """
 
     def __init__(self, call: ModelCall) -> None:
@@ -44,7 +53,11 @@ class Values:
         self.masks = call.masks()
 
     def random(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Other values, in the shapes of `tensors`; masks stay."""
+        """Return random values; masks are not changed.
+
+        Args:
+            tensors: Tensors of the wanted shapes, by name.
+        """
         return {
             name: tensor if name in self.masks else self._drawn(name, tensor)
             for name, tensor in tensors.items()
@@ -65,7 +78,11 @@ class Values:
         return drawn.to(tensor.device, tensor.dtype)
 
     def extreme(self, *, high: bool) -> dict[str, torch.Tensor]:
-        """The largest values, or the smallest; masks stay."""
+        """Return extreme values; masks are not changed.
+
+        Args:
+            high: Whether to return the largest values instead of the smallest.
+        """
         return {name: self._end(name, tensor, high) for name, tensor in self._call.tensors.items()}
 
     def _end(self, name: str, tensor: torch.Tensor, high: bool) -> torch.Tensor:
@@ -81,7 +98,12 @@ class Values:
 
 
 def trials(call: ModelCall, axes: Axes) -> Iterator[Trial]:
-    """What is tried: the example, random values, other sizes, padding, extremes."""
+    """Yield the tests: the example, random values, other sizes, padding and extreme values.
+
+    Args:
+        call: The call of the model.
+        axes: Sizes that may vary.
+    """
     values = Values(call)
     yield Trial("the example", dict(call.tensors))
     yield Trial("random values", values.random(call.tensors))
@@ -98,7 +120,7 @@ def trials(call: ModelCall, axes: Axes) -> Iterator[Trial]:
 
 
 def _rows(call: ModelCall) -> dict[str, int]:
-    """How many rows the embedding has that an input goes into as it is, by the input's name."""
+    """Return the number of rows of the embedding that an input indexes directly, by input name."""
     given = {name: tensor.clone() for name, tensor in call.tensors.items()}
     places = {tensor.data_ptr(): name for name, tensor in given.items() if tensor.numel()}
     found: dict[str, int] = {}

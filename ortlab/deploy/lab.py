@@ -1,13 +1,14 @@
-"""What an export asks of the kernel's session: which models are wrapped, in training and seen."""
+"""Interface that exports need of the kernel's session: wrapped models, active runs, seen data."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from ortlab.engines.wrapped_models import WrappedModels
-from ortlab.training.run import Run
+    from ortlab.engines.wrapped_models import WrappedModels
+    from ortlab.training.run import Run
 
 
 class Lab(Protocol):
@@ -15,13 +16,21 @@ class Lab(Protocol):
 
     @property
     def wrapped(self) -> WrappedModels:
-        """The wrapped models."""
+        """Registry of the wrapped models."""
         ...
 
     def training(self, model: nn.Module) -> Run | None:
-        """Return the run that trains weights of `model`, or None."""
+        """Return the run that trains a model's weights, or None.
+
+        Args:
+            model: The user's model.
+        """
         ...
 
     def last_data(self, model: nn.Module) -> Any:
-        """Return the data that `model` was trained on last, or a batch of it, or None."""
+        """Return the data of a model's last run, or a batch of it, or None.
+
+        Args:
+            model: The user's model.
+        """
         ...

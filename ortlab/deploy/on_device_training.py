@@ -1,4 +1,4 @@
-"""A model's training leaves for a device: graphs and weights for ORT's on-device training API."""
+"""Export of a model's training: graphs and weights for ORT's on-device training API."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ortlab.deploy import axes, folder, weights
 from ortlab.deploy.call import ModelCall
 from ortlab.deploy.check import CheckFailed
 from ortlab.deploy.exported import size
+from ortlab.deploy.readme import escaped
 from ortlab.deploy.trace import trace
 from ortlab.engines.base import Batch, LossFunction, tell
 from ortlab.engines.batch import forward, signature_names
@@ -32,14 +33,21 @@ from ortlab.utils.tables import Column, Table
 
 OPTIMIZERS = ("adamw", "sgd")
 _TOLERANCE = 1e-3
-"""Of a gradient's norm, as in the engines' self-check."""
+"""Maximum difference of a gradient relative to its norm, as in the engines' self-check."""
 _SCALE = 1e-6
-"""A gradient below this share of the largest is rounding: that of a key's bias is 0 in truth."""
+"""Gradients below this fraction of the largest are rounding errors: the gradient of an attention
+key's bias is exactly 0 in theory."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of the folder: what it is for, and its size in bytes."""
+    """A file of the folder.
+
+    Attributes:
+        name: Its name.
+        what: Its purpose.
+        bytes: Its size.
+    """
 
     name: str
     what: str
@@ -48,10 +56,14 @@ class File:
 
 @dataclass(frozen=True, repr=False)
 class TrainingArtifacts:
-    """What a device trains with: ``path`` is the folder, ``trained`` the parameters that move.
+    """Files for ORT's on-device training API.
 
-    ``inputs`` are what a batch has, in order; ``off_by`` is how far the gradient that is furthest
-    from eager torch's is, relative to its norm.
+    Attributes:
+        path: Folder of the files.
+        inputs: Names of a batch's tensors, in order.
+        trained: Names of the trained parameters.
+        off_by: Largest difference of a gradient from eager torch's, relative to its norm.
+        notes: Remarks of the export.
     """
 
     path: Path
@@ -62,7 +74,7 @@ class TrainingArtifacts:
 
     @property
     def files(self) -> list[File]:
-        """The files, with what each is for."""
+        """Files of the export with their purposes and sizes."""
         return [
             File(name, what, (self.path / name).stat().st_size)
             for name, what in _FILES.items()
@@ -70,15 +82,15 @@ class TrainingArtifacts:
         ]
 
     def table(self) -> Table[File]:
-        """The files as a table."""
+        """Return a table of the files."""
         columns: list[Column[File]] = [
             Column("file", lambda each: each.name),
             Column("for", lambda each: each.what),
             Column("size", lambda each: size(each.bytes), number=True),
         ]
         notes = [
-            f"{len(self.trained)} parameters are trained, by {', '.join(self.inputs)}; gradients "
-            f"within {self.off_by:.1e} of eager torch",
+            f"{len(self.trained)} parameters are trained; inputs: {', '.join(self.inputs)}; "
+            f"gradients within {self.off_by:.1e} of eager torch",
             *self.notes,
         ]
         return Table(self.files, columns, notes=notes)
@@ -100,7 +112,7 @@ _FILES = {
 
 
 class _Objective(nn.Module):
-    """`model` and its loss, called with a batch's tensors by their names; gives them by name."""
+    """A model with its loss, which takes and returns tensors by name."""
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, batch: Batch) -> None:
         super().__init__()
@@ -109,7 +121,11 @@ class _Objective(nn.Module):
         self.training = model.training
 
     def forward(self, **named: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The loss, and the scores where there are any."""
+        """Return the loss, and the scores if there are any.
+
+        Args:
+            **named: Tensors of a batch by name.
+        """
         batch = dict(named) if self.is_mapping else list(named.values())
         found = forward(self.model, batch, self.loss)
         return {"loss": found.loss} | ({} if found.scores is None else {"scores": found.scores})
@@ -125,10 +141,24 @@ def export(
     optimizer: str,
     weight_decay: float,
 ) -> TrainingArtifacts:
-    """Writes the files of ORT's on-device training API for `module` into the folder `target`.
+    """Write the files of ORT's on-device training API; see `ortlab.export`.
 
-    See `ortlab.export`. `trainable` are names of parameters, or patterns such as "classifier.*".
-    NotInGraph where a device could not compute it; CheckFailed where a gradient would be wrong.
+    Args:
+        module: The model.
+        target: The folder.
+        batch: Example batch with labels, on the CPU.
+        trainable: Names of parameters, or patterns such as "classifier.*".
+        loss: The loss; None for the model's own.
+        optimizer: One of `OPTIMIZERS`.
+        weight_decay: Weight decay of all trained parameters.
+
+    Returns:
+        The export.
+
+    Raises:
+        ValueError: If an argument is not valid.
+        NotInGraph: If the training cannot be expressed as a graph.
+        CheckFailed: If the loss or a gradient differs from eager torch's.
     """
     names = chosen(module, trainable)
     if optimizer not in OPTIMIZERS:
@@ -144,8 +174,8 @@ def export(
         call = ModelCall(objective, (), named)
         module.eval()
         with torch.no_grad():
-            objective(**named)  # what is wrong with the batch is torch's to say
-        tell("looking which sizes may vary")
+            objective(**named)  # torch itself reports an error in the batch
+        tell("determining which sizes may vary")
         found = axes.tried(call)
         module.train()
         fixed = _fix_statistics(module)
@@ -159,9 +189,9 @@ def export(
         tell("writing the training graphs")
         _generate(model, made, names, frozen, optimizer=optimizer, weight_decay=weight_decay)
         inputs = Device(made).names()
-        notes.append(f"the optimizer is {optimizer}, with the rate that set_learning_rate gives")
+        notes.append(f"optimizer {optimizer}; set_learning_rate sets its learning rate")
         if weight_decay:
-            notes.append(f"weight decay {weight_decay:g} holds for all that is trained")
+            notes.append(f"weight decay {weight_decay:g} applies to all trained parameters")
         result = TrainingArtifacts(made, tuple(inputs), tuple(names), off_by, tuple(notes))
         (made / "README.md").write_text(_readme(result, type(module).__name__, call))
         folder.describe(made, {"trained": names, "inputs": inputs, "off_by": off_by})
@@ -169,7 +199,15 @@ def export(
 
 
 def chosen(module: nn.Module, trainable: str | Sequence[str]) -> list[str]:
-    """The parameters that names and patterns mean; ValueError for one that means none."""
+    """Return the names of the parameters that match names or patterns, in the model's order.
+
+    Args:
+        module: The model.
+        trainable: Names of parameters, or patterns such as "classifier.*".
+
+    Raises:
+        ValueError: If a pattern matches no parameter.
+    """
     patterns = [trainable] if isinstance(trainable, str) else list(trainable)
     known = [name for name, _ in module.named_parameters()]
     found = set()
@@ -179,12 +217,12 @@ def chosen(module: nn.Module, trainable: str | Sequence[str]) -> list[str]:
             raise ValueError(f"trainable={pattern!r}: {unknown_name(pattern, known)}")
         found.update(fitting)
     if not found:
-        raise ValueError("trainable names no parameter; give some, or '*' for all")
+        raise ValueError("trainable is empty and names no parameter; give some, or '*' for all")
     return [name for name in known if name in found]
 
 
 def _fix_statistics(module: nn.Module) -> list[str]:
-    """Lets BatchNorm compute as in evaluation: the checkpoint of that API has no buffers."""
+    """Set BatchNorm to evaluation mode, because checkpoints of this API have no buffers."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     norms = {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
     for norm in norms.values():
@@ -193,7 +231,7 @@ def _fix_statistics(module: nn.Module) -> list[str]:
 
 
 def _named(module: nn.Module, batch: Batch) -> dict[str, Any]:
-    """A batch's tensors by name: a tuple's by forward's parameters, the last one as target."""
+    """Return a batch's tensors by name: a tuple's by forward's parameters, the last as target."""
     if isinstance(batch, Mapping):
         return dict(batch)
     values = list(batch) if isinstance(batch, tuple | list) else [batch]
@@ -211,10 +249,12 @@ def _generate(
     weight_decay: float,
 ) -> None:
     copied = onnx.ModelProto()
-    copied.CopyFrom(model)  # it is used up
+    copied.CopyFrom(model)  # artifacts.generate modifies it
     known = {each.name for each in copied.graph.initializer}
     if missing := [name for name in trained if name not in known]:
-        raise ValueError(f"the loss does not depend on {', '.join(missing[:3])}; leave it out")
+        raise ValueError(
+            f"the loss does not depend on {', '.join(missing[:3])}; leave it out of trainable"
+        )
     try:
         artifacts.generate(
             copied,
@@ -226,7 +266,7 @@ def _generate(
         )
     except NotDifferentiable as error:
         raise NotInGraph(
-            f"ORT makes no training graph of it: {error}; train with ortlab.finetune instead"
+            f"ORT cannot build a training graph: {error}; train with ortlab.finetune instead"
         ) from error
 
 
@@ -238,8 +278,8 @@ def _check(
     frozen: Sequence[str],
     notes: list[str],
 ) -> float:
-    """How far the gradients without dropout are from eager torch's; CheckFailed where too far."""
-    tell("checking loss and gradients beside eager torch")
+    """Compare loss and gradients, without dropout, with torch; return the largest difference."""
+    tell("comparing loss and gradients with eager torch")
     without = onnx.ModelProto()
     without.CopyFrom(model)
     dropout.switch_off(without.graph)
@@ -252,7 +292,9 @@ def _check(
         found = device.gradients(trained)
     expected, gradients = _eager(module, call, trained)
     if not math.isclose(loss, expected, rel_tol=1e-4, abs_tol=1e-6):
-        raise CheckFailed(f"the training graph's loss is {loss:g}, and eager torch's {expected:g}")
+        raise CheckFailed(
+            f"the loss of the training graph is {loss:g}, but eager torch's is {expected:g}"
+        )
     largest = max((float(each.norm()) for each in gradients.values()), default=0.0)
     worst = 0.0
     for name, wanted in gradients.items():
@@ -260,10 +302,12 @@ def _check(
         padding = _padding(module, name)
         if padding is not None and ours[padding].any():
             ours[padding] = 0
-            notes.append(f"{name}: a device trains the padding's row too, which torch leaves")
+            notes.append(f"{name}: on-device training also updates the padding row; torch does not")
         off = float((ours - wanted).norm()) / max(float(wanted.norm()), _SCALE * largest, 1e-12)
         if not off <= _TOLERANCE:
-            raise CheckFailed(f"the gradient of {name} is off by {off:.1e} from eager torch's")
+            raise CheckFailed(
+                f"the gradient of {name} is off by {off:.1e}, relative to eager torch's norm"
+            )
         worst = max(worst, off)
     return worst
 
@@ -271,7 +315,7 @@ def _check(
 def _eager(
     module: nn.Module, call: ModelCall, trained: Sequence[str]
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients in training mode without dropout."""
+    """Return the loss and the gradients in training mode without dropout."""
     parameters = dict(module.named_parameters())
     needed = [parameters[name] for name in trained]
     before = [(p, p.requires_grad) for p in needed]
@@ -289,14 +333,12 @@ def _eager(
 
 
 def _padding(module: nn.Module, name: str) -> int | None:
-    """The row of an embedding's weight that torch does not train."""
+    """Return the row of an embedding's weight that torch does not train; None if there is none."""
     owner = module.get_submodule(name.rpartition(".")[0]) if "." in name else module
     return owner.padding_idx if isinstance(owner, nn.Embedding) else None
 
 
 def _readme(made: TrainingArtifacts, model: str, call: ModelCall) -> str:
-    from ortlab.deploy.readme import escaped
-
     values = {name: call.tensors[name] for name in made.inputs}
     batch = "\n".join(
         f"batch[{name!r}] = np.{'full' if tensor.is_floating_point() else 'ones'}"
@@ -305,9 +347,9 @@ def _readme(made: TrainingArtifacts, model: str, call: ModelCall) -> str:
     )
     rows = "\n".join(f"| {each.name} | {each.what} |" for each in made.files)
     notes = "\n".join(f"- {escaped(note)}" for note in made.notes)
-    return f"""# {escaped(model)}, to be trained on
+    return f"""# {escaped(model)} for on-device training
 
-For ONNX Runtime's on-device training (onnxruntime-training 1.19): gradients of the
+Files for ONNX Runtime's on-device training (onnxruntime-training 1.19). The gradients of the
 {len(made.trained)} trained parameters are within {made.off_by:.1e} of eager torch's.
 
 | file | for |
@@ -320,7 +362,7 @@ For ONNX Runtime's on-device training (onnxruntime-training 1.19): gradients of 
 import numpy as np
 from onnxruntime.training.api import CheckpointState, Module, Optimizer
 
-batch = {{}}  # made-up values
+batch = {{}}  # placeholder values
 {batch}
 state = CheckpointState.load_checkpoint("{artifacts.CHECKPOINT}")
 module = Module("{artifacts.TRAINING}", state, "{artifacts.EVAL}")

@@ -1,4 +1,4 @@
-"""The view of an exported model in the notebook's page, which ``%load_ext ortlab`` registers."""
+"""The view that shows an exported model in a notebook; ``%load_ext ortlab`` registers it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ _view: Callable[..., Any] | None = None
 
 
 def register(view: Callable[..., Any] | None) -> None:
-    """Have `view(exported, form)` show exported models from now on; None takes it back."""
+    """Set the view that shows exported models.
+
+    Args:
+        view: Called as `view(exported, form)`; None unregisters the current one.
+    """
     global _view
     _view = view
 
@@ -18,8 +22,10 @@ def registered() -> Callable[..., Any]:
     """Return the view.
 
     Raises:
-        RuntimeError: If the notebook's part of ortlab was not loaded.
+        RuntimeError: If ortlab's notebook extension is not loaded.
     """
     if _view is None:
-        raise RuntimeError("no notebook shows the model: run %load_ext ortlab, then call it again")
+        raise RuntimeError(
+            "in_page() needs ortlab's notebook extension; run %load_ext ortlab, then call it again"
+        )
     return _view

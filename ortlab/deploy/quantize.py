@@ -1,8 +1,8 @@
-"""The model in half precision, and with weights of eight bits: further files, from the first one.
+"""Conversion of an exported model to half precision and to 8-bit weights.
 
-The converters are onnxruntime's own, which its releases keep in step with its kernels:
+The converters are onnxruntime's own, which match its kernels in each release:
 ``onnxruntime.transformers.float16`` (onnxconverter-common has an older copy of it, and would be one
-more package) and ``onnxruntime.quantization.quantize_dynamic``.
+more dependency) and ``onnxruntime.quantization.quantize_dynamic``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ _EXTERNAL_BYTES = weights.PROTOBUF_LIMIT - 2**26
 
 
 def to_fp16(source: Path, target: Path) -> None:
-    """Writes the model in `source` with weights and arithmetic in half precision into `target`.
+    """Convert a model to half-precision weights and arithmetic.
 
-    Inputs and outputs keep their types, so what calls the one calls the other.
+    Inputs and outputs keep their types, so that callers need no change.
+
+    Args:
+        source: The model in full precision.
+        target: Where to write the converted model.
     """
-    from onnxruntime.transformers import float16
-    from onnxruntime.transformers.onnx_model import OnnxModel
+    from onnxruntime.transformers import float16  # optional: onnxruntime
+    from onnxruntime.transformers.onnx_model import OnnxModel  # optional: onnxruntime
 
     weights.check_places(source)
     model = onnx.load_model(str(source))
@@ -35,26 +39,30 @@ def to_fp16(source: Path, target: Path) -> None:
         half = float16.convert_float_to_float16(
             model, keep_io_types=True, disable_shape_infer=_is_large(source)
         )
-        OnnxModel.graph_topological_sort(half.graph)  # its casts are at the end
+        OnnxModel.graph_topological_sort(half.graph)  # the converter appends casts at the end
     _save(half, target, external=_has_data(source))
 
 
 def to_int8(source: Path, target: Path) -> None:
-    """Writes the model in `source` with weights of eight bits into `target`.
+    """Convert a model to 8-bit weights.
 
-    Activations are quantized as they come. Weights are unsigned: with signed ones AVX2 and AVX-512
-    without VNNI saturate sums in silence (onnxruntime's documentation, "Quantize ONNX models"), and
-    the difference that is measured on one machine would not hold on the next.
+    Activations are quantized dynamically. Weights are unsigned: with signed ones, AVX2 and AVX-512
+    without VNNI silently saturate sums (onnxruntime's documentation, "Quantize ONNX models"), and
+    the difference measured on one machine would not hold on another.
+
+    Args:
+        source: The model in full precision.
+        target: Where to write the converted model.
     """
-    import onnxruntime
-    from onnxruntime.quantization import QuantType, quantize_dynamic
+    import onnxruntime  # optional: onnxruntime
+    from onnxruntime.quantization import QuantType, quantize_dynamic  # optional: onnxruntime
 
     weights.check_places(source)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, _quiet():
         folded = Path(folder) / "folded.onnx"
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
-        # Folds what is computed of weights alone: only weights themselves are quantized.
+        # Folds constants, because only initializers are quantized.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         options.optimized_model_filepath = str(folded)
         if _has_data(source):
@@ -104,7 +112,7 @@ def _save(model: onnx.ModelProto, target: Path, *, external: bool) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The converters log and warn of what is checked here."""
+    """Silence the converters' warnings about things that are checked here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

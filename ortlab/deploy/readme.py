@@ -1,4 +1,4 @@
-"""The README.md of an export: what the files are, how far they are from torch, how they are run."""
+"""README.md of an export: its files, their differences from torch, and programs that run them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>|~&$]|^[#+\-=]|(?<=^\d)[.)])")
 
 
 def text(exported: Exported, example: Expected) -> str:
-    """The whole file, for sizes like those of the `example`."""
+    """Return the text of README.md.
+
+    Args:
+        exported: The export.
+        example: The example, whose sizes the programs use.
+    """
     sizes = _sizes(exported.inputs, example)
     parts = [
         f"# {escaped(exported.model)}\n\n"
         f"Exported by ortlab {__version__} for inference, at ONNX opset {exported.opset}. "
-        "Each file was run in onnxruntime beside eager torch, on "
-        f"{escaped(', '.join(exported.tried))}; {MODEL} is within {exported.forms[0].relative:.1e} "
-        "of an output's largest value, or of 1 where that is less.",
+        "Each file was run in onnxruntime and compared with eager torch on "
+        f"{escaped(', '.join(exported.tried))}. The outputs of {MODEL} differ by at most "
+        f"{exported.forms[0].relative:.1e}, relative to an output's largest value, or to 1 if that "
+        "is less.",
         "## Files\n\n" + _files(exported),
         "## Inputs\n\n" + _ports(exported.inputs),
         "## Outputs\n\n" + _ports(exported.outputs),
@@ -31,27 +37,32 @@ def text(exported: Exported, example: Expected) -> str:
     if exported.notes:
         parts.append("## Notes\n\n" + "\n".join(f"- {escaped(note)}" for note in exported.notes))
     parts.append(
-        "## Programs\n\nEach gives made-up values (a half for fractions, ones for all else) and "
-        f"prints the first {snippets.SHOWN} of every output. Run them in this folder."
+        "## Programs\n\nEach program runs the model on placeholder values (0.5 for floats, 1 for "
+        f"other types) and prints the first {snippets.SHOWN} values of every output. Run them in "
+        "this folder."
     )
     for program in snippets.programs(exported.inputs, exported.outputs, sizes, MODEL):
-        run = "" if program.is_run else " (not run here)"
+        run = "" if program.is_run else " (not tested)"
         parts.append(f"### {program.language}{run}\n\n```{program.fence}\n{program.code}\n```")
     return "\n\n".join(parts) + "\n"
 
 
 def escaped(given: str) -> str:
-    """`given` as plain text in Markdown, in one line."""
+    """Return a text with Markdown's special characters escaped, on one line.
+
+    Args:
+        given: The text.
+    """
     return _SPECIAL.sub(r"\\\1", " ".join(given.split()))
 
 
 def _code(name: str) -> str:
-    """A name as code, or as text where it has what ends code."""
+    """Return a name as code, or as escaped text if it has special characters."""
     return f"`{name}`" if _PLAIN.fullmatch(name) else escaped(name)
 
 
 def _sizes(inputs: Sequence[Port], example: Expected) -> dict[str, int]:
-    """The example's sizes that vary, by name."""
+    """Return the example's values of the sizes that vary, by name."""
     return {
         name: example.tensors[port.name].shape[dim]
         for port in inputs
@@ -62,7 +73,7 @@ def _sizes(inputs: Sequence[Port], example: Expected) -> dict[str, int]:
 
 def _files(exported: Exported) -> str:
     measured = any(form.accuracy is not None for form in exported.forms)
-    heads = ["file", "precision", "size", "largest difference", "of its size", "at"]
+    heads = ["file", "precision", "size", "largest difference", "relative", "at"]
     heads += ["accuracy", "in torch"] if measured else []
     rows = [heads, ["---"] * len(heads)]
     for form in exported.forms:

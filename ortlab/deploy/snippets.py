@@ -1,7 +1,7 @@
 """Programs that run an exported model: Python, JavaScript, C++, C# and Java.
 
-Each follows the API that its first line names. A name that a user gave is written as a literal of
-the language, whatever is in it.
+The first line of each program names the API that it follows. Names given by the user are written
+as escaped literals of the language, whatever characters they contain.
 """
 
 from __future__ import annotations
@@ -14,33 +14,39 @@ from dataclasses import dataclass
 from ortlab.deploy.graph import Port
 
 API = "1.19"
-"""The release of onnxruntime whose interfaces the programs follow; later ones still have them."""
+"""The onnxruntime release whose API the programs use; later releases still support it."""
 JAVASCRIPT_API = "1.30"
 SHOWN = 8
-"""Values of each output that a program prints."""
+"""Number of values that a program prints of each output."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program: its language, as a Markdown fence names it, and as a person does."""
+    """Source of a program.
+
+    Attributes:
+        fence: Name of the language in a Markdown fence.
+        language: Name of the language in text.
+        is_run: Whether ortlab's tests run it.
+        code: The source.
+    """
 
     fence: str
     language: str
     is_run: bool
-    """Whether ortlab's tests run it."""
     code: str
 
 
 @dataclass(frozen=True)
 class _Type:
-    """What an element type is called; an empty name where the language has none that fits."""
+    """Names of an element type; empty if the language has no matching type."""
 
     javascript: str
     cpp: str = ""
     csharp: str = ""
     java: str = ""
     buffer: str = ""
-    """Java's buffer of it."""
+    """Java's buffer class for the type."""
 
 
 _TYPES = {
@@ -58,9 +64,16 @@ _TYPES = {
 def programs(
     inputs: Sequence[Port], outputs: Sequence[Port], sizes: Mapping[str, int], file: str
 ) -> list[Program]:
-    """Programs that run `file` on made-up values: a half for fractions, ones for all else.
+    """Return programs that run a model on placeholder values: 0.5 for floats, 1 for other types.
 
-    `sizes` are those that vary, by name. Those of languages that lack an element type are left out.
+    Args:
+        inputs: Inputs of the graph.
+        outputs: Outputs of the graph.
+        sizes: Values of the sizes that vary, by name.
+        file: Name of the graph's file.
+
+    Returns:
+        The programs, without the languages that lack one of the element types.
     """
     made = [
         Program("python", "Python", True, _python(inputs, outputs, sizes, file)),
@@ -76,17 +89,30 @@ def programs(
 
 
 def in_browser(port: Port) -> bool:
-    """Whether JavaScript has arrays of a port's type."""
+    """Return whether JavaScript has typed arrays of a port's type.
+
+    Args:
+        port: An input or an output.
+    """
     return port.type in _TYPES
 
 
 def fill(port: Port) -> float | int:
-    """The value that a program gives everywhere in an input."""
+    """Return the placeholder value that a program fills an input with.
+
+    Args:
+        port: The input.
+    """
     return 0.5 if port.type.startswith("float") else 1
 
 
 def shape(port: Port, sizes: Mapping[str, int]) -> list[int]:
-    """The shape with the sizes that vary."""
+    """Return a port's shape with numbers for the sizes that vary.
+
+    Args:
+        port: An input or an output.
+        sizes: Values of the sizes that vary, by name.
+    """
     return [size if isinstance(size, int) else sizes[size] for size in port.shape]
 
 
@@ -94,17 +120,34 @@ def shape(port: Port, sizes: Mapping[str, int]) -> list[int]:
 
 
 def python_literal(text: str) -> str:
-    """Of ASCII alone."""
+    """Return a Python literal that has only ASCII characters.
+
+    Args:
+        text: The string.
+    """
     return ascii(text)
 
 
 def json_literal(text: str) -> str:
-    r"""For JavaScript, C# and Java, whose escapes are all that JSON writes (\" \\ \n \uXXXX)."""
+    r"""Return a literal for JavaScript, C# and Java, which know all escapes of JSON.
+
+    These are ``\"``, ``\\``, ``\n`` and ``\uXXXX``.
+
+    Args:
+        text: The string.
+    """
     return json.dumps(text)
 
 
 def cpp_literal(text: str) -> str:
-    r"""UTF-8; all but letters, digits and _ as three octal digits, which nothing can lengthen."""
+    r"""Return a UTF-8 literal for C++.
+
+    All characters but letters, digits and _ become escapes of three octal digits, whose end does
+    not depend on the next character.
+
+    Args:
+        text: The string.
+    """
     letters = (chr(byte) for byte in text.encode())
     plain = (x if x.isascii() and (x.isalnum() or x == "_") else f"\\{ord(x):03o}" for x in letters)
     return f'"{"".join(plain)}"'
@@ -187,7 +230,7 @@ def _cpp(
         for i, port in enumerate(outputs)
     ]
     return f"""\
-// onnxruntime's C++ API, {API}; not run here
+// onnxruntime's C++ API, {API}; not tested
 #include <onnxruntime_cxx_api.h>
 
 #include <algorithm>
@@ -238,7 +281,7 @@ def _csharp(
         for kind in [_TYPES[port.type].csharp]
     ]
     return f"""\
-// NuGet's Microsoft.ML.OnnxRuntime {API}; not run here
+// NuGet's Microsoft.ML.OnnxRuntime {API}; not tested
 using System;
 using System.Collections.Generic;
 using System.Linq;
@@ -278,7 +321,7 @@ def _java(
         for port in outputs
     ]
     return f"""\
-// Maven's com.microsoft.onnxruntime:onnxruntime {API}; not run here
+// Maven's com.microsoft.onnxruntime:onnxruntime {API}; not tested
 import ai.onnxruntime.*;
 import java.nio.*;
 import java.util.*;

@@ -1,4 +1,4 @@
-"""The source of what a notebook's cells or a script define, with all that it needs to run."""
+"""Source of objects that a notebook's cells or a script define, with everything they depend on."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _PLAIN = (int, float, bool, str, bytes, complex, type(None))
 
 
 class Sources:
-    """Collects imports and definitions by the names under which code uses them.
+    """Collector of the imports and definitions that a piece of code needs.
 
-    `namespace` is where the user's names live. What was defined there is written out, with what it
-    uses in turn; what a module has is imported; a plain value is written as it is. ``missing`` are
-    the names that are none of these, and are for the user to fill in.
+    An object that is defined in the namespace is written out with its dependencies, an object of a
+    module is imported, and a plain value is written as a literal.
+
+    Attributes:
+        missing: Names that are none of these; the user must fill them in.
     """
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
@@ -32,20 +34,27 @@ class Sources:
 
     @property
     def imports(self) -> list[str]:
-        """Lines of imports."""
+        """Import lines, sorted."""
         return sorted(self._imports.values())
 
     @property
     def definitions(self) -> list[str]:
-        """Classes, functions and values, each after those that it is made of."""
+        """Sources of classes, functions and values, each after its dependencies."""
         return list(self._definitions.values())
 
     def add_code(self, code: str) -> None:
-        """What `code` needs; ValueError where it is no Python."""
+        """Add everything that a piece of code needs.
+
+        Args:
+            code: An expression or statements.
+
+        Raises:
+            ValueError: If the code is not valid Python.
+        """
         try:
             tree = ast.parse(code)
         except SyntaxError as error:
-            raise ValueError(f"{code!r} is no Python: {error.msg}") from None
+            raise ValueError(f"{code!r} is not valid Python: {error.msg}; correct it") from None
         for name in _free_names(tree):
             if name in self._namespace:
                 self.add(name, self._namespace[name])
@@ -53,7 +62,12 @@ class Sources:
                 self.missing.append(name)
 
     def add(self, name: str, value: Any) -> None:
-        """What `value` is, under its `name`."""
+        """Add the import or the definition of an object.
+
+        Args:
+            name: Name under which the code uses it.
+            value: The object.
+        """
         known = (*self._imports, *self._definitions, *self.missing)
         if name in known:
             return
@@ -73,7 +87,7 @@ class Sources:
         if source is None or value.__name__ != name:
             self.missing.append(name)
             return
-        self._definitions[name] = ""  # it may use itself
+        self._definitions[name] = ""  # already known below, because it may refer to itself
         tree = ast.parse(source)
         for needed in _free_names(tree):
             if needed in self._namespace:
@@ -85,20 +99,27 @@ class Sources:
 
 
 def source_of(value: Any) -> str | None:
-    """The source of a class or a function, with its decorators; None where there is none.
+    """Return the source of a class or a function, with its decorators.
 
-    Python's own ``inspect.getsource`` looks for a class in a module's file, which a cell has not:
-    there it is found by its methods, and one without any is not.
+    Python's own ``inspect.getsource`` looks for a class in its module's file, which does not exist
+    for a cell. There, the class is found by the code of its methods, so a class without methods is
+    not found.
+
+    Args:
+        value: The class or function.
+
+    Returns:
+        The source, or None if it cannot be found.
     """
     found = next((text for code in _codes(value) if (text := _around(code, value.__name__))), None)
     if found is None and isinstance(value, type):
-        with contextlib.suppress(OSError, TypeError):  # a script's class that has no method
+        with contextlib.suppress(OSError, TypeError):  # a class of a script, without methods
             return inspect.getsource(value).rstrip()
     return found
 
 
 def _around(code: types.CodeType, name: str) -> str | None:
-    """The definition called `name` that `code` is of, from the cell or file that it came from."""
+    """Return the source of the definition called `name` that contains `code`."""
     lines = linecache.getlines(code.co_filename)
     try:
         tree = ast.parse("".join(lines))
@@ -115,7 +136,7 @@ def _around(code: types.CodeType, name: str) -> str | None:
 
 
 def _codes(value: Any) -> Iterator[types.CodeType]:
-    """The code of a function, or of a class's own methods."""
+    """Yield the code objects of a function, or of a class's own methods."""
     found: Iterable[Any] = vars(value).values() if isinstance(value, type) else (value,)
     for each in found:
         function = inspect.unwrap(each) if callable(each) else each
@@ -125,7 +146,7 @@ def _codes(value: Any) -> Iterator[types.CodeType]:
 
 
 def _importable(value: Any) -> tuple[str, str] | None:
-    """The module that has `value` at its top, and its name there; None for the user's own."""
+    """Return the module that has the object at its top level, and its name; None if none has."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
         return None
@@ -145,7 +166,7 @@ def _import_of(name: str, module: types.ModuleType) -> str:
 
 
 def _free_names(tree: ast.AST) -> list[str]:
-    """The names that code reads and nothing in it binds, in their order."""
+    """Return the names that the code reads and does not bind, in order of appearance."""
     bound = {
         *(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)),
         *(n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)),

@@ -1,4 +1,4 @@
-"""A call of a model as a graph, with the sizes that may vary in it."""
+"""Trace of a model's call into a graph, with the sizes that may vary in it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,21 @@ from ortlab.utils.errors import place
 def trace(
     module: nn.Module, call: ModelCall, axes: Axes, *, opset: int, known: frozenset[Place]
 ) -> tuple[inference.Traced, Axes]:
-    """The graph of `call` of `module`, and those of `axes` that do vary in it.
+    """Trace a call of a model into a graph.
 
-    `known` are the values that forward reads in Python, see `decisions.reads`. NotInGraph where
-    it would go the example's way for every input.
+    Args:
+        module: The model.
+        call: The call to trace.
+        axes: Sizes that may vary.
+        opset: Version of ONNX's operators.
+        known: Places where forward reads a tensor's value in Python; see `decisions.reads`.
+
+    Returns:
+        The graph, and the axes that do vary in it.
+
+    Raises:
+        NotInGraph: If the model cannot be exported, or if the graph would take the example's
+            branch for every input.
     """
     tell(f"exporting {type(module).__name__} at opset {opset}")
     try:
@@ -33,16 +44,16 @@ def trace(
             known=known,
         )
     except inference.NotExportable as error:
-        raise NotInGraph(f"{type(module).__name__} is not exported: {error}") from error
+        raise NotInGraph(f"{type(module).__name__} cannot be exported: {error}") from error
     if traced.frozen.values:
         raise NotInGraph(
             f"forward reads a tensor's value in Python at {place(*traced.frozen.values[0])}: the "
-            "graph would keep what the example has there; compute with tensors, as with "
-            "torch.where"
+            "graph would always use the example's value; compute with tensors instead, for "
+            "example with torch.where"
         )
     if traced.frozen.sizes and axes.found:
         where = place(*traced.frozen.sizes[0])
         names = [axis.name for axis in axes.found]
-        fixed = axes.without(names, f"forward decides by sizes at {where}")
+        fixed = axes.without(names, f"forward branches on sizes at {where}")
         return trace(module, call, fixed, opset=opset, known=known)
     return traced, axes

@@ -1,7 +1,7 @@
-"""A model's weights in its file, or beside it as external data, which is never read elsewhere.
+"""Weights of an ONNX model: in its file, or as external data in the same folder only.
 
-Protobuf's messages end at 2 GiB; what is larger goes into a file of its own, as ONNX says under
-"External Data" (https://onnx.ai/onnx/repo-docs/ExternalData.html).
+Protobuf messages are limited to 2 GiB. Larger weights go into a separate file, as ONNX specifies
+under "External Data" (https://onnx.ai/onnx/repo-docs/ExternalData.html).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from onnx.external_data_helper import set_external_data
 
 PROTOBUF_LIMIT = 2**31
 _ROOM = 2**26  # for the graph itself
-_ALIGNMENT = 4096  # of a page: onnxruntime maps what begins there
+_ALIGNMENT = 4096  # page size: onnxruntime can memory-map tensors with this alignment
 _TYPES = {
     torch.float32: onnx.TensorProto.FLOAT,
     torch.float64: onnx.TensorProto.DOUBLE,
@@ -31,19 +31,34 @@ _TYPES = {
 
 
 def element_type(name: str, dtype: torch.dtype) -> int:
-    """ONNX's number of a type; ValueError where it has none."""
+    """Return ONNX's number of an element type.
+
+    Args:
+        name: Name of the tensor, for the error message.
+        dtype: Type in torch.
+
+    Raises:
+        ValueError: If onnxruntime does not support the type.
+    """
     if dtype not in _TYPES:
-        raise ValueError(f"{name} is of {dtype}, which no onnxruntime kernel takes; convert it")
+        raise ValueError(f"{name} has type {dtype}, which onnxruntime does not support; convert it")
     return _TYPES[dtype]
 
 
 def write(
     model: onnx.ModelProto, weights: Mapping[str, torch.Tensor], file: Path, *, external: bool
 ) -> None:
-    """Writes `model`, whose further inputs are `weights`, with them into `file`.
+    """Write a model and its weights into a file.
 
-    With `external`, or where they are too large, the weights go into a file beside it, one tensor
-    at a time, at most one in memory twice.
+    If the weights are external, they are written one tensor at a time, so that at most one of them
+    is in memory twice.
+
+    Args:
+        model: The model, which has the weights as additional inputs.
+        weights: Weights by name.
+        file: Where to write the model.
+        external: Whether to write the weights into a separate file beside it, which also happens
+            if they do not fit into one.
     """
     size = sum(tensor.nbytes for tensor in weights.values()) + model.ByteSize()
     graph = model.graph
@@ -66,7 +81,12 @@ def write(
 
 
 def put_in(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> None:
-    """Gives `graph`, whose further inputs are `weights`, those as constants of its own."""
+    """Turn a graph's weight inputs into initializers.
+
+    Args:
+        graph: The graph, which has the weights as additional inputs.
+        weights: Weights by name.
+    """
     _take_from_inputs(graph, weights)
     for name, tensor in weights.items():
         graph.initializer.append(_proto(name, tensor, _bytes(tensor)))
@@ -84,13 +104,20 @@ def _proto(name: str, tensor: torch.Tensor, raw: bytes) -> onnx.TensorProto:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    """The values as ONNX has them in ``raw_data``: little-endian, in C's order."""
+    """Return the values in the format of ONNX's ``raw_data``: little-endian, in C order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
 
 
 def check_places(file: Path) -> None:
-    """ValueError where the model in `file` has data anywhere but in a file of its own folder."""
+    """Check that a model's external data is in its own folder.
+
+    Args:
+        file: The model.
+
+    Raises:
+        ValueError: If a tensor's data is outside the folder, or missing.
+    """
     model = onnx.load_model(str(file), load_external_data=False)
     folder = file.parent.resolve()
     for tensor in _tensors(model):
@@ -106,15 +133,22 @@ def check_places(file: Path) -> None:
             or folder not in wanted.resolve().parents
         ):
             raise ValueError(
-                f"{file.name} has the data of {tensor.name!r} in {place!r}, which is not in its "
-                "own folder: it is not read"
+                f"{file.name} has the data of {tensor.name!r} in {place!r}, which is outside its "
+                "folder and is not read; export the model again"
             )
         if not wanted.is_file():
-            raise ValueError(f"{file.name} needs {place!r} beside it, with {tensor.name!r}")
+            raise ValueError(
+                f"{file.name} needs {place!r} in its folder for the data of {tensor.name!r}; copy "
+                "it there"
+            )
 
 
 def files(file: Path) -> list[Path]:
-    """`file` and what lies beside it with its data."""
+    """Return the paths of a model and its external data.
+
+    Args:
+        file: The model.
+    """
     model = onnx.load_model(str(file), load_external_data=False)
     external = onnx.TensorProto.EXTERNAL
     beside = {_place(each) for each in _tensors(model) if each.data_location == external}
@@ -122,18 +156,21 @@ def files(file: Path) -> list[Path]:
 
 
 def _place(tensor: onnx.TensorProto) -> str:
-    """The file that a tensor's data is in, relative to the model's folder.
+    """Return the path of a tensor's data, relative to the model's folder.
 
-    ValueError where that is not one name: readers differ in which of several they take.
+    A tensor with several locations is rejected, because readers differ in which one they use.
     """
     named = [each.value for each in tensor.external_data if each.key == "location"]
-    if len(named) != 1 or not isinstance(named[0], str):  # bytes are what is no UTF-8
-        raise ValueError(f"the data of {tensor.name!r} is in {named!r}, which is no file's name")
+    if len(named) != 1 or not isinstance(named[0], str):  # protobuf gives bytes if not UTF-8
+        raise ValueError(
+            f"the data of {tensor.name!r} is in {named!r}, which is not a file name; export the "
+            "model again"
+        )
     return named[0]
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor that may have external data: initializers, constants, those of subgraphs."""
+    """Yield every tensor that may have external data: initializers, constants, subgraphs' too."""
     nodes = [*model.graph.node, *(node for f in model.functions for node in f.node)]
     graphs = [model.graph]
     while nodes or graphs:

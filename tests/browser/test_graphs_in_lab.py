@@ -145,7 +145,7 @@ def test_colours(notebook: Opens, page: Page, screenshot: Takes) -> None:
     book = notebook([MODEL, SHOW])
     book.run()
     view = graph(book)
-    choose = view.get_by_label("colour by")
+    choose = view.get_by_label("color by")
     legend = view.get_by_label("legend")
     offered = choose.locator("option")
     expect(offered).to_have_text(["operator", "phase", "bytes of results", "fusion"])
@@ -159,7 +159,7 @@ def test_colours(notebook: Opens, page: Page, screenshot: Takes) -> None:
     assert blue != orange
     assert fill(node(pane(view, "forward"), "embeddings")) == blue
     choose.select_option("fusion")
-    expect(legend).to_contain_text("put in by ORT for several nodes")
+    expect(legend).to_contain_text("fused by ORT from several nodes")
     assert fill(forward) != fill(gradient)
     assert fill(forward) != blue
     # What is not measured is not offered; once it is, the next view has it.
@@ -167,8 +167,8 @@ def test_colours(notebook: Opens, page: Page, screenshot: Takes) -> None:
     book.run_next(SHOW)
     expect(page.locator(".ortlab-graph")).to_have_count(2)
     later = graph(book, 1)
-    expect(later.get_by_label("colour by").locator("option")).to_contain_text(["time"])
-    later.get_by_label("colour by").select_option("time")
+    expect(later.get_by_label("color by").locator("option")).to_contain_text(["time"])
+    later.get_by_label("color by").select_option("time")
     expect(later.get_by_label("legend")).to_contain_text("µs")
     expect(later.locator("thead")).to_contain_text("backward time")
     later.scroll_into_view_if_needed()
@@ -182,7 +182,7 @@ def test_search_and_folding(notebook: Opens, page: Page, screenshot: Takes) -> N
     view = graph(book)
     forward = pane(view, "forward")
     forward_pane = view.locator(".ortlab-pane[data-phase=forward]")
-    click(view.get_by_role("button", name="Draw the model's outermost modules only"))
+    click(view.get_by_role("button", name="Draw only the model's outermost modules"))
     drawn(view)
     folded = int(forward_pane.get_attribute("data-drawn") or 0)
     assert folded < 12
@@ -289,7 +289,7 @@ def test_odd_graphs(notebook: Opens, page: Page) -> None:
     click(relus.first)
     expect(first.locator(".ortlab-path")).to_have_text("</script><b>x</b>")
     click(relus.nth(1))
-    expect(first.locator(".ortlab-path")).to_have_text("without a name")
+    expect(first.locator(".ortlab-path")).to_have_text("unnamed")
     assert first.locator("b, img").count() == 0
     assert pane(first, "forward").locator("b, img").count() == 0
     expect(second.locator(".ortlab-pane")).to_contain_text("50,000 nodes as 1")

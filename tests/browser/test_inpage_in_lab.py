@@ -55,7 +55,7 @@ def test_the_page_computes_what_the_kernel_does(notebook: Opens, page: Page) -> 
     assert "largest difference" in shown["text/html"]
     view.get_by_label("scale (float32 [batch, 3])").fill("[[1, 2], [3]]")
     view.get_by_role("button", name="Run").click()
-    expect(status).to_have_text("refused: scale: the lists are uneven")
+    expect(status).to_have_text("refused: scale: the lists are ragged; give lists of equal length")
     view.get_by_label("scale (float32 [batch, 3])").fill("1")
     view.get_by_label("input_ids (int64 [batch, sequence])").fill("[[99]]")
     view.get_by_role("button", name="Run").click()

@@ -154,7 +154,7 @@ def test_dropout_padding_and_what_is_frozen(tmp_path: Path) -> None:
     found = ortlab.export(model, tmp_path / "out", batch, trainable="*", loss="cross_entropy")
     assert isinstance(found, TrainingArtifacts)
     assert found.off_by < 1e-4
-    assert "words.weight: a device trains the padding's row too" in repr(found)
+    assert "words.weight: on-device training also updates the padding row" in repr(found)
     assert not model.frozen.weight.requires_grad, "as it was"
     assert model.words.weight.requires_grad
     named = [dict(zip(found.inputs, batch, strict=True))] * 4
@@ -353,13 +353,13 @@ def test_a_branch_by_size_is_told(tmp_path: Path) -> None:
         BySize(4, 3), tmp_path / "out", batch, trainable="*", loss="cross_entropy"
     )
     assert isinstance(found, TrainingArtifacts)
-    (note,) = [note for note in found.notes if "decides by sizes" in note]
+    (note,) = [note for note in found.notes if "branches on sizes" in note]
     assert "2 in the graph" in note
-    assert "decides by sizes" in (tmp_path / "out" / "README.md").read_text()
+    assert "branches on sizes" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_loss_without_trainable_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a graph for inference has none"):
+    with pytest.raises(ValueError, match="a graph for inference has no loss"):
         ortlab.export(nn.Linear(4, 3), tmp_path / "o", torch.ones(1, 4), loss="mse")
 
 

@@ -232,16 +232,16 @@ def test_what_cannot_be_known_is_said(cells: InteractiveShell) -> None:
     written = typed(cells, "%ort script net train --loss cross_entropy")
     assert [each.partition(",")[0] for each in written.open] == [
         "the arguments of Net in make_model",
-        "what the DataLoader gave in micro_batches",
+        "the batches of the DataLoader in micro_batches",
     ]
     assert "STEPS = 13 " in written.path.read_text()
     found = parts(written.path)
-    with pytest.raises(NotImplementedError, match="fill in what the DataLoader gave"):
+    with pytest.raises(NotImplementedError, match="fill in the batches of the DataLoader"):
         next(found["micro_batches"](0))
     made = typed(cells, "%ort script net --loss mse --make-model 'Net(6, 4)' --to other")
     assert same(parts(made.path)["make_model"](), cells.user_ns["net"])
     assert made.open == ("the data in micro_batches, or give make_data=",)
-    assert "the rate stays: the linear schedule needs the run's length" in repr(made)
+    assert "the learning rate is constant: the linear schedule needs the number" in repr(made)
     gone = typed(cells, "%ort script net --loss mse --make-model 'Net(six, 4)' --to more")
     assert "fill in six, which the code uses" in repr(gone)
     empty = typed(cells, "%ort script bare --loss mse --make-data 'Empty()' --to empty")
@@ -266,7 +266,7 @@ def test_weights_of_another_form_are_refused_by_the_script(cells: InteractiveShe
         ({"param_dtype": "bf16", "zero_stage": 1}, "choose param_dtype='fp32'"),
         ({"offload_optimizer": True, "zero_stage": 1}, "choose offload_optimizer=False"),
         ({"loss": lambda a, b: a}, "define a function with def"),
-        ({"make_model": "Net("}, "is no Python"),
+        ({"make_model": "Net("}, "is not valid Python"),
         ({"zero_stages": 2}, "did you mean 'zero_stage'"),
     ],
 )
@@ -281,14 +281,14 @@ def test_what_a_script_has_no_lines_for(
 
 def test_another_script_is_not_written_over(tmp_path: Path) -> None:
     ortlab.script(network(), samples(), to=tmp_path, loss="mse")
-    with pytest.raises(ValueError, match="is there already; name another folder"):
+    with pytest.raises(ValueError, match="already exists; name another folder"):
         ortlab.script(network(), samples(), to=tmp_path, loss="mse")
 
 
 def test_an_iterator_of_samples_of_several_shapes_is_for_the_user(tmp_path: Path) -> None:
     ragged: Any = [({"x": torch.ones(3)}, "text")]
     written = ortlab.script(network(), ragged, to=tmp_path, loss="mse")
-    assert "what the list gave" in written.open[0]
+    assert "the batches of the list" in written.open[0]
 
 
 def test_precision_and_engine(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_precision_and_engine(tmp_path: Path) -> None:
         written = ortlab.script(network(), samples(), to=tmp_path / name, loss="mse", **chosen)
         parts(written.path)
         text[name] = written.path.read_text()
-        assert ("ONNX Runtime is not" in repr(written)) == (name == "ort")
+        assert ("without ONNX Runtime" in repr(written)) == (name == "ort")
         assert "pip install deepspeed" not in repr(written)
     sharded = ortlab.script(network(), samples(), to=tmp_path / "2", loss="mse", zero_stage=2)
     assert "pip install deepspeed" in repr(sharded)

@@ -1,4 +1,4 @@
-// Bundles the views into ../static: what a wheel carries and what the browser gets.
+// Bundles the views into ../static, which wheels include and browsers load.
 import { build } from "esbuild";
 import { mkdir, readFile, writeFile } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
@@ -10,8 +10,8 @@ const WEB = new URL("node_modules/onnxruntime-web/", import.meta.url);
 const WASM = "ort-wasm-simd-threaded.wasm";
 
 /**
- * A module that a page runs once. anywidget imports each widget's code anew, and a page never lets go of a
- * module: what it has compiled would add up with every cell that runs again.
+ * Wraps a module so that a page runs it once. anywidget imports the code of every widget separately, and a
+ * page never releases a module: compiled code would accumulate with every execution of a cell.
  */
 const once = (code, key) => `const run = () => {
 const module = { exports: {} };
@@ -34,7 +34,7 @@ const { outputFiles } = await build({
   bundle: true,
   format: "cjs",
   target: "es2022",
-  loader: { ".frame.js": "text" }, // a script for a frame of its own
+  loader: { ".frame.js": "text" }, // a script that runs in its own frame
   minify: true,
   legalComments: "none",
   logLevel: "warning",

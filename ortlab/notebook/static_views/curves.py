@@ -1,4 +1,4 @@
-"""The curves of several runs as numbers, and as text with small bars."""
+"""Curves of several runs as numbers, and as text with small bars."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ CHARTS = (
     ("Throughput (samples/s)", "step", "samples_per_s"),
     ("Memory (MiB)", "step", "memory"),
 )
-"""Each with its title, what lies across, and what is drawn."""
+"""Title, x axis and y axis of each chart."""
 _MEMORY = ("cuda_allocated_bytes", "rss_bytes")
 
 
 def text(comparison: RunComparison) -> str:
-    """The curves as bars, all runs of a number in the same scale of their own, and the table."""
+    """Return the curves as bars, each on its own scale, and the table of a comparison.
+
+    Args:
+        comparison: The comparison.
+    """
     lines = []
     width = max(len(run.name) for run in comparison.runs)
     for title, across, name in CHARTS:
@@ -42,7 +46,13 @@ def text(comparison: RunComparison) -> str:
 def curve(
     recorder: Recorder, across: str, name: str
 ) -> tuple[plain_text.Values, plain_text.Values]:
-    """Where the points of a run's curve lie, and how high; those that are known."""
+    """Return the x and y values of a run's curve where both are known.
+
+    Args:
+        recorder: Recorder of the run.
+        across: X axis: "step", or any other value for the time in seconds.
+        name: Y axis: name of a column, or "memory".
+    """
     rows = recorder.rows()
     rows = plain_text.with_rates(rows, plain_text.smoothing(len(rows)))
     values = _memory(rows) if name == "memory" else rows[:, INDEX[name]]
@@ -52,7 +62,7 @@ def curve(
 
 
 def _memory(rows: Rows) -> plain_text.Values:
-    """MiB: on CUDA what torch has allocated, else the resident size."""
+    """Return the memory in MiB: torch's allocated memory on CUDA, else the resident set size."""
     for name in _MEMORY:
         values: plain_text.Values = rows[:, INDEX[name]] / plain_text.MIB
         if np.isfinite(values).any():

@@ -1,8 +1,8 @@
-"""The one thread in which matplotlib draws.
+"""The single thread in which matplotlib draws.
 
-matplotlib opens its fonts anew for every thread that draws and keeps the last 64 sets, of some
-megabytes and several files each (``matplotlib.font_manager.get_font``); every run has a thread of
-its own for its charts.
+matplotlib opens its fonts again in every thread that draws, and caches the last 64 sets, of several
+megabytes and files each (``matplotlib.font_manager.get_font``). Every run has its own thread for
+its charts, so drawing is moved to one common thread.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 THREAD: Final = "ortlab-drawing"
-"""Its name. It stays as long as the process, which does not wait for it."""
+"""Name of the thread, which lives as long as the process and does not keep it from ending."""
 
-# Not an executor, which takes nothing more once Python ends: a run's last picture is drawn then.
+# Not an executor: it rejects work during interpreter shutdown, when a run's last picture is drawn.
 _waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
 _lock = threading.Lock()
 
 
 def draws(function: Callable[P, T]) -> Callable[P, T]:
-    """Has `function` called in the thread that draws; who calls it waits."""
+    """Decorate a function so that it runs in the drawing thread while its caller waits.
+
+    Args:
+        function: The function.
+    """
 
     @functools.wraps(function)
     def draw(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -46,9 +50,13 @@ def draws(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def png(canvas: FigureCanvasAgg) -> bytes:
-    """The figure of `canvas`, which is of no use after that: its pixels go at once.
+    """Return a figure as a PNG and release its pixels; the canvas cannot be used afterwards.
 
-    Else they stay, some 15 MB, until Python's collector finds them: each label has the renderer.
+    Otherwise, about 15 MB would stay until a garbage collection, because each label refers to the
+    renderer.
+
+    Args:
+        canvas: Canvas of the figure.
     """
     out = io.BytesIO()
     canvas.figure.savefig(out, format="png", transparent=True)
@@ -67,7 +75,7 @@ def _work() -> None:
         future, draw = _waiting.get()
         try:
             future.set_result(draw())
-        except BaseException as error:  # noqa: BLE001 - it is for who waits
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
             future.set_exception(error)
-        del future, draw  # not until the next one: they hold a run
-        trim(collect=False)  # a picture takes tens of MB, and this thread does not end
+        del future, draw  # now instead of at the next picture, because they refer to a run
+        trim(collect=False)  # a picture takes tens of MB, and this thread never ends

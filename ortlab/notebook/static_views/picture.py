@@ -1,6 +1,6 @@
-"""A run as one static picture: what stays in a saved notebook and on a printed page.
+"""Static picture of a run for saved notebooks and printed pages.
 
-Drawn without pyplot, which keeps global state and is not safe in threads.
+It is drawn without pyplot, which has global state and is not thread-safe.
 """
 
 from __future__ import annotations
@@ -28,31 +28,38 @@ if TYPE_CHECKING:
 
 WIDTH_IN = 10.0
 CHART_IN = 2.4  # a row of charts with titles and labels
-BELOW_IN = 0.55  # the bar of a step's time
-LINE_IN = 0.24  # of the heading
+BELOW_IN = 0.55  # the bar with the step time
+LINE_IN = 0.24  # a line of the heading
 DPI = 192
 TEXT = "#7a7a7a"  # 4.3:1 on white, 4.4:1 on JupyterLab's dark #111111
 GRID = "#80808040"
 COLOURS = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4", "#c9a227", "#d1495b")
 FONT = 9.5
-LINE = 125  # characters that fit
+LINE = 125  # characters that fit on a line of the heading
 ERROR_LINES = 3
-CHANGES = 8  # that the heading tells of, the last ones
-CHANGE_LINES = 3  # for each
-MARKS_IN_ROW = 20  # whose numbers stand beside one another in a chart
+CHANGES = 8  # settings changes in the heading; the last ones are shown
+CHANGE_LINES = 3  # lines per change
+MARKS_IN_ROW = 20  # numbers of changes that fit side by side in a chart
 MARK_ROWS = 4
 MARK = "#8c62d9"  # 4.3:1 on white, 4.4:1 on #111111
 
 
 @draws
 def png(watched: Watched) -> bytes:
-    """The four charts, the split of a step's time, the ranks and the final numbers."""
+    """Draw the four charts, the breakdown of the step time, the ranks and the final numbers.
+
+    Args:
+        watched: The run.
+
+    Returns:
+        A PNG.
+    """
     status = watched.status()
     rows = watched.recorder.rows()
     rows = plain_text.with_rates(rows, plain_text.smoothing(len(rows)))
     changed = changes(watched.recorder)
     heading = _heading(watched, status, rows, changed)
-    # Every place is fixed, in inches from below: a layout engine draws all of it once more.
+    # All positions are fixed, in inches from the bottom: a layout engine would draw it twice.
     standing = rank_metrics.standing(watched.recorder, rank_metrics.trained_under(watched))
     below = BELOW_IN + rank_picture.height_in(standing)
     width, height = WIDTH_IN, below + 2 * CHART_IN + LINE_IN * len(heading)
@@ -79,7 +86,12 @@ def png(watched: Watched) -> bytes:
 
 
 def summary(recorder: Recorder, rows: Rows) -> str:
-    """The final numbers in one line: loss, speed, peak memory."""
+    """Return the final loss, throughput and peak memory in one line.
+
+    Args:
+        recorder: Recorder of the run.
+        rows: Its rows, with rates.
+    """
     parts = []
     if len(losses := plain_text.known(rows, "loss")):
         parts.append(f"loss {plain_text.number(losses[-1], digits=3)}")
@@ -95,7 +107,7 @@ def summary(recorder: Recorder, rows: Rows) -> str:
 def _heading(
     watched: Watched, status: Status, rows: Rows, changed: list[Change]
 ) -> list[tuple[str, str, str]]:
-    """Lines of text with their colour and weight; no line is longer than fits."""
+    """Return the lines of the heading with color and weight, truncated to the width."""
     badges, plain = " · ".join(status.badges), replace(status, badges=())
     lines = [
         (plain_text.headline(watched.title, plain), TEXT, "bold"),
@@ -109,9 +121,9 @@ def _heading(
 
 
 def _told(changed: list[Change]) -> list[str]:
-    """What the numbers at the marks stand for: the last changes, in lines that fit."""
+    """Return wrapped lines that describe the last numbered changes of settings."""
     left = len(changed) - CHANGES
-    lines = [f"changes 1 to {left} are in the run's metrics"] if left > 0 else []
+    lines = [f"changes 1 to {left}: see the run's metrics"] if left > 0 else []
     for change in changed[-CHANGES:]:
         lines += textwrap.wrap(
             f"[{change.number}] {plain_text.said(change)}",
@@ -133,7 +145,7 @@ def _write(figure: Figure, x: float, y: float, line: tuple[str, str, str]) -> No
         weight=weight,
         fontsize=FONT + 0.5,
         verticalalignment="center",
-        parse_math=False,  # names and errors are the user's: a $ is a $
+        parse_math=False,  # names and errors come from the user and may contain a $
     )
 
 
@@ -148,7 +160,7 @@ def _style(axes: Axes) -> None:
 
 
 def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
-    """One chart. A second unit gets an axis of its own on the right."""
+    """Draw one chart; a second unit has its own axis on the right."""
     axes.grid(color=GRID, linewidth=0.6)
     steps = rows[:, INDEX["step"]]
     columns = plain_text.known_columns(name, rows)
@@ -164,8 +176,8 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
             values[known],
             color=colour,
             label=column.label,
-            linewidth=1.2 if lines else 2.2,  # the first shows below one that runs on top of it
-            marker="o" if known.sum() <= 2 else None,  # a line of one point is not seen
+            linewidth=1.2 if lines else 2.2,  # the first stays visible below an equal one
+            marker="o" if known.sum() <= 2 else None,  # a line of one point is invisible
             markersize=3,
         )
     if name == "loss":
@@ -178,9 +190,9 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
             left, right = (left, shown) if index else (f"{left} ({shown})", right)
         side.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain_text.number(value)))
         if name != "loss" and lines:
-            # More room above the second: samples and tokens would lie on one another.
+            # More room above the second, as the curves of samples and tokens would coincide.
             side.set_ylim(0, (1.4 if index else 1.08) * side.dataLim.y1 or 1)
-    # With a place of their own: to find one, all of the axes are measured.
+    # With a fixed position, because finding one automatically measures all of the axes.
     axes.set_title(left, color=TEXT, fontsize=FONT + 0.5, loc="left", y=1.0)
     axes.set_title(right, color=TEXT, fontsize=FONT + 0.5, loc="right", y=1.0)
     axes.set_xlabel("step", color=TEXT, fontsize=FONT)
@@ -191,7 +203,7 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
 
 
 def _mark(axes: Axes, changed: list[Change]) -> None:
-    """A dashed line at each change with its number: lower, where it would touch the one before."""
+    """Draw a numbered dashed line at each change; numbers that would overlap are placed lower."""
     low, high = axes.get_xlim()
     ends = [-np.inf] * MARK_ROWS  # where the last number of each row ends
     for change in changed:
@@ -219,7 +231,7 @@ def _mark(axes: Axes, changed: list[Change]) -> None:
 
 
 def _unit(columns: list[Column], rows: Rows) -> str:
-    """The binary unit in which all of a chart reads well."""
+    """Return the binary unit for all memory values of a chart."""
     at = [INDEX[column.name] for column in columns]
     return "GiB" if at and np.nanmax(rows[:, at]) >= plain_text.GIB else "MiB"
 
@@ -252,7 +264,7 @@ def _evaluations(axes: Axes, recorder: Recorder) -> list[Line2D]:
 
 
 def _split(axes: Axes, rows: Rows) -> None:
-    """Where the time of a step goes: the means of the whole run, as one bar."""
+    """Draw the breakdown of the step time, averaged over the run, as one bar."""
     axes.set_axis_off()
     parts = plain_text.split(rows)
     if not parts:

@@ -1,4 +1,4 @@
-"""A run in words and small bars: for terminals, saved notebooks without pictures, and captions."""
+"""A run as text with small bars, for terminals, saved notebooks without pictures, and captions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ TITLES = {
     "memory": "Memory",
     "lr": "Learning rate",
 }
-"""The charts, in the order in which they are shown."""
+"""Titles of the charts, in order."""
 
 Values = npt.NDArray[np.float64]
-"""One column of a series."""
+"""Values of one column of a series."""
 
 
 def text(watched: Watched) -> str:
-    """The run as plain text: a headline, then a line of bars for every number that it has."""
+    """Return a run as plain text: a headline, then one line with bars per metric.
+
+    Args:
+        watched: The run.
+    """
     status = watched.status()
     rows = with_rates(watched.recorder.rows())
     lines = [headline(watched.title, status), *status.lines]
@@ -40,9 +44,9 @@ def text(watched: Watched) -> str:
     for column in (column for chart in TITLES for column in known_columns(chart, rows)):
         values = known(rows, column.name)
         if column.chart == "memory":
-            tail = f"highest {memory(float(values.max()))}"
+            tail = f"maximum {memory(float(values.max()))}"
         elif column.chart == "throughput":
-            tail = f"{number(overall(watched.recorder, column.name), digits=3)} over all"
+            tail = f"{number(overall(watched.recorder, column.name), digits=3)} overall"
         else:
             tail = f"{number(values[0])} → {number(values[-1])}"
         lines.append(f"{column.label:<20} {bars(values):<{WIDTH}} {tail}")
@@ -60,7 +64,12 @@ def text(watched: Watched) -> str:
 
 
 def headline(title: str, status: Status) -> str:
-    """One line: what runs, how far it is, how long it takes still."""
+    """Return title, state, progress, elapsed and remaining time in one line.
+
+    Args:
+        title: Title of the run.
+        status: Its status.
+    """
     parts = [title, status.state]
     if status.total_steps:
         share = status.step / status.total_steps
@@ -74,7 +83,11 @@ def headline(title: str, status: Status) -> str:
 
 
 def said(change: Change) -> str:
-    """A change of settings in one line: what, after which step, its cost, before → after."""
+    """Return a settings change in one line: step, text, cost, and its effect (before → after).
+
+    Args:
+        change: The change.
+    """
     cost = f"cost {milliseconds(1e3 * change.cost_s)}" if change.cost_s else "free"
     parts = [f"step {change.step:,}: {change.text}", cost]
     for (before, after), show, unit in (
@@ -88,7 +101,11 @@ def said(change: Change) -> str:
 
 
 def progress(watched: Watched) -> str:
-    """The headline with the newest numbers, for a terminal."""
+    """Return the headline with the latest numbers, for a terminal.
+
+    Args:
+        watched: The run.
+    """
     line = headline(watched.title, watched.status())
     last = watched.recorder.last
     if last is None:
@@ -102,12 +119,22 @@ def progress(watched: Watched) -> str:
 
 
 def known_columns(chart: str, rows: Rows) -> list[Column]:
-    """The columns of a chart that have a value in `rows`."""
+    """Return the columns of a chart that have any value.
+
+    Args:
+        chart: Name of the chart.
+        rows: Rows of the run.
+    """
     return [column for column in COLUMNS if column.chart == chart and len(known(rows, column.name))]
 
 
 def known(rows: Rows, name: str) -> Values:
-    """The values of a column that are known, in order."""
+    """Return the known values of a column, in order.
+
+    Args:
+        rows: Rows of the run.
+        name: Name of the column.
+    """
     values = rows[:, INDEX[name]]
     return values[np.isfinite(values)]
 
@@ -117,9 +144,13 @@ _AMOUNTS = [INDEX["samples"], INDEX["tokens"]]
 
 
 def with_rates(rows: Rows, window: int = 1) -> Rows:
-    """`rows` with each rate as the samples of the last `window` rows over the time of their steps.
+    """Return rows whose rates are amounts divided by time, summed over the last `window` rows.
 
-    A mean of rates, which is what rows of several merged steps have, counts quick steps too much.
+    Rows of several merged steps have a mean of rates, in which fast steps count too much.
+
+    Args:
+        rows: Rows of the run; not changed.
+        window: Number of rows.
     """
     out = rows.copy()
     time_ms = _summed(rows[:, [INDEX["step_ms"]]], window)
@@ -130,7 +161,12 @@ def with_rates(rows: Rows, window: int = 1) -> Rows:
 
 
 def overall(recorder: Recorder, rate: str) -> float:
-    """The rate of a whole run: all samples (or tokens) over the time of all steps."""
+    """Return the rate of a whole run: all samples (or tokens) divided by the time of all steps.
+
+    Args:
+        recorder: Recorder of the run.
+        rate: Name of the column: samples_per_s or tokens_per_s.
+    """
     return 1e3 * recorder.total(rate.removesuffix("_per_s")) / recorder.total("step_ms")
 
 
@@ -144,14 +180,22 @@ def _summed(values: Values, window: int) -> Values:
 
 
 def smoothing(count: int) -> int:
-    """How many of `count` rows a rate is taken over, so that a chart of it can be read."""
+    """Return the window of a rate that makes its chart readable.
+
+    Args:
+        count: Number of rows.
+    """
     return max(1, count // 50)
 
 
 def split(rows: Rows) -> dict[str, float]:
-    """Mean milliseconds of a step by part; "other" is what no part covers. Empty when unknown.
+    """Return the mean step time in milliseconds by part; empty if it is unknown.
 
-    Communication is none of them: it goes on during the others.
+    "other" is the time that no part covers. Communication is not a part, because it overlaps with
+    the others.
+
+    Args:
+        rows: Rows of the run.
     """
     columns = {column.name: column.label for column in known_columns("time", rows)}
     columns.pop("communication_ms", None)
@@ -165,7 +209,11 @@ def split(rows: Rows) -> dict[str, float]:
 
 
 def bars(values: Values) -> str:
-    """At most `WIDTH` bars from the lowest to the highest value; zero is not the base."""
+    """Return up to `WIDTH` bars, scaled from the lowest to the highest value (not from zero).
+
+    Args:
+        values: Values of a column.
+    """
     means = np.array([part.mean() for part in np.array_split(values, min(WIDTH, len(values)))])
     spread = np.ptp(means)
     if spread <= 1e-9 * np.abs(means).max():
@@ -175,7 +223,12 @@ def bars(values: Values) -> str:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Significant digits, thousands separated; no zeros at the end."""
+    """Format a number with significant digits and thousands separators, without trailing zeros.
+
+    Args:
+        value: The number.
+        digits: Number of significant digits.
+    """
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -187,23 +240,39 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def exponent(value: float) -> str:
-    """0.00005 is 5e-5."""
+    """Format a number with an exponent: 0.00005 is 5e-5.
+
+    Args:
+        value: The number.
+    """
     mantissa, _, power = f"{value:.2e}".partition("e")
     return f"{float(mantissa):g}e{int(power)}" if value else "0"
 
 
 def memory(size_bytes: float) -> str:
-    """Bytes in GiB or MiB."""
+    """Format a size in GiB or MiB.
+
+    Args:
+        size_bytes: Size in bytes.
+    """
     return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.0f} MiB"
 
 
 def milliseconds(value: float) -> str:
-    """7.25 ms, 1.2 s."""
+    """Format a time in milliseconds or seconds: 7.25 ms, 1.2 s.
+
+    Args:
+        value: Time in milliseconds.
+    """
     return f"{number(value / 1000, 3)} s" if value >= 1000 else f"{number(value, 3)} ms"
 
 
 def duration(seconds: float) -> str:
-    """7 s, 1:05, 2:03:04."""
+    """Format a duration: 7 s, 1:05, 2:03:04.
+
+    Args:
+        seconds: Duration in seconds.
+    """
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -213,5 +282,10 @@ def duration(seconds: float) -> str:
 
 
 def with_unit(value: float, column: Column) -> str:
-    """A value of a column as a person reads it."""
+    """Format a value of a column with its unit.
+
+    Args:
+        value: The value.
+        column: Its column.
+    """
     return memory(value) if column.unit == "B" else f"{number(value, 3)} {column.unit}"

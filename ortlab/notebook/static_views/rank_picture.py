@@ -1,10 +1,10 @@
-"""The ranks of a run in its static picture: a row for each, as the live charts have them."""
+"""Ranks of a run in its static picture: one row per rank, as in the live charts."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from matplotlib.patches import Rectangle
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from ortlab.metrics.recorder import Recorder
 
 ROW_IN: Final = 0.28
-HEAD_IN: Final = 0.5  # the title with its legend, and the heads of the columns
+HEAD_IN: Final = 0.5  # title with legend, and column heads
 NOTE_IN: Final = 0.22
 MARGIN_IN: Final = 0.12
 MOST: Final = 16
-"""Ranks that are drawn; a note says how many more there are."""
+"""Maximum number of ranks that are drawn; a note states how many more there are."""
 POINTS: Final = 60
-LINE: Final = 145  # letters of a note that fit
+LINE: Final = 145  # characters of a note that fit on a line
 PARTS_COLOURS: Final = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4")
 WAITED: Final = "#c9a227"
 TRACK: Final = "#808080"
 WARN: Final = "#b96410"  # 4.2:1 on white, 4.4:1 on #111111
-# Inches from the left: where a column begins, and how wide its line or bar is.
+# Left edge of each column, and widths of their lines and bars, in inches.
 NAME, LOSS, RATE, STEP, SHARE, MEMORY = 0.1, 1.45, 3.2, 4.95, 5.75, 7.5
 WIDE: Final = 0.95
 STACK: Final = 1.6
@@ -39,7 +39,11 @@ GAP: Final = 0.07
 
 
 def height_in(standing: Standing) -> float:
-    """Inches that the ranks take; 0 without any."""
+    """Return the height of the ranks in inches; 0 if there are none.
+
+    Args:
+        standing: Ranks with their latest values.
+    """
     if not standing.ranks:
         return 0.0
     return (
@@ -48,66 +52,92 @@ def height_in(standing: Standing) -> float:
 
 
 def draw(axes: Axes, standing: Standing, recorder: Recorder, *, text: str, font: float) -> None:
-    """Draws them into `axes`, an inch of whose page is 1, in letters of colour `text`."""
+    """Draw the ranks of a run into a strip of a page.
+
+    Args:
+        axes: Where to draw; a unit of its data coordinates is an inch of the page.
+        standing: Ranks with their latest values.
+        recorder: Recorder that has the ranks' curves.
+        text: Color of the letters.
+        font: Font size of the picture, in points.
+    """
     height = height_in(standing)
     axes.set_axis_off()
     axes.set_xlim(0, 10)
     axes.set_ylim(0, height)
-
-    def write(x: float, y: float, words: str, colour: str = text, weight: str = "normal") -> None:
-        axes.text(
-            x,
-            y,
-            words,
-            color=colour,
-            weight=weight,
-            fontsize=font - 0.5,
-            verticalalignment="center",
-            parse_math=False,
-        )
-
+    page = _Page(axes, text, font - 0.5)
     top = height - MARGIN_IN - 0.1
-    write(NAME, top, "Workers", weight="bold")
-    legend = [
-        *zip(PARTS.values(), PARTS_COLOURS, strict=True),
-        ("communication", WAITED),
-    ]
-    x = LOSS
-    for label, colour in legend:
-        axes.add_patch(Rectangle((x, top - 0.05), 0.1, 0.1, color=colour, linewidth=0))
-        write(x + 0.16, top, label)
-        x += 0.35 + 0.075 * len(label)
-    heads = (LOSS, "loss"), (RATE, "samples/s"), (STEP, "step"), (SHARE, "communication")
-    for x, label in (*heads, (MEMORY, "memory")):
-        write(x, top - 0.24, label)
+    _draw_heads(page, top)
     shown = standing.ranks[:MOST]
     drawn = lines(recorder, POINTS)
     most = max((rank.peak for rank in shown if math.isfinite(rank.peak)), default=0.0)
     middle = top - 0.24 - ROW_IN
     for rank, loss, rate in zip(shown, drawn.loss, drawn.samples_per_s, strict=False):
-        faint = 1.0 if rank.current and standing.until is None else 0.5
-        name = f"rank {rank.rank}"
-        write(NAME, middle, name, weight="bold")
-        if rank.remark:
-            mark = f"▲ {rank.remark}" if rank.slowest else rank.remark
-            write(NAME + 0.52, middle, mark, WARN if rank.slowest else text)
+        alpha = 1.0 if rank.current and standing.until is None else 0.5
         _line(axes, LOSS, middle, loss, drawn.loss, PARTS_COLOURS[0], from_zero=False)
         _line(axes, RATE, middle, rate, drawn.samples_per_s, PARTS_COLOURS[2], from_zero=True)
-        write(LOSS + WIDE + GAP, middle, plain_text.number(rank.loss))
-        write(RATE + WIDE + GAP, middle, plain_text.number(rank.samples_per_s, 3))
-        write(STEP, middle, milliseconds(rank.step_ms))
-        _bar(axes, SHARE, middle, WIDE, TRACK, 0.25)
-        if math.isfinite(rank.communication):
-            _bar(axes, SHARE, middle, WIDE * min(1.0, rank.communication), WAITED, faint)
-            write(SHARE + WIDE + GAP, middle, f"{rank.communication:.0%}")
-        _stack(axes, middle, rank, most, faint)
-        if math.isfinite(rank.peak):
-            write(MEMORY + STACK + GAP, middle, memory(rank.peak))
+        _draw_values(page, rank, middle, most, alpha)
         middle -= ROW_IN
     for note in _notes(standing):
         middle += (ROW_IN - NOTE_IN) / 2
-        write(NAME, middle, note)
+        page.write(NAME, middle, note)
         middle -= (ROW_IN + NOTE_IN) / 2
+
+
+class _Page(NamedTuple):
+    """Axes with the color and the font size of their letters."""
+
+    axes: Axes
+    text: str
+    size: float
+
+    def write(
+        self, x: float, y: float, words: str, color: str | None = None, weight: str = "normal"
+    ) -> None:
+        """Write one line that is vertically centered at `y`."""
+        self.axes.text(
+            x,
+            y,
+            words,
+            color=color or self.text,
+            weight=weight,
+            fontsize=self.size,
+            verticalalignment="center",
+            parse_math=False,
+        )
+
+
+def _draw_heads(page: _Page, top: float) -> None:
+    """Draw the title, the legend and the column heads."""
+    page.write(NAME, top, "Workers", weight="bold")
+    x = LOSS
+    legend = [*zip(PARTS.values(), PARTS_COLOURS, strict=True), ("communication", WAITED)]
+    for label, color in legend:
+        page.axes.add_patch(Rectangle((x, top - 0.05), 0.1, 0.1, color=color, linewidth=0))
+        page.write(x + 0.16, top, label)
+        x += 0.35 + 0.075 * len(label)
+    heads = (LOSS, "loss"), (RATE, "samples/s"), (STEP, "step"), (SHARE, "communication")
+    for x, label in (*heads, (MEMORY, "memory")):
+        page.write(x, top - 0.24, label)
+
+
+def _draw_values(page: _Page, rank: Rank, middle: float, most: float, alpha: float) -> None:
+    """Draw the name, the numbers and the bars of one rank."""
+    axes = page.axes
+    page.write(NAME, middle, f"rank {rank.rank}", weight="bold")
+    if rank.remark:
+        mark = f"▲ {rank.remark}" if rank.slowest else rank.remark
+        page.write(NAME + 0.52, middle, mark, WARN if rank.slowest else None)
+    page.write(LOSS + WIDE + GAP, middle, plain_text.number(rank.loss))
+    page.write(RATE + WIDE + GAP, middle, plain_text.number(rank.samples_per_s, 3))
+    page.write(STEP, middle, milliseconds(rank.step_ms))
+    _bar(axes, SHARE, middle, WIDE, TRACK, 0.25)
+    if math.isfinite(rank.communication):
+        _bar(axes, SHARE, middle, WIDE * min(1.0, rank.communication), WAITED, alpha)
+        page.write(SHARE + WIDE + GAP, middle, f"{rank.communication:.0%}")
+    _stack(axes, middle, rank, most, alpha)
+    if math.isfinite(rank.peak):
+        page.write(MEMORY + STACK + GAP, middle, memory(rank.peak))
 
 
 def _notes(standing: Standing) -> list[str]:
@@ -145,7 +175,7 @@ def _bar(
 
 
 def _stack(axes: Axes, middle: float, rank: Rank, most: float, faint: float) -> None:
-    """What its memory is split into; the widest of all ranks is as wide as there is room."""
+    """Draw a rank's memory by part; the largest of all ranks has the full width."""
     left = MEMORY
     for part, colour in zip(PARTS, PARTS_COLOURS, strict=True):
         size = getattr(rank, part)

@@ -1,7 +1,8 @@
-"""The outermost modules of a stage as one small picture, for saved notebooks and printed pages.
+"""Small picture of a stage's outermost modules, for saved notebooks and printed pages.
 
-Forward runs down on the left, the gradient up on the right, a module in the same row of both. What
-goes to the next row is an arrow, what skips rows an arc. The colours read well on light and dark.
+Forward runs down on the left and the gradient up on the right, with a module in the same row of
+both. Edges to the next row are arrows, edges that skip rows are arcs. The colors are readable on
+light and dark pages.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ortlab.graph.capture import Stage
 from ortlab.graph.module_tree import Module, Outline
 
 ROWS: Final = 24
-"""That a picture has, at most, where folding can do it."""
-_ENOUGH = 6  # rows, from which on only what has more than half of all nodes is unfolded
+"""Maximum number of rows of a picture, as far as folding allows."""
+_ENOUGH = 6  # from this many rows on, only modules with more than half of all nodes are unfolded
 _BOX, _HIGH, _STEP, _SIDE, _TOP = 210, 22, 34, 70, 26  # pixels
 _TEXT, _LINE = "#7a7a7a", "#8a8a8a"
 _FILL: Final[Mapping[str, str]] = {"forward": "#2f7fd0", "backward": "#d9772b"}
@@ -27,7 +28,12 @@ _LABEL = 32  # characters that fit into a box
 
 @dataclass(frozen=True)
 class Row:
-    """What a row of the picture stands for, and how many nodes of each phase it has."""
+    """A row of the picture.
+
+    Attributes:
+        label: Name of its module.
+        counts: Number of nodes by phase.
+    """
 
     label: str
     counts: Mapping[str, int]
@@ -35,9 +41,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Sketch:
-    """The picture before it is drawn: rows from above, edges between rows for each phase.
+    """Layout of the picture.
 
-    `between` counts the nodes of modules that are unfolded: they are edges here.
+    Attributes:
+        rows: Rows from top to bottom.
+        edges: Pairs of rows (source, target) by phase.
+        between: Number of nodes of unfolded modules, which are drawn as edges only.
     """
 
     rows: Sequence[Row]
@@ -46,7 +55,12 @@ class Sketch:
 
 
 def sketch(stage: Stage, outline: Outline) -> Sketch:
-    """`stage` in as many rows as are easy to take in; `outline` is of the same stage."""
+    """Lay out a stage in a readable number of rows.
+
+    Args:
+        stage: The stage.
+        outline: Outline of the same stage.
+    """
     row_of = _folded(outline)
     places: defaultdict[int, list[int]] = defaultdict(list)
     counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
@@ -71,9 +85,9 @@ def sketch(stage: Stage, outline: Outline) -> Sketch:
 
 
 def _folded(outline: Outline) -> list[int | None]:
-    """For each module the one that it is folded into; None for those that are unfolded.
+    """Return for each module the module it is folded into; None if it is unfolded.
 
-    The largest are unfolded first, those that are alike together.
+    The largest modules are unfolded first; modules of similar size are unfolded together.
     """
     modules = outline.modules
     opened: set[int] = set()
@@ -95,9 +109,10 @@ def _folded(outline: Outline) -> list[int | None]:
 
 
 def _order(groups: Mapping[int, float], edges: Collection[tuple[int, int]]) -> list[int]:
-    """The rows as forward runs through them, and where that leaves a choice by their mean place.
+    """Return the rows in topological order of forward; ties are broken by mean node index.
 
-    A module that is called again closes a circle; of a circle the first in place comes first.
+    A module that is called again creates a cycle, of which the row with the lowest mean comes
+    first.
     """
     order: list[int] = []
     left = set(groups)
@@ -109,22 +124,26 @@ def _order(groups: Mapping[int, float], edges: Collection[tuple[int, int]]) -> l
 
 
 def _label(module: Module) -> str:
-    """ "layer.0" says more than "0"."""
+    """Return a module's name, with its parent's if it is a number: "layer.0" instead of "0"."""
     parts = module.path.split(".")
     return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:]) or "the model"
 
 
 def svg(picture: Sketch) -> str:
-    """The picture as SVG, about 600 pixels wide."""
+    """Return a picture as SVG, about 600 pixels wide.
+
+    Args:
+        picture: Layout of the picture.
+    """
     phases = [
         phase for phase in ("forward", "backward") if any(r.counts[phase] for r in picture.rows)
     ]
     left = {phase: _SIDE + i * (_BOX + 36) for i, phase in enumerate(phases)}
-    width = _SIDE + max(len(phases), 2) * (_BOX + 36) - 36 + _SIDE  # room for the words below too
+    width = _SIDE + max(len(phases), 2) * (_BOX + 36) - 36 + _SIDE  # room for the text below too
     height = _TOP + _STEP * len(picture.rows) + (16 if picture.between else 0)
     parts = []
     if picture.between:
-        words = f"{picture.between:,} more nodes lie between these modules"
+        words = f"{picture.between:,} more nodes between these modules"
         parts.append(_text(_SIDE, height - 6, words, "start"))
     for phase in phases:
         x = left[phase]

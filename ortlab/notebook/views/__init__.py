@@ -1,1 +1,1 @@
-"""Live views: widgets of runs, graphs, settings and searches."""
+"""Live views: widgets for runs, graphs, settings and searches."""

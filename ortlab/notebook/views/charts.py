@@ -1,4 +1,4 @@
-"""A run as live charts in the notebook, and as text where there is no notebook."""
+"""Live charts of a run in a notebook, and progress as text elsewhere."""
 
 from __future__ import annotations
 
@@ -32,22 +32,31 @@ if TYPE_CHECKING:
 
 
 UNHEARD = 128
-"""Updates until the whole is sent again to a browser that was never heard."""
+"""Updates between two whole series for a browser that has never sent a message."""
 PRINT_EVERY_S = 5.0
-"""Between two lines of progress in a terminal."""
+"""Time between two lines of progress in a terminal."""
 SETTLE_S = 20.0
-"""That a cell waits for the picture of a run that ended in it."""
+"""Maximum time that a cell waits for the picture of a run that ended in it."""
 KEPT = 8
-"""Views of runs that are over."""
+"""Number of views of ended runs that stay open."""
 PICTURE_WIDTH = 960
-"""Of the static picture on a page, in pixels of the page."""
+"""Width of the static picture, in CSS pixels."""
 
 
 class RunView(anywidget.AnyWidget):
-    """The live charts of one run with its progress, state, buttons and, folded, its panel.
+    """Live charts of a run, with its progress, state, buttons and a collapsed settings panel.
 
-    It follows the run until that is over; a browser that opens it later gets the whole series.
-    RuntimeError where the package was installed without its JavaScript.
+    It follows the run until it ends; a browser that opens it later receives the whole series.
+
+    Args:
+        watched: The run.
+        finish: Called with the view after the last update.
+
+    Attributes:
+        pump: Thread that sends the updates.
+
+    Raises:
+        RuntimeError: If the package was installed without its JavaScript.
     """
 
     _esm = traitlets.Unicode().tag(sync=True)
@@ -62,17 +71,15 @@ class RunView(anywidget.AnyWidget):
     def __init__(
         self, watched: Watched, *, finish: Callable[[RunView], None] = lambda _: None
     ) -> None:
-        from ortlab.notebook.views.panel import (
-            panel_of,  # all of torch and the engines, for a run alone
-        )
+        from ortlab.notebook.views.panel import panel_of  # heavy: torch
 
         self._watched = watched
         self._feed = Feed(watched)
         self._ranks = RankFeed(watched)
         self._panel = panel_of(watched)
-        self._asked = threading.Event()  # a browser asks for the whole series
-        self._heard = False  # a browser has ever asked
-        self._ended = threading.Event()  # the run is over and the pump has sent its last
+        self._asked = threading.Event()  # a browser has requested the whole series
+        self._heard = False  # whether any browser has ever requested it
+        self._ended = threading.Event()  # the run has ended and the pump is sending its last update
         self._sending = threading.Lock()
         self._updates = 0
         super().__init__(
@@ -86,17 +93,21 @@ class RunView(anywidget.AnyWidget):
         self.pump = Pump(watched, self._send_fresh, self._finish)
 
     def close(self) -> None:
-        """Closes the charts in every browser; the run goes on."""
-        if hasattr(self, "pump"):  # ipywidgets closes what its constructor has not finished, too
+        """Close the charts in every browser; the run continues."""
+        if hasattr(self, "pump"):  # ipywidgets also closes widgets whose constructor has failed
             self.pump.close()
         super().close()
 
     def follows(self, watched: Watched) -> bool:
-        """Whether these are charts of `watched` that still go on."""
+        """Return whether these charts show a run and are still being updated.
+
+        Args:
+            watched: The run.
+        """
         return self._watched is watched and not self.pump.join(0)
 
     def _receive(self, _: RunView, content: dict[str, Any], __: list[bytes]) -> None:
-        """A click or a greeting. Runs in the kernel's own thread, so it only sets events."""
+        """Handle a message of a browser; runs in the kernel's thread, so it only sets events."""
         actions = {
             "pause": self._watched.pause,
             "resume": self._watched.resume,
@@ -109,11 +120,11 @@ class RunView(anywidget.AnyWidget):
         elif self._panel is not None:
             self._panel.receive(content)
         self.pump.wake()
-        if self._ended.is_set():  # the pump sends no more
+        if self._ended.is_set():  # the pump has stopped
             self._send_fresh()
 
     def _follow_advice(self) -> None:
-        from ortlab.training.run import Run
+        from ortlab.training.run import Run  # heavy: torch
 
         if isinstance(self._watched, Run):
             self._watched.resume(**self._watched.advice)
@@ -138,10 +149,11 @@ class RunView(anywidget.AnyWidget):
             self.send(update.content, [update.rows] if update.rows else None)
 
     def _unheard(self) -> bool:
-        """Whether it is time to send the whole unasked.
+        """Return whether to send the whole series without a request.
 
-        While a cell runs that does not await, the kernel hears no browser, which may load these
-        charts at any time: after 1, 2, 4, ... updates, and then every half minute or so.
+        While a cell runs without awaiting, the kernel receives no messages, but a browser may load
+        the charts at any time. The series is sent after 1, 2, 4, ... updates, then about every half
+        minute.
         """
         return not self._heard and (
             self._updates % UNHEARD == 0 or self._updates & (self._updates - 1) == 0
@@ -151,11 +163,11 @@ class RunView(anywidget.AnyWidget):
         self._asked.clear()
         update = self._feed.whole()
         self.send(update.content, [update.rows])
-        if self.ranks:  # whatever was lost, these may have been
+        if self.ranks:  # the lost message may have been theirs
             self.send_state(["ranks", "rank_notes"])
 
     def _set_traits(self, *, last: bool = False) -> None:
-        """What panel and ranks show, which goes to every page that has these charts."""
+        """Update the traits of panel and ranks, which every open page receives."""
         news = self._panel.news() if self._panel is not None else {}
         for name, value in (news | self._ranks.news(now=last)).items():
             setattr(self, name, value)
@@ -164,22 +176,32 @@ class RunView(anywidget.AnyWidget):
         self._ended.set()
         with self._sending:
             self._set_traits(last=True)
-            self._send_whole()  # the final state twice: front ends may lose a message
+            self._send_whole()  # the final state again, because front ends may lose a message
         self._then(self)
 
 
 def show(watched: Watched) -> None:
-    """Shows a run in the cell that is running: live charts, and when it is over a static picture.
+    """Show a run in the running cell: live charts while it runs, then a static picture.
 
-    The picture takes the charts' place, so that a saved notebook, an HTML page and a printed one
-    have it; `view` gives the charts back. The picture also goes to the run's folder, where it has
-    one, as ``charts.png``. Without a notebook, progress is printed as lines of text.
+    The picture replaces the charts, so that a saved notebook, an HTML page and a printed one have
+    it; `view` shows the charts again. If the run has a folder, the picture is also saved there as
+    ``charts.png``. Without a notebook, progress is printed as lines of text.
+
+    Args:
+        watched: The run.
     """
     follow(watched)
 
 
 def follow(watched: Watched) -> Live | None:
-    """Does what `show` does and returns what goes on by itself; None when the run is over."""
+    """Show a run like `show`.
+
+    Args:
+        watched: The run.
+
+    Returns:
+        The live view, or None if the run has already ended.
+    """
     shell = get_ipython()
     in_notebook = getattr(shell, "kernel", None) is not None
     if watched.over():
@@ -193,10 +215,16 @@ def follow(watched: Watched) -> Live | None:
 
 
 class Live:
-    """A run that is shown while it goes on, until `close`.
+    """View of an active run, until `close`.
 
-    It keeps the cell in which the run ends open until its last picture is out: whoever executes a
-    notebook without a browser (nbclient) reads no output after the last cell.
+    The cell in which the run ends waits for the last picture, because nbclient, which executes
+    notebooks without a browser, reads no output after the last cell.
+
+    Args:
+        shell: IPython's shell, or None.
+        watched: The run.
+        pump: Thread that updates the view.
+        stop: Called if the view is closed before the run ends.
     """
 
     def __init__(
@@ -211,11 +239,11 @@ class Live:
             shell.events.register("post_run_cell", self._settle)
 
     def over(self) -> bool:
-        """Whether the last update was sent and nothing is left to wait for."""
+        """Return whether the last update was sent and no cell waits for it."""
         return self._pump.join(0) and not self._registered
 
     def close(self) -> None:
-        """Shows no more of the run, which goes on. Twice is fine."""
+        """Stop showing the run, which continues. Idempotent."""
         self._unregister()
         if not self._pump.join(0):
             self._pump.close()
@@ -234,24 +262,36 @@ class Live:
 
 
 def view(watched: Watched) -> RunView:
-    """The interactive charts of a run, also when it is over; they live as long as the kernel."""
+    """Return the interactive charts of an active or ended run; they live as long as the kernel.
+
+    Args:
+        watched: The run.
+    """
     return RunView(watched)
 
 
 def picture(watched: Watched) -> bytes:
-    """The charts of a run as a PNG that reads well on light and dark pages."""
-    from ortlab.notebook.static_views.picture import png  # matplotlib takes half a second to load
+    """Draw the charts of a run as a PNG that is readable on light and dark pages.
+
+    Args:
+        watched: The run.
+    """
+    from ortlab.notebook.static_views.picture import png  # heavy: matplotlib
 
     return png(watched)
 
 
 def text(watched: Watched) -> str:
-    """The run as plain text, with small bars."""
+    """Return a run as plain text, with small bars.
+
+    Args:
+        watched: The run.
+    """
     return plain_text.text(watched)
 
 
 def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
-    """Displays the live charts; returns their pump and what to do when that is closed early."""
+    """Display the live charts; return their pump and a function to call if it closes early."""
     place = PLACE.get()
     display_id = place or uuid.uuid4().hex
 
@@ -266,7 +306,7 @@ def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
         close_all(live)
 
     def leave() -> None:
-        """No page has these any more. A run's last ones go on: they make its picture."""
+        """Close charts that no page shows, except the last ones of a run: they make its picture."""
         others = (each for each in _views if each is not live and each.follows(watched))
         if watched.over() or any(others):
             close_all(live)
@@ -281,30 +321,30 @@ def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
 
 
 _views: weakref.WeakSet[RunView] = weakref.WeakSet()
-"""Those that cells have shown."""
+"""Views that cells have shown."""
 _kept: deque[RunView] = deque()
-"""Views whose run is over: a page that was loaded again meanwhile still shows them."""
+"""Views of ended runs, which stay open for pages that were reloaded in the meantime."""
 
 
 def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
-    """Displays the picture; in the place of the display `replacing`, where one is given."""
+    """Display the picture; if `replacing` is given, it replaces the display of that id."""
     image = picture(watched)
     data = {"image/png": image, "text/plain": text(watched)}
     metadata = {"image/png": {"width": PICTURE_WIDTH}}
     if replacing is None:
         publish(data, metadata, uuid.uuid4().hex)
     else:
-        # In the name of the cell that is running now, not of the one that was when this thread
-        # began: nbclient takes no other output. Where it goes, only the display's id says.
+        # Published for the cell that runs now, not for the one that started this thread, because
+        # nbclient accepts no other output. The display id alone determines where it is shown.
         contextvars.Context().run(publish, data, metadata, replacing, update=True)
-    # After it is on the page: a busy disk takes seconds.
+    # After it is displayed: writing to a busy disk can take seconds.
     folder = getattr(watched, "folder", None)
-    if folder is not None and not isinstance(watched, SavedRun):  # which may be no one's to change
+    if folder is not None and not isinstance(watched, SavedRun):  # its folder may be read-only
         write_private(Path(folder, "charts.png"), image)
 
 
 def _print(watched: Watched) -> tuple[Pump, Callable[[], None]]:
-    shown: list[Any] = [None, -math.inf]  # the state, and when it was printed
+    shown: list[Any] = [None, -math.inf]  # the last state, and when it was printed
 
     def draw() -> None:
         state, now = watched.status().state, time.monotonic()

@@ -1,9 +1,9 @@
-"""How long a cell's views live: until it runs again or is deleted, when no page shows them.
+"""Lifetime of a cell's views: they are closed when the cell runs again or is deleted.
 
-By itself a widget lives as long as its kernel, and with it the graph or the run that it shows.
-A front end says in which cell code runs, and which cells are gone (``cellId`` and ``deletedCells``
-in the metadata of Jupyter's execute_request: JupyterLab, Notebook 7, VS Code); where it does not,
-views stay.
+Otherwise a widget, and the graph or run that it shows, would live as long as its kernel.
+JupyterLab, Notebook 7 and VS Code send the id of the running cell and the ids of deleted cells
+(``cellId`` and ``deletedCells`` in the metadata of Jupyter's execute_request). With other front
+ends, views are not closed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ _of_cells: dict[str, list[Callable[[], object]]] = {}
 
 
 def ends_with_cell(close: Callable[[], object]) -> None:
-    """Has `close` called once what the running cell shows is no longer on a page."""
+    """Register a function that is called when the running cell runs again or is deleted.
+
+    Args:
+        close: Closes a view of the cell.
+    """
     if cell := _metadata().get("cellId"):
         _of_cells.setdefault(cell, []).append(close)
 
 
 def cell_begins(_: object = None) -> None:
-    """Closes what the running cell showed the last time, and what deleted ones did."""
+    """Close the views of the running cell's last execution and of deleted cells."""
     metadata = _metadata()
     for cell in (metadata.get("cellId"), *metadata.get("deletedCells", ())):
         for close in _of_cells.pop(cell, ()):
@@ -34,13 +38,17 @@ def cell_begins(_: object = None) -> None:
 
 
 def close_all(widget: Widget) -> None:
-    """Closes a widget with its layout, its style and all that is in it. Twice is fine."""
+    """Close a widget with its layout, its style and its children. Idempotent.
+
+    Args:
+        widget: The widget.
+    """
     for part in _parts(widget):
         part.close()
 
 
 def _parts(widget: Widget) -> Iterator[Widget]:
-    from ipywidgets import Widget  # not for every ``%load_ext``
+    from ipywidgets import Widget  # heavy: ipywidgets, at every ``%load_ext``
 
     for name in ("children", "layout", "style"):
         value = getattr(widget, name, ())

@@ -1,6 +1,6 @@
-"""Runs compared in the notebook: their curves in one picture, and the table of what differs.
+"""View of a comparison of runs: their curves in one picture, and a table of their differences.
 
-Drawn without pyplot, as `picture` is.
+The picture is drawn without pyplot, like `picture`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ COLOURS = (
     *("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4"),
     *("#c9a227", "#d1495b", "#4aa5b5", "#8c8c8c"),
 )
-"""One for each of the runs, in their order."""
+"""One color per run, in order."""
 WIDTH_IN, CHART_IN, LEGEND_IN = 10.0, 2.5, 0.32
-_ACROSS = 4  # names of runs beside one another in the legend
+_ACROSS = 4  # names of runs per row of the legend
 
 
 def bundle(comparison: RunComparison) -> tuple[dict[str, str], dict[str, Any]]:
-    """What a cell shows of it: a page with the picture and the table, and both as text."""
+    """Return the MIME bundle of a comparison, with HTML and text, and its metadata.
+
+    Args:
+        comparison: The comparison.
+    """
     address = "data:image/png;base64," + base64.b64encode(png(comparison)).decode()
     alt = html.escape("Curves of " + ", ".join(run.name for run in comparison.runs))
     picture = f'<img src="{address}" alt="{alt}" style="width: 960px; max-width: 100%">'
@@ -43,7 +47,11 @@ def bundle(comparison: RunComparison) -> tuple[dict[str, str], dict[str, Any]]:
 
 @draws
 def png(comparison: RunComparison) -> bytes:
-    """Four charts, a run a colour: loss by step and by time, throughput, memory."""
+    """Draw loss by step and by time, throughput and memory as a PNG, with one color per run.
+
+    Args:
+        comparison: The comparison.
+    """
     names = [run.name for run in comparison.runs]
     legend = LEGEND_IN * (1 + (len(names) - 1) // _ACROSS)
     height = 2 * CHART_IN + legend
@@ -73,7 +81,7 @@ def png(comparison: RunComparison) -> bytes:
             borderaxespad=0.2,
         )
         for text in named.get_texts():
-            text.set_parse_math(False)  # names are the user's: a $ is a $
+            text.set_parse_math(False)  # names come from the user and may contain a $
     return drawing.png(canvas)
 
 
@@ -87,7 +95,7 @@ def _draw(axes: Axes, title: str, across: str, name: str, comparison: RunCompari
             values,
             color=colour,
             linewidth=1.5,
-            marker="o" if len(values) <= 2 else None,  # a line of one point is not seen
+            marker="o" if len(values) <= 2 else None,  # a line of one point is invisible
             markersize=3,
         )
         if name == "loss" and across == "step":
@@ -106,7 +114,7 @@ def _draw(axes: Axes, title: str, across: str, name: str, comparison: RunCompari
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(GRID)
-    told = f"{title}, held out dashed" if name == "loss" and across == "step" else title
+    told = f"{title}, evaluation dashed" if name == "loss" and across == "step" else title
     axes.set_title(told, color=TEXT, fontsize=FONT + 0.5, loc="left", y=1.0)
     axes.set_xlabel(across, color=TEXT, fontsize=FONT)
     if name != "loss" and axes.dataLim.y1 > 0:

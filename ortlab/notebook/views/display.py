@@ -1,4 +1,4 @@
-"""How views get onto a page: their bundled JavaScript and the displays of a cell."""
+"""Display of views: their bundled JavaScript and a cell's displays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ PLACE: contextvars.ContextVar[str | None] = contextvars.ContextVar("place", defa
 
 @contextlib.contextmanager
 def shown_in(display_id: str) -> Iterator[None]:
-    """What is shown meanwhile takes the place of the display of this id."""
+    """Replace a display with what is shown inside the `with` block.
+
+    Args:
+        display_id: Id of the display.
+    """
     token = PLACE.set(display_id)
     try:
         yield
@@ -33,14 +37,28 @@ def shown_in(display_id: str) -> Iterator[None]:
 def publish(
     data: dict[str, Any], metadata: dict[str, Any], display_id: str, *, update: bool = False
 ) -> None:
-    """Displays `data`, in the place of the display of this id with `update`."""
+    """Display data in the running cell.
+
+    Args:
+        data: MIME bundle.
+        metadata: Metadata of the bundle.
+        display_id: Id of the display.
+        update: Whether to replace an earlier display of that id.
+    """
     publish_display_data(  # type: ignore[no-untyped-call]
         data, metadata, transient={"display_id": display_id}, update=update
     )
 
 
 def bundled(name: str) -> str:
-    """What the build hook made; RuntimeError says how to make it."""
+    """Return the text of a bundled file.
+
+    Args:
+        name: Name of the file.
+
+    Raises:
+        RuntimeError: If the build hook has not made it.
+    """
     try:
         return (STATIC / name).read_text(encoding="utf-8")
     except FileNotFoundError:

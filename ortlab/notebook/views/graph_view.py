@@ -1,7 +1,8 @@
-"""The graphs of a model in the notebook: netron's drawing, an outline of the modules, a search.
+"""View of a model's graphs: netron's drawing, an outline of the modules, and a search.
 
-The kernel's side of the view: what is told of a stage, once, compressed. The browser's side is
-js/src/graphview.js, which folds, colours and searches by itself: the kernel may be training.
+This is the kernel's side, which sends each stage once, compressed. The browser's side is
+js/src/graphview.js, which folds, colors and searches on its own, because the kernel may be busy
+training.
 """
 
 from __future__ import annotations
@@ -29,23 +30,31 @@ from ortlab.notebook.views import netron
 from ortlab.notebook.views.closing import close_all, ends_with_cell
 
 STATIC = Path(__file__).parents[1] / "static"
-# A widget that is gone leaves a line of JupyterLab's, in the output before that of the picture.
+# For a closed widget, JupyterLab shows an error line in the output before the picture's: hide it.
 _NO_DEAD_LINE = (
     '<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child [data-ortlab-still="{mark}"])'
     ":not(:has(.ortlab-graph)) {{display: none}}</style>"
 )
 ATTRIBUTE = 200
-"""Characters of an attribute's value that are shown."""
+"""Maximum length of an attribute's value."""
 
 
 class GraphView(anywidget.AnyWidget):
-    """Forward and gradient side by side, with the outline below.
+    """Forward and gradient graphs side by side, with the outline below.
 
-    It shows the stage called ``stage``, or the one that trains, and offers the others. Bytes are
-    told for ``graphs.sizes``, and the figures of ``graphs.measured``. Modules are folded until the
-    drawing is easy to take in, or with ``folded=False`` not at all. ``still`` is the mark of a
-    picture on the page that the view takes the place of. RuntimeError where the package was
-    installed without its JavaScript.
+    Bytes are computed for ``graphs.sizes``, and times come from ``graphs.measured``.
+
+    Args:
+        graphs: Graphs of a model.
+        stage: Name of the stage to show first; by default `main_stage`. The view offers the others.
+        folded: Whether to fold modules until the drawing is small enough to read.
+        still: Mark of the static picture that this view hides.
+
+    Attributes:
+        outline: Outline of the stage that is shown.
+
+    Raises:
+        RuntimeError: If the package was installed without its JavaScript.
     """
 
     _esm = traitlets.Unicode().tag(sync=True)
@@ -70,7 +79,7 @@ class GraphView(anywidget.AnyWidget):
         self.on_msg(self._receive)
 
     def tell(self) -> None:
-        """Sends the nodes after the modules, which are on the page by then."""
+        """Send the nodes; the page has the modules by then."""
         told = json.dumps(tell(self._graphs, self.outline), separators=(",", ":"))
         self.graph = gzip.compress(told.encode(), 3, mtime=0)
 
@@ -94,11 +103,16 @@ class GraphView(anywidget.AnyWidget):
 
 
 def show(graphs: Graphs, *, stage: str | None = None, folded: bool = True) -> None:
-    """Shows the view in the cell that is running; the arguments are those of `GraphView`.
+    """Show the graphs of a model in the running cell.
 
-    With it go a picture and the outline, which a page shows that has no kernel: a saved notebook,
-    an HTML page, a printed one. They are an output of their own, since JupyterLab shows no other
-    form of a widget that is gone; the living view hides them.
+    A picture and the outline are displayed too, for pages without a kernel: a saved notebook, an
+    HTML page, a printed one. They are a separate output, because JupyterLab shows no other form of
+    a closed widget; the live view hides them.
+
+    Args:
+        graphs: Graphs of a model.
+        stage: Name of the stage to show first; by default `main_stage`.
+        folded: Whether to fold modules until the drawing is small enough to read.
     """
     mark = uuid.uuid4().hex
     stage = stage or main_stage(graphs)
@@ -115,10 +129,10 @@ def show(graphs: Graphs, *, stage: str | None = None, folded: bool = True) -> No
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Keeps Python's collector away for the moment in which hundreds of thousands of objects arise.
+    """Disable garbage collection while hundreds of thousands of objects are created.
 
-    All of them stay, and each time it would look through all of torch's as well: a third of the
-    time for ten thousand nodes.
+    All of them stay alive, and each collection would also scan torch's objects, which takes a third
+    of the time for ten thousand nodes.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -130,9 +144,14 @@ def _without_collections() -> Iterator[None]:
 
 
 def still(graphs: Graphs, outline: Outline, mark: str = "") -> dict[str, str]:
-    """The folded graph as a picture, with the outline: what a page without a kernel has.
+    """Return the MIME bundle for pages without a kernel: the folded graph and the outline.
 
-    As an image in HTML, since JupyterLab shows no bare SVG in a notebook that is not trusted.
+    The picture is an image in HTML, because JupyterLab shows no plain SVG in untrusted notebooks.
+
+    Args:
+        graphs: Graphs of a model.
+        outline: Outline of the stage.
+        mark: Mark by which the live view finds and hides it.
     """
     picture = sketch.svg(sketch.sketch(graphs.stage(outline.name), outline))
     address = "data:image/svg+xml;base64," + base64.b64encode(picture.encode()).decode()
@@ -146,12 +165,21 @@ def still(graphs: Graphs, outline: Outline, mark: str = "") -> dict[str, str]:
 
 
 def main_stage(graphs: Graphs) -> str:
-    """The gradient graph where there is one, for it has all: forward, backward, their modules."""
+    """Return the gradient stage, which has both forward and backward, or else the first stage.
+
+    Args:
+        graphs: Graphs of a model.
+    """
     return next(name for name in ("gradient", *graphs.stages) if name in graphs.stages)
 
 
 def outline_of(graphs: Graphs, stage: str) -> Outline:
-    """The outline of a stage, with the sizes of the last call and the time that was measured."""
+    """Return the outline of a stage, with the sizes of the last call and the measured times.
+
+    Args:
+        graphs: Graphs of a model.
+        stage: Name of the stage.
+    """
     return Outline(
         graphs.stage(stage),
         exported=graphs.stages.get("exported"),
@@ -165,7 +193,12 @@ def _publish(data: dict[str, Any], metadata: dict[str, Any]) -> None:
 
 
 def tell_modules(graphs: Graphs, outline: Outline) -> dict[str, Any]:
-    """What the browser needs to show the outline."""
+    """Return the data that the browser needs to show the outline.
+
+    Args:
+        graphs: Graphs of a model.
+        outline: Outline of the stage.
+    """
     return {
         "model": graphs.model or "the model",
         "stage": outline.name,
@@ -179,9 +212,13 @@ def tell_modules(graphs: Graphs, outline: Outline) -> dict[str, Any]:
 
 
 def tell(graphs: Graphs, outline: Outline) -> dict[str, Any]:
-    """What the browser needs besides to draw the outline's stage.
+    """Return the other data that the browser needs to draw the outline's stage.
 
-    Nodes and tensors are known by their place; those of forward come first, `split` of them.
+    Nodes and tensors are identified by index; the first `split` nodes belong to forward.
+
+    Args:
+        graphs: Graphs of a model.
+        outline: Outline of the stage.
     """
     shown = graphs.stage(outline.name)
     exported = graphs.stages.get("exported")
@@ -231,10 +268,15 @@ def tell(graphs: Graphs, outline: Outline) -> dict[str, Any]:
 
 
 def fused(stage: Stage, exported: Stage | None) -> list[int]:
-    """The places of the nodes that ORT put in for several others, and of those of their gradients.
+    """Return the indices of nodes that ORT fused from several others, and of their gradients.
 
-    In forward these are operators that the export does not have, or without the export ORT's own;
-    the gradient has operators of its own in any case.
+    In forward, these are operators that the exported graph does not have, or, without an exported
+    graph, operators of ORT's own domain. The gradient always has operators of its own, so its nodes
+    count by name or by the forward node they belong to.
+
+    Args:
+        stage: The stage.
+        exported: The exported stage, if there is one.
     """
     found: dict[str, int] = {}
     for i, node in enumerate(stage.nodes):
@@ -276,7 +318,7 @@ def _value(attribute: onnx.AttributeProto) -> str:
 
 
 def _kind(stage: Stage, tensor: str) -> str:
-    """The name of a tensor's element type, or nothing where the graph does not tell."""
+    """Return the name of a tensor's element type; empty if the graph does not specify it."""
     kind, _ = stage.tensors.get(tensor, (onnx.TensorProto.UNDEFINED, ()))
     return onnx.TensorProto.DataType.Name(kind).lower() if kind else ""
 
@@ -285,7 +327,7 @@ def _categories() -> Mapping[str, str]:
     try:
         return netron.categories()
     except netron.Unusable:
-        return {}  # colours only; the view says by itself that netron cannot be used
+        return {}  # they only set colors; the view itself reports that netron cannot be used
 
 
 def _bundled(name: str) -> str:

@@ -1,7 +1,7 @@
-"""The history in the notebook: a table to sort and search, live for the runs that go on.
+"""View of the history: a table to sort and search, with live rows for active runs.
 
-The browser's side is js/src/history.js. With the table goes the same as plain HTML, in an output of
-its own, which a saved notebook, an HTML page and a printed one have; the living table hides it.
+The browser's side is js/src/history.js. The same table is also displayed as plain HTML in a
+separate output for saved notebooks, HTML pages and printed ones; the live table hides it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ortlab.settings import RUN_SORTS
 if TYPE_CHECKING:
     from ortlab.history.entry import RunEntry
 
-# A widget that is gone leaves a line of JupyterLab's, in the output before that of the table.
+# For a closed widget, JupyterLab shows an error line in the output before the table's: hide it.
 _NO_DEAD_LINE = (
     '<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child [data-ortlab-still="{mark}"])'
     ":not(:has(.ortlab-history)) {{display: none}}</style>"
@@ -33,9 +33,14 @@ _NO_DEAD_LINE = (
 
 
 class HistoryView(anywidget.AnyWidget):
-    """The table. ``still`` is the mark of the plain one that it takes the place of.
+    """Live table of runs.
 
-    RuntimeError where the package was installed without its JavaScript.
+    Args:
+        history: Runs to show.
+        still: Mark of the static table that this one hides.
+
+    Raises:
+        RuntimeError: If the package was installed without its JavaScript.
     """
 
     _esm = traitlets.Unicode().tag(sync=True)
@@ -66,25 +71,29 @@ class HistoryView(anywidget.AnyWidget):
         )
 
     def refresh(self) -> None:
-        """Tells the page how the runs of this process stand now."""
+        """Send the current state of this process's runs to the page."""
         self.live = [_row(entry, live=entry.at_work) for entry in living_entries(self._history.own)]
 
 
 class _Runs:
-    """What ends when the last of the runs does."""
+    """All runs of this process, which end when the last one does."""
 
     def __init__(self, history: History) -> None:
         self._own = history.own
 
     def over(self) -> bool:
-        """Whether all are over."""
+        """Return whether all runs have ended."""
         return all(run.over() for run in self._own)
 
 
 def show(history: History) -> Live | None:
-    """Shows the table in the cell that is running; what keeps it up to date, where a run goes on.
+    """Show the history in the running cell, as a static table if the JavaScript is missing.
 
-    Where there is no JavaScript for it, it is the plain table.
+    Args:
+        history: Runs to show.
+
+    Returns:
+        The live view that updates the table, or None if this process has no runs in it.
     """
     mark = uuid.uuid4().hex
     try:
@@ -103,7 +112,7 @@ def show(history: History) -> Live | None:
 
     def finish() -> None:
         view.refresh()
-        # In the name of the cell that is running now, as `charts` does.
+        # Published for the cell that runs now; see `charts._publish_picture`.
         contextvars.Context().run(publish, _page(history.now(), mark), {}, mark, update=True)
 
     pump = Pump(_Runs(history), view.refresh, finish)
@@ -116,7 +125,7 @@ def _plain(history: History) -> dict[str, str]:
 
 
 def _page(history: History, mark: str) -> dict[str, str]:
-    """The table that is hidden while the living one is there."""
+    """Return the static table, which the live one hides."""
     plain = _plain(history)
     inside = f'<div data-ortlab-still="{mark}">{plain["text/html"]}</div>'
     return {**plain, "text/html": _NO_DEAD_LINE.format(mark=mark) + inside}

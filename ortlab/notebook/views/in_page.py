@@ -1,7 +1,7 @@
-"""An exported model in the notebook's page: onnxruntime as WebAssembly, beside the kernel's own.
+"""View that runs an exported model in the browser, with onnxruntime compiled to WebAssembly.
 
-The browser's side is js/src/inpage.js, which documents the messages. The page gets onnxruntime and
-the model over the notebook's own connection; nothing is fetched and no port is opened.
+The browser's side is js/src/inpage.js, which documents the messages. The page receives onnxruntime
+and the model over the notebook's own connection; nothing is fetched and no port is opened.
 """
 
 from __future__ import annotations
@@ -22,17 +22,22 @@ from ortlab.notebook.views import display
 
 MOST_BYTES: Final = 64 * 2**20
 _MOST_VALUES: Final = 250_000
-"""Of outputs, all together: JupyterLab drops what comes faster than that."""
+"""Maximum number of output values: JupyterLab drops messages above its rate limit."""
 _SIZES: Final = {"batch": 1}
 _SIZE: Final = 8
 _WASM: Final = "ort-wasm-simd-threaded.wasm.gz"
 
 
 class InPage(anywidget.AnyWidget):
-    """Fields for the inputs of `exported`, a button, both sides' outputs and the time they took.
+    """Form for an exported model's inputs, with the outputs and times of browser and kernel.
 
-    `form` is the file: fp32, fp16 or int8. ValueError for a model that a page cannot take,
-    RuntimeError where ortlab was installed without onnxruntime's WebAssembly.
+    Args:
+        exported: The export.
+        form: Precision: fp32, fp16 or int8; None for full precision.
+
+    Raises:
+        ValueError: If a browser cannot run the model.
+        RuntimeError: If ortlab was installed without onnxruntime's WebAssembly.
     """
 
     _esm = traitlets.Unicode().tag(sync=True)
@@ -46,9 +51,11 @@ class InPage(anywidget.AnyWidget):
         chosen = exported.forms[0] if form is None else exported[form]
         foreign = [p for p in (*exported.inputs, *exported.outputs) if not snippets.in_browser(p)]
         if foreign:
-            raise ValueError(f"JavaScript has no numbers for {foreign[0]}; convert it in forward")
+            raise ValueError(
+                f"JavaScript has no array type for {foreign[0]}; convert it in forward"
+            )
         file = exported.path / chosen.file
-        _check_size(file, [file])  # before it is read at all
+        _check_size(file, [file])  # before it is read
         weights.check_places(file)
         _check_size(file, weights.files(file))
         super().__init__(
@@ -61,16 +68,16 @@ class InPage(anywidget.AnyWidget):
         self.on_msg(self._receive)
 
     def _repr_mimebundle_(self, **chosen: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The form, and for a page without a kernel or a terminal the table of the export."""
+        """Return the widget, with the export's table for terminals and pages without a kernel."""
         data, metadata = super()._repr_mimebundle_(**chosen) or ({}, {})
         told = {"text/plain": repr(self._exported), "text/html": self._exported._repr_html_()}
         return {**data, **told}, metadata
 
     def _receive(self, _: InPage, content: dict[str, Any], __: list[bytes]) -> None:
-        """Runs what the page ran; what it cannot is told there, and nothing raised into a cell."""
+        """Run the page's inputs; errors are shown on the page instead of raised in a cell."""
         try:
             found, took_ms = self._run(content["inputs"])
-        # The fields are the user's, and onnxruntime refuses them with whatever it likes.
+        # The inputs come from the user, and onnxruntime may reject them with any exception.
         except Exception as error:  # noqa: BLE001
             self.send({"is": "refused", "why": f"{type(error).__name__}: {error}"[:500]})
             return
@@ -88,26 +95,27 @@ class InPage(anywidget.AnyWidget):
         count = sum(value.size for value in found.values())
         if count > _MOST_VALUES:
             raise ValueError(
-                f"{count:,} numbers are too many to compare in a page; give less input"
+                f"the outputs have {count:,} values, too many to compare in a page; give smaller "
+                "inputs"
             )
         return found, took_ms
 
 
 def _check_size(model: Path, files: Sequence[Path]) -> None:
-    """ValueError where the `files` of a model have more than a page gets, by what is on the disk.
+    """Raise ValueError if the files of a model are too large for a page.
 
-    What an export says of its sizes may be anybody's.
+    The sizes are read from disk, because the sizes in an export's manifest are not trusted.
     """
     found = sum(file.stat().st_size for file in files)
     if found > MOST_BYTES:
         raise ValueError(
-            f"{model.name} has {size(found)}, and a page gets up to {size(MOST_BYTES)}; "
-            "run it with onnxruntime-web from a server of yours"
+            f"{model.name} has {size(found)}, and a page can load up to {size(MOST_BYTES)}; "
+            "run it with onnxruntime-web from your own server"
         )
 
 
 def _field(port: Port) -> dict[str, Any]:
-    """What a field begins with."""
+    """Return the initial state of an input's field."""
     shape = [each if isinstance(each, int) else _SIZES.get(each, _SIZE) for each in port.shape]
     return {
         "name": port.name,
@@ -133,6 +141,6 @@ def _wasm() -> bytes:
 
 
 _MISSING: Final = (
-    "the views were built before they had onnxruntime's WebAssembly: in ortlab's repository, "
+    "the views were built without onnxruntime's WebAssembly; in ortlab's repository, run "
     "pip install -e . again"
 )

@@ -1,8 +1,8 @@
-"""What the graph view takes from the installed netron: its drawing of graphs, without its server.
+"""Parts of the installed netron that the graph view uses: its drawing, without its server.
 
-Netron's own page asks for its age, for cookies and for the network; none of that is taken. What is
-taken is private to netron, so its version is pinned, and where a file or a mark in it is missing
-the view shows the outline instead.
+Netron's own page checks for updates, asks for consent to cookies and uses the network; none of that
+is used. The parts are private to netron, so its version is pinned, and if a file or a marker in it
+is missing, the view shows the outline instead.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from pathlib import Path
 from typing import Any, Final
 
 MODULES: Final = ("base.js", "dagre.js", "grapher.js", "view.js")
-"""Its JavaScript modules, each after those that it imports."""
+"""Netron's JavaScript modules, each after its imports."""
 _DARK: Final = "@media (prefers-color-scheme: dark) {"
 
 
 class Unusable(RuntimeError):
-    """This netron is not there, or not as the view needs it; the message says what is missing."""
+    """Raised if netron is not installed or lacks a part; the message names it."""
 
 
 @functools.cache
 def bundle() -> bytes:
-    """JSON, compressed with gzip: ``version``, ``modules`` by name, ``light`` and ``dark`` styles.
+    """Return netron's parts as gzip-compressed JSON.
 
-    Netron's dark style follows the system's; they come apart, for here it is the page that chooses.
+    Its keys are ``version``, ``modules`` by name, and the ``light`` and ``dark`` styles. Netron's
+    dark style follows the operating system; the styles are separate here, because the page chooses.
+
+    Raises:
+        Unusable: If a part is missing.
     """
     styles = _text("grapher.css")
     light, mark, dark = styles.partition(_DARK)
@@ -45,9 +49,12 @@ def bundle() -> bytes:
 
 @functools.cache
 def categories() -> dict[str, str]:
-    """Netron's kind of each operator that has one ("Layer", "Activation"), by `Node.op`.
+    """Return netron's category of operators ("Layer", "Activation"), by `Node.op`.
 
-    That of the operator's newest version, where versions differ.
+    If versions of an operator differ, the newest counts.
+
+    Raises:
+        Unusable: If netron's metadata is missing.
     """
     found: dict[str, str] = {}
     described: list[dict[str, Any]] = json.loads(_text("onnx-metadata.json"))
@@ -60,7 +67,7 @@ def categories() -> dict[str, str]:
 
 
 def _with_common_brackets(script: str) -> str:
-    """Netron writes shapes in brackets that only Chinese and Japanese fonts have."""
+    """Replace netron's brackets around shapes, which only Chinese and Japanese fonts have."""
     return script.replace(r"\u3008", r"\u27e8").replace(r"\u3009", r"\u27e9")
 
 

@@ -1,4 +1,4 @@
-"""The thread that draws a view a few times a second until what it shows is over."""
+"""Thread that redraws a view a few times per second until the work it shows has ended."""
 
 from __future__ import annotations
 
@@ -18,19 +18,27 @@ if TYPE_CHECKING:
 
 
 class Ending(Protocol):
-    """What comes to its end: a run, a race."""
+    """Something that ends: a run or a race."""
 
     def over(self) -> bool:
-        """Whether it has."""
+        """Return whether it has ended."""
         ...
 
 
 class Pump:
-    """Calls `draw` a few times a second until the run is over, then `finish`, in one thread.
+    """Thread that calls `draw` repeatedly until the run has ended, then `finish` once.
 
-    It draws every quarter of a second, or less often where `draw` would use more than `SHARE` of
-    a core; more often for a moment after somebody woke it, who waits for what he asked for.
-    Prints and displays land in the cell that made the pump.
+    It draws every `PERIOD_S`, or less often if `draw` would use more than `SHARE` of a core, and
+    more often for `AWAKE_S` after `wake`, when a user waits for the result of a click. Prints and
+    displays appear in the cell that created the pump.
+
+    Args:
+        watched: The run or race.
+        draw: Updates the view.
+        finish: Draws the final state.
+
+    Attributes:
+        finished: Whether the run has ended and `finish` was or is being called.
     """
 
     PERIOD_S = 0.25
@@ -48,24 +56,30 @@ class Pump:
         self._wake = threading.Event()
         self._closed = threading.Event()
         self.finished = False
-        """Whether the run was over, and `finish` is called or was."""
-        self._costs_s = deque([0.0] * 5, maxlen=5)  # the median: a first update loads modules
+        self._costs_s = deque([0.0] * 5, maxlen=5)  # median used: the first update loads modules
         self._awake_until = -math.inf
         self._thread = Thread(contextvars.copy_context().run, self._work, name="ortlab-view")
         self._thread.start()
 
     def wake(self) -> None:
-        """Draws now rather than at the end of the period, and often for a while."""
+        """Draw now instead of at the end of the period, and more often for `AWAKE_S`."""
         self._awake_until = time.monotonic() + self.AWAKE_S
         self._wake.set()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits until the last update was sent; returns whether it was."""
+        """Wait until the last update was sent.
+
+        Args:
+            timeout: Maximum time in seconds; None for no limit.
+
+        Returns:
+            Whether it was sent.
+        """
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread although the run goes on; `finish` is not called. Twice is fine."""
+        """Stop the thread before the run ends, without calling `finish`. Idempotent."""
         self._closed.set()
         self._wake.set()
         if self._thread is not threading.current_thread():
@@ -73,7 +87,7 @@ class Pump:
 
     def _work(self) -> None:
         while not self._closed.is_set():
-            over = self._watched.over()  # before drawing: what came last is drawn too
+            over = self._watched.over()  # before drawing, so that the final state is drawn
             began = time.thread_time()
             self._draw()
             self._costs_s.append(time.thread_time() - began)

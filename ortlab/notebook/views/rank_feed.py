@@ -1,7 +1,7 @@
-"""The ranks of a run as the browser is told of them: what, how small, and how often.
+"""Messages to the browser about the ranks of a run: their content, size and frequency.
 
-Every message has all that there is to show, so that a lost one matters for a second alone and a
-page that is opened late needs nothing else. The browser's side is js/src/ranks.js.
+Every message has the complete state, so a lost message matters only until the next one, and a page
+that is opened late needs no history. The browser's side is js/src/ranks.js.
 """
 
 from __future__ import annotations
@@ -22,36 +22,40 @@ if TYPE_CHECKING:
     from ortlab.metrics.recorder import Watched
 
 PERIOD_S: Final = 1.0
-"""Between two messages of few ranks."""
+"""Minimum time between two messages."""
 RANKS_A_SECOND: Final = 8
-"""More of them are told of less often: so no more bytes a second."""
+"""Maximum number of ranks sent per second: with more ranks, messages are less frequent."""
 SHARE: Final = 0.002
-"""Of a core, that the messages may take: dearer ones come less often."""
+"""Maximum share of a core: messages that cost more are less frequent."""
 POINTS: Final = 48
 POINTS_OF_ALL: Final = 256
 FEWEST_POINTS: Final = 16
-"""Of a line: few in one of many."""
+"""Points of a rank's line: at most `POINTS`, at most `POINTS_OF_ALL` for all ranks together, and at
+least `FEWEST_POINTS`."""
 LEVELS: Final = 254
-"""Heights of a line; 0 is a gap, and 1 the lowest."""
+"""Number of steps between the lowest point of a line, 1, and the highest; 0 is a gap."""
 
 
 class RankFeed:
-    """What is new of the ranks of what is watched: values for the view's traits."""
+    """Source of new values for the rank traits of a run's view."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._due = -math.inf
         self._sent: dict[str, Any] = {}
         self._lines: list[tuple[str, str]] = []
-        self._span = (0, 0)  # the steps that they are of
+        self._span = (0, 0)  # first and last step of the lines
 
     def news(self, *, now: bool = False) -> dict[str, Any]:
-        """``ranks`` and ``rank_notes`` where they changed and are due, or asked for `now`.
+        """Return the traits ``ranks`` and ``rank_notes`` if they have changed and are due.
 
-        A rank is [number, remark or "", 1 where it trains still, 1 where it is the slowest, loss,
-        samples/s, ms of a step, ms of communication in it, bytes of parameters, gradients,
-        optimizer state and the rest of the peak, loss line, samples/s line]; what is unknown is
-        null. A line is base64 of a byte for each of its points.
+        A rank is [number, remark or "", 1 if it is still training, 1 if it is the slowest, loss,
+        samples/s, step time in ms, communication time in ms, bytes of parameters, gradients,
+        optimizer state and the rest of the peak, loss line, samples/s line]; unknown values are
+        null. A line is base64 with one byte per point.
+
+        Args:
+            now: Whether to return them even if they are not due.
         """
         began = time.perf_counter()
         if not self._watched.recorder.ranks or (began < self._due and not now):
@@ -72,13 +76,13 @@ class RankFeed:
         self._draw(found.ranks, whole=whole)
         told = [
             [*_row(rank, trains=rank.current and found.until is None), *lines]
-            # A rank that has told its first step in between is in the next message.
+            # A rank whose first step arrived in between is in the next message.
             for rank, lines in zip(found.ranks, self._lines, strict=False)
         ]
         return {"ranks": told, "rank_notes": found.notes()}
 
     def _draw(self, of: Sequence[Rank], *, whole: bool) -> None:
-        """The lines, where they have another point by now: all of the series is read for them."""
+        """Update the lines if they have a new point; this reads the whole series."""
         points = max(FEWEST_POINTS, min(POINTS, POINTS_OF_ALL // max(len(of), 1)))
         first, last = self._span
         newer = max((rank.step for rank in of), default=0) - last
@@ -95,12 +99,17 @@ def _row(rank: Rank, *, trains: bool) -> list[Any]:
         *(rank.loss, rank.samples_per_s, rank.step_ms, rank.communication_ms),
         *(rank.parameters, rank.gradients, rank.optimizer_state, rank.rest),
     )
-    remark = "" if rank.slowest else rank.remark  # that one has a mark of its own
+    remark = "" if rank.slowest else rank.remark  # the view marks the slowest rank itself
     return [rank.rank, remark, int(trains), int(rank.slowest), *map(_json, figures)]
 
 
 def drawn(lines: Values, *, from_zero: bool = False) -> list[str]:
-    """`lines` [ranks, points] as base64 of their heights, on one scale: 1 to 255, 0 is a gap."""
+    """Encode lines as base64 of their heights, 1 to 255 on a common scale; 0 is a gap.
+
+    Args:
+        lines: Values, [ranks, points]; NaN where unknown.
+        from_zero: Whether the scale begins at 0 instead of the lowest value.
+    """
     known = np.isfinite(lines)
     if not known.any():
         return [base64.b64encode(bytes(lines.shape[1])).decode()] * len(lines)
@@ -112,7 +121,7 @@ def drawn(lines: Values, *, from_zero: bool = False) -> list[str]:
 
 
 def _json(value: float) -> float | None:
-    """Four digits, bytes and all; JSON has no NaN."""
+    """Round to four significant digits; None for NaN, which JSON does not have."""
     if not math.isfinite(value):
         return None
     short = float(f"{value:.4g}")

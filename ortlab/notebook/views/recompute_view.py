@@ -1,6 +1,6 @@
-"""The recompute plans of a model as a table to tick, with sliders for the sizes of its batch.
+"""Widget for the recompute plans of a model: a table of checkboxes, and sliders for batch sizes.
 
-It is made of Jupyter's own controls, which have labels, keys and the page's colours.
+It consists of Jupyter's own controls, which support labels, keyboard and themes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ if TYPE_CHECKING:
     from ortlab.graph.recompute import RecomputePlans, Saving
 
 _MOST_TIMES = 64
-"""How many times the last call's size a slider reaches."""
-_HEADS = ("compute again", "modules", "saved after forward", "saved at the peak", "costs a step")
+"""Maximum of a slider, as a multiple of the last call's size."""
+_HEADS = ("recompute", "modules", "saved after forward", "saved at the peak", "cost per step")
 _WIDTHS = "minmax(180px, max-content) repeat(4, minmax(70px, max-content))"
 
 
 class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
-    """A control for `plans`: ticks choose, from the next step on; sliders only show.
+    """Control for recompute plans.
 
-    What a click cannot do is said below the table; nothing is raised into the kernel.
+    Checkboxes choose plans from the next step on; sliders only change the sizes that the figures
+    are for. Errors are shown below the table and not raised in the kernel.
+
+    Args:
+        plans: The model's recompute plans.
     """
 
     def __init__(self, plans: RecomputePlans) -> None:
@@ -55,10 +59,14 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
         )
         self._budget.observe(lambda _: self._choose_least(), names="value")
         buttons = [
-            _button("all layers", "every list of layers", lambda: self._choose_all()),
-            _button("none", "keep every activation", lambda: self._choose(OFF)),
-            _button("measure", "time the model's own steps", self._measure),
-            _button("least time that fits", "of what is typed left of it", self._choose_least),
+            _button("all layers", "Recompute every list of layers", lambda: self._choose_all()),
+            _button("none", "Keep every activation", lambda: self._choose(OFF)),
+            _button("measure", "Time the model's own steps", self._measure),
+            _button(
+                "fastest that fits",
+                "Choose the fastest plan that fits into the memory on the left",
+                self._choose_least,
+            ),
         ]
         self._said = ipywidgets.HTML()
         self._said.add_class("ortlab-said")
@@ -91,7 +99,7 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
         return ipywidgets.GridBox(cells, layout=layout)
 
     def _draw(self) -> None:
-        """Shows what is chosen now and what each plan does for the sliders' sizes."""
+        """Show the chosen plans and the savings of each plan for the sliders' sizes."""
         chosen = self._plans.parts(self._plans.chosen)
         self._listening = False
         for plan, tick in self._ticks.items():
@@ -103,8 +111,8 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
         self._listening = True
         without, now = self._plans.memory(OFF), self._plans.memory(self._plans.chosen)
         self._before.value = html.escape(
-            f"at the peak {memory(without.peak_bytes())} without recompute, "
-            f"{memory(now.peak_bytes())} with what is ticked"
+            f"peak memory: {memory(without.peak_bytes())} without recompute, "
+            f"{memory(now.peak_bytes())} with the selected plans"
         )
 
     def _ticked(self, _: object) -> None:
@@ -122,7 +130,7 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
 
     def _choose_least(self) -> None:
         if not self._budget.value.strip():
-            self._say("type how much memory there is, as in 2GiB")
+            self._say("enter the available memory, for example 2GiB")
             return
         self._said_of(lambda: self._take(self._plans.least_time(self._budget.value)))
 
@@ -138,7 +146,7 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
         self._said_of(lambda: str(self._plans.measure() and "measured"))
 
     def _said_of(self, act: Callable[[], str]) -> None:
-        """Does it and says what came of it. A model may raise anything when it is timed."""
+        """Run an action and show its result or error; timing a model may raise any exception."""
         try:
             self._say(act())
         except Exception as error:  # noqa: BLE001
@@ -158,7 +166,7 @@ def _button(label: str, told: str, act: Callable[[], None]) -> ipywidgets.Button
 
 
 def _steps(size: int) -> list[int]:
-    """Sizes that a slider stops at: `size` and what is 2, 4, ... times less or more."""
+    """Return the values of a slider: `size`, and `size` divided or multiplied by 2, 4, ..."""
     found, step = {1, size}, size
     while step > 1:
         step //= 2
@@ -180,7 +188,11 @@ def _figures(row: Saving, plans: RecomputePlans) -> tuple[str, ...]:
 
 
 def show(plans: RecomputePlans) -> dict[str, Any]:
-    """What a cell displays: the controls, and for a saved page or a terminal the table."""
+    """Return the MIME bundle: the controls, and a table for saved pages and terminals.
+
+    Args:
+        plans: The model's recompute plans.
+    """
     view = RecomputeView(plans)
     ends_with_cell(lambda: close_all(view))
     data = dict(view._repr_mimebundle_() or {})

@@ -1,4 +1,4 @@
-"""What is new in a run, as messages for the browser; js/src/runview.js documents them."""
+"""Messages to the browser about new data of a run; js/src/runview.js documents their format."""
 
 from __future__ import annotations
 
@@ -17,38 +17,47 @@ if TYPE_CHECKING:
 
 
 WIRE = [COLUMNS[INDEX["step"]], *(column for column in COLUMNS if column.chart)]
-"""The columns that the charts need, in the order of the bits of a message's mask."""
+"""Columns that the charts need, in the order of the bits of a message's mask."""
 
 
 _WIRE_AT = [INDEX[column.name] for column in WIRE]
 
 
 UPDATE_BYTES = 192
-"""Of new rows in an update; with Jupyter's own headers a message stays below 1 KB."""
+"""Maximum size of the new rows in an update; with Jupyter's headers, a message is below 1 KB."""
 
 
 WHOLE_ROWS = 2000
-"""Of a whole series: two for every pixel of a chart."""
+"""Maximum number of rows of a whole series: two per pixel of a chart."""
 
 
 CHANGE_LETTERS = 240
-"""Of the text of a change of settings in an update, which has one of them at most."""
+"""Maximum length of the text of a settings change; an update has at most one change."""
 
 
 WHOLE_CHANGES = 200
-"""The last ones, that a whole series has."""
+"""Maximum number of settings changes in a whole series; the last ones are sent."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """A message to the browser: its JSON part and the rows, float32, row by row."""
+    """A message to the browser.
+
+    Attributes:
+        content: JSON part.
+        rows: New rows as float32, row by row.
+    """
 
     content: dict[str, Any]
     rows: bytes = b""
 
 
 class Feed:
-    """What is new in a run since it was last asked: the messages without their transport."""
+    """Source of update messages of a run, independent of their transport.
+
+    Attributes:
+        waiting: Whether rows were postponed because the last message had text.
+    """
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -61,13 +70,12 @@ class Feed:
         self._settled = 0
         self._limit = 8
         self.waiting = False
-        """Whether there are rows that gave way to the words of the last message."""
 
     def whole(self) -> Update:
-        """Everything so far; a browser that was told this needs nothing from before."""
+        """Return a message with the whole series, which needs no earlier message."""
         recorder = self._watched.recorder
-        # The cursor is read first: what comes in between is sent twice rather than never, and the
-        # browser drops steps that it has.
+        # The cursor is read first, so that rows that arrive in between are sent twice instead of
+        # never; the browser drops steps that it already has.
         _, self._cursor = recorder.since(recorder.count)
         rows = recorder.rows()
         self._evaluated_s = -math.inf
@@ -78,15 +86,15 @@ class Feed:
         return self._update(rows, status, WHOLE_ROWS, changed[-WHOLE_CHANGES:], whole=True)
 
     def fresh(self) -> Update | None:
-        """What came since the last call; None when nothing did."""
+        """Return a message with the data since the last call, or None if there is none."""
         rows, cursor = self._watched.recorder.since(self._cursor, limit=self._limit)
         status = self._watched.status()
         changed = self._changed(2)[:1]
         words = bool(changed) or _info(self._watched.title, status) != self._info
         if not words and not len(rows) and _progress(status) == self._progress:
             return None
-        # A message is small: rows give way to words, but not twice, or where words come with every
-        # message none would.
+        # Messages are small, so text postpones rows, but never twice in a row: otherwise, rows
+        # would never be sent if every message had text.
         self.waiting = words and len(rows) > 1 and not self.waiting
         if self.waiting:
             rows = rows[:0]
@@ -138,10 +146,10 @@ class Feed:
         return Update(content, thin[:, present].tobytes())
 
     def _changed(self, most: int | None) -> list[list[Any]]:
-        """Of the `most` next changes of settings those that the browser knows otherwise."""
+        """Return those of the next `most` settings changes that the browser does not have yet."""
         found = changes(self._watched.recorder, known=self._settled, most=most)
         unknown = [one for one in map(_change, found) if self._changes.get(one[0]) != one]
-        for change in found:  # a run is changed many times: those that stay are not read again
+        for change in found:  # final changes are not read again: a run can have many
             if not change.settled or self._changes.get(change.number) != _change(change):
                 break
             self._settled = change.number
@@ -149,7 +157,7 @@ class Feed:
 
 
 def _progress(status: Status) -> tuple[object, ...]:
-    """What makes a message; while a run is paused time goes by and that is no news."""
+    """Return the values whose change causes a message; in a paused run, time does not count."""
     if status.state == "paused":
         return status.state, status.step
     left_s = None if status.left_s is None else int(status.left_s)
@@ -157,7 +165,7 @@ def _progress(status: Status) -> tuple[object, ...]:
 
 
 def _info(title: str, status: Status) -> dict[str, Any]:
-    """What changes seldom. A title names the engine that is used, so it may change too."""
+    """Return the values that rarely change. The title can change, as it names the engine."""
     return {
         "title": title,
         "badges": list(status.badges),
@@ -176,5 +184,5 @@ def _change(change: Change) -> list[Any]:
 
 
 def _json(value: float) -> float | None:
-    """Five digits; JSON has no NaN."""
+    """Round to five significant digits; None for NaN, which JSON does not have."""
     return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""A race or a search in the notebook: a table that fills in, with buttons; as text elsewhere.
+"""View of a race or a search: a live table with buttons in a notebook, text elsewhere.
 
-The table is plain HTML that is replaced while the work goes on, so whatever was shown last is what
-a saved notebook, an HTML page and a printed one have.
+The table is plain HTML that is replaced during the search, so that a saved notebook, an HTML page
+and a printed one have its last state.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ortlab.notebook.views.pump import Pump
 from ortlab.search.background import Background
 
 PRINT_EVERY_S = 5.0
-"""Between two lines of progress in a terminal."""
+"""Time between two lines of progress in a terminal."""
 _CLASS = "ortlab-search"
-# A widget that is gone leaves a line of JupyterLab's, in the output before that of the table.
+# For a closed widget, JupyterLab shows an error line in the output before the table's: hide it.
 _NO_DEAD_LINE = (
     '<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child [data-ortlab-search="{mark}"])'
     f":not(:has(.{_CLASS})) {{{{display: none}}}}</style>"
@@ -32,14 +32,16 @@ _NO_DEAD_LINE = (
 
 
 class Buttons:
-    """Stops the work, and when it is over has its best settings applied."""
+    """Buttons that stop a search and, when it has ended, apply its best settings."""
 
     def __init__(self, search: Background[Any]) -> None:
         self._search = search
-        self._stop = ipywidgets.Button(description="Stop", tooltip="keep what was measured so far")
+        self._stop = ipywidgets.Button(
+            description="Stop", tooltip="End the search and keep its measurements so far"
+        )
         self._apply = ipywidgets.Button(
             description="Apply the best",
-            tooltip="in the run that trains the model, or else in the next ones",
+            tooltip="Apply the settings to the active run, or else to later runs",
             layout=ipywidgets.Layout(display="none", width="auto"),
             button_style="primary",
         )
@@ -50,19 +52,19 @@ class Buttons:
         self.box.add_class(_CLASS)
 
     def over(self) -> None:
-        """Offers what can be done with what was found."""
+        """Offer to apply the result of the finished search."""
         self._stop.layout.display = "none"
         if self._search.standing.best() is not None:
             self._apply.layout.display = None
 
     def close(self) -> None:
-        """Takes the buttons off the page."""
+        """Remove the buttons from the page."""
         close_all(self.box)
 
     def _stopped(self, _: object) -> None:
         self._search.stop()
         self._stop.disabled = True
-        self._said.value = "stops after the turn in flight"
+        self._said.value = "stopping after the current turn"
 
     def _applied(self, _: object) -> None:
         try:
@@ -72,7 +74,14 @@ class Buttons:
 
 
 def follow(search: Background[Any]) -> Live | None:
-    """Shows `search` in the cell that is running; None when it is over, and all is shown."""
+    """Show a search in the running cell.
+
+    Args:
+        search: The search.
+
+    Returns:
+        The live view, or None if the search has already ended.
+    """
     shell = get_ipython()
     in_notebook = getattr(shell, "kernel", None) is not None
     if search.over():
@@ -86,12 +95,16 @@ def follow(search: Background[Any]) -> Live | None:
 
 
 def show(standing: Any) -> None:
-    """Shows what was found, in the cell that is running."""
+    """Show the result of a search in the running cell.
+
+    Args:
+        standing: The result.
+    """
     _publish(_shown(standing))
 
 
 def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
-    """Displays buttons and table; returns their pump and what to do when that is closed early."""
+    """Display buttons and table; return their pump and a function to call if it closes early."""
     mark = uuid.uuid4().hex
     buttons = Buttons(search)
     data = buttons.box._repr_mimebundle_()
@@ -107,8 +120,8 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
             update()
 
     def update() -> None:
-        # In the name of the cell that is running now, not of the one that was when this thread
-        # began: nbclient takes no other output. Where it goes, only the display's id says.
+        # Published for the cell that runs now, not for the one that started this thread, because
+        # nbclient accepts no other output. The display id alone determines where it is shown.
         contextvars.Context().run(_publish, _page(search.standing, mark), mark, update=True)
 
     def finish() -> None:
@@ -119,7 +132,7 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
 
 
 def _page(standing: Any, mark: str) -> dict[str, str]:
-    """What was found, below buttons that are gone from the page when it is opened again."""
+    """Return the result as HTML that looks right without its buttons in a reopened notebook."""
     data = _shown(standing)
     inside = f'<div data-ortlab-search="{mark}">{data["text/html"]}</div>'
     return {**data, "text/html": _NO_DEAD_LINE.format(mark=mark) + inside}

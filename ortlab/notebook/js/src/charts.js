@@ -1,4 +1,4 @@
-// Four small uPlot charts with one cursor; colours are read from the page's theme at every draw.
+// Four small uPlot charts with a common cursor; colors are read from the page's theme at every draw.
 import uPlot from "uplot";
 import { byteUnit, changed, number, withUnit } from "./format.js";
 
@@ -16,13 +16,13 @@ const node = (tag, className, text) => {
   return made;
 };
 
-/** The last value at or before `index` that is known. */
+/** Returns the last known value at or before `index`. */
 const known = (values, index) => {
   for (let i = Math.min(index, values.length - 1); i >= 0; i--) if (values[i] != null) return values[i];
   return null;
 };
 
-/** Room for the longest tick label, as uPlot's own "dynamic axis size" demo has it. */
+/** Returns the space for the longest tick label, as in uPlot's "dynamic axis size" demo. */
 const axisSize = (u, labels, axisIndex, cycle) => {
   if (cycle > 1) return u.axes[axisIndex]._size;
   const longest = (labels ?? []).reduce((a, b) => (b != null && b.length > a.length ? b : a), "");
@@ -40,11 +40,11 @@ export class Chart {
     this.kind = kind;
     this.series = series;
     this.cursor = cursor;
-    this.drawn = ""; // the columns of the plot that exists
+    this.drawn = ""; // columns of the current plot
     this.root = node("figure", "ortlab-chart");
     this.head = node("figcaption", "ortlab-chart-head");
     this.plot = node("div", "ortlab-plot");
-    this.tip = node("div", "ortlab-tip"); // the same words are in the list below the charts
+    this.tip = node("div", "ortlab-tip"); // the list below the charts has the same text
     this.tip.hidden = true;
     this.root.append(this.head, this.plot, this.tip);
   }
@@ -65,12 +65,12 @@ export class Chart {
     return uPlot.join([[steps, ...plain], [points.map((p) => p[0]), points.map((p) => p[1])]]);
   }
 
-  /** The pixels that there are for the plot; asked for after a change it lays the page out anew. */
+  /** Width available for the plot in pixels; reading it after a change forces a layout. */
   get width() {
     return this.plot.clientWidth;
   }
 
-  /** Draws what there is by now, `width` pixels wide. */
+  /** Draws the current series, `width` pixels wide. */
   draw(width) {
     const columns = this.#columns();
     const data = this.#data(columns);
@@ -113,7 +113,7 @@ export class Chart {
     );
   }
 
-  /** The values under the cursor, else the latest. */
+  /** Shows the values under the cursor, or else the latest. */
   #legend(columns) {
     if (!this.u) return;
     const at = this.u.cursor.idx ?? this.u.data[0].length - 1;
@@ -148,7 +148,7 @@ export class Chart {
     const range = (u, low, high, scale) => {
       if (low == null) return [0, 1];
       const base = zeroBased ? Math.min(0, low) : low;
-      // More room above the second: samples and tokens would lie on one another.
+      // More room above the second, as the curves of samples and tokens would coincide.
       const room = scale === scales[1] ? 0.4 : 0.08;
       const pad = (high - base) * room || Math.abs(high) * 0.1 || 1;
       return [zeroBased ? base : base - pad, high + pad];
@@ -180,13 +180,13 @@ export class Chart {
     };
   }
 
-  /** Where a change of settings is from the plot's left, in CSS pixels: at its edge where it is outside. */
+  /** Returns the x position of a settings change in CSS pixels, clamped to the plot. */
   #left(u, change) {
     const { min, max } = u.scales.x;
     return u.valToPos(Math.min(Math.max(change.step, min), max), "x");
   }
 
-  /** A dashed line at each change with its number, which is put lower where others are in the way. */
+  /** Draws a numbered dashed line at each change; numbers that would overlap are placed lower. */
   #marks(u) {
     const { changes } = this.series;
     if (!changes.length || u.scales.x.min == null) return;
@@ -211,7 +211,7 @@ export class Chart {
       const width = Math.max(ctx.measureText(text).width + 2 * MARK.padding * ratio, MARK.height * ratio);
       const left = Math.min(Math.max(x - width / 2, bbox.left), bbox.left + bbox.width - width);
       const row = ends.findIndex((end) => left >= end);
-      if (row < 0) continue; // the list below has it
+      if (row < 0) continue; // no room; the list below has it
       ends[row] = left + width + MARK.gap * ratio;
       const top = bbox.top + row * (MARK.height + MARK.gap) * ratio;
       ctx.beginPath();
@@ -223,7 +223,7 @@ export class Chart {
     ctx.restore();
   }
 
-  /** Says what the marks near the pointer are. */
+  /** Describes the changes near the pointer. */
   #point(u) {
     const x = u.cursor.left;
     const here = u.over.matches(":hover") && x >= 0
@@ -238,13 +238,13 @@ export class Chart {
     if (column === EVALUATION) {
       return { scale, stroke, width: 1.5, dash: [5, 4], points: { show: true, size: 7, fill: stroke, stroke } };
     }
-    // A few points are dots as well: the first step must be seen.
+    // Few points are also drawn as dots, so that the first step is visible.
     const few = (u, s) => u.data[s].length <= 2;
-    // The first line is the widest: it shows below one that runs on top of it.
+    // The first line is the widest, so that it stays visible below an equal one.
     return { scale, stroke, width: i ? 1.2 : 2.2, points: { show: few, size: 5, fill: stroke } };
   }
 
-  /** Tick labels and the axis' unit. */
+  /** Returns the tick labels and the unit of an axis. */
   #ticks(scale) {
     if (scale === "B") {
       let unit = byteUnit(0);

@@ -1,14 +1,14 @@
-// What the nodes may be coloured by, and the legend for it.
+// Color modes of the nodes, and their legends.
 import { amount } from "./format.js";
 
 const NONE = "#7d828a";
 const FORWARD = "#2f7fd0";
 const BACKWARD = "#b8601c";
 const MARKED = "#8f4fb0";
-const SCALE = ["#3d6fa8", "#a77a14", "#c2362f"]; // from little to much; white reads well on each
+const SCALE = ["#3d6fa8", "#a77a14", "#c2362f"]; // from low to high; white text is readable on each
 const TEXT = "#ffffff";
 
-/** The modes that this graph has figures for: [name, label]. */
+/** Returns [name, label] of the modes that a graph has data for. */
 export function modes(graph) {
   const found = [["operator", "operator"]];
   if (graph.phases.length > 1) found.push(["phase", "phase"]);
@@ -23,24 +23,24 @@ export function modes(graph) {
   return found;
 }
 
-/** What a node's results take, in bytes; null where the graph does not tell. */
+/** Returns the size of a node's results in bytes; null if it is unknown. */
 export function bytesOf(graph, node) {
   const known = graph.nodes.gives[node].map((tensor) => graph.tensors.bytes[tensor]).filter((bytes) => bytes != null);
   return known.length ? known.reduce((sum, bytes) => sum + bytes, 0) : null;
 }
 
-/** {colours: {phase: {id: [fill, text]}}, legend: [{colour, label}]} of a mode; `style` is netron's. */
+/** Returns {colours: {phase: {id: [fill, text]}}, legend: [{colour, label}]} of a mode; `style` is netron's. */
 export function colouring(graph, mode, style) {
   if (mode === "phase") return phases(graph);
-  if (mode === "fused") return marks(graph, graph.fused, "put in by ORT for several nodes", "as exported, or its gradient");
-  if (mode === "recompute") return marks(graph, graph.recompute, "computed again in backward", "computed once");
+  if (mode === "fused") return marks(graph, graph.fused, "fused by ORT from several nodes", "as exported, or its gradient");
+  if (mode === "recompute") return marks(graph, graph.recompute, "recomputed in backward", "computed once");
   if (mode === "bytes") return scale(graph, (node) => bytesOf(graph, node), "bytes");
   const overlay = graph.overlays.find(({ name }) => mode === `overlay ${name}`);
   if (overlay) return scale(graph, (node) => overlay.values[node], overlay.unit);
   return { colours: {}, legend: kinds(graph, style) };
 }
 
-/** Netron's own colours, by the kind of operator. */
+/** Returns netron's own colors, by category of operator. */
 function kinds(graph, style) {
   const found = new Map([...style.matchAll(/\.node-item-type-(\w+) path \{ fill: ([^;]+);/g)].map(([, kind, colour]) => [kind, colour]));
   const there = new Set(Object.values(graph.categories).map((category) => category.toLowerCase()));
@@ -56,7 +56,7 @@ function phases(graph) {
   return { colours, legend: [{ colour: FORWARD, label: "forward" }, { colour: BACKWARD, label: "backward" }] };
 }
 
-/** Nodes of a list; a folded module as far as its nodes are of them. */
+/** Colors the marked nodes; the color of a folded module depends on its share of marked nodes. */
 function marks(graph, marked, label, other) {
   const inside = new Set(marked);
   const colours = {};
@@ -71,7 +71,7 @@ function marks(graph, marked, label, other) {
   return { colours, legend };
 }
 
-/** A figure, summed over folded modules; the most in either pane is the end of the scale. */
+/** Colors by a figure, summed over folded modules; the scale ends at the maximum of both panes. */
 function scale(graph, figure, unit) {
   const sums = {};
   let most = 0;
@@ -84,14 +84,14 @@ function scale(graph, figure, unit) {
       most = Math.max(most, sum ?? 0);
     }
   }
-  // By the root: a few nodes have nearly all, and the others differ among themselves.
+  // Square root: a few nodes have most of the total, and the others still need distinct colors.
   const colour = (sum) => (sum == null ? NONE : ramp(most ? Math.sqrt(sum / most) : 0));
   const colours = {};
   for (const phase of graph.phases) {
     colours[phase] = Object.fromEntries([...sums[phase]].map(([id, sum]) => [id, [colour(sum), TEXT]]));
   }
   const stops = [0, 0.25, 0.5, 1].map((part) => ({ colour: ramp(part), label: amount(part ** 2 * most, unit) }));
-  return { colours, legend: [...stops, { colour: NONE, label: "no figure" }] };
+  return { colours, legend: [...stops, { colour: NONE, label: "no data" }] };
 }
 
 function groups(graph, phase) {

@@ -1,9 +1,9 @@
-// The panel beside the graph: what is known of a node, a module or a tensor, and what a search found.
+// Panel beside the graph: details of a node, a module or a tensor, and search results.
 import { bytesOf } from "./colours.js";
 import { button, make } from "./elements.js";
 import { amount } from "./format.js";
 
-const HITS = 100; // that are listed
+const HITS = 100; // search results that are listed
 const LINKS = 12;
 
 export class Details {
@@ -25,19 +25,19 @@ export class Details {
     const partners = graph.partners([node]);
     this.#show(
       op[node],
-      name[node] || "without a name",
+      name[node] || "unnamed",
       this.#facts([
         ["phase", graph.phases.length > 1 && graph.phaseOf(node)],
         ["module", this.#module(graph, module[node])],
         ["source", source[node]],
         ...figures,
         ["bytes", bytes != null && `${amount(bytes, "bytes")} of results`],
-        ["fusion", graph.fused.includes(node) && "put in by ORT for several nodes"],
+        ["fusion", graph.fused.includes(node) && "fused by ORT from several nodes"],
       ]),
-      this.#list(node < graph.split ? "Its gradient" : "Gradient of", this.#nodes(graph, partners)),
+      this.#list(node < graph.split ? "Gradient" : "Gradient of", this.#nodes(graph, partners)),
       this.#list("Attributes", Object.entries(attributes[node]).map(([key, value]) => [make("b", "", {}, key), ` ${value}`])),
-      this.#list("Reads", this.#tensors(graph, reads[node])),
-      this.#list("Gives", this.#tensors(graph, gives[node])),
+      this.#list("Inputs", this.#tensors(graph, reads[node])),
+      this.#list("Outputs", this.#tensors(graph, gives[node])),
     );
   }
 
@@ -75,8 +75,8 @@ export class Details {
         ["parameter", graph.parameters[tensor]],
         ["gradient of", graph.parameterGradients[tensor]],
       ]),
-      this.#list("Given by", maker == null ? [] : this.#nodes(graph, [maker])),
-      this.#list("Read by", this.#nodes(graph, graph.readers.get(tensor) ?? [])),
+      this.#list("Output of", maker == null ? [] : this.#nodes(graph, [maker])),
+      this.#list("Input of", this.#nodes(graph, graph.readers.get(tensor) ?? [])),
     );
   }
 
@@ -89,7 +89,7 @@ export class Details {
     ].slice(0, HITS);
     const more = count > HITS ? make("p", "ortlab-hint", {}, `${(count - HITS).toLocaleString("en-US")} more`) : "";
     this.element.replaceChildren(
-      make("p", "ortlab-hint", { role: "status" }, count ? `${count.toLocaleString("en-US")} found` : `nothing has “${text}” in its name, operator or module`),
+      make("p", "ortlab-hint", { role: "status" }, count ? `${count.toLocaleString("en-US")} found` : `no name, operator or module contains “${text}”`),
       make("ul", "ortlab-hits", {}, ...listed.map((line) => make("li", "", {}, ...line))),
       more,
     );
@@ -141,7 +141,7 @@ export class Details {
   }
 }
 
-/** A path that may go on in the next line after a dot. */
+/** Returns a path that may break after a dot. */
 function breakable(path) {
   return path.replaceAll(".", ".\u200b");
 }

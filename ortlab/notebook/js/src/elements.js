@@ -1,4 +1,4 @@
-// Elements of the page. What the user or a file called something is only ever text in them.
+// Elements of the page. Names from the user or a file are always inserted as text, never as HTML.
 
 export function make(tag, className, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -14,7 +14,7 @@ export function button(className, text, title, action) {
   return made;
 }
 
-/** Writes only what changed, so that a screen reader hears it once. */
+/** Sets a text only if it has changed, so that screen readers announce it once. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

@@ -1,33 +1,33 @@
-// The settings as controls, made from what the kernel says of each; it alone knows what can be had.
+// The settings as controls, created from the kernel's description; only the kernel validates them.
 //
-// The kernel keeps two traits up to date:
+// The kernel updates two traits:
 //   controls  [{name, help, unit, front, number, optional, held, value, choices: [[text, reason]],
-//             reason, costs}, ...] with "" for no reason; without choices any text may be typed
+//             reason, costs}, ...]; an empty reason means available; without choices, any text is possible
 //   standing  {title, state, over, startable, serial, edits, wrong, blocked, pending, cost, memory,
-//             undo, line, result: [kind, text], busy}: where the edits stand
-// and hears {do: "edit" | "apply" | "start", edits: {name: text}, serial}, {do: "undo"},
-// {do: "checkpoint"} and {do: "open"}. The serial tells which edits an answer is to.
+//             undo, line, result: [kind, text], busy}: state of the edits
+// and receives {do: "edit" | "apply" | "start", edits: {name: text}, serial}, {do: "undo"},
+// {do: "checkpoint"} and {do: "open"}. The serial number relates an answer to its edits.
 import { make, setText } from "./elements.js";
 import "./panel.css";
 
-const TYPING_MS = 200; // without a key, until what was typed is looked at
-const WAITING_MS = 700; // without an answer, until the page says what it waits for
+const TYPING_MS = 200; // time after the last key until the text is sent
+const WAITING_MS = 700; // time without an answer until the page says that it is waiting
 
-/** Not the attribute `disabled`: a button that is disabled loses the keyboard's focus. */
+/** Uses aria-disabled instead of `disabled`: a disabled button loses the keyboard focus. */
 export function onClick(button, action) {
   button.addEventListener("click", () => button.ariaDisabled !== "true" && action());
 }
 
-/** JupyterLab's shortcuts leave an element alone that says so itself; that one around it does is not enough. */
+/** Disables JupyterLab's shortcuts on an element. It must be set on the element itself, not on a parent. */
 export const KEYS = { "data-lm-suppress-shortcuts": "true" };
 
 const words = (name) => name.replaceAll("_", " ");
 
 export class Form {
-  /** `send` takes a message to the kernel. */
+  /** `send` sends a message to the kernel. */
   constructor(send) {
     this.send = send;
-    this.edits = {}; // what was changed on this page and is not applied yet
+    this.edits = {}; // edits on this page that are not applied yet
     this.serial = 0;
     this.heard = 0; // the serial of the last answer
     this.rows = new Map();
@@ -49,15 +49,15 @@ export class Form {
     };
     this.apply = button("Apply", "Enter", () => this.#submit());
     this.apply.classList.add("ortlab-panel-apply");
-    this.reset = button("Reset", "Forget what was edited (Escape)", () => this.#reset());
+    this.reset = button("Reset", "Discard the edits (Escape)", () => this.#reset());
     this.undo = button("Undo", "", () => this.send({ do: "undo" }));
-    this.keep = button("Checkpoint", "Keep the run's exact state in a file", () => this.send({ do: "checkpoint" }));
+    this.keep = button("Checkpoint", "Save the exact state of the run to a file", () => this.send({ do: "checkpoint" }));
     const buttons = make("div", "ortlab-panel-buttons", {}, this.apply, this.reset, this.undo, this.keep);
     this.result = make("div", "ortlab-panel-result", { role: "status" });
     this.root.append(this.front, fold, this.pending, buttons, this.result);
     this.root.addEventListener("submit", (event) => event.preventDefault());
     this.root.addEventListener("keydown", (event) => {
-      // A list does not submit its form by itself.
+      // A select element does not submit its form on Enter.
       if (event.key === "Enter" && ["SELECT", "INPUT"].includes(event.target.tagName)) {
         event.preventDefault();
         this.#submit();
@@ -92,7 +92,7 @@ export class Form {
 
   #wait() {
     if (this.heard === this.serial) return;
-    setText(this.result, "waiting for the kernel: while a cell runs it hears nothing (await run lets it)");
+    setText(this.result, "waiting for the kernel, which receives no messages while a cell runs (with `await run`, it does)");
     this.result.dataset.kind = "asked";
   }
 
@@ -100,7 +100,7 @@ export class Form {
     const { name, held } = row.control;
     if (row.input.value === held) delete this.edits[name];
     else this.edits[name] = row.input.value;
-    this.serial += 1; // an answer that is on its way is to other edits
+    this.serial += 1; // an answer that is still in flight is for earlier edits
     row.root.classList.toggle("ortlab-panel-edited", name in this.edits);
     clearTimeout(this.typing);
     if (delay) this.typing = setTimeout(() => this.#tell("edit"), delay);
@@ -108,14 +108,14 @@ export class Form {
     this.#drawButtons();
   }
 
-  /** Shows what the kernel says by now. */
+  /** Shows the kernel's current state. */
   draw(controls, standing) {
     this.standing = standing;
     if (standing.serial === this.serial) {
       this.edits = { ...standing.edits };
       this.heard = this.serial;
     } else if (standing.serial > this.serial) {
-      // Another page of the same panel, or this one before it was loaded anew.
+      // Edited on another page with the same panel, or on this one before it was reloaded.
       this.edits = { ...standing.edits };
       this.serial = this.heard = standing.serial;
     }
@@ -195,7 +195,7 @@ export class Form {
     row.notes.replaceChildren(...notes.map(([kind, note]) => make("div", kind, {}, note)));
   }
 
-  /** Why not: the whole setting, or some of its choices, those with one reason together. */
+  /** Returns why a setting or some of its choices are unavailable; choices are grouped by reason. */
   #reasons({ name, reason, choices }) {
     if (reason) return [["", reason]];
     const found = new Map();
@@ -207,10 +207,10 @@ export class Form {
   #drawPending() {
     const { pending, cost, memory, blocked, over, line, title } = this.standing;
     const lines = [];
-    if (over) lines.push(["", `${title} is over: nothing can be applied to it`]);
+    if (over) lines.push(["", `${title} has ended; no settings can be applied to it`]);
     else if (pending.length) {
       lines.push(["ortlab-panel-strong", pending.join(", ")]);
-      if (blocked) lines.push(["ortlab-panel-wrong", `cannot be: ${blocked}`]);
+      if (blocked) lines.push(["ortlab-panel-wrong", `not supported: ${blocked}`]);
       else if (cost) lines.push(["", cost]);
     }
     if (memory && !blocked) lines.push(["", `memory: ${memory}`]);
@@ -234,7 +234,7 @@ export class Form {
     this.reset.ariaDisabled = String(!edited);
     this.undo.hidden = over || !running;
     this.undo.ariaDisabled = String(busy || !undo);
-    this.undo.title = undo ? `Go back to ${undo}` : "Nothing was changed yet";
+    this.undo.title = undo ? `Restore ${undo}` : "Nothing was changed yet";
     this.keep.hidden = !running;
   }
 

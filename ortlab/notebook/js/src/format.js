@@ -1,9 +1,9 @@
-// Numbers as a person reads them.
+// Number formatting.
 
 const GIB = 1024 ** 3;
 const MIB = 1024 ** 2;
 
-/** Four significant digits, thousands separated, no exponent between 0.001 and ten million. */
+/** Formats with four significant digits and thousands separators; no exponent from 0.001 to ten million. */
 export function number(value) {
   if (value == null || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
@@ -13,12 +13,12 @@ export function number(value) {
   });
 }
 
-/** 0.00005 is 5e-5. */
+/** Formats with an exponent: 0.00005 is 5e-5. */
 function exponent(value) {
   return value === 0 ? "0" : Number(value.toPrecision(3)).toExponential();
 }
 
-/** The binary unit in which `bytes` reads well. */
+/** Returns the binary unit for a number of bytes. */
 export function byteUnit(bytes) {
   return bytes >= GIB ? { name: "GiB", bytes: GIB } : { name: "MiB", bytes: MIB };
 }
@@ -29,7 +29,7 @@ export function bytes(value) {
   return `${(value / unit.bytes).toFixed(unit.name === "GiB" ? 2 : 0)} ${unit.name}`;
 }
 
-/** 7 s, 1:05, 2:03:04. */
+/** Formats a duration: 7 s, 1:05, 2:03:04. */
 export function duration(seconds) {
   const whole = Math.round(seconds);
   if (whole < 60) return `${whole} s`;
@@ -43,14 +43,14 @@ export function milliseconds(value) {
   return value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${number(Number(value.toPrecision(3)))} ms`;
 }
 
-/** A value with its unit, for the legends. */
+/** Formats a value with its unit, for the legends. */
 export function withUnit(value, column) {
   if (value == null) return "–";
   if (column.unit === "B") return bytes(value);
   return column.unit && column.unit !== column.label ? `${number(value)} ${column.unit}` : number(value);
 }
 
-/** A change of settings in one line: what, after which step, its cost, before → after. */
+/** Formats a settings change in one line: step, text, cost, and its effect (before → after). */
 export function changed({ step, text, costS, perS, bytes: held }) {
   const three = (value) => number(Number(value.toPrecision(3)));
   const parts = [`step ${number(step)}: ${text}`, costS ? `cost ${milliseconds(1000 * costS)}` : "free"];
@@ -62,7 +62,7 @@ export function changed({ step, text, costS, perS, bytes: held }) {
   return parts.join(" · ");
 }
 
-/** Bytes or microseconds of one node, or of all: from few to very many. */
+/** Formats bytes or microseconds with a suitable unit. */
 export function amount(value, unit) {
   if (value == null) return "–";
   const [step, names] = unit === "us" ? [1000, ["µs", "ms", "s"]] : [1024, ["B", "KiB", "MiB", "GiB"]];

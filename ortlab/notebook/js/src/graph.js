@@ -1,10 +1,10 @@
-// A stage of a model as the kernel told it, and which of its modules are folded.
+// A stage of a model, as sent by the kernel, and the state of its folded modules.
 //
-// Nodes, tensors and modules are known by their places. What is drawn has an id: "n12" is a node,
-// "m3" a folded module with all that is within it.
+// Nodes, tensors and modules are identified by index. Drawn elements have an id: "n12" is a node, "m3" is a
+// folded module with everything inside it.
 
-const OPENED = 60; // nodes that a pane begins with, at most
-export const MOST = 6000; // nodes that netron lays out in one pane within seconds
+const OPENED = 60; // maximum number of nodes in a pane at first
+export const MOST = 6000; // maximum number of nodes in a pane that netron lays out within seconds
 
 export const PHASES = ["forward", "backward"];
 
@@ -16,7 +16,7 @@ const NO_NODES = {
 };
 
 export class Graph {
-  /** Of the modules alone, or with their nodes. */
+  /** Creates a graph of the modules only, or with their nodes. */
   constructor(modules, nodes = NO_NODES) {
     Object.assign(this, modules, nodes);
     this.count = nodes.nodes.name.length;
@@ -58,7 +58,7 @@ export class Graph {
     return node < this.split ? "forward" : "backward";
   }
 
-  /** Unfolds what is largest, layers that are alike together, while a pane is easy to take in. */
+  /** Unfolds the largest modules, similar ones together, while every pane has at most OPENED nodes. */
   #openWhatFits() {
     const size = ({ forward, backward }) => forward + backward;
     for (;;) {
@@ -75,14 +75,14 @@ export class Graph {
     }
   }
 
-  /** How many nodes the pane of a phase has. */
+  /** Returns the number of nodes drawn in the pane of a phase. */
   size(phase) {
     const folded = this.#folded(phase);
     const drawn = ({ own, [phase]: all }, i) => (folded[i] < 0 ? own[phase] : Number(folded[i] === i && all > 0));
     return this.rows.reduce((sum, row, i) => sum + drawn(row, i), 0);
   }
 
-  /** For each module, the folded module that it is drawn in, or -1. One node needs no folding. */
+  /** Returns for each module the folded module that contains it, or -1. Modules of one node are not folded. */
   #folded(phase) {
     const folded = [];
     this.rows.forEach((row, i) => {
@@ -92,7 +92,7 @@ export class Graph {
     return folded;
   }
 
-  /** The id of what each node of a phase is drawn as, in their order. */
+  /** Returns the id of the element that each node of a phase is drawn as, in order. */
   drawn(phase) {
     const folded = this.#folded(phase);
     return this.nodesOf(phase).map((node) => {
@@ -114,31 +114,31 @@ export class Graph {
     this.open = new Set(this.rows.keys());
   }
 
-  /** A module and those around it. */
+  /** Returns a module and its ancestors. */
   around(module) {
     const found = [];
     for (let at = module; at >= 0; at = this.rows[at].parent) found.push(at);
     return found;
   }
 
-  /** All nodes within a module. */
+  /** Returns all nodes inside a module. */
   within(module) {
     const row = this.rows[module];
     return [...row.nodes, ...row.children.flatMap((child) => this.within(child))];
   }
 
-  /** The nodes of an id: one, or all of a folded module in this phase. */
+  /** Returns the nodes of an id: one node, or all nodes of a folded module in this phase. */
   members(id, phase) {
     if (id[0] === "n") return [Number(id.slice(1))];
     return this.within(Number(id.slice(1))).filter((node) => this.phaseOf(node) === phase);
   }
 
-  /** The nodes of the other phase that belong to these: their gradients, or what they are gradients of. */
+  /** Returns the corresponding nodes of the other phase: gradients of these nodes, or their forward nodes. */
   partners(nodes) {
     return [...new Set(nodes.flatMap((node) => (node < this.split ? this.gradients[node] : [this.nodes.of[node]])))].filter((node) => node >= 0);
   }
 
-  /** Modules and nodes whose name, operator or module has `text` in it, in any case. */
+  /** Finds modules and nodes whose name, operator or module contains `text`, ignoring case. */
   find(text) {
     const wanted = text.trim().toLowerCase();
     if (!wanted) return { modules: [], nodes: [] };
@@ -150,14 +150,14 @@ export class Graph {
     return { modules, nodes };
   }
 
-  /** How a module is called in the drawing: "layer.0" says more than "0". */
+  /** Returns the label of a module in the drawing: "layer.0" instead of "0". */
   label(module) {
     const path = this.rows[module].path || this.model;
     const parts = path.split(".");
     return /^\d+$/.test(parts.at(-1)) ? parts.slice(-2).join(".") : parts.at(-1);
   }
 
-  /** A phase in netron's form: what is drawn, and which tensors go from where to where. */
+  /** Returns a phase in netron's format: the drawn elements and the tensors that connect them. */
   netron(phase) {
     const values = new Map();
     const value = (tensor) => {
@@ -179,7 +179,7 @@ export class Graph {
     return { name: "", nodes: drawn, inputs: outer.map(named), outputs: [...goesOut].map(named) };
   }
 
-  /** Whether a pane begins with this tensor: the user's input, or a gradient that torch hands in. */
+  /** Returns whether a tensor enters the pane: an input of the user, or a gradient passed in by torch. */
   #comesIn(tensor, phase) {
     if (tensor in this.parameters) return false;
     const maker = this.makers.get(tensor);
@@ -195,7 +195,7 @@ export class Graph {
     const outputs = gives.map(argument);
     if (id[0] === "m") {
       const module = Number(id.slice(1));
-      // Netron shows what follows the last dot of a type.
+      // Netron shows only the part after the last dot of a type.
       const name = this.label(module).replaceAll(".", "\u2024");
       const type = { id, name, category: "", nodes: [{}] };
       const attributes = [{ name: "nodes", type: "", value: String(members.length) }];
@@ -214,14 +214,14 @@ export class Graph {
     return { name, value: [{ id: tensor, name: "", type, initializer: { type } }] };
   }
 
-  /** "float[8, 128]" of a tensor; with the graph's own names for sizes if `symbolic`. */
+  /** Returns a tensor's type, for example "float[8, 128]"; if `symbolic`, with the graph's names of sizes. */
   typeOf(tensor, symbolic = false) {
     const { kind, sizes, shape } = this.tensors;
     const known = symbolic ? sizes[tensor] : shape[tensor];
     return known ? `${kind[tensor]}[${known.join(", ")}]` : kind[tensor];
   }
 
-  /** Netron's form of a type. */
+  /** Returns a type in netron's format. */
   #type(tensor) {
     return { shape: { dimensions: this.tensors.shape[tensor] ?? [] }, text: this.typeOf(tensor) };
   }

@@ -1,9 +1,9 @@
-// The graphs of a model: forward and gradient side by side, drawn by netron, and their outline.
+// View of a model's graphs: forward and gradient side by side, drawn by netron, and their outline.
 //
-// The trait `modules` has what the outline needs of a stage, `graph` all else, a moment later: JSON,
-// compressed with gzip, as graphview.py tells it. Custom messages to the kernel: {do: "netron"} asks
-// for netron's modules, {do: "stage", stage} for another stage. From the kernel: {is: "netron",
-// error}, with the modules in its buffer where there is no error.
+// The trait `modules` has the data of a stage's outline. `graph` has all other data and arrives a moment
+// later: gzip-compressed JSON, described in graph_view.py. Custom messages to the kernel: {do: "netron"}
+// requests netron's modules, {do: "stage", stage} another stage. From the kernel: {is: "netron", error},
+// with the modules in its buffer if there is no error.
 import "./graphview.css";
 import { colouring, modes } from "./colours.js";
 import { Details } from "./details.js";
@@ -14,15 +14,15 @@ import { Pane } from "./pane.js";
 
 const TITLES = { forward: "Forward", backward: "Gradient" };
 const TYPED_MS = 150;
-const WAITING = "The graph is drawn when the kernel is free: once for each page it gives netron’s part.";
-const BUSY_MS = 1500; // a kernel that runs no cell answers sooner
+const WAITING = "The graph is drawn when the kernel is free, which sends netron’s code once per page.";
+const BUSY_MS = 1500; // an idle kernel answers sooner
 
 async function unpack(data) {
   const bytes = new Blob([data]).stream().pipeThrough(new DecompressionStream("gzip"));
   return JSON.parse(await new Response(bytes).text());
 }
 
-/** Netron's modules: once for the page, whichever view asks first. */
+/** Returns netron's modules, which the first view of a page requests for all. */
 function netron(model) {
   const key = Symbol.for("ortlab.netron");
   globalThis[key] ??= new Promise((resolve, reject) => {
@@ -39,8 +39,8 @@ function netron(model) {
 }
 
 /**
- * Empties a model that is closed: JupyterLab 4.6 keeps those of all widgets while their kernel lives
- * (CommHandler listens to its status for ever). Twice, since a model has its state before, too.
+ * Empties a closed model: JupyterLab 4.6 keeps the models of all widgets as long as their kernel lives
+ * (CommHandler never stops listening to its status). Twice, because a model also keeps its previous state.
  */
 function forget(model) {
   const empty = { graph: new DataView(new ArrayBuffer(0)), modules: {} };
@@ -57,7 +57,7 @@ class View {
     this.selected = { nodes: [], show: () => this.details.clear() };
     this.#build();
     el.append(this.root);
-    netron(model).catch(() => {}); // asked for at once; whoever needs it hears of a failure
+    netron(model).catch(() => {}); // requested early; a failure is reported where it is used
     this.changed = () => this.load();
     model.on("change:graph", this.changed);
     // A theme is an attribute or a class of the page's body.
@@ -78,7 +78,7 @@ class View {
     this.title = make("span", "ortlab-title");
     this.stage = make("select", "ortlab-select", { "aria-label": "stage" });
     this.stage.addEventListener("change", () => this.model.send({ do: "stage", stage: this.stage.value }));
-    this.colour = make("select", "ortlab-select", { "aria-label": "colour by" });
+    this.colour = make("select", "ortlab-select", { "aria-label": "color by" });
     this.colour.addEventListener("change", () => this.#colourBy(this.colour.value));
     const placeholder = "Search name, operator, module";
     this.search = make("input", "ortlab-search", { type: "search", placeholder, "aria-label": "search" });
@@ -91,10 +91,10 @@ class View {
     this.note = make("p", "ortlab-note", { role: "status", hidden: "" });
     this.drawing = make("div", "ortlab-panes");
     this.still = make("style");
-    const fold = button("ortlab-button", "Fold all", "Draw the model's outermost modules only", () => this.#foldAll());
+    const fold = button("ortlab-button", "Fold all", "Draw only the model's outermost modules", () => this.#foldAll());
     const unfold = button("ortlab-button", "Unfold all", "Draw every node", () => this.#unfoldAll());
-    const colours = make("label", "ortlab-labelled", {}, "colour by ", this.colour);
-    // JupyterLab must not take keys away from the fields and buttons.
+    const colours = make("label", "ortlab-labelled", {}, "color by ", this.colour);
+    // JupyterLab's shortcuts must not intercept the keys of fields and buttons.
     this.root = make(
       "section", "ortlab-graph", { "data-lm-suppress-shortcuts": "true", hidden: "" },
       make("div", "ortlab-head", {}, this.title, this.stage, make("span", "ortlab-spring"), fold, unfold, this.search, colours),
@@ -106,12 +106,12 @@ class View {
     );
   }
 
-  /** Shows the stage that the kernel told last: its modules at once, its nodes when they are there. */
+  /** Shows the stage that the kernel sent last: its modules at once, its nodes when they arrive. */
   async load() {
     const modules = this.model.get("modules");
     const data = this.model.get("graph");
     const graph = data.byteLength ? new Graph(modules, await unpack(data)) : new Graph(modules);
-    if (this.graph?.modules === graph.modules) graph.open = this.graph.open; // what was folded meanwhile
+    if (this.graph?.modules === graph.modules) graph.open = this.graph.open; // keep the folding of the same stage
     else if (!this.model.get("folded")) graph.unfoldAll();
     this.#show(graph);
     if (!data.byteLength) return;
@@ -136,7 +136,7 @@ class View {
     this.root.dataset.outlined = graph.stage;
   }
 
-  /** Takes the place of the picture that stands for this view where it cannot live. */
+  /** Hides the static picture, which is for pages without a kernel. */
   #hideStill() {
     const mark = this.model.get("still");
     if (mark) this.still.textContent = `[data-ortlab-still="${mark}"] { display: none; }`;
@@ -169,7 +169,7 @@ class View {
     const title = this.graph.phases.length > 1 ? TITLES[phase] : "";
     const head = make(
       "div", "ortlab-pane-head", {}, make("span", "ortlab-pane-title", {}, title), pane.words, make("span", "ortlab-spring"),
-      zoom("−", `Make the ${phase} graph smaller`, 1 / 1.25), zoom("+", `Make the ${phase} graph larger`, 1.25), zoom("⤢", `Show the whole ${phase} graph`, 0),
+      zoom("−", `Zoom out of the ${phase} graph`, 1 / 1.25), zoom("+", `Zoom into the ${phase} graph`, 1.25), zoom("⤢", `Show the whole ${phase} graph`, 0),
     );
     pane.box = make("div", "ortlab-pane", { "data-phase": phase }, head, pane.element);
     this.panes.set(phase, pane);
@@ -192,7 +192,7 @@ class View {
     acts[message.is]();
   }
 
-  /** Redraws what folding changes; `settle` is the module to keep in sight. */
+  /** Redraws after a change of the folding; `settle` is the module to keep visible. */
   #draw(settle = null) {
     this.outline.draw(this.graph);
     this.outline.select(this.#ids().flat());
@@ -213,7 +213,7 @@ class View {
     }
     const folded = count < this.graph.rows[0][phase];
     pane.words.textContent = folded ? `${nodes} nodes as ${count.toLocaleString("en-US")}` : `${nodes} nodes`;
-    pane.words.title = folded ? "Modules that are folded are drawn as one node each" : "";
+    pane.words.title = folded ? "Each folded module is drawn as one node" : "";
     pane.box.classList.add("ortlab-busy");
     const from = phase === "forward" ? 0 : this.graph.split;
     const at = settle == null ? null : ids[this.graph.members(`m${settle}`, phase)[0] - from];
@@ -273,7 +273,7 @@ class View {
     this.#select([node, ...this.graph.partners([node])], () => this.details.node(this.graph, node));
   }
 
-  /** Unfolds a module and those around it, where they are not. */
+  /** Unfolds a module and its ancestors if they are folded. */
   #unfold(module) {
     const wanted = this.graph.around(module);
     if (wanted.every((each) => this.graph.open.has(each))) return;
@@ -289,7 +289,7 @@ class View {
     this.outline.select(rows ?? ids.flat());
   }
 
-  /** What is selected, by phase, as it is drawn. */
+  /** Returns the ids of the selected elements by phase. */
   #ids() {
     return this.graph.phases.map((phase) => {
       const from = phase === "forward" ? 0 : this.graph.split;
@@ -312,14 +312,14 @@ class View {
 
   #theme() {
     const [red, green, blue] = getComputedStyle(this.root).color.match(/\d+/g).map(Number);
-    const dark = red + green + blue > 3 * 128; // light words are for a dark page
+    const dark = red + green + blue > 3 * 128; // light text means a dark page
     this.panes.forEach((pane) => pane.tell({ do: "theme", dark }));
   }
 
-  /** Without netron's drawing there are the outline and the search still. */
+  /** Shows only the outline and the search, without netron's drawing. */
   #fallBack(reason) {
     this.#closePanes();
-    this.#say(`The graph is not drawn: ${reason}. The outline has its modules and nodes.`);
+    this.#say(`The graph is not drawn: ${reason}. The outline lists its modules and nodes.`);
   }
 
   #closePanes() {
@@ -338,7 +338,7 @@ class View {
   }
 }
 
-/** anywidget initializes a model once, and cleans up when it is closed; it may have several views. */
+/** anywidget initializes a model once and cleans up when it is closed; a model may have several views. */
 export default {
   initialize({ model }) {
     return () => forget(model);

@@ -1,10 +1,10 @@
-// The history of runs as a table: headings to sort by, a box to search in, runs that go on on top.
-// Kernel to page: `rows`, and in `live` those that change meanwhile, each {name, live, cells, keys};
-// a key is what its column is sorted by, null where it is not known. `hint`: how interrupted runs go on.
+// Table of the history of runs, with sortable columns and a search field; active runs are at the top.
+// Kernel to page: `rows`, and in `live` the rows of active runs, each {name, live, cells, keys}. A key is the
+// sort key of its column, null if unknown. `hint` describes how to resume interrupted runs.
 import { button, make, setText } from "./elements.js";
 import "./history.css";
 
-const FIRST = 200; // rows of a long table, until more are asked for
+const FIRST = 200; // rows of a long table that are shown at first
 
 function compare(a, b) {
   return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
@@ -17,7 +17,7 @@ class View {
     this.all = false;
     this.still = make("style");
     this.search = make("input", "ortlab-history-search", {
-      type: "search", placeholder: "Search, as in ort finished", "aria-label": "Search the runs", spellcheck: "false",
+      type: "search", placeholder: "Search, for example: ort finished", "aria-label": "Search the runs", spellcheck: "false",
     });
     this.search.addEventListener("input", () => this.#draw());
     this.said = make("span", "ortlab-history-said", { role: "status" });
@@ -25,11 +25,11 @@ class View {
     const head = make("tr", "", {}, ...this.heads);
     this.body = make("tbody");
     const table = make("table", "", {}, make("thead", "", {}, head), this.body);
-    this.more = button("ortlab-history-more", "", "Show the others too", () => {
+    this.more = button("ortlab-history-more", "", "Show all runs", () => {
       this.all = true;
       this.#draw();
     });
-    // JupyterLab must not take keys away from the field and the headings.
+    // JupyterLab's shortcuts must not intercept the keys of the field and the headings.
     this.root = make(
       "section", "ortlab-history", { "aria-label": "Runs", "data-lm-suppress-shortcuts": "true" },
       this.still, make("div", "ortlab-history-head", {}, this.search, this.said),
@@ -55,7 +55,7 @@ class View {
     this.#draw();
   }
 
-  /** Runs that go on first, then the known by their key, then those that are not known. */
+  /** Sorts active runs first, then rows by their key, then rows without a key. */
   #sorted(rows) {
     const { at, high } = this.order;
     return rows

@@ -1,5 +1,5 @@
-// An exported model that runs in the page itself: inputs as fields, outputs beside the kernel's.
-// Kernel to page: {is: "outputs", outputs: [{name, shape}], ms} with a float64 buffer each, or
+// View that runs an exported model in the browser: input fields, and outputs next to the kernel's.
+// Kernel to page: {is: "outputs", outputs: [{name, shape}], ms} with one float64 buffer per output, or
 // {is: "refused", why}. Page to kernel: {do: "run", inputs: {name: {shape, values}}}.
 import * as ort from "onnxruntime-web/wasm";
 import { button, make, setText } from "./elements.js";
@@ -16,7 +16,7 @@ async function unpacked(data) {
   return new Response(bytes).arrayBuffer();
 }
 
-/** One thread, no worker: nothing is fetched, and no page has to be isolated for it. */
+/** Uses one thread and no worker, so nothing is fetched and the page need not be cross-origin isolated. */
 async function open(model) {
   ort.env.wasm.wasmBinary ??= await unpacked(model.get("wasm"));
   ort.env.wasm.numThreads = 1;
@@ -25,24 +25,24 @@ async function open(model) {
   return ort.InferenceSession.create(new Uint8Array(bytes.buffer, bytes.byteOffset, bytes.byteLength));
 }
 
-/** The numbers of nested lists, and their shape; throws where they are uneven or no numbers. */
+/** Returns the numbers and the shape of nested lists; throws if they are ragged or not numeric. */
 function nested(value, shape = []) {
   if (!Array.isArray(value)) {
-    if (typeof value !== "number" && typeof value !== "boolean") throw new Error(`${JSON.stringify(value)} is no number`);
+    if (typeof value !== "number" && typeof value !== "boolean") throw new Error(`${JSON.stringify(value)} is not a number`);
     return { shape, flat: [Number(value)] };
   }
   const parts = value.map((item) => nested(item));
   const inner = parts[0]?.shape ?? [];
-  if (parts.some((part) => part.shape.join() !== inner.join())) throw new Error("the lists are uneven");
+  if (parts.some((part) => part.shape.join() !== inner.join())) throw new Error("the lists are ragged; give lists of equal length");
   return { shape: [value.length, ...inner], flat: parts.flatMap((part) => part.flat) };
 }
 
-/** What a field says: a number that fills the given shape, or nested lists that have their own. */
+/** Reads a field: a number that fills the given shape, or nested lists that have their own shape. */
 function read(text, shapeText) {
   const given = nested(JSON.parse(text));
   if (given.shape.length) return { shape: given.shape, values: given.flat };
   const shape = shapeText.trim() ? JSON.parse(`[${shapeText}]`) : [];
-  if (!shape.every((size) => Number.isInteger(size) && size >= 0)) throw new Error(`${shapeText} is no shape`);
+  if (!shape.every((size) => Number.isInteger(size) && size >= 0)) throw new Error(`${shapeText} is not a shape; give sizes separated by commas`);
   return { shape, values: new Array(shape.reduce((a, b) => a * b, 1)).fill(given.flat[0]) };
 }
 
@@ -59,10 +59,10 @@ function told(values) {
 class View {
   constructor(model, el) {
     this.model = model;
-    this.root = make("section", "ortlab-inpage", { "aria-label": "The exported model in this page" });
+    this.root = make("section", "ortlab-inpage", { "aria-label": "Exported model in this page" });
     this.fields = new Map();
     for (const port of model.get("ports")) this.#addField(port);
-    this.run = button("ortlab-inpage-run", "Run", "Run the model in this page, and in the kernel", () => this.#run());
+    this.run = button("ortlab-inpage-run", "Run", "Run the model in this page and in the kernel", () => this.#run());
     this.said = make("span", "ortlab-inpage-said", { role: "status" });
     this.rows = make("tbody", "");
     const heads = ["output", "shape", "in this page", "in the kernel", "largest difference"];
@@ -81,7 +81,7 @@ class View {
     values.value = port.value;
     const shape = make("input", "ortlab-inpage-shape", { type: "text", "aria-label": `shape of ${port.name}` });
     shape.value = port.shape.join(", ");
-    shape.title = "The shape that a single number fills; lists have their own";
+    shape.title = "Shape that a single number is repeated to; lists have their own shape";
     label.append(values);
     this.root.append(make("div", "", {}, label, " in ", shape));
     this.fields.set(port, { values, shape });

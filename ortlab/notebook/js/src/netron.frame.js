@@ -1,21 +1,21 @@
-// One pane of the graph view: netron's drawing in a sandboxed frame of its own, without its page.
+// One pane of the graph view: netron's drawing in a separate sandboxed frame, without netron's page.
 //
-// The page sends one message with netron's modules and a port; all else goes over that port.
+// The page sends one message with netron's modules and a port; all other messages use that port.
 // From the page:
-//   {do: "draw", graph, settle}   netron's own form of a graph, its nodes with an `id`; and the id of
-//                                 the node to bring into sight, or null for the beginning
-//   {do: "colour", colours}       {node id: [fill, text]}; others get netron's own
-//   {do: "select", ids}           marks these nodes and brings them into sight
+//   {do: "draw", graph, settle}   a graph in netron's format whose nodes have an `id`, and the id of the
+//                                 node to scroll to, or null for the beginning
+//   {do: "colour", colours}       {node id: [fill, text]}; other nodes get netron's own colors
+//   {do: "select", ids}           marks these nodes and scrolls to them
 //   {do: "zoom", by}              a factor; 0 fits the whole graph
 //   {do: "theme", dark}
 // To the page:
 //   {is: "ready"}, {is: "drawn", ms}, {is: "failed", text}
-//   {is: "node", id}, {is: "unfold", id}, {is: "tensor", id}, {is: "nothing"}   what was clicked
+//   {is: "node", id}, {is: "unfold", id}, {is: "tensor", id}, {is: "nothing"}   clicked element
 "use strict";
 
 const blob = (text) => URL.createObjectURL(new Blob([text], { type: "text/javascript" }));
 
-/** What netron asks of the application around it. */
+/** The interface that netron expects of its application. */
 class Host {
   constructor(dagre) {
     this.window = window;
@@ -27,15 +27,15 @@ class Host {
   environment() {}
   event() {}
   update() {}
-  async require() {} // readers of other files, which netron loads ahead
+  async require() {} // readers of other file formats, which netron preloads
   async asset() {}
 
-  /** Netron asks whether to go on with a layout that takes its time: it may. */
+  /** Netron asks whether to continue a slow layout; the answer is always yes. */
   message(text) {
     return text ? new Promise(() => {}) : Promise.resolve();
   }
 
-  /** A frame without an origin may only start a classic script, and netron's worker is a module. */
+  /** Starts a classic worker: a frame without an origin cannot start a module worker, which netron's is. */
   worker() {
     const answer = ({ data }) => {
       try {
@@ -50,11 +50,11 @@ class Host {
   }
 }
 
-const MARGIN = 100; // pixels that netron leaves empty around a drawing
-const EDGE = 70; // of them that need not be seen at first
+const MARGIN = 100; // empty pixels around a drawing of netron
+const EDGE = 70; // pixels of the margin that are scrolled out at first
 const READABLE = 0.7;
 
-/** Methods do not travel with messages: netron asks a type for its text. */
+/** Adds the method that netron calls on types; messages cannot contain methods. */
 const TYPE = {
   toString() {
     return this.text;
@@ -82,7 +82,7 @@ class Pane {
     this.port.postMessage(message);
   }
 
-  /** One thing after another; of drawings that wait, only the last is made. */
+  /** Handles messages in order; of several waiting drawings, only the last is made. */
   hear(message) {
     if (message.do === "draw") this.wanted = message;
     this.work = this.work.then(() => (message.do !== "draw" || message === this.wanted) && this[message.do](message));
@@ -102,7 +102,7 @@ class Pane {
     this.tell({ is: "drawn", ms: performance.now() - began });
   }
 
-  /** The beginning of the drawing, and its whole width where that stays easy to read. */
+  /** Scrolls to the beginning of the drawing, and fits its width if it stays readable. */
   #begin() {
     const pane = document.getElementById("target");
     const { width } = document.getElementById("origin").getBBox();
@@ -113,7 +113,7 @@ class Pane {
     pane.scrollTop = EDGE * zoom;
   }
 
-  /** Netron draws a node that has a definition with a button for it, which here unfolds. */
+  /** Netron draws a button on nodes that have a definition; here, the button unfolds the module. */
   #unfolds(node) {
     const { element, definition } = this.drawn(node);
     element.addEventListener("dblclick", () => this.tell({ is: "unfold", id: node.id }));
@@ -160,7 +160,7 @@ async function boot({ modules, light, dark }, port) {
   style(light);
   const urls = {};
   for (const [name, source] of Object.entries(modules)) {
-    // Those that netron loads when it opens other files are not here, and are never asked for.
+    // Modules for other file formats are not included, and never requested.
     urls[name] = blob(source.replace(/(['"])\.\/([\w-]+\.js)\1/g, (as, quote, file) => (urls[file] ? quote + urls[file] + quote : as)));
   }
   const { View } = await import(urls["view.js"]);

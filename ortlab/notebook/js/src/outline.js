@@ -1,9 +1,9 @@
-// The modules of a graph as a foldable table, down to its nodes. Only rows in sight are made.
+// Table of a graph's modules that can be unfolded down to its nodes. Only visible rows are created.
 import { bytesOf } from "./colours.js";
 import { amount } from "./format.js";
 import { button, make } from "./elements.js";
 
-/** [head, text of a module's row, text of a node's row]; what has nothing to tell is left out. */
+/** Returns [head, text for a module, text for a node] of each column; empty columns are omitted. */
 function columns(graph) {
   const whole = graph.rows[0];
   const time = graph.overlays.find(({ name }) => name === "time");
@@ -19,10 +19,10 @@ function columns(graph) {
   ].filter(Boolean);
 }
 
-const ROW = 21; // pixels of a row, as in graphview.css
-const COLUMN = 114; // and of a column of figures
-const NAME = 220; // of the modules' column, at least
-const BEYOND = 40; // rows above and below what is in sight
+const ROW = 21; // height of a row in pixels, as in graphview.css
+const COLUMN = 114; // width of a column of figures in pixels
+const NAME = 220; // minimum width of the modules' column in pixels
+const BEYOND = 40; // additional rows above and below the visible ones
 
 export class Outline {
   /** `acts` has toggle(module), pickModule(module) and pickNode(node). */
@@ -30,7 +30,7 @@ export class Outline {
     this.acts = acts;
     this.selected = new Set();
     this.element = make("div", "ortlab-outline");
-    this.made = [0, 0]; // the lines from and to which there are rows
+    this.made = [0, 0]; // range of lines that have rows
     this.element.addEventListener("scroll", () => this.#follow());
     this.resized = new ResizeObserver(() => this.#follow());
     this.resized.observe(this.element);
@@ -51,14 +51,14 @@ export class Outline {
     if (focused) this.#focus(focused);
   }
 
-  /** Marks the rows of what is selected: "m3", "n12"; the first comes into sight. */
+  /** Marks the rows of the selected ids ("m3", "n12") and scrolls to the first. */
   select(ids) {
     this.selected = new Set(ids);
     const first = this.lines.findIndex(({ id }) => this.selected.has(id));
     const { scrollTop, clientHeight } = this.element;
     const top = (first + 1) * ROW; // below the head
     if (first >= 0 && (top < scrollTop + ROW || top + ROW > scrollTop + clientHeight)) {
-      this.element.scrollTop = top - clientHeight / 2; // not the page, as scrollIntoView would
+      this.element.scrollTop = top - clientHeight / 2; // scrollIntoView would also scroll the page
     }
     this.#follow();
     for (const row of this.body.rows) row.classList.toggle("ortlab-selected", this.selected.has(row.dataset.id));
@@ -68,7 +68,7 @@ export class Outline {
     this.resized.disconnect();
   }
 
-  /** What there is to see of a module: itself, and unless it is folded all within it. */
+  /** Adds the lines of a module and, unless it is folded, of its contents. */
   #list(module) {
     const row = this.graph.rows[module];
     this.lines.push({ id: `m${module}`, depth: row.depth, module });
@@ -82,13 +82,13 @@ export class Outline {
     return [Math.floor(scrollTop / ROW), Math.min(this.lines.length, Math.ceil((scrollTop + clientHeight) / ROW))];
   }
 
-  /** Makes other rows only when the view comes to the end of those that are there. */
+  /** Creates new rows when the view reaches the end of the existing ones. */
   #follow() {
     const [first, last] = this.lines ? this.#inSight() : [0, 0];
     if (first < this.made[0] || last > this.made[1]) this.#paint();
   }
 
-  /** Makes the rows in sight and those next to them, and room for the others. */
+  /** Creates the visible rows and those next to them, and space for the others. */
   #paint() {
     const [first, last] = this.#inSight();
     const [from, to] = [Math.max(0, first - BEYOND), Math.min(this.lines.length, last + BEYOND)];
@@ -120,7 +120,7 @@ export class Outline {
     return node < this.graph.split ? [pick] : [pick, make("span", "ortlab-hint", {}, "gradient")];
   }
 
-  /** The keyboard stays with a module's button when folding changes its words. */
+  /** Keeps the focus on a module's button when folding changes its label. */
   #focus(title) {
     const path = title.replace(/^(Unfold|Fold) /, "");
     const titles = [`Fold ${path}`, `Unfold ${path}`];

@@ -1,7 +1,8 @@
-// The page's side of one pane: a sandboxed frame in which netron draws. See netron.frame.js.
+// One pane of the graph view: a sandboxed frame in which netron draws. This is the page's side; the frame's
+// is netron.frame.js.
 import FRAME from "./netron.frame.js";
 
-// Nothing in the frame reaches the network, this page or its origin.
+// The frame has no access to the network, this page or its origin.
 const POLICY = "default-src 'none'; script-src 'unsafe-inline' blob:; worker-src blob:; style-src 'unsafe-inline'";
 const PAGE = `<!DOCTYPE html><html><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="${POLICY}">
@@ -16,7 +17,7 @@ const PAGE = `<!DOCTYPE html><html><head><meta charset="utf-8">
 const BOOT_MS = 15000;
 
 export class Pane {
-  /** `hear` gets the frame's messages, also {is: "ready"} and {is: "failed", text} of its start. */
+  /** `hear` receives the frame's messages, including {is: "ready"} and {is: "failed", text} at its start. */
   constructor(netron, phase, hear) {
     this.hear = hear;
     this.element = document.createElement("iframe");
@@ -24,7 +25,7 @@ export class Pane {
     this.element.title = `${phase} graph`;
     this.element.setAttribute("sandbox", "allow-scripts");
     this.element.srcdoc = PAGE;
-    // A frame that is moved about, as JupyterLab does with cells, loads anew and starts from nothing.
+    // A frame that is moved, as JupyterLab does with cells, reloads and loses its state.
     this.element.addEventListener("load", () => this.#start(netron));
   }
 

@@ -1,4 +1,4 @@
-// The panel by itself: the settings of a run with its buttons, or of a model before its run.
+// Panel as a separate view: the settings of a run with its buttons, or of a model before its run.
 import { make } from "./elements.js";
 import { Form, KEYS, onClick } from "./form.js";
 
@@ -12,7 +12,7 @@ class View {
     this.state = make("span", "ortlab-panel-state", { role: "status" });
     this.pause = make("button", "ortlab-panel-button", { type: "button", ...KEYS });
     this.stop = make("button", "ortlab-panel-button", { type: "button", ...KEYS }, "Stop");
-    this.stop.title = "End the run after the step in flight; the weights so far are kept";
+    this.stop.title = "Stop the run after the current step and keep its weights";
     onClick(this.pause, () => model.send({ do: this.#paused() ? "resume" : "pause" }));
     onClick(this.stop, () => model.send({ do: "stop" }));
     this.buttons = make("span", "ortlab-panel-buttons", {}, this.pause, this.stop);

@@ -1,11 +1,11 @@
-// The ranks of a run on workers: a row for each, and what there is to say of all.
+// Ranks of a run on workers: one row per rank, and notes about all of them.
 //
 // The model's trait `ranks` is a list of
-//   [rank, remark, 1 where it trains still, 1 where it is the slowest, loss, samples/s, ms of a step,
-//    ms of communication in it, bytes of parameters, gradients, optimizer state, rest of the peak,
+//   [rank, remark, 1 if it is still training, 1 if it is the slowest, loss, samples/s, step time in ms,
+//    communication time in ms, bytes of parameters, gradients, optimizer state, rest of the peak,
 //    loss line, samples/s line]
-// where null is unknown and a line is base64 of a byte for each point: 1 to 255 are its height, 0 is
-// a gap. All ranks' lines have one scale. `rank_notes` are lines of text.
+// where null is unknown and a line is base64 with one byte per point: 1 to 255 are its height, 0 is a gap.
+// The lines of all ranks have a common scale. `rank_notes` are lines of text.
 import "./ranks.css";
 import { KEYS } from "./form.js";
 import { amount, milliseconds, number } from "./format.js";
@@ -19,13 +19,13 @@ const HEADS = ["rank", "loss", "samples/s", "step", "communication", "memory"];
 const unknown = (value, show) => (value == null ? "–" : show(value));
 const three = (value) => number(Number(value.toPrecision(3)));
 
-/** A small line without axes. */
+/** A small line chart without axes. */
 class Spark {
   constructor(name) {
     this.root = document.createElementNS(SVG, "svg");
     this.root.setAttribute("class", `ortlab-spark ortlab-spark-${name}`);
     this.root.setAttribute("preserveAspectRatio", "none");
-    this.root.setAttribute("aria-hidden", "true"); // the figure beside it says the last value
+    this.root.setAttribute("aria-hidden", "true"); // the number next to it is the last value
     this.line = document.createElementNS(SVG, "path");
     this.line.setAttribute("vector-effect", "non-scaling-stroke");
     this.root.append(this.line);
@@ -46,7 +46,7 @@ class Row {
       make("div", `ortlab-rank-cell ortlab-rank-${name}`, { role, ...(label ? { "data-label": label } : {}) }, ...children);
     const value = () => make("span", "ortlab-value");
     this.name = make("span", "ortlab-rank-number");
-    this.slow = make("span", "ortlab-rank-slow", { title: "the others wait for it" }, "▲ slowest");
+    this.slow = make("span", "ortlab-rank-slow", { title: "The other ranks wait for this one" }, "▲ slowest");
     this.remark = make("span", "ortlab-rank-remark");
     [this.loss, this.rate, this.step, this.communication, this.memory] = Array.from({ length: 5 }, value);
     this.lines = [new Spark("loss"), new Spark("rate")];
@@ -63,7 +63,7 @@ class Row {
       cell("memory", "cell", HEADS[5], this.stack, this.memory));
   }
 
-  /** `most` is what the widest stack stands for, in bytes. */
+  /** `most` is the size of the widest stack in bytes. */
   draw([rank, remark, current, slowest, loss, rate, stepMs, waitedMs, ...rest], most) {
     const sizes = rest.slice(0, PARTS.length);
     const [lossLine, rateLine] = rest.slice(PARTS.length);
@@ -82,7 +82,7 @@ class Row {
     this.waited.style.width = `${100 * (part ?? 0)}%`;
     const percent = part == null ? "–" : `${Math.round(100 * part)} %`;
     setText(this.communication, percent);
-    this.share.title = `${unknown(waitedMs, milliseconds)} of ${unknown(stepMs, milliseconds)} with a collective under way, waiting for other ranks included`;
+    this.share.title = `${unknown(waitedMs, milliseconds)} of ${unknown(stepMs, milliseconds)} in collective operations, including the wait for other ranks`;
     this.share.setAttribute("aria-label", this.share.title);
     sizes.forEach((size, i) => (this.pieces[i].style.width = `${most ? (100 * (size ?? 0)) / most : 0}%`));
     setText(this.memory, unknown(sum(sizes), (size) => amount(size, "bytes")));
@@ -92,13 +92,13 @@ class Row {
   }
 }
 
-/** Of what is known; null where nothing is. */
+/** Returns the sum of the known sizes; null if none is known. */
 function sum(sizes) {
   const known = sizes.filter((size) => size != null);
   return known.length ? known.reduce((total, size) => total + size, 0) : null;
 }
 
-/** The section below the charts; hidden until there are ranks. */
+/** Section below the charts; hidden until there are ranks. */
 export class Ranks {
   constructor() {
     const mark = (name, label) =>
@@ -109,7 +109,7 @@ export class Ranks {
       mark("ortlab-rank-waited", "communication"));
     this.heads = make("div", "ortlab-rank ortlab-rank-heads", { role: "row" },
       ...HEADS.map((text) => make("div", "ortlab-rank-cell", { role: "columnheader" }, text)));
-    // It scrolls where there are many, by the keyboard too.
+    // Many ranks are scrollable, with the keyboard too.
     this.table = make("div", "ortlab-rank-table", { role: "table", "aria-label": "ranks", tabindex: "0", ...KEYS }, this.heads);
     this.notes = make("div", "ortlab-lines");
     this.root = make("section", "ortlab-ranks", { "aria-label": "Workers" }, head, this.table, this.notes);

@@ -1,15 +1,15 @@
-// One run, live: progress, pause and stop, four charts, where the time of a step goes.
+// Live view of a run: progress, pause and stop, four charts, and the breakdown of the step time.
 //
-// The kernel sends one custom message an update. Its JSON part:
-//   p  [message number, state, step, total steps or null, seconds so far, seconds left or null]
-//   m  which columns the buffer's rows have, as bits; absent when there are no new rows
+// The kernel sends one custom message per update. Its JSON part:
+//   p  [message number, state, step, total steps or null, elapsed seconds, remaining seconds or null]
+//   m  bit mask of the columns in the buffer's rows; absent if there are no new rows
 //   e  [[step, loss], ...] new evaluation results
-//   c  [[number, step, text, cost in s, samples/s before, after, bytes before, after], ...] changes of
-//      settings, new or with figures that were not known yet (null); a number's last one holds
-//   i  those of {title, badges, lines, error, advice} that changed; advice: settings to go on with
+//   c  [[number, step, text, cost in s, samples/s before, after, bytes before, after], ...] settings
+//      changes that are new or have new figures (null if unknown); the last one of a number is valid
+//   i  the changed ones of {title, badges, lines, error, advice}; advice: settings to resume with
 //   a  1: the rows, evaluations and changes are the whole series, not an addition
-// and its buffer: float32, row by row. "hello" asks for the whole. The panel's part is in form.js, that
-// of the ranks in ranks.js.
+// Its buffer is float32, row by row. "hello" requests the whole series. The messages of the settings panel
+// are described in form.js, those of the ranks in ranks.js.
 import "uplot/dist/uPlot.min.css";
 import "./runview.css";
 import { Chart, TITLES } from "./charts.js";
@@ -20,7 +20,7 @@ import { Ranks } from "./ranks.js";
 import { Series } from "./series.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
-const SILENT_S = 20; // a run that trains says something more than once a second
+const SILENT_S = 20; // an active run sends more than one message per second
 const SPLIT = [
   ["data_ms", "data"],
   ["forward_ms", "forward"],
@@ -28,7 +28,7 @@ const SPLIT = [
   ["optimizer_ms", "optimizer"],
 ];
 
-/** What is known of the run on this page: shared by all views of one model. */
+/** State of the run on this page, shared by all views of one model. */
 class Store extends EventTarget {
   constructor(model) {
     super();
@@ -36,9 +36,9 @@ class Store extends EventTarget {
     this.series = new Series(model.get("columns"));
     this.info = { title: "", badges: [], lines: [], error: null, advice: "" };
     this.progress = null;
-    this.asked = null; // what a click asked for, until the kernel's state says so
+    this.asked = null; // a clicked action, until the kernel's state confirms it
     this.whole = false;
-    this.silent = false; // the kernel has said nothing for SILENT_S, and should have
+    this.silent = false; // a message is overdue by SILENT_S
     this.receive = (message, buffers) => this.#receive(message, buffers);
     model.on("msg:custom", this.receive);
     model.send({ do: "hello" });
@@ -50,7 +50,7 @@ class Store extends EventTarget {
       this.series.clear();
       this.whole = true;
     } else if (!this.whole) {
-      return; // the whole series is on its way
+      return; // the whole series was requested
     } else if (number !== this.number + 1) {
       this.whole = false; // a message was lost
       this.model.send({ do: "hello" });
@@ -66,7 +66,7 @@ class Store extends EventTarget {
     this.dispatchEvent(new Event("change"));
   }
 
-  /** Tells the kernel what was clicked; the page says so at once. */
+  /** Sends a clicked action to the kernel and shows it immediately. */
   ask(verb, shown) {
     this.asked = { shown, from: this.progress?.state };
     this.model.send({ do: verb });
@@ -74,7 +74,7 @@ class Store extends EventTarget {
     this.dispatchEvent(new Event("change"));
   }
 
-  /** Waits for the kernel's next word, where there will be one. */
+  /** Waits for the kernel's next message, if there will be one. */
   #expect(more) {
     this.silent = false;
     clearTimeout(this.silence);
@@ -98,8 +98,8 @@ const make = (tag, className, attributes = {}) => {
   return made;
 };
 
-// Drawing takes at most this share of the page's time, as far as once a second lets it: the model may
-// be training on the same cores. What a person waits for, a state or a badge, is drawn at once.
+// Drawing takes at most this share of the page's time, but happens at least every SLOWEST_MS: the model
+// may be training on the same cores. State changes and badges are drawn immediately.
 const SHARE = 1 / 50;
 const SLOWEST_MS = 1000;
 
@@ -109,7 +109,7 @@ class View {
     this.interactive = model.get("interactive");
     this.#build();
     el.append(this.root);
-    this.due = 0; // when it may be drawn again
+    this.due = 0; // time of the next possible drawing
     this.request = () => {
       clearTimeout(this.timer);
       const wait = this.due - performance.now();
@@ -124,7 +124,7 @@ class View {
       this.request();
     });
     this.resized.observe(this.root);
-    // A theme is an attribute or a class of the page's body: draw again with its colours.
+    // A theme is an attribute or a class of the page's body: redraw with its colors.
     this.themed = new MutationObserver(() => this.charts.forEach((chart) => chart.redraw()));
     for (const target of [document.documentElement, document.body]) {
       this.themed.observe(target, { attributes: true });
@@ -133,7 +133,7 @@ class View {
   }
 
   #build() {
-    // JupyterLab must not take Enter and Space away from the buttons.
+    // JupyterLab's shortcuts must not intercept Enter and Space on the buttons.
     this.root = make("section", "ortlab-run", {
       "data-lm-suppress-shortcuts": "true",
     });
@@ -146,14 +146,14 @@ class View {
     this.pause = make("button", "ortlab-button ortlab-pause", { type: "button" });
     this.stop = make("button", "ortlab-button ortlab-stop", { type: "button" });
     this.stop.textContent = "Stop";
-    this.stop.title = "End the run after the step in flight; the weights so far are kept";
+    this.stop.title = "Stop the run after the current step and keep its weights";
     onClick(this.pause, () => {
       const paused = this.store.progress?.state === "paused";
       this.store.ask(paused ? "resume" : "pause", paused ? "resuming…" : "pausing…");
     });
     onClick(this.stop, () => this.store.ask("stop", "stopping…"));
     this.advice = make("button", "ortlab-button ortlab-advice", { type: "button" });
-    this.advice.title = "Go on with these settings";
+    this.advice.title = "Resume the run with these settings";
     onClick(this.advice, () => this.store.ask("advice", "resuming…"));
     if (this.interactive) this.buttons.append(this.advice, this.pause, this.stop);
     else {
@@ -179,12 +179,12 @@ class View {
     this.silence = make("div", "ortlab-silence", { role: "status" });
     this.silence.hidden = true;
     this.silence.textContent =
-      "No word from the kernel: it is busy, was restarted or has died. If it is new, %ort runs has what was kept.";
+      "No message from the kernel: it is busy, was restarted or has died. After a restart, %ort runs lists the saved runs.";
     this.root.append(head, this.bar, this.numbers, this.silence, this.lines, this.error, this.settings, grid, this.changes, this.split,
       this.ranks.root);
   }
 
-  /** The settings, folded away until somebody wants them. */
+  /** The settings, collapsed at first. */
   #buildPanel() {
     const { model } = this.store;
     this.settings = make("details", "ortlab-settings");
@@ -195,7 +195,7 @@ class View {
     this.settings.append(summary, this.form.root);
     this.drawPanel = () => {
       const standing = model.get("standing");
-      this.settings.hidden = standing.serial === undefined; // a loop of the user's own has none
+      this.settings.hidden = standing.serial === undefined; // a custom training loop has none
       if (!this.settings.hidden) this.form.draw(model.get("controls"), standing);
     };
     model.on("change:controls", this.drawPanel);
@@ -204,7 +204,7 @@ class View {
     this.settings.addEventListener("toggle", () => this.settings.open && model.send({ do: "open" }));
   }
 
-  /** Whether there is more to show than numbers that have moved on. */
+  /** Returns whether anything but numbers has changed. */
   #urgent() {
     const { progress, asked, info, silent } = this.store;
     return silent === this.silence.hidden || progress?.state !== this.drawnState || asked !== this.drawnAsked || info !== this.drawnInfo;
@@ -213,7 +213,7 @@ class View {
   #draw() {
     this.frame = undefined;
     const began = performance.now();
-    const widths = this.charts.map((chart) => chart.width); // before anything is changed
+    const widths = this.charts.map((chart) => chart.width); // read first, to avoid a forced layout
     if (this.store.progress) this.#drawProgress(this.store.progress);
     this.#drawInfo(this.store.info);
     this.charts.forEach((chart, i) => chart.draw(widths[i]));
@@ -221,7 +221,7 @@ class View {
     this.#drawSplit();
     this.ranks.draw(this.store.model.get("ranks"), this.store.model.get("rank_notes"));
     this.due = began + SLOWEST_MS;
-    // A timer that is set in a frame goes off once that is painted.
+    // A timer that is set in an animation frame fires after that frame is painted.
     setTimeout(() => {
       this.due = began + Math.min(SLOWEST_MS, (performance.now() - began) / SHARE);
     });
@@ -235,7 +235,7 @@ class View {
     setText(this.state, asked ? asked.shown : state);
     this.root.dataset.state = state;
     this.pause.textContent = state === "paused" ? "Resume" : "Pause";
-    this.pause.title = state === "paused" ? "Go on training" : "Wait after the step in flight";
+    this.pause.title = state === "paused" ? "Resume the training" : "Pause after the current step";
     this.buttons.hidden = over;
     const stopping = state === "stopping" || asked?.shown === "stopping…";
     this.stop.ariaDisabled = String(stopping);
@@ -246,7 +246,7 @@ class View {
     if (percent == null) this.bar.removeAttribute("aria-valuenow");
     else this.bar.setAttribute("aria-valuenow", String(percent));
     const parts = [total ? `step ${number(step)} of ${number(total)} · ${percent} %` : `step ${number(step)}`];
-    parts.push(over ? `took ${duration(elapsed)}` : `${duration(elapsed)} so far`);
+    parts.push(over ? `took ${duration(elapsed)}` : `${duration(elapsed)} elapsed`);
     if (left != null && !over) parts.push(`${duration(left)} left`);
     setText(this.numbers, parts.join(" · "));
     this.silence.hidden = !this.store.silent;
@@ -255,7 +255,7 @@ class View {
   #drawInfo(info) {
     if (info === this.drawnInfo) return;
     this.drawnInfo = info;
-    this.title.textContent = info.title; // textContent always: these words come from the user
+    this.title.textContent = info.title; // textContent always: these strings come from the user
     this.root.setAttribute("aria-label", `Run ${info.title}`);
     this.badges.replaceChildren(...info.badges.map((text) => {
       const badge = make("span", "ortlab-badge");
@@ -269,12 +269,12 @@ class View {
       return line;
     }));
     this.advice.hidden = !info.advice;
-    this.advice.textContent = `Go on with ${info.advice}`;
+    this.advice.textContent = `Resume with ${info.advice}`;
     this.error.textContent = info.error ?? "";
     this.error.hidden = !info.error;
   }
 
-  /** What the numbers in the charts stand for, the newest in sight. */
+  /** Lists the numbered changes of the charts, scrolled to the newest. */
   #drawChanges() {
     const changes = this.store.series.changes;
     if (changes === this.drawnChanges) return;
@@ -290,7 +290,7 @@ class View {
     this.changes.scrollTop = this.changes.scrollHeight;
   }
 
-  /** The mean of the last steps' times, as one bar. */
+  /** Draws the mean step time of the last steps by part, as one bar. */
   #drawSplit() {
     const series = this.store.series;
     const whole = series.recent("step_ms");
@@ -335,7 +335,7 @@ class View {
   }
 }
 
-/** anywidget calls this once for a model; a model may have several views. */
+/** anywidget calls this once per model; a model may have several views. */
 export default () => {
   let store;
   return {

@@ -1,8 +1,8 @@
-// The points of a run as the browser keeps them: bounded, thinned, in columns.
+// Data points of a run in the browser: columns of bounded length, thinned when full.
 
-const CAPACITY = 2400; // rows; more than two for every pixel of a chart
+const CAPACITY = 2400; // rows; more than two per pixel of a chart
 
-/** What stands for two rows, as the kernel's telemetry merges them. */
+/** Merges two rows in the same way as the kernel's recorder. */
 const MERGE = {
   last: (a, b) => b ?? a,
   max: (a, b) => (a == null ? b : b == null ? a : Math.max(a, b)),
@@ -10,7 +10,7 @@ const MERGE = {
 };
 
 export class Series {
-  /** @param {{name: string, unit: string, chart: string, merge: string}[]} columns the step first */
+  /** @param {{name: string, unit: string, chart: string, merge: string}[]} columns the step comes first */
   constructor(columns) {
     this.columns = columns;
     this.clear();
@@ -19,14 +19,14 @@ export class Series {
   clear() {
     this.data = this.columns.map(() => []);
     this.evaluations = []; // [step, loss]
-    this.changes = []; // of settings, by number; another array where there is another
+    this.changes = []; // of settings, by number; replaced, never modified
   }
 
   get length() {
     return this.data[0].length;
   }
 
-  /** Takes rows of float32, row by row, of the columns whose bits are set in `mask`. */
+  /** Appends float32 rows that have the columns whose bits are set in `mask`. */
   append(view, mask) {
     const present = this.columns.map((_, i) => Math.floor(mask / 2 ** i) % 2 === 1);
     const width = present.filter(Boolean).length;
@@ -34,7 +34,7 @@ export class Series {
     new Uint8Array(numbers.buffer).set(new Uint8Array(view.buffer, view.byteOffset, view.byteLength));
     for (let row = 0; row < numbers.length; row += width) {
       let at = row;
-      if (numbers[row] <= this.data[0].at(-1)) continue; // known already: the step is always there
+      if (numbers[row] <= this.data[0].at(-1)) continue; // already known; the step is always present
       this.data.forEach((column, i) => {
         const value = present[i] ? numbers[at++] : NaN;
         column.push(Number.isFinite(value) ? value : null);
@@ -43,7 +43,7 @@ export class Series {
     while (this.length > CAPACITY) this.#halve();
   }
 
-  /** Takes changes of settings: new ones, or what is known by now of earlier ones. */
+  /** Adds changes of settings, or updates earlier ones. */
   change(told) {
     const known = new Map(this.changes.map((change) => [change.number, change]));
     for (const [number, step, text, costS, ...pairs] of told) {
@@ -70,13 +70,13 @@ export class Series {
     return this.data[this.index(name)];
   }
 
-  /** A rate over a fiftieth of all steps, weighted by time, so that a chart of it can be read. */
+  /** Returns a rate averaged by time over a fiftieth of all steps, for a readable chart. */
   smoothed(name) {
     const rates = this.values(name);
     const times = this.values("step_ms");
     const steps = this.data[0];
     const window = (steps.at(-1) - steps[0]) / 50;
-    // A row stands for the steps since the one before it.
+    // A row covers the steps since the previous row.
     const time = rates.map((rate, row) =>
       rate == null ? 0 : (times[row] ?? 0) * Math.max(1, steps[row] - (steps[row - 1] ?? steps[row] - 1)));
     let first = 0;
@@ -94,12 +94,12 @@ export class Series {
     });
   }
 
-  /** Whether a column ever had a value. */
+  /** Returns whether a column has any value. */
   has(name) {
     return this.values(name).some((value) => value != null);
   }
 
-  /** The mean of a column's last rows; null when it has none. */
+  /** Returns the mean of a column's last rows; null if they have no value. */
   recent(name, rows = 20) {
     const known = this.values(name).slice(-rows).filter((value) => value != null);
     return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
