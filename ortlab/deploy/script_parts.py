@@ -67,6 +67,11 @@ def head(
     ]
     known = set(lines)
     lines += [line for line in imports if line not in known]
+    lines += ["", "HERE = Path(__file__).parent", *_constants(settings, steps)]
+    return "\n".join(lines)
+
+
+def _constants(settings: FinetuneSettings, steps: int | None) -> list[str]:
     constants = {
         "EPOCHS": settings.epochs,
         "STEPS": steps,
@@ -78,9 +83,7 @@ def head(
         "CLIP_NORM": settings.clip_norm,
         "SEED": settings.seed,
     }
-    lines += ["", "HERE = Path(__file__).parent"]
-    lines += [f"{name} = {value!r}{_COMMENTS.get(name, '')}" for name, value in constants.items()]
-    return "\n".join(lines)
+    return [f"{name} = {value!r}{_COMMENTS.get(name, '')}" for name, value in constants.items()]
 
 
 def batch_split(model: nn.Module, loss: str | None) -> str:
