@@ -117,7 +117,7 @@ def test_an_operator_that_is_a_loop_in_onnx(ort: compat.TrainingRuntime) -> None
 
 def test_an_output_that_is_a_constant(ort: compat.TrainingRuntime) -> None:
     found = failure(ort, AndConstant(6, 6))
-    assert "in place 1, counted from 0, is a constant" in found.reason
+    assert "output 1 of forward, counted from 0, is a constant" in found.reason
     assert "return it outside of the model" in found.reason
 
 
