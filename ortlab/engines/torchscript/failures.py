@@ -61,9 +61,11 @@ class Lines:
 
 
 _ATTRIBUTE = "_ortlab_failure"
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _OWN = Path(__file__).resolve().parents[1]
 """Folder of the engines; their frames lie between the exporter and the model."""
+_PROBES = _OWN / "ortmodule" / "compat" / "probes.py"
+"""File below it whose models stand for the user's code when patches are tested."""
 _LIBRARIES = tuple(
     Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")
 )
@@ -183,7 +185,7 @@ def _node(trace: TracebackType | None) -> Any:
 
 def _from_text(error: BaseException, nodes: Sequence[Node]) -> Failure:
     """Parse a message of ORT's C++ code, which names operators and nodes only in its text."""
-    text = _COLOUR.sub("", str(error))
+    text = _COLOR.sub("", str(error))
     operator, reason = None, _first_line(text) or type(error).__name__
     for pattern, meaning in _TEXTS:
         found = re.search(pattern, text)
@@ -258,7 +260,8 @@ def _line(frames: Sequence[tuple[str, int]]) -> str | None:
 @functools.cache
 def _belongs_to(file: str, *packages: str) -> bool:
     path = Path(file)
-    return _OWN in path.parents or any(
+    is_own = _OWN in path.parents and path != _PROBES
+    return is_own or any(
         root / package in path.parents for root in _LIBRARIES for package in packages
     )
 
@@ -276,7 +279,7 @@ def _reason(error: BaseException, operator: str | None) -> str:
 
 def _first_line(text: str) -> str:
     """Return the first meaningful line without C++ signatures, truncated to a readable length."""
-    lines = (line.strip() for line in _COLOUR.sub("", text).splitlines())
+    lines = (line.strip() for line in _COLOR.sub("", text).splitlines())
     said = next((line for line in lines if line and not set(line) <= set("*=- ")), "")
     said = re.sub(r"^/onnxruntime_src/.*?(?=\[ONNXRuntimeError\])", "", said)
     said = re.sub(r"^/onnxruntime_src/\S+ .*\) (?:const )?", "", said)

@@ -267,7 +267,7 @@ def test_an_operator_without_a_rule_is_named_with_its_line(ort: OrtModuleEngine)
         wrapped(torch.ones(3, 6))
     text = str(caught.value)
     assert "bessel_j0" in text
-    assert "test_ortmodule.py" in text
+    assert "test_engine.py" in text
     assert "\x1b[" not in text
     assert len(text.splitlines()) <= 2
 
