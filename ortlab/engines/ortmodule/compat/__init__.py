@@ -9,13 +9,12 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ortlab.engines.ortmodule.compat import extensions, requirements
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable, Progress
+from ortlab.engines.torchscript import failures
 from ortlab.utils.plain_onnxruntime import IMPORTING
-
-if TYPE_CHECKING:
-    from ortlab.engines.torchscript.failures import Failure
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ def unavailable() -> str | None:
 
     Cheap: imports neither torch nor ORT.
     """
-    from ortlab.engines.ortmodule.compat import requirements
-
     if _ort is not None:  # charts ask at every update, and reading package metadata takes 15 ms
         return None
     finding = requirements.obstacle()
@@ -79,19 +76,21 @@ def use_opset(opset: int) -> None:
     Args:
         opset: ONNX opset of the graphs that will be exported.
     """
-    from onnxruntime.training.ortmodule import _custom_op_symbolic_registry as rules
+    from onnxruntime.training.ortmodule import (  # optional: onnxruntime-training
+        _custom_op_symbolic_registry as rules,
+    )
 
     rules.CustomOpSymbolicRegistry.register_all(opset)
 
 
 def use_triton() -> None:
     """Allow ORT to generate Triton kernels, from now on for every graph that asks for them."""
-    from onnxruntime.training.ort_triton import register_triton_op_executor
+    from onnxruntime.training.ort_triton import register_triton_op_executor  # optional: ORT
 
     register_triton_op_executor()
 
 
-def explain(error: BaseException) -> Failure:
+def explain(error: BaseException) -> failures.Failure:
     """Explain an exception that ORTModule raised.
 
     Args:
@@ -100,18 +99,14 @@ def explain(error: BaseException) -> Failure:
     Returns:
         The operator, the user's line and a short reason.
     """
-    from ortlab.engines.torchscript import failures
-
     return failures.explain(error)
 
 
 def _load(on_progress: Progress | None) -> TrainingRuntime:
-    from ortlab.engines.ortmodule.compat import requirements
-
     finding = requirements.obstacle()
     if finding is not None:
         raise OrtUnavailable(finding.found, finding.fix)
-    from ortlab.engines.ortmodule.compat import extensions, patches
+    from ortlab.engines.ortmodule.compat import patches  # heavy: torch
 
     loaded = extensions.load(on_progress)
     with contextlib.suppress(OrtUnavailable):  # `native` then falls back to Python
@@ -120,10 +115,10 @@ def _load(on_progress: Progress | None) -> TrainingRuntime:
     if patches.installed().cuda:
         extensions.preload_cuda()
 
-    import onnxruntime
-    import torch
-    from onnxruntime.training import ortmodule as package
-    from onnxruntime.training.ortmodule import _fallback, options
+    import onnxruntime  # optional: onnxruntime-training
+    import torch  # heavy: torch
+    from onnxruntime.training import ortmodule as package  # optional: onnxruntime-training
+    from onnxruntime.training.ortmodule import _fallback, options  # optional: onnxruntime-training
 
     def set_seed(seed: int) -> None:
         # Seeds 0 and 1 produce the same numbers, and each dropout takes the next seed.

@@ -49,7 +49,7 @@ def generate(
         NotDifferentiable: If ORT cannot create the files from this graph.
     """
     ortmodule()  # the patches that ORT's training package needs
-    from onnxruntime.training import artifacts, onnxblock
+    from onnxruntime.training import artifacts, onnxblock  # optional: onnxruntime-training
 
     if (reason := exporting.wrong_gradient(model.graph)) is not None:
         raise NotDifferentiable(reason)
@@ -140,7 +140,7 @@ def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
         model: Graph to infer shapes for.
     """
     plain_onnxruntime()
-    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference  # optional: ORT
 
     found: onnx.ModelProto = SymbolicShapeInference.infer_shapes(
         model, auto_merge=True, guess_output_rank=True
@@ -217,8 +217,8 @@ class Device:
     """Files of `folder`, loaded in ORT's training API as on a device."""
 
     def __init__(self, folder: Path) -> None:
-        import onnxruntime
-        from onnxruntime.training import api
+        import onnxruntime  # optional: onnxruntime-training
+        from onnxruntime.training import api  # optional: onnxruntime-training
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3

@@ -22,8 +22,8 @@ class Bound:
     """
 
     def __init__(self, session: Any, outputs: Sequence[str]) -> None:
-        from onnxruntime.capi import _pybind_state
-        from onnxruntime.training.ortmodule import _utils
+        from onnxruntime.capi import _pybind_state  # optional: onnxruntime-training
+        from onnxruntime.training.ortmodule import _utils  # optional: onnxruntime-training
 
         self._ort, self._utils = _pybind_state, _utils
         self._session = session

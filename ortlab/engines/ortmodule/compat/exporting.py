@@ -11,14 +11,16 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ortlab.engines.ortmodule.compat import recompute
-from ortlab.engines.torchscript import weightless
+import torch
+from torch.onnx import TrainingMode
+
+from ortlab.engines.ortmodule.compat import interop, recompute
+from ortlab.engines.ortmodule.compat.symbolics import builder
+from ortlab.engines.torchscript import failures, weightless
+from ortlab.engines.torchscript.failures import Node
 from ortlab.engines.torchscript.streams import EXPORT
-
-if TYPE_CHECKING:
-    from ortlab.engines.torchscript.failures import Node
 
 
 def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,11 +40,6 @@ def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(export)  # ORTModule inspects the signature
     def export_module(*args: Any, **kwargs: Any) -> Any:
-        from torch.onnx import TrainingMode
-
-        from ortlab.engines.ortmodule.compat import interop
-        from ortlab.engines.torchscript import failures
-
         tracing: dict[str, Any] = {
             "training": kwargs["training"] == TrainingMode.TRAINING,
             "opset": kwargs["opset_version"],
@@ -73,8 +70,6 @@ def _shapes_without_weights() -> Iterator[None]:
 
     Shapes are computed from integers and from a few floats, such as scales and the ends of a range.
     """
-    import torch
-
     infer = getattr(torch._C, _SHAPES)
 
     def infer_without(graph: Any, values: dict[str, torch.Tensor], opset: int) -> None:
@@ -107,8 +102,6 @@ def _take_stacks(graph: Any) -> list[Node]:
 
     A stack takes kilobytes, which ORT would keep in memory.
     """
-    from ortlab.engines.torchscript import failures
-
     found = []
     for node in graph.node:
         lines = failures.lines_of_stack(node.doc_string)
@@ -131,8 +124,6 @@ def located(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def build_or_locate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from ortlab.engines.torchscript import failures
-
         nodes, _last.nodes = _last.nodes, ()
         try:
             result = build(self, *args, **kwargs)
@@ -162,10 +153,6 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(export_model)
     def export_and_restore(*, flattened_module: Any, device: Any, **kwargs: Any) -> Any:
-        from torch.onnx import TrainingMode
-
-        from ortlab.engines.ortmodule.compat.symbolics import builder
-
         quiet: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if weightless.is_asked():  # then `traced_decisions` makes a copy
             kwargs["deepcopy_before_model_export"] = False
@@ -208,8 +195,6 @@ def _without_frozen(names: Sequence[str], module: Any) -> list[str]:
 
 
 def _refuse_wrong_gradient(graph: Any) -> None:
-    from ortlab.engines.torchscript import failures
-
     if (reason := wrong_gradient(graph)) is not None:
         error = RuntimeError(reason)
         failures.attach_nodes(error, _last.nodes)
@@ -236,8 +221,7 @@ def wrong_gradient(graph: Any) -> str | None:
 
 @contextlib.contextmanager
 def _undisturbed(module: Any) -> Iterator[None]:
-    import torch
-    from onnxruntime.training.ortmodule import _utils
+    from onnxruntime.training.ortmodule import _utils  # optional: onnxruntime-training
 
     with EXPORT, warnings.catch_warnings():
         warnings.simplefilter("ignore")

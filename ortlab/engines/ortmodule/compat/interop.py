@@ -37,6 +37,7 @@ from ortlab.engines.ortmodule.compat import extensions
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 from ortlab.engines.ortmodule.compat.forward_states import RUNS
 from ortlab.engines.torchscript.failures import FunctionRefused
+from ortlab.engines.torchscript.nodes import cast
 
 _NODE = "prim::PythonOp"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -417,8 +418,6 @@ def _other_than_tensors(value: Any) -> Iterator[str]:
 
 def _node(g: Any, call: FunctionCall, *tensors: Any, **_attributes: Any) -> Any:
     """Write the node that runs a call's forward and backward; this is the export rule."""
-    from ortlab.engines.torchscript.nodes import cast
-
     given = zip(tensors, call.input_types, strict=True)
     inputs = [cast(g, tensor, _wire(dtype)) for tensor, dtype in given]
     outputs_traced = [value.type() for value in g.original_node.outputs()]
@@ -462,7 +461,7 @@ def _ready() -> None:
 
 
 def _ort() -> Any:
-    from onnxruntime.capi import _pybind_state
+    from onnxruntime.capi import _pybind_state  # optional: onnxruntime-training
 
     return _pybind_state
 

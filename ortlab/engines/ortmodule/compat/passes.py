@@ -42,8 +42,12 @@ class Passes:
     """
 
     def __init__(self, manager: Any) -> None:
-        from onnxruntime.capi import _pybind_state
-        from onnxruntime.training.ortmodule import _runtime_inspector, _utils, options
+        from onnxruntime.capi import _pybind_state  # optional: onnxruntime-training
+        from onnxruntime.training.ortmodule import (  # optional: onnxruntime-training
+            _runtime_inspector,
+            _utils,
+            options,
+        )
 
         self.manager = manager
         self.ort, self.utils, self.phase = _pybind_state, _utils, _runtime_inspector.Phase

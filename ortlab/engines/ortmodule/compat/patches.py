@@ -4,6 +4,8 @@ Importing this module patches nothing. `apply` runs once, when ORTModule is firs
 applies the rows for before the import, imports ORTModule, and applies the other rows. A row changes
 modules of ORT or restores names that torch has removed; torch and the user's own code are not
 affected.
+
+Functions import onnxruntime themselves: it is optional, and some rows must precede its import.
 """
 
 from __future__ import annotations
@@ -18,9 +20,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ortlab.engines.ortmodule.compat import exporting, probes
+import onnx
+import torch
+import torch.utils.checkpoint
+
+from ortlab.engines.ortmodule.compat import (
+    exporting,
+    outputs,
+    probes,
+    recompute,
+    symbolics,
+    traced_decisions,
+)
 from ortlab.engines.ortmodule.compat.base import MAX_IR, MAX_OPSET, ORT_LOG_FORMAT
+from ortlab.engines.ortmodule.compat.passes import Passes
 from ortlab.engines.ortmodule.compat.probes import PACKAGE
+from ortlab.engines.ortmodule.compat.symbolics import builder
 from ortlab.engines.torchscript import streams
 
 Addresses = Mapping[str, Mapping[str, int]]
@@ -84,10 +99,7 @@ def apply(addresses: Addresses, *, leave_out: str | None = None) -> None:
 
 
 def installed() -> Versions:
-    """Return the versions in this process. Imports torch and onnx."""
-    import onnx
-    import torch
-
+    """Return the versions in this process."""
     return Versions(_numbers(torch.__version__), _numbers(onnx.__version__), _has_gpu())
 
 
@@ -96,8 +108,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _has_gpu() -> bool:
-    import torch
-
     return torch.cuda.is_available()
 
 
@@ -194,9 +204,6 @@ def _extensions_present(addresses: Addresses) -> None:
 
 
 def _give_torch_back(_addresses: Addresses) -> None:
-    import torch
-    import torch.utils.checkpoint
-
     for owner, name, kept_as in (
         (torch, "manual_seed", "torch_manual_seed"),
         (torch.cuda, "manual_seed", "torch_cuda_manual_seed"),
@@ -376,15 +383,11 @@ def _bind_methods(_addresses: Addresses) -> None:
 def _leave_caches_out(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _io
 
-    from ortlab.engines.ortmodule.compat import outputs
-
     _replace(_io, "_extract_schema", outputs.without_caches)
 
 
 def _watch_decisions(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _io
-
-    from ortlab.engines.ortmodule.compat import traced_decisions
 
     _replace(_io._FlattenedModule, "forward", traced_decisions.with_decisions)
 
@@ -416,15 +419,11 @@ def _register_rules(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
     from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
 
-    from ortlab.engines.ortmodule.compat import symbolics
-
     symbolics.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
 
 
 def _fit_masks(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule.graph_optimizer_registry import register_graph_optimizer
-
-    from ortlab.engines.ortmodule.compat.symbolics import builder
 
     register_graph_optimizer()(builder.ask_for_what_is_taken)
 
@@ -441,15 +440,11 @@ def _locate_failures(_addresses: Addresses) -> None:
 def _passes_of_ours(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
-    from ortlab.engines.ortmodule.compat.passes import Passes
-
     _replace(TrainingManager, "_create_autofunction_class", lambda _original: lambda it: Passes(it))
 
 
 def _keep_dropouts(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._runtime_inspector import MemoryObserver
-
-    from ortlab.engines.ortmodule.compat import recompute
 
     name = "find_memory_optimization_opportunity"
     _replace(MemoryObserver, name, recompute.without_dropout)

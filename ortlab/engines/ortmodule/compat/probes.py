@@ -1,6 +1,7 @@
 """Probes of the rows of `patches`: each returns True if the row's symptom does not occur.
 
 Without its row, each probe shows the symptom with the installed versions; the tests check that.
+Functions import onnxruntime themselves: it is optional, and rows must precede its import.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+
+from ortlab.engines.ortmodule.compat.base import MAX_IR, MAX_OPSET, ORT_LOG_FORMAT
+from ortlab.engines.torchscript.failures import explain
 
 PACKAGE = "onnxruntime.training.ortmodule"
 
@@ -137,7 +141,7 @@ def second_gradients_are_refused() -> bool:
 
 class _Caches(nn.Linear):
     def forward(self, x: Tensor) -> Any:
-        from transformers import DynamicCache
+        from transformers import DynamicCache  # optional: transformers
 
         return {"y": super().forward(x), "cache": DynamicCache()}
 
@@ -328,8 +332,6 @@ class _Determinant(nn.Linear):
 
 def failures_are_located() -> bool:
     """Return True if a missing gradient is reported with the user's line."""
-    from ortlab.engines.torchscript.failures import explain
-
     try:
         _wrapped(_Determinant(2, 2))(torch.ones(2, 2))
     except Exception as error:  # noqa: BLE001 - its explanation is checked
@@ -378,8 +380,6 @@ def streams_need_no_descriptor() -> bool:
 
 def is_quiet() -> bool:
     """Return True if ORT's log messages do not reach the root logger."""
-    from ortlab.engines.ortmodule.compat.base import ORT_LOG_FORMAT
-
     root, heard = logging.getLogger(), io.StringIO()
     formats = [handler.formatter and handler.formatter._fmt for handler in root.handlers]
     handler = logging.StreamHandler(heard)
@@ -395,8 +395,6 @@ def is_quiet() -> bool:
 def onnx_is_capped() -> bool:
     """Return True if ORT's training API writes a version of ONNX that it can read."""
     from onnxruntime.training import onnxblock
-
-    from ortlab.engines.ortmodule.compat.base import MAX_IR, MAX_OPSET
 
     with onnxblock.empty_base() as base:
         model = base.model

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from ortlab.engines.ortmodule.compat import extensions
 from ortlab.engines.torch.autograd import read_by
 
 EXPORTED, BUILT, OPTIMIZED = "exported.onnx", "built.onnx", "optimized.onnx"
@@ -35,11 +36,9 @@ def versions() -> dict[str, str]:
     These are the versions of the libraries, the processor, the extensions, and a hash of ortlab's
     own export rules.
     """
-    import onnx
-    import onnxruntime
-    import torch
-
-    from ortlab.engines.ortmodule.compat import extensions
+    import onnx  # heavy: onnx
+    import onnxruntime  # optional: onnxruntime-training
+    import torch  # heavy: torch
 
     rules = hashlib.sha256()
     ours = Path(__file__).parents[1]
@@ -121,8 +120,12 @@ def put_together(
     Raises:
         ValueError: If the data does not match the manager's model or the call.
     """
-    import onnx
-    from onnxruntime.training.ortmodule import _graph_transition_manager, _io, _utils
+    import onnx  # heavy: onnx
+    from onnxruntime.training.ortmodule import (  # optional: onnxruntime-training
+        _graph_transition_manager,
+        _io,
+        _utils,
+    )
 
     transitions = manager._graph_transition_manager
     if transitions._device is None:
@@ -235,7 +238,7 @@ def plain_session(manager: Any, graph: bytes, *, in_file_order: bool) -> Any:
     Returns:
         The session.
     """
-    import onnxruntime
+    import onnxruntime  # optional: onnxruntime-training
 
     def make() -> Any:
         options, providers, provided = manager._get_session_config()
@@ -270,7 +273,7 @@ def _without_workers(options: Any) -> None:
 
 
 def _create(manager: Any, optimized: bytes) -> None:
-    import onnx
+    import onnx  # heavy: onnx
 
     built = manager._onnx_models.optimized_model
     manager._onnx_models.optimized_model = onnx.load_model_from_string(optimized)
@@ -322,7 +325,7 @@ def in_order(model: Any) -> Any:
 
 
 def _as_it_is(options: Any) -> None:
-    import onnxruntime
+    import onnxruntime  # optional: onnxruntime-training
 
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
 
@@ -333,7 +336,7 @@ def _in_file_order(options: Any) -> None:
     Nodes marked as backward run after all others, and Shape and Size before all others
     (PriorityNodeCompare in onnxruntime/core/graph/graph_viewer.cc, 1.19.2).
     """
-    import onnxruntime
+    import onnxruntime  # optional: onnxruntime-training
 
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
 
@@ -373,7 +376,7 @@ def _session_options(manager: Any, changes: Sequence[Callable[[Any], None]]) -> 
         for change in changes:
             change(options)
         if names is not None and "CUDAExecutionProvider" in names:
-            # ORT's default is on, with which its fp32 would differ from torch's. Since ORT 1.18.
+            # On is ORT's default; its fp32 would differ from torch's. The option is new in 1.18.
             tf32 = manager._runtime_options.tf32
             provided[names.index("CUDAExecutionProvider")]["use_tf32"] = str(int(tf32))
         return options, names, provided
@@ -391,7 +394,7 @@ def forward_graph(manager: Any) -> Any:
     Args:
         manager: ORT's execution manager; after `put_together` the graph is built again.
     """
-    import onnx
+    import onnx  # heavy: onnx
 
     builder: Any = manager._graph_builder
     if builder is None:
@@ -418,7 +421,7 @@ def _refuse_weights(graph: Any) -> None:
     Weights are inputs of the graph; its float constants have few elements, or all equal ones.
     Integers are positions and masks, also from buffers: the exporter makes those constants.
     """
-    from onnx import TensorProto, numpy_helper
+    from onnx import TensorProto, numpy_helper  # heavy: onnx
 
     if len(graph.initializer) or len(graph.sparse_initializer):
         raise NotPlain("the exporter stored weights in the graph")
@@ -455,7 +458,7 @@ def _plain(value: Any) -> Any:
 
 
 def _schema_to_plain(schema: Any) -> dict[str, Any]:
-    from onnxruntime.training.utils.torch_io_helper import _TensorStub
+    from onnxruntime.training.utils.torch_io_helper import _TensorStub  # optional: ORT
 
     if isinstance(schema, _TensorStub):
         stub = {"name": schema.name, "dtype": schema.dtype, "shape_dims": schema.shape_dims}
@@ -475,7 +478,7 @@ def _schema_to_plain(schema: Any) -> dict[str, Any]:
 
 
 def _schema_from_plain(plain: Mapping[str, Any]) -> Any:
-    from onnxruntime.training.utils.torch_io_helper import _TensorStub
+    from onnxruntime.training.utils.torch_io_helper import _TensorStub  # optional: ORT
 
     if "tensor" in plain:
         return _TensorStub(

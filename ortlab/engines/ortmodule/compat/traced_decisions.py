@@ -85,7 +85,7 @@ def with_decisions(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _traced(forward: Callable[..., Any], module: Any, args: Sequence[Any]) -> list[torch.Tensor]:
-    from onnxruntime.training.ortmodule import _io
+    from onnxruntime.training.ortmodule import _io  # optional: onnxruntime-training
 
     found: list[tuple[Place, torch.Tensor | None]] = []
 
