@@ -1,1 +1,1 @@
-"""Tracing a model's forward by torch's TorchScript exporter; needs no onnxruntime-training."""
+"""Tracing of `forward` with torch's TorchScript exporter; needs no onnxruntime-training."""

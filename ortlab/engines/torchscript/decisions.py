@@ -1,7 +1,8 @@
-"""Decisions that forward takes in Python by a tensor's value, and which an exported graph freezes.
+"""Decisions that `forward` makes in Python from a tensor's value, and that a graph freezes.
 
-``if mask.any():`` is traced as it went. What was read there becomes one more output of the graph:
-whoever runs the graph compares it with what was read at export, and knows whether the graph fits.
+The tracer records only the branch of ``if mask.any():`` that was taken. The value that was read
+there becomes an additional output of the graph. After each run of the graph, the caller compares it
+with the value at export and so knows whether the graph is valid for this input.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ortlab.utils import errors
 
 Place = tuple[str, int]
-"""A file and a line."""
+"""File and line number."""
 
 _TRUTH = torch.Tensor.__bool__
 _WHOLE_NUMBERS = {torch.Tensor.__int__, torch.Tensor.__index__}
@@ -39,44 +40,46 @@ _EQUAL = {torch.equal, torch.Tensor.equal}
 _CLOSE = {torch.allclose, torch.Tensor.allclose}
 _CONTAINS = torch.Tensor.__contains__
 _TRUTHS = {_TRUTH, _CONTAINS, *_NONZERO, *_EQUAL, *_CLOSE}
-"""What gives Python's True or False."""
+"""Functions that return Python's True or False."""
 _READS = {*_TRUTHS, *_WHOLE_NUMBERS, *_NUMBERS}
 INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 MOST = 64
-"""Outputs that a graph gets for this."""
+"""Maximum number of outputs that a graph gets for its decisions."""
 
 
 class NotDecidable(RuntimeError):
-    """Forward reads a value at `place` that a graph would freeze, and which is no decision."""
+    """Raised when `forward` reads a value at `place` that a graph cannot check as a decision."""
 
     def __init__(self, place: Place) -> None:
         where = errors.place(*place)
         super().__init__(
-            f"forward reads a tensor's value in Python at {where}: the graph would keep what it "
-            "read at export; compute with tensors there"
+            f"forward reads a tensor's value in Python at {where}: the graph would freeze the "
+            "value at export; compute with tensors there"
         )
 
 
 class OtherDecision(RuntimeError):
-    """The graph was exported when forward decided otherwise at `place`."""
+    """Raised when the graph was exported for another decision at `place`."""
 
     def __init__(self, place: Place) -> None:
-        super().__init__(f"forward decides otherwise at {place[0]}:{place[1]}")
+        super().__init__(f"forward takes another branch at {place[0]}:{place[1]}")
         self.place = place
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was read at export: an int64 tensor, a truth as 0 or 1."""
+    """Value that was read at export, as an int64 tensor; a boolean is 0 or 1."""
 
     place: Place
     value: torch.Tensor
 
 
 class Listening(TorchFunctionMode):
-    """Within it, `hear` is told of every value of a tensor that is read in Python: where, how.
+    """Mode that calls `hear` for every tensor value that is read in Python.
 
-    How is a function of torch's and its arguments, given by place.
+    Args:
+        hear: Called with the place of the read, the torch function that reads, and its positional
+            arguments.
     """
 
     def __init__(self, hear: Callable[[Place, Any, tuple[Any, ...]], None]) -> None:
@@ -90,7 +93,7 @@ class Listening(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Passes everything on, and remembers who asked for a value."""
+        """Call `func`, and report it first if it reads a value."""
         if func in _READS:
             frame = sys._getframe(1)
             given = (*args, *(kwargs or {}).values())
@@ -99,7 +102,16 @@ class Listening(TorchFunctionMode):
 
 
 def decided(func: Any, tensor: torch.Tensor, *rest: Any) -> torch.Tensor | None:
-    """What `func` reads of `tensor`, as whole numbers; None where those would not tell all."""
+    """Return the value that `func` reads from `tensor`, as an integer tensor.
+
+    Args:
+        func: Torch function that reads a value, such as ``torch.Tensor.__bool__``.
+        tensor: Tensor that it reads.
+        *rest: Its other arguments.
+
+    Returns:
+        An int64 tensor; None if integers cannot represent the value.
+    """
     tensor = tensor.detach()
     if func is _TRUTH or func in _NONZERO:
         return tensor.to(torch.bool).to(torch.int64)
@@ -123,7 +135,7 @@ def _are_close(
     atol: float = 1e-8,
     equal_nan: bool = False,
 ) -> torch.Tensor | None:
-    """What torch.allclose says, of finite numbers; None where NaN shall equal NaN."""
+    """Return the result of torch.allclose for finite numbers; None if NaN shall equal NaN."""
     if equal_nan:
         return None
     b = b.detach()
@@ -132,21 +144,31 @@ def _are_close(
 
 
 def check(decisions: Sequence[Decision], found: Sequence[torch.Tensor]) -> None:
-    """Raises OtherDecision for the first of `decisions` that `found`, of this call, is not."""
+    """Check that this call makes the same decisions as the export.
+
+    Args:
+        decisions: Decisions at export.
+        found: Values that the graph returned for this call, in the same order.
+
+    Raises:
+        OtherDecision: For the first decision that differs.
+    """
     for decision, value in zip(decisions, found, strict=True):
         if not torch.equal(decision.value.to(value.device), value):
             raise OtherDecision(decision.place)
 
 
-# ---- graphs that nobody compares with anything ---------------------------------------------------
+# ---- graphs whose decisions are not compared at run time -----------------------------------------
 
 
 @dataclass
 class Frozen:
-    """What a trace froze, by place: ``values`` of tensors, and truths of ``sizes``.
+    """Places where a trace froze a value.
 
-    Sizes are those that code of the user's decides by. What only decides whether to raise is in
-    ``checks``: the graph is right without it.
+    Attributes:
+        values: Reads of a tensor's value.
+        sizes: Decisions of the user's code based on sizes.
+        checks: Reads that only decide whether to raise; the graph is correct without them.
     """
 
     values: list[Place] = field(default_factory=list)
@@ -156,7 +178,11 @@ class Frozen:
 
 @contextlib.contextmanager
 def reads() -> Iterator[set[Place]]:
-    """The set of places where values of tensors are read in Python meanwhile."""
+    """Record the places where values of tensors are read in Python.
+
+    Yields:
+        The set of places, filled as they occur.
+    """
     places: set[Place] = set()
     with Listening(lambda place, *_: places.add(place)):
         yield places
@@ -164,7 +190,14 @@ def reads() -> Iterator[set[Place]]:
 
 @contextlib.contextmanager
 def frozen_in_trace(known: frozenset[Place]) -> Iterator[Frozen]:
-    """What the trace that runs meanwhile freezes; `known` are the `reads` of an ordinary call."""
+    """Record the values that a trace in this context freezes.
+
+    Args:
+        known: The `reads` of an ordinary call.
+
+    Yields:
+        The frozen places, filled as they occur; empty if nothing is traced.
+    """
     found = Frozen()
 
     def hear(place: Place, func: Any, _: tuple[Any, ...]) -> None:
@@ -187,14 +220,14 @@ def frozen_in_trace(known: frozenset[Place]) -> Iterator[Frozen]:
 
 
 def _only_checks(place: Place) -> bool:
-    """Whether the statement at `place` is an assertion, or an ``if`` that only raises."""
+    """Return True if the statement at `place` is an assertion or an ``if`` that only raises."""
     file, line = place
     source = "".join(linecache.getlines(file))
     try:
         tree = ast.parse(source)
     except SyntaxError:
         return False
-    except SystemError:  # CPython 3.11 counts wrongly where another thread parses meanwhile:
+    except SystemError:  # CPython 3.11 miscounts recursion if another thread parses concurrently:
         tree = ast.parse(source)  # github.com/python/cpython/issues/106905
     around = [
         node

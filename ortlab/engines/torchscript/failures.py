@@ -1,4 +1,4 @@
-"""Why an export could not take a model: the operator, the user's line and a short reason."""
+"""Explanation of a failed export: the operator, the user's line and a short reason."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from ortlab.utils.errors import place
 
 @dataclass(frozen=True)
 class Failure:
-    """What stopped an export, or the graph made from it.
+    """Cause of a failed export, or of a failure of the exported graph.
 
-    ``operator`` is torch's or ONNX's name ("aten::fft_rfft", "CumSum") or that of an
-    autograd.Function, None when none is to blame. ``source`` is the user's line, "file:line: code",
-    ``module`` the submodule, "encoder.layer.0"; None where they are not known.
+    Attributes:
+        operator: Name in torch or ONNX ("aten::fft_rfft", "CumSum"), or that of an
+            autograd.Function; None if no operator caused the failure.
+        source: User's line as "file:line: code"; None if unknown.
+        module: Submodule, such as "encoder.layer.0"; None if unknown.
+        reason: Short description of the cause.
     """
 
     operator: str | None
@@ -37,7 +40,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Node:
-    """A node of an exported graph, and the user's line that it comes from; None where unknown."""
+    """Node of an exported graph and the user's line that created it; None if unknown."""
 
     name: str
     operator: str
@@ -46,9 +49,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Lines:
-    """Where a node comes from: the user's line, and the innermost outside of torch and ORT.
+    """Source lines of a node: the user's, and the innermost one outside torch and ORT.
 
-    The first is "file:line: code" or None; of the second the file has no folder, or it is empty.
+    Attributes:
+        users: User's line as "file:line: code"; None if unknown.
+        innermost: Innermost line in the same form without the file's folder; empty if unknown.
     """
 
     users: str | None
@@ -56,18 +61,23 @@ class Lines:
 
 
 _ATTRIBUTE = "_ortlab_failure"
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _OWN = Path(__file__).resolve().parents[1]
-"""The folder of the engines, whose frames stand between the exporter and the model."""
+"""Folder of the engines; their frames lie between the exporter and the model."""
+_PROBES = _OWN / "ortmodule" / "compat" / "probes.py"
+"""File below it whose models stand for the user's code when patches are tested."""
 _LIBRARIES = tuple(
     Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")
 )
 _EXPORTERS = ("torch", "onnxruntime")
 _ENTRY = "/onnxruntime/training/ortmodule/_io.py"
-"""Where ORT calls the model's forward; what lies outside of it is not the model."""
+"""File in which ORT calls the model's `forward`; frames outside of it are not the model's."""
 _ENTRIES = re.compile(rf"(?:{re.escape(_ENTRY)}|/ortlab/deploy/call\.py)\(")
-"""The same, and where an export for inference calls it."""
-_NO_KERNEL, _NO_TYPE = "ORT has no kernel for {operator}", "ORT's {operator} takes no {type}"
+"""Pattern of that file, and of the one in which an export for inference calls `forward`."""
+_NO_KERNEL, _NO_TYPE = (
+    "ORT has no kernel for {operator}",
+    "ORT's {operator} does not support {type}",
+)
 _TEXTS = (
     (r"Could not find an implementation for (?P<operator>\w+)\(\d+\)", _NO_KERNEL),
     (r"Failed to find kernel for (?:[\w.]+\.)?(?P<operator>\w+)\(\d+\)", _NO_KERNEL),
@@ -87,16 +97,23 @@ _TEXTS = (
     ),
     (
         r"output-(?P<output>\d+): couldn't find the producer node",
-        "what forward returns in place {output}, counted from 0, is a constant, and ORT's graph "
-        "holds what is computed of its inputs: return it outside of the model",
+        "output {output} of forward, counted from 0, is a constant, but an ORT graph can only "
+        "return values computed from its inputs: return it outside of the model",
     ),
 )
-"""What ORT's C++ code says of an operator, and what it means."""
+"""Patterns of messages of ORT's C++ code about an operator, and their meanings."""
 _NODE_NAME = re.compile(r"(?:name '|Name:'|Node \(|\(')(/[^')]+)")
 
 
 def explain(error: BaseException) -> Failure:
-    """What the exception that ORTModule raised says, without ORT's banner, colours and graphs."""
+    """Explain an exception that ORTModule raised, without ORT's banner, colors and graphs.
+
+    Args:
+        error: The exception, with its chain of causes.
+
+    Returns:
+        The operator, the user's line and the reason, as far as they are known.
+    """
     chain = list(_chain(error))
     for link in chain:
         attached = getattr(link, _ATTRIBUTE, None)
@@ -104,23 +121,32 @@ def explain(error: BaseException) -> Failure:
             return attached
     frames = _frames(chain[-1])
     inside = [i for i, (file, _) in enumerate(frames) if file.endswith(_ENTRY)]
-    if inside:  # the model's forward raised before it was exported: ORT runs it once to see
+    if inside:  # `forward` itself raised: ORT runs it once before the export
         return Failure(None, _line(frames[inside[-1] :]), None, _reason(chain[-1], None))
     return _from_text(chain[-1], ())
 
 
 def attach(error: BaseException) -> None:
-    """Keeps on `error` what only its traceback's frames know: the node that the exporter was at."""
+    """Attach the node that the exporter was processing, read from the traceback, to `error`.
+
+    Args:
+        error: Exception that the exporter raised; `explain` reads the attached failure.
+    """
     setattr(error, _ATTRIBUTE, _from_traceback(error))
 
 
 def attach_nodes(error: BaseException, nodes: Sequence[Node]) -> None:
-    """Keeps on `error`, which ORT raised over a graph, where the nodes of that graph come from."""
+    """Attach the source of the failing node to `error`.
+
+    Args:
+        error: Exception that ORT raised for a graph; `explain` reads the attached failure.
+        nodes: Nodes of that graph.
+    """
     setattr(error, _ATTRIBUTE, _from_text(error, nodes))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """`error` and what it came from, the cause last."""
+    """Yield `error` and its chain of causes, the root cause last."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -143,12 +169,12 @@ def _from_traceback(error: BaseException) -> Failure:
 
 
 def _frames(error: BaseException) -> list[tuple[str, int]]:
-    """File and line of each frame of the traceback, outermost first."""
+    """Return the file and line of each frame of the traceback, outermost first."""
     return [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
 
 
 def _node(trace: TracebackType | None) -> Any:
-    """The TorchScript node that a symbolic function was called for, from the exporter's frame."""
+    """Return the TorchScript node that was being exported, read from the exporter's frame."""
     found = None
     while trace is not None:
         if trace.tb_frame.f_code.co_name == "_run_symbolic_function":
@@ -158,8 +184,8 @@ def _node(trace: TracebackType | None) -> Any:
 
 
 def _from_text(error: BaseException, nodes: Sequence[Node]) -> Failure:
-    """What ORT's C++ code has to say: it names operators and nodes in its text only."""
-    text = _COLOUR.sub("", str(error))
+    """Parse a message of ORT's C++ code, which names operators and nodes only in its text."""
+    text = _COLOR.sub("", str(error))
     operator, reason = None, _first_line(text) or type(error).__name__
     for pattern, meaning in _TEXTS:
         found = re.search(pattern, text)
@@ -180,22 +206,33 @@ def _parent(name: str) -> str:
 
 
 _ROOT = re.compile(r"^(_original_module(\.|$))+")
-"""ORTModule's name for the model; that of `ortlab.engines.ortmodule.fused_step.WithLoss` too."""
+"""Name of the model within ORTModule and `ortlab.engines.ortmodule.fused_step.WithLoss`."""
 
 
 def module_path(scope: str) -> str | None:
-    """ "encoder.layer.0" of the exporter's "/_original_module/encoder/layer.0"."""
+    """Return the path of a submodule, such as "encoder.layer.0".
+
+    Args:
+        scope: Scope as the exporter writes it, such as "/_original_module/encoder/layer.0".
+
+    Returns:
+        The path; None for the model itself.
+    """
     path: list[str] = []
     for name in filter(None, scope.split("/")):
         if path and name.startswith(path[-1] + "."):
-            path.pop()  # an item of a Sequential carries the name of the Sequential
+            path.pop()  # the name of a Sequential's item includes that of the Sequential
         path.append(name)
     return _ROOT.sub("", ".".join(path)).strip(".") or None
 
 
 @functools.lru_cache(maxsize=4096)
 def lines_of_stack(stack: str) -> Lines:
-    """What a TorchScript source range says, in lines of "file(12): function"."""
+    """Return the user's line and the innermost line of a TorchScript source range.
+
+    Args:
+        stack: Source range: lines of "file(12): function", innermost first.
+    """
     inside = _ENTRIES.split(stack)[0]
     found = re.findall(r"^(?:## )?(.+)\((\d+)\): ", inside, re.MULTILINE)
     frames = [(file, int(line)) for file, line in reversed(found)]  # the innermost comes first
@@ -208,9 +245,10 @@ def lines_of_stack(stack: str) -> Lines:
 
 
 def _line(frames: Sequence[tuple[str, int]]) -> str | None:
-    """The last of `frames`, outermost first, that is code of the user's: "file:line: code".
+    """Return the innermost line of user code in `frames` (outermost first) as "file:line: code".
 
-    Where all is library code (a model of transformers), the last frame outside of torch and ORT.
+    If all frames are library code (a transformers model), return the innermost one outside torch
+    and ORT.
     """
     inside = [f for f in frames if not _belongs_to(f[0], *_EXPORTERS)]
     chosen = [f for f in inside if not _is_library(f[0])] or inside
@@ -222,7 +260,8 @@ def _line(frames: Sequence[tuple[str, int]]) -> str | None:
 @functools.cache
 def _belongs_to(file: str, *packages: str) -> bool:
     path = Path(file)
-    return _OWN in path.parents or any(
+    is_own = _OWN in path.parents and path != _PROBES
+    return is_own or any(
         root / package in path.parents for root in _LIBRARIES for package in packages
     )
 
@@ -239,8 +278,8 @@ def _reason(error: BaseException, operator: str | None) -> str:
 
 
 def _first_line(text: str) -> str:
-    """The first line that says something, without C++ signatures, cut to a readable length."""
-    lines = (line.strip() for line in _COLOUR.sub("", text).splitlines())
+    """Return the first meaningful line without C++ signatures, truncated to a readable length."""
+    lines = (line.strip() for line in _COLOR.sub("", text).splitlines())
     said = next((line for line in lines if line and not set(line) <= set("*=- ")), "")
     said = re.sub(r"^/onnxruntime_src/.*?(?=\[ONNXRuntimeError\])", "", said)
     said = re.sub(r"^/onnxruntime_src/\S+ .*\) (?:const )?", "", said)
@@ -254,7 +293,7 @@ def _short(text: str, length: int) -> str:
 
 
 class FunctionRefused(RuntimeError):
-    """A torch.autograd.Function that cannot be exported; `name` is its full name."""
+    """Raised when a torch.autograd.Function cannot be exported; `name` is its full name."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"torch.autograd.Function {name} {reason}")

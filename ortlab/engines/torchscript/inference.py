@@ -1,9 +1,10 @@
-"""Forward alone as plain ONNX: torch's TorchScript exporter, without anything of training.
+"""Export of `forward` alone as plain ONNX with torch's TorchScript exporter, for inference.
 
-That exporter rather than ``torch.onnx.export(dynamo=True)``: of the 52 models of the zoo that both
-were tried on it exports as many right, each in under a second where the other takes 4 to 20, it
-writes opset 17 where the other begins at 18, and it needs no further package (onnxscript). What it
-freezes in silence, the caller hears from `Frozen` and from checks at other sizes.
+The TorchScript exporter is used instead of ``torch.onnx.export(dynamo=True)`` for these reasons: of
+the 52 zoo models tried with both, it exports as many correctly; each takes it less than a second
+instead of 4 to 20; it writes opset 17, where the other starts at 18; and it needs no additional
+package (onnxscript). It freezes some values silently; `Frozen` and checks at other sizes report
+these to the caller.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from torch.onnx._internal.torchscript_exporter import registration
 
 from ortlab.engines.torchscript import decisions, failures, rules, streams
 
-_PREFIX = "_original_module"  # as ORTModule has it, which `failures` knows
+_PREFIX = "_original_module"  # the same name as in ORTModule, which `failures` strips
 
 
 @dataclass(frozen=True)
 class Traced:
-    """An exported graph, whose weights are still to be added, and what it froze.
+    """Exported graph without its weights, and the values that the trace froze.
 
-    ``weights`` are the tensors of the graph's further inputs, by their names in the module.
+    Attributes:
+        model: Graph whose weights are inputs.
+        weights: Tensors of those inputs, keyed by their names in the module.
+        frozen: Places where the trace froze a value.
     """
 
     model: onnx.ModelProto
@@ -37,7 +41,7 @@ class Traced:
 
 
 class NotExportable(RuntimeError):
-    """Torch's exporter cannot take the model: ``failure`` says what and where."""
+    """Raised when torch's exporter fails on the model; ``failure`` holds the cause and the line."""
 
     def __init__(self, failure: failures.Failure) -> None:
         super().__init__(str(failure))
@@ -45,7 +49,7 @@ class NotExportable(RuntimeError):
 
 
 class _Forward(nn.Module):
-    """What the exporter sees: `module` called as `call` does, with tensors in and out."""
+    """Module that the exporter traces: runs `call` on `module`, with tensors in and out."""
 
     def __init__(
         self,
@@ -55,14 +59,18 @@ class _Forward(nn.Module):
     ) -> None:
         super().__init__()
         self.add_module(_PREFIX, module)
-        # In evaluation mode the exporter makes parameters of equal values one.
+        # In evaluation mode the exporter merges parameters with equal values.
         self.training = True
         self._call = call
         self._known = known
         self.frozen = decisions.Frozen()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs, each one a tensor of its own."""
+        """Return the outputs of the call as a tuple.
+
+        Args:
+            *tensors: Inputs of the graph.
+        """
         with decisions.frozen_in_trace(self._known) as self.frozen:
             found = self._call(tensors)
         return tuple(found)
@@ -78,11 +86,23 @@ def export(
     opset: int,
     known: frozenset[decisions.Place],
 ) -> Traced:
-    """The graph of `call`, which runs `module` on the values of `tensors`, in evaluation mode.
+    """Export the graph of `call`, which runs `module` on the values of `tensors`.
 
-    `axes` name the sizes that vary, by input and dimension; `known` is where an ordinary call reads
-    a tensor's value in Python. NotExportable says which operator has no rule, and the line.
-    The module has to be in evaluation mode already.
+    Args:
+        module: Module whose parameters and buffers become inputs; already in evaluation mode.
+        call: Function that takes the tensors in order and returns the outputs.
+        tensors: Sample inputs, keyed by their names in the graph.
+        outputs: Names of the outputs.
+        axes: Names of the sizes that vary, keyed by input and dimension.
+        opset: ONNX opset of the graph.
+        known: Places where an ordinary call reads a tensor's value in Python.
+
+    Returns:
+        The graph, its weights, and the places where the trace froze a value.
+
+    Raises:
+        NotExportable: If the exporter fails. The message names the operator without a rule and the
+            user's line.
     """
     forward = _Forward(module, call, known)
     file = io.BytesIO()
@@ -99,11 +119,11 @@ def export(
                     input_names=list(tensors),
                     output_names=list(outputs),
                     dynamic_axes={name: dict(each) for name, each in axes.items() if each},
-                    export_params=False,  # they would have to fit into one message of protobuf
+                    export_params=False,  # all of them would have to fit into one protobuf message
                     do_constant_folding=False,
                     training=torch.onnx.TrainingMode.PRESERVE,
                 )
-        # Whatever it is, the operator and the user's line are told, with this as the cause.
+        # Any exception is reported with the operator and the user's line, and kept as the cause.
         except Exception as error:
             failures.attach(error)
             raise NotExportable(failures.explain(error)) from error
@@ -115,9 +135,9 @@ def export(
 def _name_weights(
     graph: onnx.GraphProto, module: nn.Module, inputs: set[str]
 ) -> dict[str, torch.Tensor]:
-    """Gives parameters and buffers in `graph` the module's own names, and nodes their scopes.
+    """Rename the parameters, buffers and scopes in `graph` to the module's own names.
 
-    A parameter that is called as an input or an output is "parameter.x".
+    A parameter whose name is also that of an input or output becomes "parameter.x".
     """
     held: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     held |= dict(module.named_buffers(remove_duplicate=False))
@@ -134,7 +154,7 @@ def _name_weights(
 
 
 def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    # What `call` computes besides the module, as a loss, has names without the prefix already.
+    # Nodes that `call` adds outside the module, such as a loss, have names without the prefix.
     outside = {name for node in graph.node for name in (node.name, *node.output)}
 
     def own(name: str) -> str:
@@ -156,9 +176,10 @@ def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _plain_rules(opset: int) -> Iterator[None]:
-    """Meanwhile the exporter's rules are torch's own and those of `rules.for_inference`.
+    """Restrict the exporter's rules to torch's own and those of `rules.for_inference`.
 
-    ORTModule registers its rules, and ours, for the whole process: they write nodes of torch's.
+    ORTModule registers its rules, and ours, for the whole process; they write nodes that torch
+    runs.
     """
     registry = registration.registry
     with streams.EXPORT:
@@ -186,7 +207,7 @@ def _plain_rules(opset: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_fast_path() -> Iterator[None]:
-    """TransformerEncoder's fast path is one operator, which no exporter knows."""
+    """Turn off the fast path of TransformerEncoder: one operator, which no exporter supports."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -1,4 +1,4 @@
-"""Runs of a module that leave it, its inputs and the random numbers as they were."""
+"""Runs of a module without side effects on the module, its inputs or the random states."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from ortlab.utils.rng import RandomStates
 
 
 class NotInGraph(Concise, RuntimeError):
-    """Forward does what no graph can; the message says what, and what to do."""
+    """Raised when `forward` does something that no graph can express; the message names the fix."""
 
 
 @contextlib.contextmanager
 def inputs_kept(inputs: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Gives `inputs` back as they were; the list gets the places of those that were changed.
+    """Restore `inputs` on exit.
 
-    Autograd refuses changes of those that require gradients, so they are left out.
+    Inputs that require gradients are skipped: autograd refuses to change them in place.
+
+    Args:
+        inputs: Tensors that the code in this context may change in place.
+
+    Yields:
+        A list that is filled on exit with the indices of the inputs that were changed.
     """
     changed: list[int] = []
     kept = [
@@ -43,9 +49,12 @@ def inputs_kept(inputs: Sequence[torch.Tensor]) -> Iterator[list[int]]:
 
 
 class NoDropout(TorchFunctionMode):
-    """Within it, every dropout of torch is the identity; `used` tells whether there was any.
+    """Mode in which every torch dropout is the identity.
 
-    One that drops everything stays: it draws nothing, and in a graph it is no dropout.
+    A dropout with ``p=1`` is still run: it draws no random numbers and is not a dropout in a graph.
+
+    Attributes:
+        used: True once a dropout was skipped.
     """
 
     def __init__(self) -> None:
@@ -59,7 +68,7 @@ class NoDropout(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answers a dropout with its input, and passes everything else on."""
+        """Return the input of a dropout; call `func` for everything else."""
         named = dict(kwargs or {})
         if func in _DROPOUTS and (args[1] if len(args) > 1 else named.get("p")) != 1:
             self.used = True
@@ -72,7 +81,7 @@ class NoDropout(TorchFunctionMode):
         elif func is functional.multi_head_attention_forward:
             args = (*args[:_ATTENTION_P], 0.0, *args[_ATTENTION_P + 1 :])
         elif func in _RECURRENT:
-            # (..., has_biases, num_layers, dropout, ...), with packed sequences one place later.
+            # (..., has_biases, num_layers, dropout, ...), shifted by one with packed sequences.
             at = next(i for i, value in enumerate(args) if isinstance(value, bool)) + 2
             args = (*args[:at], 0.0, *args[at + 1 :])
         return func(*args, **named)
@@ -80,11 +89,16 @@ class NoDropout(TorchFunctionMode):
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module) -> Iterator[set[str]]:
-    """Gives buffers, attributes, hooks and random states back. ``.grad`` is never written.
+    """Restore buffers, attributes, hooks and random states on exit. ``.grad`` is never written.
 
-    The set that it yields is filled at the end, with the attributes that were set meanwhile, and
-    the lists, dictionaries and sets among them whose items changed. Buffers are not among them.
-    Random states are Python's, numpy's, torch's and CUDA's.
+    The random states are those of Python, NumPy, torch and CUDA.
+
+    Args:
+        module: Module to restore, with all its submodules.
+
+    Yields:
+        A set that is filled on exit with the names of attributes that were set in the meantime, and
+        of lists, dictionaries and sets among them whose items changed. It contains no buffers.
     """
     written: set[str] = set()
     modules = list(module.named_modules())
@@ -102,7 +116,7 @@ def undisturbed(module: nn.Module) -> Iterator[set[str]]:
         for key, held in child.__dict__.items()
         if type(held) in (list, dict, set) and key not in ("_parameters", "_buffers", "_modules")
     ]
-    # Models of transformers register hooks at their first call, and note that in an attribute.
+    # transformers models register hooks at their first call and record that in an attribute.
     hooks = [
         (held, dict(held))
         for _, child in modules
@@ -171,4 +185,5 @@ _ATTENTION_P = 10  # where multi_head_attention_forward takes dropout_p
 
 
 _HOOKED = "_output_capturing_hooks_installed"
-"""Where transformers notes that a model has its hooks, which are put back as well."""
+"""Attribute in which transformers records that a model has its hooks; the hooks are restored too,
+so its removal is not reported."""

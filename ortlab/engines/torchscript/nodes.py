@@ -1,4 +1,4 @@
-"""Nodes of a graph that TorchScript's exporter writes, and the values that they connect."""
+"""Helpers for export rules: nodes that the TorchScript exporter writes, and their values."""
 
 from __future__ import annotations
 
@@ -17,40 +17,82 @@ Value = Any
 
 
 def constant(g: Graph, value: Any, dtype: torch.dtype = torch.long) -> Value:
-    """A constant node."""
+    """Add a constant node.
+
+    Args:
+        g: Export context.
+        value: Number, or nested list of numbers.
+        dtype: Element type of the constant.
+
+    Returns:
+        The output of the node.
+    """
     return g.op("Constant", value_t=torch.tensor(value, dtype=dtype))
 
 
 def literal(value: Value, kind: Any) -> Any:
-    """The constant that `value` is ('i', 'f', 'is' as the exporter calls them)."""
+    """Return the Python value of a constant, or `value` itself if it is not constant.
+
+    Args:
+        value: Argument of the exported operator.
+        kind: Type as the exporter abbreviates it, such as "i", "f", "s", "b" or "is".
+    """
     return symbolic_helper._maybe_get_const(value, kind)
 
 
 def missing(value: Value | None) -> bool:
-    """Whether an argument was None or left out."""
+    """Return True if an argument is None or was left out.
+
+    Args:
+        value: Argument of the exported operator.
+    """
     return value is None or symbolic_helper._is_none(value)
 
 
 def dtype(value: Value) -> torch.dtype:
-    """The element type; float32 where the exporter does not know it."""
+    """Return the element type of a value; float32 if the exporter does not know it.
+
+    Args:
+        value: Value of either graph.
+    """
     return JitScalarType.from_value(value, JitScalarType.FLOAT).dtype()
 
 
 def rank(value: Value) -> int:
-    """The number of dimensions."""
+    """Return the number of dimensions of a value.
+
+    Args:
+        value: Value of either graph.
+
+    Raises:
+        RuntimeError: If the exporter does not know it.
+    """
     found = symbolic_helper._get_tensor_rank(value)
     if found is None:
-        raise RuntimeError("the number of dimensions is not known at export")
+        raise RuntimeError("the number of dimensions is unknown at export")
     return int(found)
 
 
 def number(value: Value) -> float:
-    """The number that an argument is at export."""
+    """Return a constant argument as a float.
+
+    Args:
+        value: Argument of the exported operator.
+    """
     return float(literal(value, "f"))
 
 
 def cast(g: Graph, value: Value, to: torch.dtype) -> Value:
-    """`value` with elements of type `to`; itself where it is known to have those."""
+    """Convert `value` to the element type `to`; no node is added if it is known to have it.
+
+    Args:
+        g: Export context.
+        value: Value to convert.
+        to: Element type of the result.
+
+    Returns:
+        The converted value.
+    """
     kind = value.type()
     if kind.kind() == "TensorType" and kind.dtype() == to:
         return value
@@ -58,14 +100,26 @@ def cast(g: Graph, value: Value, to: torch.dtype) -> Value:
 
 
 def ranked_like_output(g: Graph, value: Value) -> Value:
-    """Gives `value` the traced output's type and rank, but no sizes: those are the sample's."""
+    """Set the type and rank of `value` to the traced output's, without the sample's sizes.
+
+    Args:
+        g: Export context of the operator.
+        value: Value that replaces the operator's first output.
+
+    Returns:
+        `value` itself.
+    """
     traced = next(iter(g.original_node.outputs())).type()
     value.setType(traced.with_sizes([None] * len(traced.sizes())))
     return value
 
 
 def traced_sizes(value: Value) -> list[int] | None:
-    """The sizes that the trace saw, of a value of the TorchScript graph; None if not all."""
+    """Return the sizes of a value in the trace; None unless all of them are known.
+
+    Args:
+        value: Value of the TorchScript graph.
+    """
     tensor = value.type()
     sizes = tensor.sizes() if tensor.kind() == "TensorType" else None
     return None if sizes is None or None in sizes else list(sizes)

@@ -1,4 +1,4 @@
-"""Exports, one at a time, and kept quiet on the standard streams of the process."""
+"""The export lock, and a filter for the exporter's output on the process's standard streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 EXPORT = threading.RLock()
-"""Held during an export."""
+"""Lock that is held during an export: torch's TorchScript exporter is process-wide state."""
 
 
 _NOISE = (
@@ -25,16 +25,21 @@ _NOISE = (
     rb"|^(\[W|Warning: )[^\n]*\n"
     rb"|^[^\n]*type is missing, so it may result in wrong shape inference[^\n]*\n"
 )
-"""What the exporter says of itself on the process's standard streams."""
+"""Pattern of the exporter's own messages on the process's standard streams."""
 
 
 @contextlib.contextmanager
 def streams_filtered(enable: bool = True, *, noise: bytes = _NOISE, **_log: Any) -> Iterator[None]:
-    """What C++ code writes to the process's standard streams is dropped where `noise` matches it.
+    """Drop text that C++ code writes to the process's standard streams where it matches `noise`.
 
-    The rest, printed by the model or another thread, is written when it is over. ORT's own form
-    asks sys.stdout for its descriptor, which in a notebook is another one than C++ writes to, and
-    elsewhere raises.
+    All other text, printed by the model or by another thread, is written when the context exits.
+    ORT's own implementation asks ``sys.stdout`` for its file descriptor; in a notebook that is not
+    the descriptor that C++ code writes to, and elsewhere the call raises.
+
+    Args:
+        enable: False leaves the streams alone.
+        noise: Regular expression of the text to drop, matched with ``MULTILINE`` and ``DOTALL``.
+        **_log: Further arguments that ORT passes; ignored.
     """
     if not enable:
         yield
@@ -50,8 +55,8 @@ def streams_filtered(enable: bool = True, *, noise: bytes = _NOISE, **_log: Any)
 
 
 def _flush() -> None:
-    """Has C's streams written: what they hold of a graph's text would come later, and in halves."""
-    with contextlib.suppress(OSError, TypeError):  # Windows, which ORT's training is not for
+    """Flush C's streams; buffered text of a graph would otherwise appear later and in pieces."""
+    with contextlib.suppress(OSError, TypeError):  # Windows, which ORT training does not support
         ctypes.CDLL(None).fflush(None)
 
 

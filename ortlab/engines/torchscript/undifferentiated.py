@@ -1,8 +1,8 @@
-"""What gradients do not go through in forward: ``.data``, and what is computed under ``no_grad``.
+"""Parts of `forward` without gradients: ``.data``, and results computed under ``no_grad``.
 
-Torch's tracer takes ``x.data`` for a constant and does not hear of ``torch.no_grad()``: the graph
-would hold the value that was there at export, or go back where torch does not. In an export both
-come of ``detach()``, which a graph has.
+Torch's tracer treats ``x.data`` as a constant and does not record ``torch.no_grad()``: the graph
+would contain the value at export, or backpropagate where torch does not. During an export both are
+replaced with ``detach()``, which a graph can represent.
 """
 
 from __future__ import annotations
@@ -21,17 +21,25 @@ _SET_MODE: Any = vars(torch._C)["_set_grad_enabled"]
 
 
 def is_data(func: Callable[..., Any]) -> bool:
-    """Whether `func`, as a TorchFunctionMode gets it, reads ``.data``."""
+    """Return True if `func` reads ``.data``.
+
+    Args:
+        func: Function as a TorchFunctionMode receives it.
+    """
     return bool(func == _DATA.__get__)
 
 
 def sets_data(func: Callable[..., Any]) -> bool:
-    """Whether it sets ``.data``."""
+    """Return True if `func` sets ``.data``.
+
+    Args:
+        func: Function as a TorchFunctionMode receives it.
+    """
     return bool(func == _DATA.__set__)
 
 
 class _Asked(threading.local):
-    """Whether the call that this thread's export is for has gradients on."""
+    """Whether gradients are enabled in the call that this thread exports for."""
 
     gradients: bool = False
 
@@ -41,9 +49,9 @@ _asked = _Asked()
 
 @contextlib.contextmanager
 def as_now() -> Iterator[None]:
-    """An export within it is for a call with gradients on or off as they are now.
+    """Use the current gradient mode for exports in this context.
 
-    ORTModule switches them off for its export.
+    ORTModule disables gradients during its export, so the mode of the call itself is recorded here.
     """
     before, _asked.gradients = _asked.gradients, torch.is_grad_enabled()
     try:
@@ -54,15 +62,15 @@ def as_now() -> Iterator[None]:
 
 @contextlib.contextmanager
 def detached() -> Iterator[None]:
-    """For an export's run of forward, in which gradients are on or off as in the call itself."""
+    """Run an export's `forward` in the call's gradient mode, with ``detach()`` where needed."""
     with torch.set_grad_enabled(_asked.gradients), _Detached(with_gradients=_asked.gradients):
         yield
 
 
 class _Detached(TorchFunctionMode):
-    """Has what gradients do not go through come of ``detach()``; nothing is recorded for backward.
+    """Mode in which results without a gradient come from ``detach()``; autograd records nothing.
 
-    Whether gradients are on is torch's own state, which forward may ask for, and changes.
+    The gradient mode remains torch's own state, which `forward` may read and change.
     """
 
     def __init__(self, *, with_gradients: bool) -> None:
@@ -76,7 +84,7 @@ class _Detached(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls `func` with gradients off."""
+        """Call `func` with gradients disabled."""
         named = dict(kwargs or {})
         if func is _SET_MODE:
             return func(*args, **named)
@@ -89,7 +97,7 @@ class _Detached(TorchFunctionMode):
 
 
 def _of_detach(result: Any, given: Sequence[Any]) -> Any:
-    """`result` with its tensors detached; one that was `given`, and changed, stays itself."""
+    """Detach the tensors of `result`, except those in `given`, which `func` changed in place."""
 
     def each(tensor: torch.Tensor) -> torch.Tensor:
         fractions = tensor.is_floating_point() or tensor.is_complex()

@@ -1,11 +1,11 @@
-"""Runs forward for its graph alone: what depends on weights has a shape and no values.
+"""Runs of `forward` that only serve its graph: results that depend on weights have no values.
 
-An export runs forward twice, once to see the form of its outputs and once to trace it, and no
-number that comes out is used. Within `without_weights` those runs compute what follows from the
-inputs alone (masks, positions, sizes), as ever; from the first operation with a parameter on,
-torch's FakeTensors take over, which have type, shape and device. The trace, and with it the graph,
-is the same. Where forward asks for a value that they do not have, or writes one into a tensor that
-is there, the run fails, and whoever began it begins again with all values.
+An export runs `forward` twice, once to learn the structure of its outputs and once to trace it, and
+uses none of the computed numbers. Within `without_weights`, those runs compute results that depend
+on the inputs alone (masks, positions, sizes) as usual. From the first operation on a parameter
+onward they use torch's FakeTensors, which have a type, a shape and a device. The trace, and with it
+the graph, is the same. If `forward` reads a value that a FakeTensor does not have, or writes one
+into a tensor with values, the run fails, and the caller repeats it with all values.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class NeedsValues(RuntimeError):
-    """Forward needs what was not computed; the message says for what."""
+    """Raised when `forward` needs a value that was not computed; the message names the reason."""
 
 
 class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives every operation on a parameter, or on what follows from one, a result without values.
+    """Mode in which operations on parameters, and on their results, return results without values.
 
-    It runs below torch's tracer, which sees each operation before. `failed` tells that one could
-    not be answered, whatever became of the exception: forward may catch it and go another way.
+    It runs below torch's tracer, which sees each operation first. `failed` holds the error of an
+    operation that had no result, because `forward` may catch the exception and take another path.
     """
 
     def __init__(self) -> None:
@@ -47,16 +47,18 @@ class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answers what depends on parameters, and passes everything else on."""
+        """Compute results that depend on parameters as FakeTensors; call `func` for all others."""
         named = dict(kwargs or {})
         try:
             if func in _UNHEARD:
-                raise NeedsValues(f"the tracer hears of what {func} is made, which stays unseen")
+                raise NeedsValues(
+                    f"the tracer records only operations inside {func}, which were skipped"
+                )
             if not any(isinstance(each, _VALUELESS) for each in _single((*args, *named.values()))):
                 return func(*args, **named)
             for name, value in _written(func, args, named):
                 if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
-                    raise NeedsValues(f"{func} writes into {name}, which has values")
+                    raise NeedsValues(f"{func} writes to {name}, which has values")
             with _unheard(), self._shapes:
                 return func(*args, **named)
         except BaseException as error:
@@ -66,19 +68,20 @@ class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _VALUELESS = (FakeTensor, nn.Parameter)
 _UNHEARD = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_overrideable.default}
-"""The tracer leaves these out and notes what they call (DONT_RECORD_TRACE in torch's
-tools/autograd/gen_trace_type.py), which for it is behind the answer that is given here."""
+"""Operators that the tracer skips in favor of the operators that they call (DONT_RECORD_TRACE in
+torch's tools/autograd/gen_trace_type.py). This mode returns the result before those are called, so
+the tracer would record nothing."""
 _C: Any = torch._C
 _TRACER = _C._dispatch_key_parse("Tracer")
 
 
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
-    """Keeps the tracer from what torch does in Python to answer: it keeps each size it is given."""
+    """Suspend the tracer while torch computes a fake result in Python: it would record sizes."""
     if (state := _C._get_tracing_state()) is None:
         yield
         return
-    # Where the tracer has handed an operation on, torch refuses to change its state.
+    # After the tracer has passed an operation on, torch refuses to change the tracer's state.
     with _C._PreserveDispatchKeyGuard():
         _C._dispatch_tls_set_dispatch_key_excluded(_TRACER, False)
         _C._set_tracing_state(None)
@@ -89,7 +92,7 @@ def _unheard() -> Iterator[None]:
 
 
 def _single(values: Sequence[Any]) -> Iterator[Any]:
-    """`values` one by one, those of a list among them too; torch's operators nest no deeper."""
+    """Yield `values` and the items of lists among them; torch's operators nest no deeper."""
     for value in values:
         yield from value if isinstance(value, list | tuple) else (value,)
 
@@ -97,7 +100,7 @@ def _single(values: Sequence[Any]) -> Iterator[Any]:
 def _written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """The arguments that `func` changes, by name; those of a list one by one."""
+    """Yield the name and value of each argument that `func` changes, one pair per list item."""
     for place, name in _writes(func):
         value = args[place] if place < len(args) else kwargs.get(name)
         for each in _single((value,)):
@@ -114,7 +117,7 @@ def _writes(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 class _Asked(threading.local):
-    """What this thread's exports run forward in."""
+    """Mode in which this thread's exports run `forward`."""
 
     mode: _Weightless | None = None
 
@@ -124,14 +127,17 @@ _asked = _Asked()
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Within it, an export in this thread runs forward without computing what follows from weights.
+    """Run `forward` in this thread's exports without values for results that depend on weights.
 
-    NeedsValues at the end where that will not do; other exceptions may come of the same. A graph
-    that was made is to be compared with forward itself: a class that asks for ``type(x)`` sees
-    another one, say.
+    Compare the exported graph with `forward` itself afterwards: a module that checks ``type(x)``,
+    for example, sees a FakeTensor.
+
+    Raises:
+        NeedsValues: On exit, if `forward` needs such a value. Within the context the same cause
+            may raise other exceptions.
     """
     before, _asked.mode = _asked.mode, _Weightless()
-    # A weight that autocast has converted within it would be taken for one that has values.
+    # A weight that autocast converts in here is no parameter and would count as having values.
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -144,15 +150,19 @@ def without_weights() -> Iterator[None]:
 
 
 def running() -> AbstractContextManager[object]:
-    """What an export in this thread is to run forward in."""
+    """Return the context in which an export in this thread runs `forward`."""
     return _asked.mode or contextlib.nullcontext()
 
 
 def is_asked() -> bool:
-    """Whether this thread's exports run forward so."""
+    """Return True if this thread is within `without_weights`."""
     return _asked.mode is not None
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """A copy of `module` with the very same parameters, which no such run changes."""
+    """Return a copy of `module` that shares its parameters, which such a run never changes.
+
+    Args:
+        module: Module to copy. Its buffers and attributes are copied, its parameters are shared.
+    """
     return copy.deepcopy(module, {id(each): each for each in module.parameters()})

@@ -143,8 +143,8 @@ def test_another_dtype_is_noticed(ort: OrtModuleEngine) -> None:
     ("layer", "reason"),
     [
         (nn.Linear(6, 6), "no kernel for FusedMatMul"),
-        (nn.LayerNorm(6), "LayerNormalization takes no double"),
-        (nn.GRU(6, 6), "GRUTraining takes no double"),
+        (nn.LayerNorm(6), "LayerNormalization does not support double"),
+        (nn.GRU(6, 6), "GRUTraining does not support double"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -536,9 +536,9 @@ REFUSED: list[tuple[Middle, str]] = [
     (lambda x, w, c: x + TakesAnything.apply(3, None) + w, r"TakesAnything takes no tensor"),
     (
         lambda x, w, c: ReturnsMore.apply(x)[0],
-        r"ReturnsMore returns int, and ORT passes ten",
+        r"ReturnsMore returns int, but ORT passes only ten",
     ),
-    (made_inside, r"made_inside\.<locals>\.Inside is made anew in every forward"),
+    (made_inside, r"made_inside\.<locals>\.Inside is created in every forward"),
 ]
 
 

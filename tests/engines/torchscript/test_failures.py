@@ -117,7 +117,7 @@ def test_an_operator_that_is_a_loop_in_onnx(ort: compat.TrainingRuntime) -> None
 
 def test_an_output_that_is_a_constant(ort: compat.TrainingRuntime) -> None:
     found = failure(ort, AndConstant(6, 6))
-    assert "in place 1, counted from 0, is a constant" in found.reason
+    assert "output 1 of forward, counted from 0, is a constant" in found.reason
     assert "return it outside of the model" in found.reason
 
 
@@ -125,7 +125,7 @@ def test_an_autograd_function_is_refused_by_name(ort: compat.TrainingRuntime) ->
     found = failure(ort, Rounding(6, 6))
     assert found.operator == f"{__name__}.Straight"
     assert found.source == line_of(Rounding.forward, "apply")
-    assert "Straight returns str, and ORT passes tensors only" in found.reason
+    assert "Straight returns str, but ORT passes only tensors" in found.reason
 
 
 def test_functions_are_refused_in_an_export_only(ort: compat.TrainingRuntime) -> None:

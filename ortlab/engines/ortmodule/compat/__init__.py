@@ -1,6 +1,6 @@
-"""The one door to ONNX Runtime's training package and to torch's private modules.
+"""The only entry point to ONNX Runtime's training package and to torch's private modules.
 
-Importing it imports neither and changes nothing; `ortmodule` does both when it is first called.
+Importing this package imports neither and changes nothing; the first call of `ortmodule` does both.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ortlab.engines.ortmodule.compat import extensions, requirements
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable, Progress
+from ortlab.engines.torchscript import failures
 from ortlab.utils.plain_onnxruntime import IMPORTING
-
-if TYPE_CHECKING:
-    from ortlab.engines.torchscript.failures import Failure
 
 
 @dataclass(frozen=True)
 class TrainingRuntime:
-    """What engines need of ONNX Runtime's training package, patched and ready.
+    """Parts of ONNX Runtime's training package that engines need, patched and ready to use.
 
     The classes and enumerations are ORT's own. ``set_seed`` restarts the generator of ORT's own
-    dropout, which draws on a GPU and which torch's seeds do not reach.
+    dropout, which is used on a GPU and which torch's seeds do not affect.
     """
 
     ORTModule: Any
@@ -39,21 +38,27 @@ _ort: TrainingRuntime | None = None
 
 
 def unavailable() -> str | None:
-    """Why ORTModule cannot run here and what to do; None when it can. Cheap: imports nothing."""
-    from ortlab.engines.ortmodule.compat import requirements
+    """Return the reason why ORTModule cannot run here, and the fix; None if it can run.
 
-    if _ort is not None:  # charts ask with every update, and to read packages takes 15 ms
+    Cheap: imports neither torch nor ORT.
+    """
+    if _ort is not None:  # charts ask at every update, and reading package metadata takes 15 ms
         return None
     finding = requirements.obstacle()
     return None if finding is None else f"{finding.found}. {finding.fix}"
 
 
 def ortmodule(on_progress: Progress | None = None) -> TrainingRuntime:
-    """ORTModule and what belongs to it, ready to use.
+    """Return ORTModule and its companions, ready to use.
 
-    The first call builds ORT's torch extensions if this machine has none yet (about 10 s, told to
-    `on_progress`), imports torch and ORT, and applies the rows of `patches`. Later calls return the
-    same object at once. Raises OrtUnavailable with the reason and the fix.
+    The first call builds ORT's torch extensions if this machine has none yet (about 10 s), imports
+    torch and ORT, and applies the rows of `patches`. Later calls return the same object at once.
+
+    Args:
+        on_progress: Called with a line of text before and after each build.
+
+    Raises:
+        OrtUnavailable: If ORTModule cannot run here, with the reason and the fix.
     """
     global _ort
     with IMPORTING:
@@ -63,54 +68,63 @@ def ortmodule(on_progress: Progress | None = None) -> TrainingRuntime:
 
 
 def use_opset(opset: int) -> None:
-    """Makes the export rules hold for graphs at this ONNX opset too. `ortmodule` comes first.
+    """Register the export rules for this ONNX opset too. Call `ortmodule` first.
 
-    ORTModule registers them once for each wrapped model, at the opset that its environment says.
+    ORTModule registers them once per wrapped model, for the opset that its environment variable
+    names.
+
+    Args:
+        opset: ONNX opset of the graphs that will be exported.
     """
-    from onnxruntime.training.ortmodule import _custom_op_symbolic_registry as rules
+    from onnxruntime.training.ortmodule import (  # optional: onnxruntime-training
+        _custom_op_symbolic_registry as rules,
+    )
 
     rules.CustomOpSymbolicRegistry.register_all(opset)
 
 
 def use_triton() -> None:
-    """Lets ORT make Triton kernels, from now on for every graph that asks for them."""
-    from onnxruntime.training.ort_triton import register_triton_op_executor
+    """Allow ORT to generate Triton kernels, from now on for every graph that asks for them."""
+    from onnxruntime.training.ort_triton import register_triton_op_executor  # optional: ORT
 
     register_triton_op_executor()
 
 
-def explain(error: BaseException) -> Failure:
-    """What an exception of ORTModule's says: operator, the user's line, a reason in a few words."""
-    from ortlab.engines.torchscript import failures
+def explain(error: BaseException) -> failures.Failure:
+    """Explain an exception that ORTModule raised.
 
+    Args:
+        error: The exception, with its chain of causes.
+
+    Returns:
+        The operator, the user's line and a short reason.
+    """
     return failures.explain(error)
 
 
 def _load(on_progress: Progress | None) -> TrainingRuntime:
-    from ortlab.engines.ortmodule.compat import requirements
-
     finding = requirements.obstacle()
     if finding is not None:
         raise OrtUnavailable(finding.found, finding.fix)
-    from ortlab.engines.ortmodule.compat import extensions, patches
+    from ortlab.engines.ortmodule.compat import patches  # heavy: torch
 
     loaded = extensions.load(on_progress)
-    with contextlib.suppress(OrtUnavailable):  # `native` does it in Python then
+    with contextlib.suppress(OrtUnavailable):  # `native` then falls back to Python
         extensions.load_native(on_progress)
     patches.apply(loaded)
     if patches.installed().cuda:
         extensions.preload_cuda()
 
-    import onnxruntime
-    import torch
-    from onnxruntime.training import ortmodule as package
-    from onnxruntime.training.ortmodule import _fallback, options
+    import onnxruntime  # optional: onnxruntime-training
+    import torch  # heavy: torch
+    from onnxruntime.training import ortmodule as package  # optional: onnxruntime-training
+    from onnxruntime.training.ortmodule import _fallback, options  # optional: onnxruntime-training
 
     def set_seed(seed: int) -> None:
-        # Of 0 and 1 the generator makes the same numbers, and each dropout takes the next seed.
+        # Seeds 0 and 1 produce the same numbers, and each dropout takes the next seed.
         onnxruntime.set_seed(seed + 1)
 
-    set_seed(torch.initial_seed() % sys.maxsize)  # its import took torch's as it is
+    set_seed(torch.initial_seed() % sys.maxsize)  # importing ORT seeded it with torch's seed as is
     return TrainingRuntime(
         ORTModule=package.ORTModule,
         DebugOptions=package.DebugOptions,

@@ -1,4 +1,4 @@
-"""The files of ORT's on-device training: its API makes them of a graph, and trains them."""
+"""Files for ORT's on-device training: its API creates them from a graph, and trains with them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ortlab.utils.plain_onnxruntime import plain_onnxruntime
 TRAINING, EVAL, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
 CHECKPOINT = "checkpoint"
 OPSET = 15
-"""The newest at which that API differentiates LayerNormalization."""
+"""Newest opset at which that API differentiates LayerNormalization."""
 
 
 class NotDifferentiable(RuntimeError):
-    """ORT cannot make the files; the message says what of the graph it does not take."""
+    """Raised when ORT cannot create the files; the message names the unsupported part."""
 
 
 def generate(
@@ -34,13 +34,22 @@ def generate(
     optimizer: str,
     weight_decay: float,
 ) -> None:
-    """Writes the four files of `model`, whose first output is the loss, into `folder`.
+    """Write the four files of a model to a folder.
 
-    `trained` and `frozen` are parameters, which the checkpoint gets. `optimizer` is "adamw", with
-    torch's epsilon and its order of decay and update, or "sgd", without momentum.
+    Args:
+        model: Graph whose first output is the loss; changed in place.
+        folder: Folder to write to.
+        trained: Names of the trained parameters. The checkpoint stores them.
+        frozen: Names of the frozen parameters. The checkpoint stores them too.
+        optimizer: "adamw", with torch's epsilon and order of decay and update, or "sgd", without
+            momentum.
+        weight_decay: Weight decay of "adamw".
+
+    Raises:
+        NotDifferentiable: If ORT cannot create the files from this graph.
     """
     ortmodule()  # the patches that ORT's training package needs
-    from onnxruntime.training import artifacts, onnxblock
+    from onnxruntime.training import artifacts, onnxblock  # optional: onnxruntime-training
 
     if (reason := exporting.wrong_gradient(model.graph)) is not None:
         raise NotDifferentiable(reason)
@@ -59,7 +68,7 @@ def generate(
                 artifact_directory=folder,
                 additional_output_names=[each.name for each in model.graph.output][1:],
             )
-        # ORT raises plain exceptions of many kinds; what they mean is in the message.
+        # ORT raises many types of exceptions; only the message tells the cause.
         except Exception as error:
             said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             raise NotDifferentiable(said[0]) from error
@@ -70,16 +79,16 @@ def generate(
 
 
 def _give_all_outputs(graph: onnx.GraphProto) -> None:
-    """Names outputs that gradients read: without them ORT makes them for some graphs alone."""
+    """Add outputs that gradients read: ORT itself adds them for some graphs only."""
     for node in graph.node:
         if node.op_type in ("SoftmaxCrossEntropyLoss", "Dropout") and len(node.output) == 1:
             node.output.append(f"{node.output[0]}_more")
 
 
 def _spell_out_norms(graph: onnx.GraphProto) -> None:
-    """BatchNorm by its running statistics as products and sums, which can be differentiated.
+    """Replace BatchNorm with running statistics by differentiable products and sums.
 
-    Of the operator ORT would make one that takes the batch's own statistics.
+    ORT would replace the operator with one that uses the statistics of the batch.
     """
     values = (*graph.value_info, *graph.input, *graph.output)
     ranks = {each.name: len(each.type.tensor_type.shape.dim) for each in values}
@@ -96,7 +105,7 @@ def _spell_out_norms(graph: onnx.GraphProto) -> None:
 
 
 def _norm(output: str, inputs: list[str], eps: float, rank: int) -> Iterator[onnx.NodeProto]:
-    """(x - mean) weight / sqrt(variance + eps) + bias, over the second of `rank` dimensions."""
+    """Yield nodes of (x - mean) * weight / sqrt(variance + eps) + bias, over dimension 1."""
     x, weight, bias, mean, variance = inputs
 
     def made(operator: str, names: list[str], part: str) -> onnx.NodeProto:
@@ -121,14 +130,17 @@ def _norm(output: str, inputs: list[str], eps: float, rank: int) -> Iterator[onn
 
 
 def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """`model` with every shape in terms of its inputs' sizes.
+    """Return `model` with every shape expressed by its inputs' sizes.
 
-    ONNX's own inference makes up names such as unk__0, of which those of two operands of an Add can
-    be the same: ORT then leaves out the sum over a batch in the gradient of what was broadcast, as
-    that of BERT's position embeddings.
+    ONNX's own inference invents names such as unk__0, and can give the two operands of an Add the
+    same one. ORT then omits the sum over the batch in the gradient of the broadcast operand, as for
+    BERT's position embeddings.
+
+    Args:
+        model: Graph to infer shapes for.
     """
     plain_onnxruntime()
-    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference  # optional: ORT
 
     found: onnx.ModelProto = SymbolicShapeInference.infer_shapes(
         model, auto_merge=True, guess_output_rank=True
@@ -137,9 +149,9 @@ def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _draw_masks(file: Path) -> None:
-    """Has dropouts draw from a generator that goes on; `kernels.substitutes` says why.
+    """Replace dropouts to draw from one continuing generator; `kernels.substitutes` explains why.
 
-    ORT's Dropout seeds its own anew for each mask, so that it drops some elements by rote.
+    ORT's Dropout reseeds its generator for each mask, so that it drops some elements every time.
     """
     model = onnx.load(file)
     nodes: list[onnx.NodeProto] = []
@@ -154,7 +166,7 @@ def _draw_masks(file: Path) -> None:
             made("RandomUniformLike", [x], [drawn], name=drawn, dtype=onnx.TensorProto.FLOAT),
             made("GreaterOrEqual", [drawn, ratio], [mask], name=mask),
             made(
-                "DropoutGrad",  # zeros what is masked out, and scales the rest
+                "DropoutGrad",  # zeros the masked elements and scales the others
                 [x, mask, ratio, training],
                 node.output[:1],
                 name=node.name,
@@ -167,7 +179,7 @@ def _draw_masks(file: Path) -> None:
 
 
 def _drop_unread(file: Path) -> None:
-    """Constants that only dropout in training read: each session would warn of them."""
+    """Remove constants that only dropout in training reads: each session would warn about them."""
     model = onnx.load(file)
     read = {name for node in model.graph.node for name in node.input}
     kept = [
@@ -179,7 +191,10 @@ def _drop_unread(file: Path) -> None:
 
 
 def _as_torch_does(file: Path) -> None:
-    """Decay before the update: ORT's own choice is Hugging Face's, after it."""
+    """Set AdamW to decay before the update, as torch does.
+
+    ORT's default is Hugging Face's order: decay after the update.
+    """
     model = onnx.load(file)
     for node in model.graph.node:
         for attribute in node.attribute:
@@ -199,11 +214,11 @@ def _quiet() -> Iterator[None]:
 
 
 class Device:
-    """The files of `folder` in ORT's training API, as a device would load them."""
+    """Files of `folder`, loaded in ORT's training API as on a device."""
 
     def __init__(self, folder: Path) -> None:
-        import onnxruntime
-        from onnxruntime.training import api
+        import onnxruntime  # optional: onnxruntime-training
+        from onnxruntime.training import api  # optional: onnxruntime-training
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
@@ -215,20 +230,31 @@ class Device:
             device="cpu",
             session_options=options,
         )
-        api.Optimizer(str(folder / OPTIMIZER), self._module)  # whether that file can be loaded
+        api.Optimizer(str(folder / OPTIMIZER), self._module)  # checks that the file can be loaded
 
     def names(self) -> list[str]:
-        """What a batch has, in order."""
+        """Return the names of a batch's inputs, in order."""
         found: list[str] = self._module.input_names()
         return found
 
     def loss(self, batch: Mapping[str, np.ndarray]) -> float:
-        """The loss of a batch, in training; its gradients are added to those that are there."""
+        """Run forward and backward in training mode; gradients accumulate.
+
+        Args:
+            batch: Inputs by name.
+
+        Returns:
+            The loss.
+        """
         self._module.train()
         outputs = self._module(*(batch[name] for name in self.names()))
         first = outputs[0] if isinstance(outputs, tuple) else outputs
         return float(np.asarray(first).reshape(()))
 
     def gradients(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Those of parameters, since they were last reset."""
+        """Return the accumulated gradients of parameters.
+
+        Args:
+            names: Names of the parameters.
+        """
         return {name: np.array(self._state.parameters[name].grad) for name in names}

@@ -1,4 +1,4 @@
-"""What the modules of this folder share: the errors and the limits of the training runtime."""
+"""Errors and limits of the training runtime that the modules of this package share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ ORT_LOG_FORMAT = "%(asctime)s %(name)s [%(levelname)s] - %(message)s"
 
 
 MAX_IR, MAX_OPSET = 10, 21
-"""The newest form of an ONNX model that ORT 1.19.2 reads."""
+"""Newest IR version and opset of an ONNX model that ORT 1.19.2 can read."""
 
 
 Progress = Callable[[str], None]
-"""Takes one line of text about something that takes seconds."""
+"""Callback that receives one line of text about an operation that takes seconds."""
 
 
 class OrtUnavailable(RuntimeError):
-    """ORTModule cannot run here: `reason` says why and `fix` what to do about it."""
+    """Raised when ORTModule cannot run here; `reason` is the cause and `fix` the remedy."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(f"{reason}. {fix}")

@@ -1,4 +1,4 @@
-"""A session of ORT's that works in the memory of torch's tensors, bound from call to call."""
+"""ORT session bound to the memory of torch tensors; bindings are reused between calls."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from ortlab.engines.ortmodule.compat.passes import lent
 
 
 class Bound:
-    """An onnxruntime.InferenceSession that works in the memory of torch's tensors, on a CPU.
+    """An onnxruntime.InferenceSession bound to the memory of torch tensors, on a CPU.
 
-    What lies where it lay in the call before is not handed over again.
+    Lasting tensors are bound again only after their memory or layout changed.
+
+    Args:
+        session: The session.
+        outputs: Names of its outputs.
     """
 
     def __init__(self, session: Any, outputs: Sequence[str]) -> None:
-        from onnxruntime.capi import _pybind_state
-        from onnxruntime.training.ortmodule import _utils
+        from onnxruntime.capi import _pybind_state  # optional: onnxruntime-training
+        from onnxruntime.training.ortmodule import _utils  # optional: onnxruntime-training
 
         self._ort, self._utils = _pybind_state, _utils
         self._session = session
@@ -33,9 +37,12 @@ class Bound:
         tensors: tuple[torch.Tensor, ...],
         given: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """The outputs, for `tensors` called `names` that last and what is `given` to this call.
+        """Run the session and return its outputs.
 
-        Lasting ones have to be contiguous: the graph may change them.
+        Args:
+            names: Names of the lasting inputs.
+            tensors: Lasting inputs. They must be contiguous, because the graph may change them.
+            given: Inputs of this call alone, by name.
         """
         layout = native.layout(tensors)
         if layout != self._layout:
@@ -44,7 +51,7 @@ class Bound:
             self._layout = layout
         for name, tensor in given.items():
             self._bind(name, tensor)
-        for name in self._outputs:  # where the last call's lie the next one would write
+        for name in self._outputs:  # otherwise this call would overwrite the last call's outputs
             self._binding.bind_output(name)
         with torch.no_grad():
             self._session.run_with_iobinding(self._binding)

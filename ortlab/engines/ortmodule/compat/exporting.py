@@ -1,7 +1,7 @@
-"""ORTModule's export, kept quiet, repeatable and honest.
+"""ORTModule's export without output or side effects, and with errors that name the user's line.
 
-Torch's TorchScript exporter is process-wide state: one export runs at a time, and what it or the
-traced forward changes (buffers, random numbers, file descriptors) is as before when it ends.
+Torch's TorchScript exporter has process-wide state. Only one export runs at a time, and buffers,
+random states and file descriptors that it or the traced `forward` changes are restored afterwards.
 """
 
 from __future__ import annotations
@@ -11,40 +11,43 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ortlab.engines.ortmodule.compat import recompute
-from ortlab.engines.torchscript import weightless
+import torch
+from torch.onnx import TrainingMode
+
+from ortlab.engines.ortmodule.compat import interop, recompute
+from ortlab.engines.ortmodule.compat.symbolics import builder
+from ortlab.engines.torchscript import failures, weightless
+from ortlab.engines.torchscript.failures import Node
 from ortlab.engines.torchscript.streams import EXPORT
-
-if TYPE_CHECKING:
-    from ortlab.engines.torchscript.failures import Node
 
 
 def legacy_export(export: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.onnx.export as ORTModule means it: the TorchScript exporter.
+    """Wrap torch.onnx.export so that it runs the TorchScript exporter, as ORTModule expects.
 
-    Every submodule stays in the mode that it is in: ORTModule's own choice would train a frozen
-    BatchNorm or Dropout along, and could not differentiate a model in evaluation mode.
-    An autograd.Function becomes a node that torch runs, or is refused by name; a failure is told
-    apart while the graph is still there.
+    Every submodule keeps its current mode: ORTModule's default would also train a frozen BatchNorm
+    or Dropout, and could not differentiate a model in evaluation mode. An autograd.Function becomes
+    a node that torch runs, or is refused by name. A failure is analyzed while the graph still
+    exists.
+
+    Args:
+        export: Function to wrap.
+
+    Returns:
+        The wrapped function.
     """
 
-    @functools.wraps(export)  # ORTModule looks at the signature
+    @functools.wraps(export)  # ORTModule inspects the signature
     def export_module(*args: Any, **kwargs: Any) -> Any:
-        from torch.onnx import TrainingMode
-
-        from ortlab.engines.ortmodule.compat import interop
-        from ortlab.engines.torchscript import failures
-
         tracing: dict[str, Any] = {
             "training": kwargs["training"] == TrainingMode.TRAINING,
             "opset": kwargs["opset_version"],
         }
-        if kwargs["autograd_inlining"]:  # how ORTModule says that its support for them is off
+        if kwargs["autograd_inlining"]:  # set by ORTModule if its support for Functions is off
             tracing["refuse"] = "is not exported: custom_autograd is off"
         kwargs |= {"dynamo": False, "training": TrainingMode.PRESERVE, "autograd_inlining": False}
-        kwargs["verbose"] = True  # every node with the stack of its making, see `_take_stacks`
+        kwargs["verbose"] = True  # stores each node's stack in the graph, see `_take_stacks`
         with interop.traced(**tracing) as seen, _shapes_without_weights():
             try:
                 result = export(*args, **kwargs)
@@ -63,12 +66,10 @@ _MOST_FRACTIONS = 64
 
 @contextlib.contextmanager
 def _shapes_without_weights() -> Iterator[None]:
-    """The exporter infers shapes without the values of weights, which it would copy for each node.
+    """Let the exporter infer shapes without the values of weights, which it copies for each node.
 
-    Shapes are computed from whole numbers, and from a few fractions: scales, the ends of a range.
+    Shapes are computed from integers and from a few floats, such as scales and the ends of a range.
     """
-    import torch
-
     infer = getattr(torch._C, _SHAPES)
 
     def infer_without(graph: Any, values: dict[str, torch.Tensor], opset: int) -> None:
@@ -87,7 +88,7 @@ def _shapes_without_weights() -> Iterator[None]:
 
 
 class _Last:
-    """The last export: what it met, and its nodes until its session is made."""
+    """Last export: its number of checkpoints, and its nodes until its session is created."""
 
     checkpoints: int = 0
     nodes: Sequence[Node] = ()
@@ -97,12 +98,10 @@ _last = _Last()
 
 
 def _take_stacks(graph: Any) -> list[Node]:
-    """The nodes of `graph` with the user's line; of each one's stack its own line is left to it.
+    """Return the nodes of `graph` with the user's lines; reduce each node's stack to one line.
 
-    A stack takes kilobytes, and ORT would carry them along.
+    A stack takes kilobytes, which ORT would keep in memory.
     """
-    from ortlab.engines.torchscript import failures
-
     found = []
     for node in graph.node:
         lines = failures.lines_of_stack(node.doc_string)
@@ -112,22 +111,26 @@ def _take_stacks(graph: Any) -> list[Node]:
 
 
 def located(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that makes ORT's graph or session of an export, whose failures name the line.
+    """Wrap a method that creates ORT's graph or session so that its failures name the line.
 
-    ORT names a node or an operator only. Where in the model that is, the exporter told.
+    ORT names only a node or an operator; the exporter recorded its line in the model.
+
+    Args:
+        build: Method to wrap.
+
+    Returns:
+        The wrapped method.
     """
 
     @functools.wraps(build)
     def build_or_locate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from ortlab.engines.torchscript import failures
-
         nodes, _last.nodes = _last.nodes, ()
         try:
             result = build(self, *args, **kwargs)
         except Exception as error:
             failures.attach_nodes(error, nodes)
             raise
-        if build.__name__ == "_build_graph":  # the session is still to come
+        if build.__name__ == "_build_graph":  # the session is created later
             _last.nodes = nodes
         return result
 
@@ -135,28 +138,30 @@ def located(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
-    """GraphTransitionManager._export_model that leaves buffers and random numbers as they were.
+    """Wrap GraphTransitionManager._export_model so that it restores buffers and random states.
 
-    The tracer runs forward in training mode: without this, BatchNorm counts it as a step. ORT puts
-    the random states back itself, but not after a failure. What the exporter and its imports warn
-    of is no news to the user.
+    The tracer runs `forward` in training mode: without this, BatchNorm counts it as a step. ORT
+    restores the random states itself, but not after a failure. Warnings of the exporter and its
+    imports are suppressed; they do not concern the user.
+
+    Args:
+        export_model: Method to wrap.
+
+    Returns:
+        The wrapped method.
     """
 
     @functools.wraps(export_model)
     def export_and_restore(*, flattened_module: Any, device: Any, **kwargs: Any) -> Any:
-        from torch.onnx import TrainingMode
-
-        from ortlab.engines.ortmodule.compat.symbolics import builder
-
         quiet: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if weightless.is_asked():  # and so copies what forward may change, see `decisions`
+        if weightless.is_asked():  # then `traced_decisions` makes a copy
             kwargs["deepcopy_before_model_export"] = False
             quiet = _without_the_advice(kwargs["logger"])
         with quiet, _undisturbed(flattened_module), builder.gradients_for(flattened_module):
             result = export_model(flattened_module=flattened_module, device=device, **kwargs)
             recompute.mark(result[0], _last.checkpoints)
             _last.nodes = _take_stacks(result[0].graph)
-        # Which says whether the graph gets a gradient: one in evaluation mode may, too.
+        # The mode tells whether the graph gets a gradient, which is possible in evaluation mode.
         mode = kwargs["model_info_for_export"].export_mode
         if device.type == "cpu" and mode == TrainingMode.TRAINING:
             _refuse_wrong_gradient(result[0].graph)
@@ -168,7 +173,7 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _without_the_advice(logger: logging.Logger) -> Iterator[None]:
-    """ORT says of a model that is not copied that memory must be short, and results may differ."""
+    """Suppress ORT's warning that a model without a copy means little memory and other results."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return "does not create a deep copy" not in str(record.msg)
@@ -181,17 +186,15 @@ def _without_the_advice(logger: logging.Logger) -> Iterator[None]:
 
 
 def _without_frozen(names: Sequence[str], module: Any) -> list[str]:
-    """The inputs of a graph that it is to have gradients of: ORT takes frozen parameters for such.
+    """Remove frozen parameters from the inputs of a graph that ORT computes gradients of.
 
-    It would compute theirs, and backward through all that comes before, for nobody.
+    ORT would compute their gradients, and run backward up to the first layer, for no purpose.
     """
     frozen = {name for name, each in module.named_parameters() if not each.requires_grad}
     return [name for name in names if name not in frozen]
 
 
 def _refuse_wrong_gradient(graph: Any) -> None:
-    from ortlab.engines.torchscript import failures
-
     if (reason := wrong_gradient(graph)) is not None:
         error = RuntimeError(reason)
         failures.attach_nodes(error, _last.nodes)
@@ -199,10 +202,14 @@ def _refuse_wrong_gradient(graph: Any) -> None:
 
 
 def wrong_gradient(graph: Any) -> str | None:
-    """Which gradient is left to ORT, after the export rules, that harms the process; None for none.
+    """Return a description of a gradient in the graph that ORT computes wrongly; None for none.
 
-    That of a grouped convolution on the CPU writes out of bounds, and gradients anywhere in the
-    model are wrong; that of MaxPool ends in a segmentation fault.
+    Export rules normally replace these operators. ORT's CPU gradient of a grouped convolution
+    writes out of bounds and can corrupt every gradient of the model; that of MaxPool ends in a
+    segmentation fault.
+
+    Args:
+        graph: Exported ONNX graph.
     """
     for node in graph.node:
         groups = next((a.i for a in node.attribute if a.name == "group"), 1)
@@ -214,14 +221,13 @@ def wrong_gradient(graph: Any) -> str | None:
 
 @contextlib.contextmanager
 def _undisturbed(module: Any) -> Iterator[None]:
-    import torch
-    from onnxruntime.training.ortmodule import _utils
+    from onnxruntime.training.ortmodule import _utils  # optional: onnxruntime-training
 
     with EXPORT, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         states = _utils.get_random_states()
         before = [(b, b.detach().clone()) for b in module.buffers()]
-        cached = torch.is_autocast_cache_enabled()  # the exporter leaves it off where it fails
+        cached = torch.is_autocast_cache_enabled()  # the exporter leaves it off if it fails
         try:
             yield
         finally:
@@ -233,15 +239,22 @@ def _undisturbed(module: Any) -> Iterator[None]:
 
 
 def wrap_untouched(init: Callable[..., None]) -> Callable[..., None]:
-    """ORTModule.__init__ that leaves each submodule in the mode that it is in.
+    """Wrap ORTModule.__init__ so that it keeps the mode of each submodule.
 
-    It also looks every attribute of the model up, and so sets off each one's deprecation warning.
+    ORTModule.__init__ also reads every attribute of the model, which triggers their deprecation
+    warnings; these are suppressed.
+
+    Args:
+        init: Method to wrap.
+
+    Returns:
+        The wrapped method.
     """
 
     @functools.wraps(init)
     def wrap(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         modes = [(part, part.training) for part in module.modules()]
-        # The filters are the process's: an export in another thread sets them aside as well.
+        # Warning filters are process-wide, and an export in another thread replaces them too.
         with EXPORT, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             init(self, module, *args, **kwargs)

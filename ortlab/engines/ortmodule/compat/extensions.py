@@ -1,10 +1,11 @@
-"""ORT's torch C++ extensions: built once for the torch that is installed, kept in a per-user cache.
+"""ORT's torch C++ extensions, built once per installed torch version and cached per user.
 
-ORT ships them as source. Each is one C++ file whose only business is to hand out the addresses of
-functions, so the file is compiled unchanged against a small stand-in for ``torch/torch.h``: that
-needs neither pybind11 nor Python's headers, works for every Python, and takes 10 s where the build
-that ORT documents takes 40. The one for torch.autograd.Function is of our own, `interop.cc`: it
-needs Python's headers, takes a second, and is built when such a function is first met.
+ORT ships them as source. Each is one C++ file whose only purpose is to return the addresses of
+functions, so the file is compiled unchanged against a small replacement of ``torch/torch.h``. This
+needs neither pybind11 nor Python's headers, works for every Python version, and takes 10 s instead
+of the 40 s of the build that ORT documents. The extension for torch.autograd.Function is our own
+(`interop.cc`): it needs Python's headers, takes a second, and is built when such a Function is
+first exported.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ortlab.utils import files
 from ortlab.utils.processor import CPUINFO, first_processor
 
 COMPILERS = ("c++", "g++", "clang++")
-COMPILER_FIX = "Install one (Debian, Ubuntu: sudo apt-get install g++), or name yours in CXX"
+COMPILER_FIX = "Install one (Debian, Ubuntu: sudo apt-get install g++), or set CXX to yours"
 HEADERS_FIX = "Debian, Ubuntu: sudo apt-get install python3-dev"
 CUDA_LIBRARIES = {
     "libcudart.so.11.0": "nvidia-cuda-runtime-cu11",
@@ -42,18 +43,25 @@ CUDA_LIBRARIES = {
     "libcurand.so.10": "nvidia-curand-cu11",
     "libcufft.so.10": "nvidia-cufft-cu11",
 }
-"""What ORT's CUDA provider links to, and the PyPI package that has it: the extra ``cuda``."""
+"""Libraries that ORT's CUDA provider links to, and their PyPI packages: the extra ``cuda``."""
 _FLAGS = ("-std=c++20", "-fPIC", "-w")
 
 
 @dataclass(frozen=True)
 class Extension:
-    """One extension: `source` is a path below ORT's torch_cpp_extensions folder, or a whole one.
+    """C++ extension that can be built.
 
-    `headers` is what stands in for torch's umbrella headers, `functions` the ones that give
-    addresses, `libraries` those of torch's own that it links to; they are loaded with torch.
-    `python` tells that it needs Python's headers, and `seconds` about how long it takes to build.
-    `flags` are the compiler's; with ``-march=native`` the library is for this processor alone.
+    Attributes:
+        name: Name of the extension.
+        source: Path below ORT's torch_cpp_extensions folder, or an absolute path.
+        headers: Headers that replace torch's umbrella headers.
+        functions: Functions that return addresses.
+        libraries: Torch's own libraries to link to; they are loaded together with torch.
+        replace: Text to replace in the source.
+        cuda: Whether the build needs CUDA's headers.
+        python: Whether the build needs Python's headers.
+        seconds: Approximate build time in seconds.
+        flags: Flags of the compiler; with ``-march=native`` the library is for this processor only.
     """
 
     name: str
@@ -68,7 +76,7 @@ class Extension:
     flags: tuple[str, ...] = ("-O2",)
 
     def code(self) -> str:
-        """The C++ text that is compiled: ORT's file and exported names for its functions."""
+        """Return the C++ code to compile: the source and exported names for its functions."""
         text = (_ort_sources() / self.source).read_text(encoding="utf-8")
         for old, new in self.replace.items():
             text = text.replace(old, new)
@@ -76,14 +84,14 @@ class Extension:
         return text + "".join(exports)
 
     def stand_in(self) -> str:
-        """The text of the header that takes the place of torch's umbrella headers."""
+        """Return the header that replaces torch's umbrella headers."""
         includes = "".join(f"#include <{header}>\n" for header in self.headers)
-        # The bindings become a template that nothing instantiates.
+        # The bindings become a template that is never instantiated.
         bindings = "template <class Module> static void bindings(Module& variable)"
         return f"#pragma once\n{includes}#define PYBIND11_MODULE(name, variable) {bindings}\n"
 
     def path(self) -> Path:
-        """Where the built library lies, or would."""
+        """Return the path of the built library, which need not exist."""
         flags = (*_FLAGS, *self.flags)
         what = "\0".join((_torch_version_file(), self.code(), self.stand_in(), *flags))
         if self.python:
@@ -140,7 +148,7 @@ NATIVE = Extension(
     python=True,
     seconds=20,
 )
-"""What each step does once for every parameter, see `ortlab.engines.ortmodule.compat.native`."""
+"""Per-parameter work of each step, see `ortlab.engines.ortmodule.compat.native`."""
 KERNELS = Extension(
     name="ortlab_kernels",
     source=str(Path(__file__).parents[1] / "kernels" / "kernels.cc"),
@@ -148,8 +156,8 @@ KERNELS = Extension(
     functions=("trim_address",),
     libraries=("torch_cpu", "c10"),
     replace={},
-    # Loops become vector instructions where errno and signals need not be minded. OpenMP's runtime
-    # is the one that torch has loaded.
+    # Loops can be vectorized if errno and floating-point traps are ignored. The OpenMP runtime is
+    # the one that torch has loaded.
     flags=("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
 )
 """ortlab's own kernels, see `ortlab.engines.ortmodule.kernels`."""
@@ -157,22 +165,22 @@ KERNELS = Extension(
 
 @functools.cache
 def processor() -> str:
-    """The processor's name and what it can do."""
+    """Return the processor's name and features."""
     told = first_processor(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else "")
     said = [told[name] for name in ("model name", "flags", "Features") if name in told]
     return " ".join(said) or platform.processor()
 
 
 def cache_folder() -> Path:
-    """The user's folder for built extensions; honours XDG_CACHE_HOME. It need not exist yet."""
+    """Return the user's folder for built extensions, below XDG_CACHE_HOME; it need not exist."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is to be ignored.
+    # XDG specification: relative paths must be ignored.
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "ortlab" / "extensions"
 
 
 def compiler() -> list[str] | None:
-    """The command of a C++ compiler: $CXX, else the first one on PATH; None when there is none."""
+    """Return the command of a C++ compiler: $CXX, else the first one on PATH; None without one."""
     asked = shlex.split(os.environ.get("CXX", ""))
     if asked:
         return asked if shutil.which(asked[0]) else None
@@ -181,21 +189,30 @@ def compiler() -> list[str] | None:
 
 
 def wanted() -> tuple[Extension, ...]:
-    """The extensions that the installed torch can use on this machine."""
+    """Return the extensions that the installed torch can use on this machine."""
     gpu = _cuda_build() and Path("/proc/driver/nvidia/version").exists()
     return (ATEN, GPU_ALLOCATOR) if gpu else (ATEN,)
 
 
 def built() -> bool:
-    """Whether what ORTModule cannot do without is built; imports nothing."""
+    """Return True if the extension that ORTModule requires is built. Imports nothing."""
     return ATEN.path().exists()
 
 
 def build(on_progress: Progress | None = None) -> list[Path]:
-    """Builds what is missing in the cache and returns where the libraries lie.
+    """Build the extensions that are missing in the cache.
 
-    Safe while other processes do the same. Raises OrtUnavailable when it cannot be done; torch's
-    GPU allocator is an extra, which is left out where it once failed, for want of CUDA's headers.
+    Safe to call in several processes at once. Torch's GPU allocator is optional: it is skipped if
+    its build has failed before because CUDA's headers are missing.
+
+    Args:
+        on_progress: Called with a line of text before and after each build.
+
+    Returns:
+        The paths of the libraries.
+
+    Raises:
+        OrtUnavailable: If a required extension cannot be built.
     """
     paths = [_build(ATEN, on_progress)]
     if GPU_ALLOCATOR in wanted() and not _log(GPU_ALLOCATOR).exists():
@@ -205,11 +222,20 @@ def build(on_progress: Progress | None = None) -> list[Path]:
 
 
 def load(on_progress: Progress | None = None) -> dict[str, dict[str, int]]:
-    """Builds what is missing, loads it, returns addresses: extension -> function -> address.
+    """Build the missing extensions and load all of them.
 
     Imports torch, whose libraries the extensions use.
+
+    Args:
+        on_progress: Called with a line of text before and after each build.
+
+    Returns:
+        The addresses: extension -> function -> address.
+
+    Raises:
+        OrtUnavailable: If a required extension cannot be built or loaded.
     """
-    import torch  # noqa: F401 - the libraries that the extensions link to come with it
+    import torch  # noqa: F401 - loads the libraries that the extensions link to
 
     loaded = {}
     for extension, path in zip(wanted(), build(on_progress), strict=False):
@@ -218,17 +244,31 @@ def load(on_progress: Progress | None = None) -> dict[str, dict[str, int]]:
 
 
 def load_interop(on_progress: Progress | None = None) -> int:
-    """Builds and loads what runs torch.autograd.Functions in ORT; the address of its function.
+    """Build and load the extension that runs torch.autograd.Functions in ORT.
 
-    Raises OrtUnavailable where it cannot be built.
+    Args:
+        on_progress: Called with a line of text before and after the build.
+
+    Returns:
+        The address of its function.
+
+    Raises:
+        OrtUnavailable: If it cannot be built or loaded.
     """
     return _addresses(INTEROP, _build(INTEROP, on_progress))["runner"]
 
 
 def load_native(on_progress: Progress | None = None) -> dict[str, int]:
-    """Builds and loads what `compat.native` calls; the addresses of its functions.
+    """Build and load the extension that `compat.native` calls.
 
-    Raises OrtUnavailable where it cannot be built.
+    Args:
+        on_progress: Called with a line of text before and after the build.
+
+    Returns:
+        The addresses of its functions, by name.
+
+    Raises:
+        OrtUnavailable: If it cannot be built or loaded.
     """
     import torch  # noqa: F401 - as for `load`
 
@@ -236,9 +276,16 @@ def load_native(on_progress: Progress | None = None) -> dict[str, int]:
 
 
 def load_kernels(on_progress: Progress | None = None) -> Callable[[bool], int]:
-    """Builds and loads ortlab's kernels, which torch then knows by name; their `trim`.
+    """Build and load ortlab's kernels, which registers them with torch.
 
-    Raises OrtUnavailable where that cannot be done.
+    Args:
+        on_progress: Called with a line of text before and after the build.
+
+    Returns:
+        Their function ``trim``.
+
+    Raises:
+        OrtUnavailable: If they cannot be built or loaded.
     """
     import torch  # noqa: F401 - as for `load`
 
@@ -250,7 +297,7 @@ def load_kernels(on_progress: Progress | None = None) -> Callable[[bool], int]:
 
 
 def python_header() -> Path:
-    """Where Python.h lies, or would."""
+    """Return the path of Python.h, which need not exist."""
     return Path(sysconfig.get_path("include"), "Python.h")
 
 
@@ -259,7 +306,7 @@ def _addresses(extension: Extension, path: Path) -> dict[str, int]:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise OrtUnavailable(
-            f"ORT's torch extension does not load: {error}", f"Remove {path} and try again"
+            f"ORT's torch extension cannot be loaded: {error}", f"Remove {path} and try again"
         ) from error
     addresses = {}
     for name in extension.functions:
@@ -278,7 +325,7 @@ def _build(extension: Extension, on_progress: Progress | None) -> Path:
     command = compiler()
     if command is None:
         raise OrtUnavailable(
-            "ORT's torch extension has to be built once and there is no C++ compiler", COMPILER_FIX
+            "ORT's torch extension must be built once, but no C++ compiler was found", COMPILER_FIX
         )
     if extension.python and not python_header().exists():
         raise OrtUnavailable(f"Python's header {python_header()} is missing", HEADERS_FIX)
@@ -286,7 +333,7 @@ def _build(extension: Extension, on_progress: Progress | None) -> Path:
     with _locked(path.with_suffix(".lock"), tell):
         if not path.exists():
             tell(
-                f"building ORT's {extension.name} for torch {torch_version()}: once, about "
+                f"building ORT's {extension.name} for torch {torch_version()}, once, in about "
                 f"{extension.seconds} s"
             )
             began = time.perf_counter()
@@ -296,29 +343,30 @@ def _build(extension: Extension, on_progress: Progress | None) -> Path:
 
 
 def _prepare(folder: Path) -> None:
-    """Makes the cache folder, its owner's alone."""
+    """Create the cache folder, accessible only to its owner."""
     try:
         files.private(folder)
     except OSError as error:
         raise OrtUnavailable(
-            f"no folder for ORT's torch extension: {error}", "Set XDG_CACHE_HOME to one of yours"
+            f"cannot create the folder for ORT's torch extension: {error}",
+            "Set XDG_CACHE_HOME to a folder of your own",
         ) from error
     _refuse_shared(folder)
 
 
 def _refuse_shared(folder: Path) -> None:
-    """What lies in `folder` is loaded as code: nobody else may have put it there."""
+    """Raise if other users can write to `folder`, because its files are loaded as code."""
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise OrtUnavailable(
-            f"others can write to {folder}, so nothing is loaded from it",
-            f"chmod 700 {folder}, or set XDG_CACHE_HOME to a folder of your own",
+            f"other users can write to {folder}, so nothing is loaded from it",
+            f"Run chmod 700 {folder}, or set XDG_CACHE_HOME to a folder of your own",
         )
 
 
 @contextlib.contextmanager
 def _locked(path: Path, tell: Progress) -> Iterator[None]:
-    """Holds a lock file that the kernel frees when its owner dies."""
+    """Hold a file lock, which the kernel releases if its owner dies."""
     import fcntl  # not on Windows, where nothing is ever built
 
     with path.open("w") as file:
@@ -331,7 +379,7 @@ def _locked(path: Path, tell: Progress) -> Iterator[None]:
 
 
 def _compile(extension: Extension, command: list[str], path: Path) -> None:
-    """Compiles beside the final name and renames, so that no reader sees half a library."""
+    """Compile to a temporary path and rename it, so that no reader sees a partial library."""
     torch = _torch_folder()
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         stand_ins = Path(folder, "torch")
@@ -346,7 +394,7 @@ def _compile(extension: Extension, command: list[str], path: Path) -> None:
         if extension.python:
             headers.append(python_header().parent)
         compiled = Path(folder, f"{extension.name}.o")
-        # Apart, for the linker would add an OpenMP runtime to torch's.
+        # Two commands: with -fopenmp the linker would add a second OpenMP runtime to torch's.
         for arguments in (
             [*_FLAGS, *extension.flags, *(f"-I{header}" for header in headers), "-c", str(source),
              "-o", str(compiled)],
@@ -359,7 +407,7 @@ def _compile(extension: Extension, command: list[str], path: Path) -> None:
 
 
 def _call(extension: Extension, command: list[str]) -> None:
-    """Runs a compiler's command. OrtUnavailable tells its first error."""
+    """Run a compiler command. Raise OrtUnavailable with its first error if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return
@@ -368,24 +416,24 @@ def _call(extension: Extension, command: list[str]) -> None:
     first = re.search(r"(?:fatal )?error: .*", done.stderr)
     raise OrtUnavailable(
         f"building ORT's {extension.name} failed: "
-        + (first.group() if first else f"{command[0]} ended with {done.returncode}"),
-        f"The compiler's whole output: {log}",
+        + (first.group() if first else f"{command[0]} exited with status {done.returncode}"),
+        f"Full output of the compiler: {log}",
     )
 
 
 def _log(extension: Extension) -> Path:
-    """What the compiler said when it failed."""
+    """Return the path of the compiler's output after a failed build."""
     return extension.path().with_suffix(".log")
 
 
 def torch_version() -> str:
-    """The installed torch's version, read without importing it: "2.13.0+cpu"."""
+    """Return the version of the installed torch without importing it, such as "2.13.0+cpu"."""
     found = re.search(r"^__version__ = '(.+)'", _torch_version_file(), re.MULTILINE)
     return found.group(1) if found else "unknown"
 
 
 def rocm_version() -> str:
-    """The ROCm that the installed torch is built for, read without importing it; "" for none."""
+    """Return the ROCm version of the installed torch without importing it; "" for none."""
     found = re.search(r"^(?:hip|rocm)\b.* = '(.+)'", _torch_version_file(), re.MULTILINE)
     return found.group(1) if found else ""
 
@@ -395,9 +443,9 @@ def _cuda_build() -> bool:
 
 
 def _torch_version_file() -> str:
-    """torch/version.py: version, commit and CUDA version, all that a build depends on.
+    """Return torch/version.py: version, commit and CUDA version, all that a build depends on.
 
-    The C++ ABI is no part of it: since 2.6 torch has only the new one.
+    It does not contain the C++ ABI: since 2.6, torch has only the new one.
     """
     return (_torch_folder() / "version.py").read_text(encoding="utf-8")
 
@@ -411,17 +459,21 @@ def _ort_sources() -> Path:
 
 
 def _package_folder(name: str) -> Path:
-    spec = importlib.util.find_spec(name)  # a top-level name: found without importing it
+    spec = importlib.util.find_spec(name)  # does not import a top-level package
     if spec is None or spec.origin is None:
-        raise OrtUnavailable(f"{name} is not installed", "Install ortlab again in Python 3.11")
+        raise OrtUnavailable(f"{name} is not installed", "Reinstall ortlab in Python 3.11")
     return Path(spec.origin).parent
 
 
 def preload_cuda() -> list[str]:
-    """Loads what ORT's CUDA provider links to; returns the names of what is nowhere to be found.
+    """Load the libraries that ORT's CUDA provider links to.
 
-    It asks for CUDA 11, whatever CUDA torch has. NVIDIA's packages on PyPI keep the libraries where
-    the loader does not look; one that is loaded already, it takes.
+    The provider needs CUDA 11, whatever CUDA version torch has. NVIDIA's PyPI packages install the
+    libraries where the dynamic loader does not search, but it uses a library that is already
+    loaded.
+
+    Returns:
+        The names of the libraries that were not found.
     """
     missing = []
     for name in CUDA_LIBRARIES:
@@ -434,7 +486,7 @@ def preload_cuda() -> list[str]:
 
 
 def _cuda_headers() -> list[Path]:
-    """Where cuda_runtime_api.h may lie: the CUDA toolkit, or NVIDIA's packages beside torch."""
+    """Return folders that may contain cuda_runtime_api.h: CUDA's toolkit and NVIDIA's packages."""
     site = _torch_folder().parent
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")
     return [toolkit, *sorted(site.glob("nvidia/*/include"))]

@@ -1,9 +1,10 @@
-// What ONNX Runtime calls where a graph has a torch.autograd.Function: it goes on in Python.
+// Runner that ONNX Runtime calls for a torch.autograd.Function in a graph; it calls Python.
 //
-// ORT asks for two C++ functions, one for the forward pass and one for the backward pass. Here one
-// serves for both: it calls the Python object that was registered for the node with
-// (requires_grad, training, arguments), and gives back the tuple that this returns. Tensors are
-// DLPack capsules on both ways. The signature is CustomFunctionRunnerType of ONNX Runtime 1.19.2,
+// ORT needs two C++ functions, one for the forward pass and one for the backward pass. A single
+// function serves as both: it calls the Python object that was registered for the node with
+// (requires_grad, training, arguments), and returns the objects of the resulting tuple. Tensors are
+// DLPack capsules in both directions. The signature is CustomFunctionRunnerType of ONNX Runtime
+// 1.19.2,
 // orttraining/orttraining/core/framework/torch/refcount_tracker.h and torch_proxy.h.
 
 #include <Python.h>
@@ -27,7 +28,7 @@ class Gil {
   PyGILState_STATE state_;
 };
 
-// Takes the pending exception: "ValueError: what it says".
+// Clears the pending Python exception and returns it as "ValueError: message".
 std::string taken_error() {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
@@ -44,7 +45,7 @@ std::string taken_error() {
   return text;
 }
 
-// The arguments stay the caller's; what is returned becomes its own.
+// The caller keeps its references to the arguments and receives new references to the results.
 Objects run(const char* name, void* callback, const Numbers& requires_grad, const Numbers&,
             bool training, const Numbers&, const char*, bool, const Objects& arguments) {
   Gil gil;

@@ -1,13 +1,14 @@
-"""torch.autograd.Function in ORT's graphs: its own forward and backward, run by torch.
+"""Support for torch.autograd.Function in ORT graphs: its own forward and backward, run by torch.
 
-In an export every call of a Function becomes a ``PythonOp`` node. ORT hands the node's tensors to
-the `FunctionCall` that was registered under the node's name, which calls the very Function again,
-and keeps the piece of autograd's graph that this makes until ORT asks for the gradients. So
-everything that torch's autograd does for a Function (``needs_input_grad``, ``save_for_backward``,
-``mark_non_differentiable``, ``set_materialize_grads``, ``setup_context``) it does here as well.
+During an export, every call of a Function becomes a ``PythonOp`` node. ORT passes the node's
+tensors to the `FunctionCall` that is registered under the node's name. It calls the same Function
+again, and keeps the part of autograd's graph that this creates until ORT requests the gradients.
+All features of torch's autograd for a Function (``needs_input_grad``, ``save_for_backward``,
+``mark_non_differentiable``, ``set_materialize_grads``, ``setup_context``) therefore work as in
+eager mode.
 
-What ORT ships for this, ``torch_interop_utils``, takes the place of autograd's C++ parts, and those
-change with every torch; `interop.cc` only passes Python objects on.
+ORT's own implementation, ``torch_interop_utils``, replaces C++ parts of autograd that change with
+every torch version; `interop.cc` only passes Python objects on.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ from ortlab.engines.ortmodule.compat import extensions
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 from ortlab.engines.ortmodule.compat.forward_states import RUNS
 from ortlab.engines.torchscript.failures import FunctionRefused
+from ortlab.engines.torchscript.nodes import cast
 
 _NODE = "prim::PythonOp"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _C: Any = torch._C
 _BASE: Any = torch.autograd.function._SingleLevelFunction
-"""What `torch.autograd.Function.apply` goes on to; it inherits its own from C++."""
+"""Base class whose ``apply`` `torch.autograd.Function.apply` calls, inherited from C++."""
 _WITHOUT_REENTRY = "_checkpoint_without_reentrant_generator"
-"""Of torch.utils.checkpoint: what goes on before and after a part that is computed again later."""
+"""Generator of torch.utils.checkpoint that runs before and after a checkpointed part."""
 _ORTS_OWN = "onnxruntime.training.ortmodule._io."
-"""ORTModule marks outputs with identities, which have an export rule of their own."""
+"""Prefix of the identities with which ORTModule marks outputs; they have their own export rule."""
 
 
 # ---- one call of a function in a graph -----------------------------------------------------------
@@ -53,16 +55,16 @@ _ORTS_OWN = "onnxruntime.training.ortmodule._io."
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tensor among arguments or results: which one it is."""
+    """Placeholder for a tensor in arguments or results, with the tensor's index."""
 
     index: int
 
 
 @dataclass
 class _State:
-    """What one run of a call leaves for its backward: edges of autograd's graph, no tensors.
+    """State of one run of a call for its backward: edges of autograd's graph, without tensors.
 
-    Of an input that needs no gradient, and of an output that has none, there is None.
+    An input or output without gradient has None.
     """
 
     inputs: list[tuple[GradientEdge, torch.Size, torch.dtype, torch.device] | None]
@@ -71,7 +73,7 @@ class _State:
 
 
 class _Input(Function):
-    """Makes a tensor an input of autograd's graph, which does not keep the tensor alive."""
+    """Function that makes a tensor an input of autograd's graph without keeping it alive."""
 
     @staticmethod
     def forward(_ctx: Any, _root: Tensor, held: list[Tensor]) -> Tensor:
@@ -84,10 +86,16 @@ class _Input(Function):
 
 @dataclass
 class FunctionCall:
-    """One call of a Function in an exported graph; ORT runs it by `apply` and `backward`.
+    """One call of a Function in an exported graph; ORT runs it with `apply` and `backward`.
 
-    `arguments` and `results` are as in the export, with a `_Slot` for each tensor. The tensors'
-    types are `input_types` and `output_types`.
+    Attributes:
+        function: The Function.
+        name: Unique name of the call.
+        training: Whether the graph has a gradient.
+        arguments: Arguments at export, with a `_Slot` for each tensor.
+        input_types: Types of the tensors in `arguments`.
+        results: Result at export, with a `_Slot` for each tensor.
+        output_types: Types of the tensors in `results`.
     """
 
     function: Any
@@ -99,17 +107,34 @@ class FunctionCall:
     output_types: list[torch.dtype] = field(default_factory=list)
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
-        """What the Function returns. An `apply` of its own, in its class, has been run before."""
+        """Call the Function and return its result.
+
+        An ``apply`` that the Function's class overrides has already run.
+
+        Args:
+            tensors: Tensors for the slots in `arguments`.
+        """
         args, kwargs = _put_back(self.arguments, tensors)
         return vars(Function)["apply"].__get__(None, self.function)(*args, **kwargs)
 
     def apply(
         self, requires_grad: Sequence[bool], training: bool, capsules: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Forward: the state for `backward`, or None where there is none, and the outputs.
+        """Run forward.
 
-        Raises what the Function raises, and RuntimeError where it returns another kind of result
-        than it did in the export.
+        Exceptions of the Function are passed on.
+
+        Args:
+            requires_grad: For each input, whether it needs a gradient.
+            training: Whether the graph runs with a gradient.
+            capsules: DLPack capsules of the inputs.
+
+        Returns:
+            A weak reference to the state for `backward`, or None without one, and capsules of the
+            outputs.
+
+        Raises:
+            RuntimeError: If the structure or type of the result differs from that at export.
         """
         inputs = [_received(each, to) for each, to in zip(capsules, self.input_types, strict=True)]
         with torch.set_grad_enabled(training):
@@ -125,7 +150,7 @@ class FunctionCall:
             del inputs
         outputs: list[Tensor] = []
         if _take_out(found, outputs) != self.results:
-            raise RuntimeError("it returned another kind of result than when it was exported")
+            raise RuntimeError("the structure of its result differs from that at export")
         state = _State(edges, [get_gradient_edge(y) if y.requires_grad else None for y in outputs])
         kept = RUNS.keep(state) if any(state.outputs) else None
         return kept, *(_sent(y, to) for y, to in zip(outputs, self.output_types, strict=True))
@@ -133,11 +158,24 @@ class FunctionCall:
     def backward(
         self, _requires_grad: Sequence[bool], _training: bool, arguments: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Gradients of the inputs, None for those that need none; zeros where it gives None."""
+        """Run backward.
+
+        Args:
+            arguments: Reference that `apply` returned, and capsules of the outputs' gradients.
+
+        Returns:
+            Capsules of the inputs' gradients: None for an input that needs no gradient, zeros if
+            the Function returns None.
+
+        Raises:
+            RuntimeError: If the state of the forward pass was released.
+        """
         reference, *capsules = arguments
         state = reference()
         if state is None:
-            raise RuntimeError("its forward pass is gone: backward runs once for every forward")
+            raise RuntimeError(
+                "the state of this forward pass was released: backward can run once per forward"
+            )
         given = [
             (edge, from_dlpack(capsule).clone())
             for edge, capsule in zip(state.outputs, capsules, strict=True)
@@ -169,22 +207,22 @@ class FunctionCall:
 
 
 def _received(capsule: Any, dtype: torch.dtype) -> Tensor:
-    """A copy of ORT's tensor: what the Function keeps of it, ORT may overwrite."""
+    """Return a copy of ORT's tensor: the Function may save it, and ORT may overwrite its memory."""
     value: Tensor = from_dlpack(capsule)
     return value.to(dtype, copy=True)
 
 
 def _sent(value: Tensor, dtype: torch.dtype) -> Any:
-    """A copy for ORT, which may overwrite it: the Function may have kept `value`."""
+    """Return a copy for ORT, which may overwrite it: the Function may have saved `value`."""
     if value.dtype != dtype:
-        raise RuntimeError(f"it gave {value.dtype} where it gave {dtype} when it was exported")
+        raise RuntimeError(f"it returned {value.dtype}, but {dtype} at export")
     wire = torch.uint8 if dtype is torch.bool else dtype
     value = value.detach().to(wire, copy=True, memory_format=torch.contiguous_format)
     return _C._to_dlpack(value)
 
 
 def _take_out(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` with a `_Slot` in the place of every tensor, which goes to `tensors`."""
+    """Replace every tensor in `value` with a `_Slot`, and append the tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Slot(len(tensors) - 1)
@@ -196,7 +234,7 @@ def _take_out(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `_take_out`."""
+    """Replace every `_Slot` in `value` with its tensor; the inverse of `_take_out`."""
     if isinstance(value, _Slot):
         return tensors[value.index]
     if type(value) in (tuple, list):
@@ -206,14 +244,11 @@ def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
     return value
 
 
-# ---- what keeps a run's states -------------------------------------------------------------------
-
-
 # ---- the export ----------------------------------------------------------------------------------
 
 
 class _Traced(Function):
-    """What the tracer sees of a Function: one node, which holds the `FunctionCall`."""
+    """Function that the tracer records: one node, which holds the `FunctionCall`."""
 
     @staticmethod
     def forward(ctx: Any, call: FunctionCall, *tensors: Tensor) -> Any:
@@ -222,13 +257,13 @@ class _Traced(Function):
         try:
             versions = [tensor._version for tensor in tensors]
             outputs: list[Tensor] = []
-            with _C.DisableTorchFunction():  # what it decides by values, it decides anew every time
+            with _C.DisableTorchFunction():  # its decisions run in Python at every call
                 found = call.run(tensors)
             call.results = _take_out(found, outputs)
-            # Whoever reads these from now on reads the node's output.
+            # Later reads of these tensors read the node's output.
             changed = [t for t, v in zip(tensors, versions, strict=True) if t._version != v]
             ctx.mark_dirty(*changed)
-            # The tracer cannot end a tuple of one that nobody reads.
+            # The tracer fails on a tuple of one output that is never read.
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
         finally:
             _C._set_tracing_state(state)
@@ -236,7 +271,7 @@ class _Traced(Function):
 
 @dataclass
 class Traced:
-    """What an export met: how often checkpointing was asked for."""
+    """Observations of an export: the number of calls of checkpointing."""
 
     checkpoints: int = 0
 
@@ -247,12 +282,19 @@ _numbers = itertools.count(1)
 
 @contextlib.contextmanager
 def traced(*, training: bool, opset: int, refuse: str | None = None) -> Iterator[Traced]:
-    """Within it, in this thread, a traced Function becomes a node that ORT can run.
+    """Export each traced Function in this thread as a node that ORT can run.
 
-    Checkpointed parts are traced as if they were not. `training` is whether the graph gets a
-    gradient, `opset` its ONNX opset. FunctionRefused is raised by the Function that cannot be
-    exported; with `refuse` every one is, for that reason. Not for two threads at once: hold
+    Checkpointed parts are traced like any other code. A Function that cannot be exported raises
+    FunctionRefused when it is called. Only one thread may be in this context: hold
     `streams.EXPORT`.
+
+    Args:
+        training: Whether the graph gets a gradient.
+        opset: ONNX opset of the graph.
+        refuse: Reason to refuse every Function; None to export them.
+
+    Yields:
+        The observations of the export, updated as they occur.
     """
     seen = Traced()
     thread = threading.get_ident()
@@ -273,8 +315,8 @@ def traced(*, training: bool, opset: int, refuse: str | None = None) -> Iterator
             raise FunctionRefused(name, refuse)
         if cls._backward_cls._autograd_function_id >= born:
             raise FunctionRefused(
-                name, "is made anew in every forward, and a graph would keep the first; define it "
-                "outside of forward"
+                name, "is created in every forward, but a graph would keep the first one; define "
+                "it outside of forward"
             )  # fmt: skip
         try:
             _ready()
@@ -291,7 +333,7 @@ def traced(*, training: bool, opset: int, refuse: str | None = None) -> Iterator
             seen.checkpoints += 1
             yield
 
-    # Below Function.apply, which may have been taken as a bound method long ago.
+    # In the base class, since Function.apply may have been stored as a bound method before.
     _BASE.apply = classmethod(apply)
     setattr(torch_checkpoint, _WITHOUT_REENTRY, around_part)
     registration.registry.register(_NODE, opset, _node, custom=True)
@@ -308,48 +350,48 @@ def _name(cls: Any) -> str:
 
 
 def _next_function_id() -> int:
-    """The number that torch gives to the next class of Functions."""
+    """Return the id that torch assigns to the next subclass of Function."""
     mark: Any = type("_Mark", (Function,), {})
     return int(mark._backward_cls._autograd_function_id)
 
 
 def _trace(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Any:
-    """What the Function returns, as a node of the trace."""
+    """Record the call as a node of the trace and return its result."""
     name = _name(cls)
     tensors: list[Tensor] = []
     arguments = _take_out((args, kwargs), tensors)
     hidden = next(_hiding(arguments), None)
     if hidden is not None:
         raise FunctionRefused(
-            name, f"takes a {hidden}, whose tensors a graph would keep as they are; pass the "
+            name, f"takes a {hidden}, whose tensors a graph would freeze at export; pass the "
             "tensors themselves"
         )  # fmt: skip
     if not tensors:
-        raise FunctionRefused(name, "takes no tensor, so a graph would keep its first result")
+        raise FunctionRefused(name, "takes no tensor, so a graph would freeze its first result")
     types = [tensor.dtype for tensor in tensors]
     call = FunctionCall(cls, f"{name}#{next(_numbers)}", training, arguments, types)
-    with torch.no_grad():  # the tracer refuses what requires a gradient and is no input
+    with torch.no_grad():  # the tracer rejects a tensor that requires a gradient and is no input
         found = _Traced.apply(call, *tensors)  # type: ignore[no-untyped-call]
     outputs: tuple[Tensor, ...] = found if isinstance(found, tuple) else (found,)
     other = next(_other_than_tensors(call.results), None)
     if other is not None or not outputs:
-        raise FunctionRefused(name, f"returns {other or 'no tensor'}, and ORT passes tensors only")
+        raise FunctionRefused(name, f"returns {other or 'no tensor'}, but ORT passes only tensors")
     call.output_types = [tensor.dtype for tensor in outputs]
     _register(call)
     return _put_back(call.results, outputs)
 
 
 def _register(call: FunctionCall) -> None:
-    """For the life of the process, as ORT keeps what is registered."""
+    """Register the call with ORT, which keeps it for the life of the process."""
     _calls[call.name] = call
     runs = {"apply": staticmethod(call.apply), "backward": staticmethod(call.backward)}
-    # ORT takes classes of Functions only, and looks `forward` up for a mode that is not used here.
+    # ORT accepts only subclasses of Function, and looks up `forward` for a mode that is unused.
     as_class = type(call.function.__name__, (Function,), {**runs, "forward": runs["apply"]})
     _ort().register_torch_autograd_function(call.name, as_class)
 
 
 def _hiding(value: Any) -> Iterator[str]:
-    """Types of arguments that hold tensors where `_take_out` does not look."""
+    """Yield the types of arguments that contain tensors where `_take_out` does not look."""
     if type(value) in (tuple, list):
         for item in value:
             yield from _hiding(item)
@@ -366,7 +408,7 @@ def _hiding(value: Any) -> Iterator[str]:
 
 
 def _other_than_tensors(value: Any) -> Iterator[str]:
-    """Types of results that are no tensors, and can change from run to run."""
+    """Yield the types of results that are not tensors and may differ between runs."""
     if type(value) in (tuple, list):
         for item in value:
             yield from _other_than_tensors(item)
@@ -375,16 +417,14 @@ def _other_than_tensors(value: Any) -> Iterator[str]:
 
 
 def _node(g: Any, call: FunctionCall, *tensors: Any, **_attributes: Any) -> Any:
-    """The export rule: the node whose forward and backward are the call's."""
-    from ortlab.engines.torchscript.nodes import cast
-
+    """Write the node that runs a call's forward and backward; this is the export rule."""
     given = zip(tensors, call.input_types, strict=True)
     inputs = [cast(g, tensor, _wire(dtype)) for tensor, dtype in given]
     outputs_traced = [value.type() for value in g.original_node.outputs()]
     found = g.op(
         "com.microsoft::PythonOp",
         *inputs,
-        func_name_s=call.name,  # another one for each call, so ORT merges no two
+        func_name_s=call.name,  # unique per call, so that ORT merges no two nodes
         input_convention_s="d" * len(inputs),
         input_tensor_types_i=[_onnx_type(dtype) for dtype in call.input_types],
         input_tensor_ranks_i=[value.type().dim() for value in g.original_node.inputs()],
@@ -402,7 +442,7 @@ def _node(g: Any, call: FunctionCall, *tensors: Any, **_attributes: Any) -> Any:
 
 
 def _wire(dtype: torch.dtype) -> torch.dtype:
-    """The type that a tensor has between ORT and torch: ORT's DLPack knows no bool."""
+    """Return the type of a tensor between ORT and torch: ORT's DLPack does not support bool."""
     return torch.uint8 if dtype is torch.bool else dtype
 
 
@@ -412,25 +452,29 @@ def _onnx_type(dtype: torch.dtype) -> Any:
 
 @functools.cache
 def _ready() -> None:
-    """Gives ORT what runs the nodes; builds it where this machine has none yet."""
+    """Register the runner of the nodes with ORT; build it if this machine has none yet."""
     address = extensions.load_interop()
     _ort().register_forward_runner(address)
     _ort().register_backward_runner(address)
-    # Before the interpreter ends: ORT would let its Python objects go after it.
+    # Before the interpreter exits: otherwise ORT would release its Python objects after it.
     atexit.register(_ort().unregister_python_functions)
 
 
 def _ort() -> Any:
-    from onnxruntime.capi import _pybind_state
+    from onnxruntime.capi import _pybind_state  # optional: onnxruntime-training
 
     return _pybind_state
 
 
-# ---- what engines ask ----------------------------------------------------------------------------
+# ---- queries of the engines ----------------------------------------------------------------------
 
 
 def functions(graph: Any) -> list[Any]:
-    """The Functions that an exported ONNX graph calls, by class; empty for most graphs."""
+    """Return the Functions that an exported graph calls; empty for most graphs.
+
+    Args:
+        graph: ONNX graph that was exported in this process.
+    """
     found = []
     for node in graph.node:
         if node.op_type == "PythonOp":
@@ -440,9 +484,15 @@ def functions(graph: Any) -> list[Any]:
 
 
 def definition(function: Any) -> object:
-    """What bears the Function's name now: another class, where a cell that defines it ran again.
+    """Return the object that now has a Function's name.
 
-    The Function itself where it was defined in a function, or its name is gone.
+    This is another class if the cell that defines the Function was run again.
+
+    Args:
+        function: A Function.
+
+    Returns:
+        The object, or `function` itself if it was defined in a function or its name was deleted.
     """
     found: Any = sys.modules.get(function.__module__)
     for part in function.__qualname__.split("."):
@@ -461,10 +511,11 @@ _threads_without = 0
 
 @contextlib.contextmanager
 def without_reentry() -> Iterator[None]:
-    """Within it, in this thread, checkpointing with re-entry does without.
+    """Run reentrant checkpointing without re-entry in this thread.
 
-    Its gradients are the same, and those of chosen inputs can be asked for. Where no input requires
-    a gradient, re-entry gives the part's parameters none, and neither does this.
+    The gradients are the same, and those of selected inputs can be requested. If no input requires
+    a gradient, reentrant checkpointing computes no gradients of the part's parameters, and neither
+    does this.
     """
     global _threads_without
     function: Any = torch_checkpoint.CheckpointFunction

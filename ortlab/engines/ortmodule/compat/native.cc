@@ -1,5 +1,4 @@
-// What each step does once for every parameter: see native.py, which says what the functions at the
-// end of this file do.
+// Per-parameter work of each step. native.py documents the functions at the end of this file.
 
 #include <ATen/DLConvertor.h>
 #include <Python.h>
@@ -24,7 +23,7 @@ class Gil {
   PyGILState_STATE state_;
 };
 
-// A Python object for as long as a node of autograd's lives, which may end on any thread.
+// Owns a Python object for the lifetime of an autograd node, which may end on any thread.
 struct Held : torch::CustomClassHolder {
   explicit Held(PyObject* object) : object(object) { Py_INCREF(object); }
   ~Held() override {
@@ -40,7 +39,7 @@ struct Recorded {
   PyObject* backward;
 };
 
-// Autograd shows the pending exception of Python's as it is.
+// Rethrows the pending Python exception, which autograd passes on unchanged.
 [[noreturn]] void fail() {
   python_error error;
   error.persist();
@@ -82,7 +81,7 @@ struct Pass : torch::autograd::Function<Pass> {
       results.push_back(taken(PyList_GET_ITEM(found, i)));
     }
     Py_DECREF(found);
-    results.emplace_back();  // of what is no tensor
+    results.emplace_back();  // no gradient for the argument that is not a tensor
     return results;
   }
 };

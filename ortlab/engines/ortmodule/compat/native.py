@@ -1,6 +1,6 @@
-"""What each step does once for every parameter, in C++: too much for Python, and the same in it.
+"""Per-parameter work of each step, in C++ because Python is too slow for it.
 
-Where `extensions.NATIVE` could not be built it is done in Python.
+If `extensions.NATIVE` could not be built, equivalent Python code is used.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 
 Tensors = tuple[torch.Tensor, ...]
 Backward = Callable[[tuple[torch.Tensor | None, ...]], list[Any]]
-"""Takes the gradients of the outputs, gives capsules of those of the inputs; None for none."""
+"""Takes the outputs' gradients and returns DLPack capsules of the inputs'; None for no gradient."""
 
 
 def record(inputs: Tensors, outputs: Tensors, without: Tensors, backward: Backward) -> Tensors:
-    """`outputs` that torch goes back from to `inputs` by `backward`; those `without` have no way.
+    """Record in autograd that `outputs` were computed from `inputs`.
 
-    It is what ``torch.autograd.Function`` does, with no Python object for each gradient.
+    This does the work of ``torch.autograd.Function`` without a Python object per gradient.
+
+    Args:
+        inputs: Inputs of the computation.
+        outputs: Its outputs.
+        without: Those of `outputs` that are not differentiable.
+        backward: Computes the gradients of `inputs`.
+
+    Returns:
+        The outputs, connected to autograd's graph.
     """
     function = _functions().get("record")
     if function is None:
@@ -37,9 +46,13 @@ def record(inputs: Tensors, outputs: Tensors, without: Tensors, backward: Backwa
 
 
 def layout(tensors: Tensors) -> Hashable:
-    """Where `tensors` lie, their type and how they are laid out, and whether they need a gradient.
+    """Return a key of the addresses, types, shapes, strides and ``requires_grad`` of `tensors`.
 
-    Equal where nothing of that has changed.
+    Args:
+        tensors: Tensors to describe.
+
+    Returns:
+        A value that compares equal as long as none of these changes.
     """
     function = _functions().get("layout")
     if function is None:
@@ -52,7 +65,14 @@ def layout(tensors: Tensors) -> Hashable:
 
 
 def edits(tensors: Tensors) -> Hashable:
-    """Equal where none of `tensors` was changed in place since, as far as torch counts that."""
+    """Return a key of the version counters of `tensors`.
+
+    Args:
+        tensors: Tensors to check.
+
+    Returns:
+        A value that compares equal as long as torch counts no in-place change of any of them.
+    """
     function = _functions().get("edits")
     if function is None:
         return tuple(each._version for each in tensors)
@@ -61,16 +81,22 @@ def edits(tensors: Tensors) -> Hashable:
 
 
 def versions(dictionaries: tuple[dict[Any, Any], ...]) -> bytes | None:
-    """Equal where no entry of `dictionaries` was set since; None where Python does not tell.
+    """Return a key of the versions of `dictionaries`; None if Python does not provide them.
 
-    PEP 509: a dictionary gets another version with every entry that is set; up to Python 3.11.
+    PEP 509: setting an entry changes a dictionary's version; up to Python 3.11.
+
+    Args:
+        dictionaries: Dictionaries to check.
+
+    Returns:
+        A value that compares equal as long as no entry is set.
     """
     function = _functions().get("versions")
     return None if function is None else function(dictionaries)
 
 
 class _Function(torch.autograd.Function):
-    """`record` in Python."""
+    """Python implementation of `record`."""
 
     @staticmethod
     def forward(
@@ -89,7 +115,7 @@ class _Function(torch.autograd.Function):
 
 @functools.cache
 def _functions() -> dict[str, Callable[..., Any]]:
-    """Those of native.cc by name; none where it could not be built."""
+    """Return the functions of native.cc by name; empty if it could not be built."""
     try:
         addresses = extensions.load_native()
     except OrtUnavailable:

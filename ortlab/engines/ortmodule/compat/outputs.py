@@ -1,4 +1,4 @@
-"""What models give back that no graph can: caches of keys and values for generating text."""
+"""Model outputs that no graph can return: key/value caches for text generation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ _last = _Last()
 
 
 def last_left_out() -> tuple[str, ...]:
-    """The names of what this thread's last export leaves out of the model's results."""
+    """Return the names of the model's outputs that this thread's last export left out."""
     return _last.left_out
 
 
 def without_caches(extract_schema: Callable[..., Any]) -> Callable[..., Any]:
-    """_io._extract_schema for results without transformers' caches: they are None.
+    """Wrap _io._extract_schema so that transformers' caches in the outputs become None.
 
-    A decoder fills one in training too (``use_cache`` is on by default), and nobody reads it there.
+    A decoder fills a cache in training too (``use_cache`` is on by default), where nothing reads
+    it.
+
+    Args:
+        extract_schema: Function to wrap.
+
+    Returns:
+        The wrapped function.
     """
 
     @functools.wraps(extract_schema)
@@ -38,7 +45,7 @@ def without_caches(extract_schema: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_caches(data: Any, left_out: list[str], name: str) -> Any:
-    # Only who imported it can have made one.
+    # A cache can only exist if its module was imported.
     caches = sys.modules.get("transformers.cache_utils")
     if caches is not None and isinstance(data, caches.Cache):
         left_out.append(name)

@@ -1,8 +1,8 @@
-"""A pass through ORT's session and back under torch's autograd: what ORTModule calls for each step.
+"""Forward and backward through ORT's session under torch's autograd, called by ORTModule.
 
-ORTModule makes a DLPack capsule of every parameter in every forward, and a Python tensor of every
-gradient. Here parameters are handed over again only when they have moved, and gradients go from
-the session to autograd in C++ (`native`).
+ORTModule itself creates a DLPack capsule of every parameter in every forward, and a Python tensor
+of every gradient. Here parameters are passed again only after their memory has moved, and gradients
+go from the session to autograd in C++ (`native`).
 """
 
 from __future__ import annotations
@@ -24,41 +24,60 @@ if TYPE_CHECKING:
 
 
 class Passes:
-    """What the graph manager of a training graph has as its ``autograd.Function``.
+    """Replacement of the ``autograd.Function`` that ORTModule creates for a training graph.
 
-    Beyond ORTModule's own it keeps to torch's rules. What ORT's backward graph gives hangs on no
-    graph of autograd's: with ``create_graph=True`` the gradient of a gradient penalty would be
-    zero, without a word. ORT's state of a forward is gone after its backward, and reads parameters
-    and the call's tensors where they lie: changed meanwhile, as by an optimizer's step or the next
-    batch, they would give other gradients, where torch raises. And a parameter that no output in
-    use depends on would get zeros, which an optimizer decays, where torch gives None.
+    Unlike ORTModule's own, it follows torch's rules in three cases:
+
+    - The gradients of ORT's backward graph are not part of autograd's graph. With
+      ``create_graph=True``, the gradient of a gradient penalty would silently be zero; here it
+      raises.
+    - ORT releases the state of a forward after its backward, and backward reads parameters and the
+      call's tensors in place. If an optimizer step or the next batch changed them in the meantime,
+      the gradients would be different; here it raises, as torch does.
+    - A parameter that no used output depends on would get zeros, which an optimizer decays; here
+      its gradient is None, as in torch.
+
+    Args:
+        manager: ORT's execution manager of the training graph.
     """
 
     def __init__(self, manager: Any) -> None:
-        from onnxruntime.capi import _pybind_state
-        from onnxruntime.training.ortmodule import _runtime_inspector, _utils, options
+        from onnxruntime.capi import _pybind_state  # optional: onnxruntime-training
+        from onnxruntime.training.ortmodule import (  # optional: onnxruntime-training
+            _runtime_inspector,
+            _utils,
+            options,
+        )
 
         self.manager = manager
         self.ort, self.utils, self.phase = _pybind_state, _utils, _runtime_inspector.Phase
         self._unchecked = options._SkipCheck.SKIP_CHECK_DEVICE
         self._own: list[int] = []
-        """Which inputs are the module's own: the others come with each call."""
+        """Indices of the module's own inputs; the others are passed with each call."""
         self._given: list[int] = []
-        """Which inputs ORT gets anew in each call; one of the module's that has gaps is copied."""
+        """Indices of inputs that are passed to ORT in each call: the call's own, and those of the
+        module that are not contiguous, which are copied."""
         self._pick: Callable[[Tensors], Tensors] = lambda inputs: tuple(
             [inputs[i] for i in self._own]
         )
         self._values: list[Any] = []
-        """ORT's view of each of the other inputs."""
+        """ORT's values of the other inputs."""
         self._trained: Tensors = ()
-        """Those of the inputs that are not given anew that need a gradient."""
+        """Inputs that need a gradient, among those that are not passed in each call."""
         self._layout: Hashable = None
         self._kept: list[int] = []
-        """Which of the call's inputs ORT reads again on the way back."""
+        """Indices of the call's inputs that ORT's backward reads again."""
         self._used: dict[tuple[bool, ...], list[bool]] = {}
 
     def apply(self, *inputs: torch.Tensor) -> Tensors:
-        """The session's outputs for `inputs`, in the graph's order."""
+        """Run forward and record it in autograd.
+
+        Args:
+            *inputs: All inputs of the graph, in the graph's order.
+
+        Returns:
+            The session's outputs, in the graph's order.
+        """
         manager, info = self.manager, self.manager._graph_info
         observer = manager._runtime_inspector.memory_ob
         observer.inspect_memory(self.phase.PRE_FORWARD)
@@ -74,14 +93,14 @@ class Passes:
         trained = self._needing_gradients(inputs)
         if not (torch.is_grad_enabled() and trained):
             return outputs
-        # Those made in inference mode are not counted, and cannot be changed outside of it.
+        # Inference tensors have no version counter, and cannot be changed outside inference mode.
         kept = [inputs[i] for i in self._kept if not inputs[i].is_inference()]
         backward = _Backward(self, agent, state, states, (*trained, *kept), outputs)
         without = tuple(outputs[i] for i in info.output_grad_indices_non_differentiable)
         return native.record(inputs, outputs, without, backward)
 
     def _feeds(self, inputs: Tensors) -> Any:
-        """`inputs` as ORT takes them."""
+        """Convert `inputs` to ORT's values, reusing those that have not moved."""
         if not self._values:
             transitions = self.manager._graph_transition_manager
             info = transitions._post_export_processed_model_info
@@ -91,7 +110,7 @@ class Passes:
             self._values = [None] * len(inputs)
             again = _read_again(self.manager._onnx_models.optimized_model.graph)
             self._kept = [i for i, name in enumerate(names) if name in again and name in given]
-            if len(self._own) > 1:  # of one it gives no tuple
+            if len(self._own) > 1:  # for a single index, itemgetter returns no tuple
                 self._pick = operator.itemgetter(*self._own)
         layout = native.layout(self._pick(inputs))
         if layout != self._layout:
@@ -113,17 +132,26 @@ class Passes:
         return self.ort.OrtValue.from_dlpack(*lent(tensor))
 
     def _needing_gradients(self, inputs: Tensors) -> Tensors:
-        """Those of `inputs`, which were fed last, that need a gradient."""
+        """Return the inputs that need a gradient; `inputs` are those of the last `_feeds`."""
         given = [inputs[i] for i in self._given]
         return (*self._trained, *(each for each in given if each.requires_grad))
 
     def check_device(self, what: str, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Raises where one of `tensors` is elsewhere, unless `skip_checks` leaves that out."""
+        """Raise if a tensor is not on the graph's device, unless `skip_checks` disables the check.
+
+        Args:
+            what: Description of the tensors for the error message.
+            tensors: Tensors to check.
+        """
         if not self.manager._runtime_options.skip_check.is_set(self._unchecked):
             self.utils._check_same_device(self.manager._device, what, *tensors)
 
     def used(self, given: tuple[bool, ...]) -> list[bool]:
-        """For each input whether one of the outputs that were `given` a gradient depends on it."""
+        """Return for each input whether an output with a gradient depends on it.
+
+        Args:
+            given: For each output, whether it has a gradient.
+        """
         if given not in self._used:
             transitions = self.manager._graph_transition_manager
             processed = transitions._post_export_processed_model_info
@@ -133,7 +161,7 @@ class Passes:
 
 
 class _Backward:
-    """The way back from one forward pass; it can be gone once."""
+    """Backward pass of one forward pass; it can run once."""
 
     def __init__(
         self,
@@ -146,13 +174,13 @@ class _Backward:
     ) -> None:
         self._passes = passes
         self._agent = agent
-        """The session of that pass, where its state belongs: another may have taken its place."""
+        """Session of that forward pass, which owns its state; the manager's may be newer."""
         self._state = state
         self._states = states
-        """Of the autograd.Functions in the graph, for as long as backward may come."""
+        """States of the autograd.Functions in the graph, kept until the backward pass."""
         self._outputs = [(each.shape, each.device, each.dtype) for each in outputs]
         info = passes.manager._graph_info
-        # Detached they count as the outputs do, and do not hold autograd's graph of themselves.
+        # Detached tensors share the version counter, but do not keep autograd's graph alive.
         read = [
             outputs[i].detach()
             for i in info.module_output_indices_requires_save_for_backward
@@ -173,7 +201,7 @@ class _Backward:
         for i, gradient in enumerate(gradients):
             if i not in without:
                 feeds.push_back(*lent(self._zeros(i) if gradient is None else gradient))
-        # What the pass held is free as soon as it is over.
+        # The memory of the pass is released as soon as it has run.
         agent, state, self._agent, self._state = self._agent, self._state, None, None
         agent.run_backward(feeds, found, state)
         self._read = ()
@@ -189,29 +217,35 @@ class _Backward:
     def _refuse(self) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True: ORT's gradients cannot be differentiated again; use "
+                "create_graph=True is not supported: ORT's gradients cannot be differentiated; use "
                 "engine='eager' for gradients of gradients"
             )
         if self._state is None:
             raise RuntimeError(
-                "ORT runs backward once for each forward, retain_graph=True or not: add the "
+                "ORT can run backward only once per forward, even with retain_graph=True: add the "
                 "losses before backward, call the model again, or use engine='eager'"
             )
         if native.edits(self._read) != self._edits:
             raise RuntimeError(
-                "a parameter, an input or an output was changed in place between forward and "
-                "backward, as by an optimizer's step: call the model again before backward"
+                "a parameter, input or output was changed in place between forward and backward, "
+                "for example by an optimizer step: call the model again before backward"
             )
 
     def _zeros(self, i: int) -> torch.Tensor:
-        """The gradient of an output that has none, where ORT allows it a single zero."""
+        """Return zeros for an output without gradient; a single zero where ORT accepts it."""
         shape, device, dtype = self._outputs[i]
         whole = i in self._passes.manager._graph_info.output_grad_indices_require_full_shape
         return torch.zeros(shape if whole else (), device=device, dtype=dtype)
 
 
 def lent(tensor: torch.Tensor) -> tuple[Any, bool]:
-    """A capsule of a tensor for ORT, and whether it is of bools, which DLPack does not tell."""
+    """Return a DLPack capsule of a tensor for ORT, and whether the tensor is boolean.
+
+    ORT's DLPack does not support bool, so a boolean tensor is passed as uint8.
+
+    Args:
+        tensor: Tensor to pass; copied if it is not contiguous.
+    """
     tensor = tensor.contiguous()
     if tensor.dtype == torch.bool:
         return to_dlpack(tensor.view(torch.uint8)), True
@@ -219,7 +253,7 @@ def lent(tensor: torch.Tensor) -> tuple[Any, bool]:
 
 
 def _inputs_used(graph: onnx.GraphProto, outputs: Sequence[bool]) -> list[bool]:
-    """For each input of `graph` whether one of the chosen first `outputs` depends on it."""
+    """Return for each input of `graph` whether a selected output depends on it."""
     wanted = {each.name for each, chosen in zip(graph.output, outputs, strict=False) if chosen}
     for node in reversed(graph.node):
         if not wanted.isdisjoint(node.output):
@@ -228,12 +262,12 @@ def _inputs_used(graph: onnx.GraphProto, outputs: Sequence[bool]) -> list[bool]:
 
 
 _VIEWS = {"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
-"""What ORT computes in the place of its input."""
+"""Operators whose output shares the memory of their input in ORT."""
 _OF_SHAPE = {"Shape", "Size"}
 
 
 def _read_again(graph: onnx.GraphProto) -> set[str]:
-    """The inputs of a training `graph` that its backward part reads, where they lie."""
+    """Return the inputs of a training `graph` that its backward part reads in place."""
     wanted: set[str] = set()
     forward = []
     for node in reversed(graph.node):

@@ -1,8 +1,11 @@
-"""What makes onnxruntime-training 1.19.2 import and run on today's torch: one row per symptom.
+"""Patches that let onnxruntime-training 1.19.2 run on current torch versions: one row per symptom.
 
-Nothing here happens on import. `apply` runs once, when ORTModule is first asked for: the rows
-before the import, the import itself, the rows after it. A row changes modules of ORT, or adds names
-that torch has dropped; what torch and the user's own code see stays as it was.
+Importing this module patches nothing. `apply` runs once, when ORTModule is first requested: it
+applies the rows for before the import, imports ORTModule, and applies the other rows. A row changes
+modules of ORT or restores names that torch has removed; torch and the user's own code are not
+affected.
+
+Functions import onnxruntime themselves: it is optional, and some rows must precede its import.
 """
 
 from __future__ import annotations
@@ -17,13 +20,26 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ortlab.engines.ortmodule.compat import exporting, probes
+import onnx
+import torch
+import torch.utils.checkpoint
+
+from ortlab.engines.ortmodule.compat import (
+    exporting,
+    outputs,
+    probes,
+    recompute,
+    symbolics,
+    traced_decisions,
+)
 from ortlab.engines.ortmodule.compat.base import MAX_IR, MAX_OPSET, ORT_LOG_FORMAT
+from ortlab.engines.ortmodule.compat.passes import Passes
 from ortlab.engines.ortmodule.compat.probes import PACKAGE
+from ortlab.engines.ortmodule.compat.symbolics import builder
 from ortlab.engines.torchscript import streams
 
 Addresses = Mapping[str, Mapping[str, int]]
-"""What `extensions.load` gives: extension -> function -> address."""
+"""Result of `extensions.load`: extension -> function -> address."""
 
 _EXTENSIONS = f"{PACKAGE}.torch_cpp_extensions"
 _EXPORTER = "torch.onnx._internal.torchscript_exporter"
@@ -31,7 +47,7 @@ _EXPORTER = "torch.onnx._internal.torchscript_exporter"
 
 @dataclass(frozen=True)
 class Versions:
-    """What decides whether a row applies."""
+    """Versions and devices that determine whether a row applies."""
 
     torch: tuple[int, ...]
     onnx: tuple[int, ...]
@@ -40,10 +56,16 @@ class Versions:
 
 @dataclass(frozen=True)
 class Patch:
-    """One thing that breaks and what mends it.
+    """One failure of the runtime and its workaround.
 
-    ``apply`` may run twice; ``probe`` is true once the symptom is gone. Both run after torch is
-    imported. ``before_import`` rows run before ORTModule is imported, the others after.
+    Attributes:
+        target: Name that is patched.
+        symptom: What happens without the patch.
+        link: Source of the failure.
+        apply: Applies the patch, and may run twice. Called after torch is imported.
+        probe: Returns True if the symptom does not occur. Called after torch is imported.
+        applies_to: Returns True if the versions need the patch.
+        before_import: Whether the patch is applied before ORTModule is imported, not after.
     """
 
     target: str
@@ -56,9 +78,14 @@ class Patch:
 
 
 def apply(addresses: Addresses, *, leave_out: str | None = None) -> None:
-    """Applies every row that the installed versions need. `leave_out` names a target: for tests."""
+    """Import ORTModule and apply every row that the installed versions need.
+
+    Args:
+        addresses: Result of `extensions.load`.
+        leave_out: Target of a row to skip, for tests.
+    """
     with warnings.catch_warnings():
-        # ORT's import warns that it cannot tell its CUDA version, and of what torch deprecated.
+        # Importing ORT warns about its unknown CUDA version and about deprecated torch functions.
         warnings.simplefilter("ignore")
         versions = installed()
         rows = [row for row in ROWS if row.applies_to(versions) and row.target != leave_out]
@@ -72,10 +99,7 @@ def apply(addresses: Addresses, *, leave_out: str | None = None) -> None:
 
 
 def installed() -> Versions:
-    """The versions of this process; imports torch and onnx."""
-    import onnx
-    import torch
-
+    """Return the versions in this process."""
     return Versions(_numbers(torch.__version__), _numbers(onnx.__version__), _has_gpu())
 
 
@@ -84,13 +108,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _has_gpu() -> bool:
-    import torch
-
     return torch.cuda.is_available()
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces an attribute by `make(what is there)`, unless that was done before."""
+    """Replace an attribute with `make(original)`, unless it was replaced before."""
     current = getattr(owner, name)
     if getattr(current, "_ortlab", False):
         return
@@ -100,7 +122,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 class _View:
-    """A module seen with some of its names changed; the module itself stays as it is."""
+    """View of a module with some names replaced; the module itself is unchanged."""
 
     _ortlab = True
 
@@ -115,7 +137,7 @@ class _View:
 
 
 def _exporter_modules() -> Iterator[tuple[str, str]]:
-    """Old name and new name of each module of the exporter that ORT uses."""
+    """Yield the old and the new name of each exporter module that ORT uses."""
     for name in ("jit_utils", "registration"):
         yield f"torch.onnx._internal.{name}", f"{_EXPORTER}.{name}"
     for name in ("_globals", "_type_utils", "symbolic_helper", "utils"):
@@ -135,12 +157,12 @@ def _restore_exporter_names(_addresses: Addresses) -> None:
             setattr(importlib.import_module(parent), name, module)
         else:
             for name, value in vars(module).items():
-                if not hasattr(present, name):  # the shims leave out the private names
+                if not hasattr(present, name):  # torch's shims omit the private names
                     setattr(present, name, value)
 
 
 def _stand_in_for_extensions(addresses: Addresses) -> None:
-    """ORT looks its extensions up as submodules of a package inside site-packages."""
+    """Register the extensions as the submodules of site-packages in which ORT looks for them."""
     for extension, functions in addresses.items():
         module = types.ModuleType(f"{_EXTENSIONS}.{extension}")
         for name, address in functions.items():
@@ -163,13 +185,13 @@ def _interop_later(_addresses: Addresses) -> None:
 
 _ABSENT = object()
 _hidden: list[Any] = []
-"""What `sys.modules` had for DeepSpeed, while ORTModule is imported."""
+"""Entry of DeepSpeed in `sys.modules`, saved while ORTModule is imported."""
 
 
 def _hide_deepspeed(_addresses: Addresses) -> None:
     if PACKAGE not in sys.modules and not _hidden:
         _hidden.append(sys.modules.get("deepspeed", _ABSENT))
-        sys.modules["deepspeed"] = None  # type: ignore[assignment]  # Python's way: cannot be imported
+        sys.modules["deepspeed"] = None  # type: ignore[assignment]  # None makes its import fail
 
 
 # ---- after it is imported -----------------------------------------------------------------------
@@ -182,23 +204,20 @@ def _extensions_present(addresses: Addresses) -> None:
 
 
 def _give_torch_back(_addresses: Addresses) -> None:
-    import torch
-    import torch.utils.checkpoint
-
     for owner, name, kept_as in (
         (torch, "manual_seed", "torch_manual_seed"),
         (torch.cuda, "manual_seed", "torch_cuda_manual_seed"),
         (torch.utils.checkpoint, "checkpoint", "original_torch_checkpoint"),
     ):
         function = getattr(owner, name)
-        # More than once where the user's own import of onnxruntime.training failed half way.
+        # Wrapped more than once if the user's own import of onnxruntime.training failed halfway.
         while function.__module__ == PACKAGE:
             function = function.__globals__[kept_as]
         setattr(owner, name, function)
 
 
 def _show_deepspeed(_addresses: Addresses) -> None:
-    if _hidden:  # the first export would import it, and DeepSpeed with it
+    if _hidden:  # otherwise the first export would import it, and with it DeepSpeed
         importlib.import_module("onnxruntime.training.utils.hooks._zero_offload_subscriber")
     while _hidden:
         module = _hidden.pop()
@@ -247,7 +266,7 @@ def _allocator_fields(addresses: Addresses) -> None:
 
     def make(original: Callable[[Any], None]) -> Callable[[Any], None]:
         def _get_torch_gpu_allocator_function_addresses(self: Any) -> None:
-            # __getstate__ deletes the three by name, also where they were never set.
+            # __getstate__ deletes the three by name even if they were never set.
             self._torch_alloc = self._torch_free = self._torch_empty_cache = None
             if "torch_gpu_allocator" not in addresses:
                 self._runtime_options.use_external_gpu_allocator = False
@@ -288,7 +307,7 @@ def _quiet(_addresses: Addresses) -> None:
     for handler in root.handlers[:]:
         if handler.formatter is not None and handler.formatter._fmt == ORT_LOG_FORMAT:
             root.removeHandler(handler)
-    # What they say goes to those who ask: logging.getLogger("orttraining").addHandler(...).
+    # To receive these messages: logging.getLogger("orttraining").addHandler(...).
     for name in ("orttraining", "onnxruntime"):
         logger = logging.getLogger(name)
         logger.propagate = False
@@ -306,7 +325,7 @@ def _cap_onnx(_addresses: Addresses) -> None:
 
     def make(original: Callable[..., None]) -> Callable[..., None]:
         def init(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-            # Already a copy. What IR 11 to 14 added, no opset up to 21 can express.
+            # `model` is already a copy. No opset up to 21 uses the additions of IR 11 to 14.
             model.ir_version = min(MAX_IR, model.ir_version)
             original(self, model, *args, **kwargs)
 
@@ -364,15 +383,11 @@ def _bind_methods(_addresses: Addresses) -> None:
 def _leave_caches_out(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _io
 
-    from ortlab.engines.ortmodule.compat import outputs
-
     _replace(_io, "_extract_schema", outputs.without_caches)
 
 
 def _watch_decisions(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule import _io
-
-    from ortlab.engines.ortmodule.compat import traced_decisions
 
     _replace(_io._FlattenedModule, "forward", traced_decisions.with_decisions)
 
@@ -389,7 +404,7 @@ def _copy_outputs(_addresses: Addresses) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def configure(self: Any) -> Any:
             options, *rest = original(self)
-            # ORTModule puts an Identity before each output, which copies it unless it is removed.
+            # ORTModule adds an Identity before each output, which copies it unless it is removed.
             options.add_session_config_entry(
                 "optimization.disable_specified_optimizers", "EliminateIdentity"
             )
@@ -404,15 +419,11 @@ def _register_rules(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
     from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
 
-    from ortlab.engines.ortmodule.compat import symbolics
-
     symbolics.register(CustomOpSymbolicRegistry, CustomGradientRegistry)
 
 
 def _fit_masks(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule.graph_optimizer_registry import register_graph_optimizer
-
-    from ortlab.engines.ortmodule.compat.symbolics import builder
 
     register_graph_optimizer()(builder.ask_for_what_is_taken)
 
@@ -429,15 +440,11 @@ def _locate_failures(_addresses: Addresses) -> None:
 def _passes_of_ours(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
-    from ortlab.engines.ortmodule.compat.passes import Passes
-
     _replace(TrainingManager, "_create_autofunction_class", lambda _original: lambda it: Passes(it))
 
 
 def _keep_dropouts(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._runtime_inspector import MemoryObserver
-
-    from ortlab.engines.ortmodule.compat import recompute
 
     name = "find_memory_optimization_opportunity"
     _replace(MemoryObserver, name, recompute.without_dropout)
@@ -471,7 +478,7 @@ def _on_cpu(versions: Versions) -> bool:
 ROWS = (
     Patch(
         target="import deepspeed",
-        symptom="the import imports DeepSpeed, which takes a second and prints a warning",
+        symptom="importing ORTModule imports DeepSpeed, which takes a second and prints a warning",
         link=f"{_ORT}ortmodule/__init__.py",
         apply=_hide_deepspeed,
         probe=probes.deepspeed_was_not_asked_for,
@@ -479,7 +486,7 @@ ROWS = (
     ),
     Patch(
         target="torch.onnx._internal",
-        symptom="ImportError: the exporter's modules moved and their old names are gone",
+        symptom="ImportError: the exporter's modules moved, and their old names were removed",
         link=f"{_TORCH}/_internal/torchscript_exporter",
         apply=_restore_exporter_names,
         probe=probes.exporter_names_resolve,
@@ -496,7 +503,7 @@ ROWS = (
     ),
     Patch(
         target="is_torch_interop_default_on",
-        symptom="the import asks for the interop extension, which does not compile on this torch",
+        symptom="the import loads the interop extension, which does not compile with this torch",
         link=f"{_ORT}ortmodule/_custom_autograd_function.py",
         apply=_interop_later,
         probe=probes.interop_waits,
@@ -504,42 +511,42 @@ ROWS = (
     ),
     Patch(
         target="sys.modules['deepspeed']",
-        symptom="DeepSpeed cannot be imported after ORTModule, from which it was hidden",
+        symptom="DeepSpeed, hidden while ORTModule is imported, cannot be imported afterwards",
         link=f"{_ORT}ortmodule/__init__.py",
         apply=_show_deepspeed,
         probe=probes.deepspeed_can_be_imported,
     ),
     Patch(
         target="custom_autograd_function_enabler",
-        symptom="an autograd.Function is exported without its own backward, or not at all",
+        symptom="an autograd.Function is exported without its own backward or not at all",
         link=f"{_ORT}ortmodule/_custom_autograd_function_exporter.py",
         apply=_interop_ready,
         probe=probes.functions_train,
     ),
     Patch(
         target=f"{PACKAGE}._FALLBACK_INIT_EXCEPTION",
-        symptom="ORTModule refuses to start: no extension in its own folder",
+        symptom="ORTModule refuses to start because its own folder contains no extension",
         link=f"{_ORT}ortmodule/__init__.py",
         apply=_extensions_present,
         probe=probes.no_init_exception,
     ),
     Patch(
         target="torch.manual_seed",
-        symptom="importing ORTModule replaces torch's seeds and checkpoint for the whole process",
+        symptom="importing ORTModule replaces torch's seed and checkpoint functions process-wide",
         link=f"{_ORT}ortmodule/__init__.py",
         apply=_give_torch_back,
         probe=probes.torch_is_its_own,
     ),
     Patch(
         target=f"{PACKAGE}.ORTMODULE_FALLBACK_POLICY",
-        symptom="plain torch runs in ORT's place after one log line",
+        symptom="ORTModule falls back to plain torch after a single log line",
         link=f"{_ORT}ortmodule/_fallback.py",
         apply=_no_fallback,
         probe=probes.fallback_is_off,
     ),
     Patch(
         target="onnxruntime.training.utils.torch_profile_utils",
-        symptom="RuntimeError: NVTX functions not installed, on every forward",
+        symptom="RuntimeError: NVTX functions not installed, in every forward",
         link=f"{_ORT}utils/torch_profile_utils.py",
         apply=_no_nvtx,
         probe=probes.nvtx_is_quiet,
@@ -547,7 +554,7 @@ ROWS = (
     ),
     Patch(
         target=f"{PACKAGE}._utils.get_device_str",
-        symptom="AssertionError: Torch not compiled with CUDA enabled, for the device 'cpu'",
+        symptom="AssertionError: Torch not compiled with CUDA enabled, on the device 'cpu'",
         link=f"{_ORT}ortmodule/_utils.py",
         apply=_device_names,
         probe=probes.cpu_has_a_name,
@@ -561,49 +568,50 @@ ROWS = (
     ),
     Patch(
         target="GraphTransitionManager._reprocess_check",
-        symptom="AssertionError on the second forward of a model with a buffer, with checks on",
+        symptom="AssertionError in the second forward of a model with a buffer, with checks on",
         link=f"{_ORT}ortmodule/_graph_transition_manager.py",
         apply=_check_buffers,
         probe=probes.buffers_survive_the_checks,
     ),
     Patch(
         target="GraphTransitionManager._add_check_label_sparsity_hook",
-        symptom="a loss over padded labels calls an autograd.Function, which prints in each step",
+        symptom="a loss over padded labels calls an autograd.Function that prints in each step",
         link=f"{_ORT}ortmodule/_graph_transition_manager.py",
         apply=_no_label_hooks,
         probe=probes.padded_labels_are_plain,
     ),
     Patch(
         target="_graph_transition_manager.torch.onnx.export",
-        symptom="the dynamo exporter is the default, and takes none of ORTModule's arguments",
+        symptom="the dynamo exporter is the default and accepts none of ORTModule's arguments",
         link=f"{_ORT}ortmodule/_graph_transition_manager.py",
         apply=_route_export,
         probe=probes.export_is_routed,
     ),
     Patch(
         target="ORTModule.__init__",
-        symptom="wrapping puts a layer that was left in evaluation mode back into training mode",
+        symptom="wrapping switches a layer in evaluation mode to training mode",
         link=f"{_ORT}ortmodule/ortmodule.py",
         apply=_leave_modes,
         probe=probes.frozen_layers_stay_frozen,
     ),
     Patch(
         target="_utils.check_for_name_collisions_and_bind_methods_to_ortmodule",
-        symptom="a class method of the model gets a model for its class: save_pretrained fails",
+        symptom="a class method of the model gets the model instead of its class: save_pretrained "
+        "fails",
         link=f"{_ORT}ortmodule/_utils.py",
         apply=_bind_methods,
         probe=probes.class_methods_get_the_class,
     ),
     Patch(
         target=f"{PACKAGE}._io._extract_schema",
-        symptom="TypeError: Unsupported flatten data type: DynamicCache, which decoders give back",
+        symptom="TypeError: Unsupported flatten data type: DynamicCache, which decoders return",
         link=f"{_ORT}ortmodule/_io.py",
         apply=_leave_caches_out,
         probe=probes.caches_are_left_out,
     ),
     Patch(
         target="_FlattenedModule.forward",
-        symptom="a branch that depends on a tensor's value is baked in as it went at export",
+        symptom="a branch that depends on a tensor's value is frozen at export",
         link=f"{_ORT}ortmodule/_io.py",
         apply=_watch_decisions,
         probe=probes.decisions_are_outputs,
@@ -617,63 +625,63 @@ ROWS = (
     ),
     Patch(
         target="GraphExecutionManager._get_session_config",
-        symptom="backward overwrites the outputs that the model returned: a softmax, a view",
+        symptom="backward overwrites outputs that the model returned, such as a softmax or a view",
         link="https://github.com/microsoft/onnxruntime/blob/v1.19.2/onnxruntime/core/framework/allocation_planner.cc",
         apply=_copy_outputs,
         probe=probes.outputs_survive_backward,
     ),
     Patch(
         target=f"{PACKAGE}._custom_op_symbolic_registry",
-        symptom="operators without a rule, a kernel or a right gradient: see symbolics",
+        symptom="operators without an export rule, a kernel or a correct gradient: see symbolics",
         link=f"{_ORT}ortmodule/_custom_op_symbolic_registry.py",
         apply=_register_rules,
         probe=probes.rules_are_registered,
     ),
     Patch(
         target="GraphOptimizerRegistry",
-        symptom="'invalid index -1' in backward, of a convolution with a frozen weight or bias",
+        symptom="'invalid index -1' in the backward of a convolution with a frozen weight or bias",
         link=f"{_ORT}ortmodule/graph_optimizer_registry.py",
         apply=_fit_masks,
         probe=probes.frozen_parameters_get_nothing,
     ),
     Patch(
         target="TrainingManager._build_graph",
-        symptom="a missing kernel or gradient is reported without the line of the model",
+        symptom="a missing kernel or gradient is reported without the model's source line",
         link=f"{_ORT}ortmodule/_training_manager.py",
         apply=_locate_failures,
         probe=probes.failures_are_located,
     ),
     Patch(
         target="TrainingManager._create_autofunction_class",
-        symptom="create_graph=True: the gradient of a gradient penalty is zero, without a word",
+        symptom="create_graph=True: the gradient of a gradient penalty is silently zero",
         link=f"{_ORT}ortmodule/_training_manager.py",
         apply=_passes_of_ours,
         probe=probes.second_gradients_are_refused,
     ),
     Patch(
         target="MemoryObserver.find_memory_optimization_opportunity",
-        symptom="after a forward without a backward, a recomputed dropout draws another mask",
+        symptom="after a forward without a backward, a recomputed dropout draws a different mask",
         link=f"{_ORT}ortmodule/_runtime_inspector.py",
         apply=_keep_dropouts,
         probe=probes.recomputed_dropouts_agree,
     ),
     Patch(
         target=f"{PACKAGE}._logger._suppress_os_stream_output",
-        symptom="UnsupportedOperation: fileno, and the exporter's C++ warnings in the cell",
+        symptom="UnsupportedOperation: fileno; the exporter's C++ warnings appear in the cell",
         link=f"{_ORT}ortmodule/_logger.py",
         apply=_filter_streams,
         probe=probes.streams_need_no_descriptor,
     ),
     Patch(
         target="logging.getLogger('orttraining')",
-        symptom="a banner with colour codes on standard error, and a handler on the root logger",
+        symptom="a banner with color codes on standard error, and a handler on the root logger",
         link=f"{_ORT}ortmodule/_graph_execution_manager.py",
         apply=_quiet,
         probe=probes.is_quiet,
     ),
     Patch(
         target="onnxruntime.training.onnxblock.model_accessor",
-        symptom="the training API refuses its own artifacts: the newest onnx writes IR 14",
+        symptom="the training API cannot read its own artifacts: the newest onnx writes IR 14",
         link=f"{_ORT}onnxblock/model_accessor.py",
         apply=_cap_onnx,
         probe=probes.onnx_is_capped,
@@ -681,7 +689,7 @@ ROWS = (
     ),
     Patch(
         target="onnxruntime.tools.symbolic_shape_infer.helper",
-        symptom="AttributeError: onnx.helper has no make_sequence_value_info any more",
+        symptom="AttributeError: onnx.helper no longer has make_sequence_value_info",
         link="https://github.com/microsoft/onnxruntime/blob/v1.19.2/onnxruntime/python/tools/symbolic_shape_infer.py",
         apply=_sequence_infos,
         probe=probes.sequences_have_shapes,

@@ -1,6 +1,7 @@
-"""How each row of `patches` is proved: a probe is true once the row's symptom is gone.
+"""Probes of the rows of `patches`: each returns True if the row's symptom does not occur.
 
-Each shows the symptom with the installed versions where its row is left out, and tests do that.
+Without its row, each probe shows the symptom with the installed versions; the tests check that.
+Functions import onnxruntime themselves: it is optional, and rows must precede its import.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from ortlab.engines.ortmodule.compat.base import MAX_IR, MAX_OPSET, ORT_LOG_FORMAT
+from ortlab.engines.torchscript.failures import explain
+
 PACKAGE = "onnxruntime.training.ortmodule"
 
 
 def _ort(name: str = "") -> Any:
-    """A module of ORT's, which has no types."""
+    """Return ORTModule's package, or a module in it; it has no type annotations."""
     return importlib.import_module(f"{PACKAGE}.{name}" if name else PACKAGE)
 
 
@@ -32,6 +36,7 @@ def _wrapped(model: nn.Module) -> Any:
 
 
 def exporter_names_resolve() -> bool:
+    """Return True if the exporter's modules can be imported by their old names."""
     try:
         importlib.import_module("torch.onnx._globals")
         importlib.import_module("torch.onnx._internal.jit_utils")
@@ -41,37 +46,45 @@ def exporter_names_resolve() -> bool:
 
 
 def extensions_found() -> bool:
+    """Return True if ORT's extensions can be found."""
     return f"{PACKAGE}.torch_cpp_extensions.aten_op_executor" in sys.modules
 
 
 def deepspeed_was_not_asked_for() -> bool:
+    """Return True if importing ORTModule did not import DeepSpeed."""
     return not hasattr(_ort(), "original_deepspeed_checkpoint")
 
 
 def deepspeed_can_be_imported() -> bool:
+    """Return True if DeepSpeed is no longer hidden from imports."""
     return sys.modules.get("deepspeed", sys) is not None
 
 
 def interop_waits() -> bool:
+    """Return True if ORT does not load its interop extension at import."""
     from onnxruntime.capi import _pybind_state
 
     return not _pybind_state.is_torch_interop_default_on()
 
 
 def no_init_exception() -> bool:
+    """Return True if ORTModule recorded no failure at import."""
     return _ort()._FALLBACK_INIT_EXCEPTION is None
 
 
 def torch_is_its_own() -> bool:
+    """Return True if torch's seed and checkpoint functions are torch's own."""
     functions = (torch.manual_seed, torch.cuda.manual_seed, torch.utils.checkpoint.checkpoint)
     return all(not function.__module__.startswith("onnxruntime") for function in functions)
 
 
 def fallback_is_off() -> bool:
+    """Return True if ORTModule never falls back to plain torch."""
     return bool(_ort().ORTMODULE_FALLBACK_POLICY.is_disabled())
 
 
 def nvtx_is_quiet() -> bool:
+    """Return True if ORT's profiling ranges do not raise without NVTX."""
     from onnxruntime.training.utils import torch_profile_utils
 
     try:
@@ -83,6 +96,7 @@ def nvtx_is_quiet() -> bool:
 
 
 def cpu_has_a_name() -> bool:
+    """Return True if ORT can name the device 'cpu'."""
     name = _ort("_utils").get_device_str
     try:
         return {name("cpu"), name(torch.device("cpu"))} == {"cpu:0"}
@@ -91,6 +105,7 @@ def cpu_has_a_name() -> bool:
 
 
 def copies_and_pickles() -> bool:
+    """Return True if a wrapped model can be copied and pickled."""
     module = _wrapped(nn.Linear(2, 2))
     try:
         twins = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
@@ -101,6 +116,7 @@ def copies_and_pickles() -> bool:
 
 
 def buffers_survive_the_checks() -> bool:
+    """Return True if a model with a buffer passes ORT's checks in its second forward."""
     module = _wrapped(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     options = module._torch_module._execution_manager(True)._runtime_options
     options.skip_check = _ort("options")._SkipCheck.SKIP_CHECK_DISABLED
@@ -113,6 +129,7 @@ def buffers_survive_the_checks() -> bool:
 
 
 def second_gradients_are_refused() -> bool:
+    """Return True if ``create_graph=True`` raises."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     loss = _wrapped(model)(torch.ones(1, 2)).sum()
     try:
@@ -124,15 +141,16 @@ def second_gradients_are_refused() -> bool:
 
 class _Caches(nn.Linear):
     def forward(self, x: Tensor) -> Any:
-        from transformers import DynamicCache
+        from transformers import DynamicCache  # optional: transformers
 
         return {"y": super().forward(x), "cache": DynamicCache()}
 
 
 def caches_are_left_out() -> bool:
+    """Return True if a DynamicCache in the outputs becomes None."""
     try:
         return _wrapped(_Caches(2, 2))(torch.ones(1, 2))["cache"] is None
-    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+    except Exception:  # noqa: BLE001 - any failure is the symptom
         return False
 
 
@@ -143,6 +161,7 @@ class _Named(nn.Linear):
 
 
 def class_methods_get_the_class() -> bool:
+    """Return True if a class method of a wrapped model receives its class."""
     return _wrapped(_Named(2, 2)).own() is _Named
 
 
@@ -157,6 +176,7 @@ class _Branch(nn.Module):
 
 
 def decisions_are_outputs() -> bool:
+    """Return True if a branch on a tensor's value adds an output to the graph."""
     module = _wrapped(_Branch())
     module(torch.ones(1, 2))
     transitions = module._torch_module._execution_manager(True)._graph_transition_manager
@@ -174,17 +194,18 @@ class _Loss(nn.Module):
 
 
 def padded_labels_are_plain() -> bool:
+    """Return True if a loss over padded labels adds no PythonOp."""
     module = _wrapped(_Loss())
     try:
         module(torch.ones(2, 2), torch.tensor([0, -100])).backward()
-    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+    except Exception:  # noqa: BLE001 - any failure is the symptom
         return False
     graph = module._torch_module._execution_manager(True)._onnx_models.optimized_model.graph
     return all(node.op_type != "PythonOp" for node in graph.node)
 
 
 class _Twice(torch.autograd.Function):
-    """With a backward that is not that of its forward."""
+    """Function whose backward is not the derivative of its forward."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
@@ -202,23 +223,26 @@ class _Custom(nn.Linear):
 
 
 def export_is_routed() -> bool:
+    """Return True if ORTModule exports with the TorchScript exporter."""
     try:
         _wrapped(nn.Linear(2, 2))(torch.ones(1, 2))
-    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+    except Exception:  # noqa: BLE001 - any failure is the symptom
         return False
     return True
 
 
 def functions_train() -> bool:
+    """Return True if an autograd.Function is trained with its own backward."""
     model = _Custom(2, 2)
     try:
         _wrapped(model)(torch.ones(1, 2)).sum().backward()
-    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+    except Exception:  # noqa: BLE001 - any failure is the symptom
         return False
     return torch.equal(model.weight.grad, torch.full((2, 2), 3.0))  # type: ignore[arg-type]
 
 
 def frozen_layers_stay_frozen() -> bool:
+    """Return True if a layer in evaluation mode stays in it when its model is wrapped."""
     frozen = nn.Dropout().eval()
     model = nn.Sequential(nn.Linear(2, 2), frozen)
     x = torch.ones(8, 2)
@@ -233,12 +257,13 @@ class _Stateful(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
-        if x.shape[0] > 2:  # the tracer warns of it
+        if x.shape[0] > 2:  # the tracer warns about it
             x = x * 2
         return super().forward(x) + self.calls
 
 
 def export_changes_nothing() -> bool:
+    """Return True if an export changes no buffer or random state and warns of nothing."""
     model = _Stateful()
     state = torch.get_rng_state()
     with warnings.catch_warnings(record=True) as heard:
@@ -259,6 +284,7 @@ class _Softmax(nn.Module):
 
 
 def outputs_survive_backward() -> bool:
+    """Return True if backward does not overwrite an output."""
     loss, y = _wrapped(_Softmax())(torch.ones(16, 32))
     before = y.detach().clone()
     loss.backward()
@@ -274,22 +300,24 @@ class _Grouped(nn.Conv1d):
 
 
 def rules_are_registered() -> bool:
+    """Return True if the export rules of `symbolics` are used."""
     try:
         module = _wrapped(_Grouped())
         module(torch.ones(1, 4, 3)).sum().backward()
-    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+    except Exception:  # noqa: BLE001 - any failure is the symptom
         return False
     graph = module._torch_module._execution_manager(True)._onnx_models.optimized_model.graph
     return all(node.op_type != "ConvGrad" for node in graph.node)
 
 
 def frozen_parameters_get_nothing() -> bool:
+    """Return True if exactly the frozen parameters get no gradient."""
     try:
         module = _Grouped()
         for parameter in list(module.parameters())[1:]:
             parameter.requires_grad = False
         _wrapped(module)(torch.ones(1, 4, 3)).sum().backward()
-    except Exception:  # noqa: BLE001 - any way to fail is the symptom
+    except Exception:  # noqa: BLE001 - any failure is the symptom
         return False
     return [p.grad is None for p in module.parameters()] == [
         not p.requires_grad for p in module.parameters()
@@ -303,18 +331,17 @@ class _Determinant(nn.Linear):
 
 
 def failures_are_located() -> bool:
-    from ortlab.engines.torchscript.failures import explain
-
+    """Return True if a missing gradient is reported with the user's line."""
     try:
         _wrapped(_Determinant(2, 2))(torch.ones(2, 2))
-    except Exception as error:  # noqa: BLE001 - what it says is what this looks at
+    except Exception as error:  # noqa: BLE001 - its explanation is checked
         failure = explain(error)
         return failure.operator == "Det" and "linalg.det" in (failure.source or "")
     return False
 
 
 class _Dropped(nn.Module):
-    """Linear in `last`, so that its outputs' sum is the product of `last` and its gradient."""
+    """Model linear in `last`: the sum of its outputs is the product of `last` and its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,6 +353,7 @@ class _Dropped(nn.Module):
 
 
 def recomputed_dropouts_agree() -> bool:
+    """Return True if a dropout has the same mask in forward and backward."""
     model = _Dropped()
     module = _wrapped(model)
     options = module._torch_module._execution_manager(True)._runtime_options
@@ -338,6 +366,7 @@ def recomputed_dropouts_agree() -> bool:
 
 
 def streams_need_no_descriptor() -> bool:
+    """Return True if ORT's stream filter works with a `sys.stdout` without descriptor."""
     stdout, sys.stdout = sys.stdout, io.StringIO()
     try:
         with _ort("_logger")._suppress_os_stream_output():
@@ -350,8 +379,7 @@ def streams_need_no_descriptor() -> bool:
 
 
 def is_quiet() -> bool:
-    from ortlab.engines.ortmodule.compat.base import ORT_LOG_FORMAT
-
+    """Return True if ORT's log messages do not reach the root logger."""
     root, heard = logging.getLogger(), io.StringIO()
     formats = [handler.formatter and handler.formatter._fmt for handler in root.handlers]
     handler = logging.StreamHandler(heard)
@@ -365,9 +393,8 @@ def is_quiet() -> bool:
 
 
 def onnx_is_capped() -> bool:
+    """Return True if ORT's training API writes a version of ONNX that it can read."""
     from onnxruntime.training import onnxblock
-
-    from ortlab.engines.ortmodule.compat.base import MAX_IR, MAX_OPSET
 
     with onnxblock.empty_base() as base:
         model = base.model
@@ -376,6 +403,7 @@ def onnx_is_capped() -> bool:
 
 
 def sequences_have_shapes() -> bool:
+    """Return True if shape inference finds `make_sequence_value_info`."""
     from onnxruntime.tools import symbolic_shape_infer
 
     return hasattr(symbolic_shape_infer.helper, "make_sequence_value_info")

@@ -1,8 +1,8 @@
-"""ORT's own profile of a session, read: which nodes each run computed, and what they took.
+"""Reader of ORT's session profiles: the nodes that each run computed and their times.
 
-Also what the runs of a session take as Python sees them, without a profile.
+Also measures the times of a session's runs in Python, without a profile.
 
-The profile's file is a list of events in the form of Chrome's traces
+A profile is a list of events in Chrome's trace format
 (https://onnxruntime.ai/docs/performance/tune-performance/profiling-tools.html).
 """
 
@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 MOST_EVENTS = 1_000_000
-"""What ORT's profiler keeps, and drops the rest of (onnxruntime/core/common/profiler.h)."""
+"""Number of events that ORT's profiler records before it drops further ones
+(onnxruntime/core/common/profiler.h)."""
 _RUN, _KERNEL = "SequentialExecutor::Execute", "_kernel_time"
 _EVENTS_OF_A_NODE, _EVENTS_OF_A_RUN, _EVENTS_BEFORE = 3, 2, 2
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One node in one run: microseconds of its kernel, which ORT gives in whole ones."""
+    """One node in one run; `us` is its kernel time in microseconds, an integer in ORT's profile."""
 
     node: str
     op: str
@@ -33,30 +34,43 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Ran:
-    """One run of a session, microseconds from its begin to its end, and the nodes in its order."""
+    """One run of a session; `us` is its duration in microseconds, `kernels` are in run order."""
 
     us: float
     kernels: tuple[Kernel, ...]
 
 
 def most_runs(nodes: int) -> int:
-    """How many times all `nodes` of a graph may run before the profile is full."""
+    """Return how many runs of a graph fit into a profile.
+
+    Args:
+        nodes: Number of nodes of the graph.
+    """
     return (MOST_EVENTS - _EVENTS_BEFORE) // (_EVENTS_OF_A_NODE * nodes + _EVENTS_OF_A_RUN)
 
 
 def record(folder: Path, options: Any) -> None:
-    """Has the session that is made with `options` keep a profile, for a file in `folder`."""
+    """Enable profiling for the session that is created with `options`.
+
+    Args:
+        folder: Folder of the profile's file.
+        options: ORT's session options.
+    """
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
 
 
 def finish(manager: Any) -> list[Ran]:
-    """Ends the profile of the session of `manager`, which runs on without, and reads it."""
+    """End the profile of a session, which keeps running without it, and return its runs.
+
+    Args:
+        manager: ORT's execution manager whose session is profiled.
+    """
     return read(Path(manager._execution_agent._inference_session.end_profiling()))
 
 
 class SessionClock:
-    """How many runs of a session there were, and their seconds, of forward and of backward."""
+    """Number of a session's forward and backward runs, and their total times in seconds."""
 
     def __init__(self) -> None:
         self.forwards = self.backwards = 0
@@ -64,7 +78,7 @@ class SessionClock:
 
 
 class _Timed:
-    """An execution agent whose runs `clock` adds up; all else of it is `agent`'s."""
+    """Execution agent whose run times are added to `clock`; otherwise the same as `agent`."""
 
     def __init__(self, agent: Any, clock: SessionClock) -> None:
         self._agent = agent
@@ -74,6 +88,7 @@ class _Timed:
         return getattr(self._agent, name)
 
     def run_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and add its time to the clock."""
         started = time.perf_counter()
         found = self._agent.run_forward(*args, **kwargs)
         self._clock.forward_s += time.perf_counter() - started
@@ -81,6 +96,7 @@ class _Timed:
         return found
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run backward and add its time to the clock."""
         started = time.perf_counter()
         found = self._agent.run_backward(*args, **kwargs)
         self._clock.backward_s += time.perf_counter() - started
@@ -90,9 +106,15 @@ class _Timed:
 
 @contextlib.contextmanager
 def timed(manager: Any, *, session_of: Any = None) -> Iterator[SessionClock]:
-    """Adds up what the runs of the session of `manager` take meanwhile.
+    """Measure the times of a session's runs.
 
-    With `session_of`, a manager of the same graph, the session of that one runs in its place.
+    Args:
+        manager: ORT's execution manager whose runs are measured.
+        session_of: Another manager of the same graph, whose session is run instead; None for the
+            manager's own.
+
+    Yields:
+        The clock, updated with each run.
     """
     own = manager._execution_agent
     clock = SessionClock()
@@ -104,9 +126,12 @@ def timed(manager: Any, *, session_of: Any = None) -> Iterator[SessionClock]:
 
 
 def read(path: Path) -> list[Ran]:
-    """The runs in the profile at `path`.
+    """Read the runs from a profile.
 
-    A node with a branch or a loop in it takes the time of the nodes in there, which are left out.
+    The time of a node with a branch or loop includes the nodes inside it, which are omitted.
+
+    Args:
+        path: The profile's file.
     """
     found: list[tuple[float, list[Kernel]]] = []
     run_ends = kernel_ends = 0
@@ -123,7 +148,7 @@ def read(path: Path) -> list[Ran]:
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """Runs and kernels: a line of the file each, of which it may have a million."""
+    """Yield the events of runs and kernels; the file has one event per line, up to a million."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             if _RUN in line or _KERNEL in line:

@@ -1,10 +1,11 @@
-"""ORT's recomputation in the place of torch's gradient checkpointing.
+"""ORT's recomputation as a replacement for torch's gradient checkpointing.
 
-A graph has no calls of torch.utils.checkpoint: they are traced through. But ORT can drop
-activations itself and compute them again in the backward pass, by plans: kinds of subgraphs, each
-named by its operators. Chosen here are all that ORT finds but those that compute the residual
-stream: what stays of that is what every other part starts from again. With it as well, as in ORT's
-own memory level 1, a BERT is computed again from its first layer, at once, and saves nothing.
+A graph contains no calls of torch.utils.checkpoint: the tracer records their contents. But ORT can
+itself drop activations and recompute them in the backward pass according to plans: kinds of
+subgraphs, each named by its operators. This module chooses all plans that ORT finds except those
+that recompute the residual stream, because every other subgraph is recomputed from the kept
+residual stream. If it is recomputed as well, as at ORT's own memory level 1, a BERT is recomputed
+from its first layer all at once, which saves nothing.
 
 Measured on CPU without ORT's memory arena, 16 x 256 tokens, 6 layers of width 256: the peak of a
 step above the idle model falls from 517 to 164 MB for BERT (eager torch: from 406 to 105), from 551
@@ -20,31 +21,45 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _ASKED = "ortlab_checkpoints"
-"""The property of an exported model that says how often checkpointing was asked for."""
+"""Metadata property of an exported model: how many times it called checkpointing."""
 _MIB = 2**20
-CHOSEN = "gradient checkpointing: the recompute plans that were chosen take its place"
-LAYERS = "gradient checkpointing: each layer of a list is computed again in its place"
+CHOSEN = "gradient checkpointing: replaced by the selected recompute plans"
+LAYERS = "gradient checkpointing: replaced by recomputing each layer of a list"
 NOTHING = "gradient checkpointing saves no memory in ORT, which finds nothing to recompute"
 
 
 def mark(model: Any, checkpoints: int) -> None:
-    """Writes into an exported ONNX model how often it asked for checkpointing."""
+    """Record in an exported ONNX model how many times it called checkpointing.
+
+    Args:
+        model: Exported ONNX model.
+        checkpoints: Number of calls.
+    """
     if checkpoints:
         entry = model.metadata_props.add()
         entry.key, entry.value = _ASKED, str(checkpoints)
 
 
 def asks_for_checkpointing(manager: Any) -> bool:
-    """Whether the model that `manager`, ORT's execution manager, has exported asked for it."""
+    """Return True if the exported model called checkpointing.
+
+    Args:
+        manager: ORT's execution manager, after its export.
+    """
     exported = manager._graph_transition_manager._exported_model_info.exported_model
     return any(entry.key == _ASKED for entry in exported.metadata_props)
 
 
 def replace_checkpointing(manager: Any) -> str:
-    """Chooses recompute plans for a graph whose model asks for checkpointing; says what it did.
+    """Choose recompute plans for a graph whose model calls checkpointing.
 
-    `manager` is ORT's execution manager of a graph with a gradient, before its session is made.
-    Plans that were chosen before stay.
+    Plans that were selected before are kept.
+
+    Args:
+        manager: ORT's execution manager of a graph with a gradient, before its session is created.
+
+    Returns:
+        A remark for the user about the outcome.
     """
     options = manager._runtime_options
     if options.memory_optimizer_is_enabled():
@@ -54,21 +69,25 @@ def replace_checkpointing(manager: Any) -> str:
     if not plans:
         return NOTHING
     memory = manager._runtime_inspector.memory_ob
-    # Where ORT keeps the file of its own plans, which a session reads when it is made.
-    file = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - it lives as long as the graph
+    # ORT's own attribute for its plan file, which a session reads when it is created.
+    file = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - needed as long as the graph
     memory._json_file_for_layerwise_recompute = file
     json.dump(plans, file)
     file.flush()
     options.memory_optimizer_config_file_path = file.name
     saved = [found[name].evaluated_saving for name in plans]
-    told = "gradient checkpointing: ORT recomputes activations in its place"
+    told = "gradient checkpointing: replaced by ORT's recomputation"
     if all(isinstance(each, float) for each in saved):
-        told += f"; it estimates to save {sum(saved) / _MIB:.3g} MiB of a batch like the first"
+        told += f"; estimated saving {sum(saved) / _MIB:.3g} MiB for a batch like the first"
     return told
 
 
 def withdraw(manager: Any) -> None:
-    """Takes back what `replace_checkpointing` chose: plans of modules take its place."""
+    """Undo `replace_checkpointing`, because plans for modules replace its choice.
+
+    Args:
+        manager: ORT's execution manager that was passed to `replace_checkpointing`.
+    """
     options = manager._runtime_options
     file = manager._runtime_inspector.memory_ob._json_file_for_layerwise_recompute
     if file is not None and options.memory_optimizer_config_file_path == file.name:
@@ -76,9 +95,9 @@ def withdraw(manager: Any) -> None:
 
 
 def _opportunities(manager: Any) -> dict[str, Any]:
-    """The plans that ORT finds for the graph, "BiasGelu+:1:-1", with their savings."""
+    """Return the plans that ORT finds for the graph ("BiasGelu+:1:-1") and their savings."""
     memory = manager._runtime_inspector.memory_ob
-    memory._is_enabled = False  # else it makes a second session for the same
+    memory._is_enabled = False  # otherwise ORT creates a second session for the same purpose
     manager._create_execution_agent()
     memory.find_memory_optimization_opportunity(manager._execution_agent, manager._runtime_options)
     found: dict[str, Any] = memory.cluster_id_combination_to_saving_symbolics_map
@@ -86,10 +105,16 @@ def _opportunities(manager: Any) -> dict[str, Any]:
 
 
 def without_dropout(find: Callable[..., None]) -> Callable[..., None]:
-    """MemoryObserver.find_memory_optimization_opportunity, for plans that recompute no dropout.
+    """Wrap MemoryObserver.find_memory_optimization_opportunity to find no plans with a dropout.
 
-    ORT gives a dropout and its twin in the backward pass the same seed, and each counts its own
+    ORT gives a dropout and its copy in the backward pass the same seed, but each counts its own
     runs: after a forward pass without a backward pass they draw different masks.
+
+    Args:
+        find: Method to wrap.
+
+    Returns:
+        The wrapped method.
     """
 
     @functools.wraps(find)
@@ -100,20 +125,21 @@ def without_dropout(find: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Deterministic:
-    """A TrainingAgent that tells of no plan with a dropout."""
+    """TrainingAgent that reports no plan with a dropout."""
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
 
     def get_serialized_ortmodule_memory_stat(self, *how: Any) -> tuple[str, Mapping[str, Any]]:
+        """Return ORT's text and its plans without those that recompute a dropout."""
         text, plans = self._agent.get_serialized_ortmodule_memory_stat(*how)
         return text, {name: value for name, value in plans.items() if "Dropout" not in name}
 
 
 def _leaves_residuals(plan: str) -> bool:
-    """Whether a plan recomputes neither sums that end a sublayer nor what is normalized of them.
+    """Return True if a plan recomputes neither a sublayer's final sum nor its normalization.
 
-    Type 1 recomputes everything that a plan names; combinations name plans that are there alone.
+    Type 1 recomputes all operators that a plan names; combinations only join single plans.
     """
     operators, kind = plan.split(":")[:2]
     return (

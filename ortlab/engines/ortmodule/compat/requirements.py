@@ -1,7 +1,7 @@
-"""What ORTModule needs and what this machine has of it: checks that become findings.
+"""Checks of ORTModule's requirements on this machine, reported as findings.
 
-Every check runs on every platform and Python, with or without torch and ORT. Those that decide
-whether ORTModule can run import nothing but the standard library.
+Every check runs on every platform and Python version, with or without torch and ORT. The checks
+that determine whether ORTModule can run import only the standard library.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ OTHER_ENGINES = "engine='eager' and engine='compile' run here"
 
 
 def obstacle() -> Finding | None:
-    """The first finding that keeps ORTModule from running; None when it can run. Cheap."""
+    """Return the first finding that prevents ORTModule from running; None if it can run. Cheap."""
     return next((f for f in (check() for check in ESSENTIALS) if f.ok is False), None)
 
 
-# ---- what ORTModule needs: cheap -----------------------------------------------------------------
+# ---- requirements of ORTModule: cheap ------------------------------------------------------------
 
 
 def _python() -> Finding:
@@ -35,8 +35,8 @@ def _python() -> Finding:
     return Finding(
         "Python",
         False,
-        f"Python {version}, and onnxruntime-training {ORT_VERSION} has wheels up to Python 3.11",
-        f"For engine='ort' make an environment with Python 3.11; {OTHER_ENGINES}",
+        f"Python {version}, but onnxruntime-training {ORT_VERSION} has wheels up to Python 3.11",
+        f"For engine='ort' create an environment with Python 3.11; {OTHER_ENGINES}",
         required=True,
     )
 
@@ -48,8 +48,8 @@ def _platform() -> Finding:
     return Finding(
         "platform",
         False,
-        f"{found}, and onnxruntime-training {ORT_VERSION} has wheels for Linux x86-64 only",
-        f"For engine='ort' use Linux x86-64 (WSL or a container will do); {OTHER_ENGINES}",
+        f"{found}, but onnxruntime-training {ORT_VERSION} has wheels for Linux x86-64 only",
+        f"For engine='ort' use Linux x86-64 (WSL or a container works); {OTHER_ENGINES}",
         required=True,
     )
 
@@ -63,7 +63,7 @@ def _torch() -> Finding:
         return Finding("torch", False, "torch is not installed", fix, required=True)
     if TORCH_RANGE[0] <= version_numbers(version) <= TORCH_RANGE[1]:
         return Finding("torch", True, version, required=True)
-    found = f"torch {version} is outside of {low} to {high}, which carry the exporter it needs"
+    found = f"torch {version} is not in {low} to {high}, the versions with the required exporter"
     return Finding("torch", False, found, fix, required=True)
 
 
@@ -71,15 +71,15 @@ def _rocm() -> Finding:
     name = "torch's build"
     try:
         rocm = extensions.rocm_version()
-    except OrtUnavailable:  # torch is missing, which another check says
+    except OrtUnavailable:  # torch is missing, which another check reports
         return Finding(name, None, "needs torch", required=True)
     if not rocm:
         return Finding(name, True, "not for ROCm", required=True)
     return Finding(
         name,
         False,
-        f"torch is built for ROCm {rocm}, and PyPI has no wheel of onnxruntime-training for ROCm",
-        f"{OTHER_ENGINES}, on its GPU too; for engine='ort' install torch for the CPU or for CUDA",
+        f"torch is built for ROCm {rocm}, but PyPI has no wheel of onnxruntime-training for ROCm",
+        f"{OTHER_ENGINES}, also on its GPU; for engine='ort' install torch for the CPU or for CUDA",
         required=True,
     )
 
@@ -89,12 +89,12 @@ def _ort() -> Finding:
     if version is not None and version.split("+")[0] == ORT_VERSION:
         return Finding("onnxruntime-training", True, version, required=True)
     if version is None and not (_python().ok and _platform().ok):
-        # Installing it would fail; what to do is said there.
+        # Installing it would fail; those findings say what to do.
         return Finding("onnxruntime-training", None, "has no wheel for this Python and platform")
     found = (
         "onnxruntime-training is not installed"
         if version is None
-        else f"onnxruntime-training {version}, and ortlab's patches are for {ORT_VERSION}"
+        else f"onnxruntime-training {version}, but ortlab's patches are for {ORT_VERSION}"
     )
     fix = f"pip install onnxruntime-training=={ORT_VERSION}"
     return Finding("onnxruntime-training", False, found, fix, required=True)
@@ -129,19 +129,19 @@ def _extension() -> Finding:
     name = "torch extension"
     try:
         built = extensions.built()
-    except OrtUnavailable:  # torch or ORT is missing, which another check says
+    except OrtUnavailable:  # torch or ORT is missing, which another check reports
         return Finding(name, None, "needs torch and onnxruntime-training", required=True)
     if built:
         return Finding(name, True, f"built: {extensions.ATEN.path()}", required=True)
     found = f"not built yet for torch {extensions.torch_version()}"
     if extensions.compiler() is None:
-        missing = f"{found}, and there is no C++ compiler"
+        missing = f"{found}, and no C++ compiler was found"
         return Finding(name, False, missing, extensions.COMPILER_FIX, required=True)
-    fix = "Built at first use, in about 10 s; or now: ortlab doctor --build"
+    fix = "Built at first use in about 10 s; to build it now: ortlab doctor --build"
     return Finding(name, None, found, fix, required=True)
 
 
-# ---- the rest ------------------------------------------------------------------------------------
+# ---- further checks ------------------------------------------------------------------------------
 
 
 def _extension_loads() -> Finding:
@@ -169,24 +169,24 @@ def _python_headers() -> Finding:
     return Finding(
         "Python headers",
         False,
-        f"{header} is missing: engine='compile' and, for torch.autograd.Functions, 'ort' need it",
+        f"{header} is missing: engine='compile' needs it, and 'ort' for torch.autograd.Functions",
         extensions.HEADERS_FIX,
     )
 
 
 def cuda_provider() -> Finding:
-    """Whether the CUDA libraries that ORT needs are here; they are loaded."""
+    """Check for the CUDA libraries that ORT needs, and load them."""
     name, torch = "ORT's CUDA provider", import_or_none("torch")
     if torch is None or not torch.cuda.is_available() or torch.version.hip:
         return Finding(name, None, "not needed: training runs on the CPU")
     missing = extensions.preload_cuda()
     if not missing:
-        return Finding(name, True, "all its libraries are here")
+        return Finding(name, True, "all its libraries are installed")
     named = (f"{library} ({extensions.CUDA_LIBRARIES[library]})" for library in missing)
     return Finding(
         name,
         False,
-        f"it lacks {', '.join(named)}: models on the GPU cannot run in ORT",
+        f"missing {', '.join(named)}: models on the GPU cannot run in ORT",
         'pip install "ortlab[cuda]", about 1.3 GB',
     )
 
@@ -198,7 +198,7 @@ def _onnx_ir() -> Finding:
     written = int(onnx.IR_VERSION)
     if written <= MAX_IR:
         return Finding(name, True, str(written))
-    capped = f"{written}, capped at {MAX_IR} in models for ORT, and their opset at {MAX_OPSET}"
+    capped = f"{written}; models for ORT are limited to IR {MAX_IR} and opset {MAX_OPSET}"
     return Finding(name, True, capped)
 
 

@@ -1,9 +1,9 @@
-"""An export of ORTModule's taken apart into plain data, and put together again without exporting.
+"""Conversion of an ORTModule export to plain data, and its restoration without exporting again.
 
-ORTModule goes from export through shape inference and graph builder to a session, which optimizes
-the graph once more. Here each step is replaced by the graph that it gave, as ONNX without weights:
-what was exported, with shapes; what was built of it, forward and backward or forward alone; and
-what the session made of that.
+ORTModule exports a graph, infers shapes, runs the graph builder and creates a session, which
+optimizes the graph again. To restore an export, each of these steps is replaced by its resulting
+graph, stored as ONNX without weights: the exported graph with shapes; the graph built from it,
+forward and backward or forward alone; and the graph that the session optimized.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from ortlab.engines.ortmodule.compat import extensions
 from ortlab.engines.torch.autograd import read_by
 
 EXPORTED, BUILT, OPTIMIZED = "exported.onnx", "built.onnx", "optimized.onnx"
 _CODE = {"PythonOp", "PythonOpGrad", "TritonOp"}
-"""Operators that name objects of the process that exported them."""
+"""Operators that refer to Python objects of the exporting process."""
 _MOST_FRACTIONS = 64
 _T = TypeVar("_T")
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """What makes a graph besides the model: libraries, processor, ORT's extension, our rules."""
-    import onnx
-    import onnxruntime
-    import torch
+    """Return all that determines a graph besides the model.
 
-    from ortlab.engines.ortmodule.compat import extensions
+    These are the versions of the libraries, the processor, the extensions, and a hash of ortlab's
+    own export rules.
+    """
+    import onnx  # heavy: onnx
+    import onnxruntime  # optional: onnxruntime-training
+    import torch  # heavy: torch
 
     rules = hashlib.sha256()
     ours = Path(__file__).parents[1]
@@ -61,20 +64,27 @@ def versions() -> dict[str, str]:
 
 
 class NotPlain(Exception):
-    """An export that is more than plain data; the message says what."""
+    """Raised when an export cannot be converted to plain data; the message names the reason."""
 
 
 def take_apart(manager: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The first two graphs of a graph execution manager, by name, and facts of JSON's types.
+    """Convert the export of an execution manager to plain data.
 
-    NotPlain where they would not do: Python code in the graph, outputs of classes that cannot be
-    found again by name, or constants that may have been computed from weights.
+    Args:
+        manager: ORT's execution manager, with an exported and built graph.
+
+    Returns:
+        The exported and the built graph by file name, and further data of JSON types.
+
+    Raises:
+        NotPlain: If the graph runs Python code, its outputs have classes that cannot be found by
+            name, or it has constants that may have been computed from weights.
     """
     transitions = manager._graph_transition_manager
     processed = transitions._post_export_processed_model_info
     exported = processed._post_export_processed_model
     if processed.is_mem_efficient_grad_management_enabled:
-        raise NotPlain("parameters are fetched by the graph itself")
+        raise NotPlain("it fetches parameters itself")
     _refuse_code(exported.graph)
     _refuse_weights(exported.graph)
     info = manager._graph_info
@@ -98,12 +108,24 @@ def put_together(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Gives `manager` what `take_apart` took of another. ValueError where it does not fit.
+    """Restore an export from the data that `take_apart` returned. The session is not yet created.
 
-    `args` and `kwargs` are the call that it is for. The session is still to be made.
+    Args:
+        manager: ORT's execution manager to restore into.
+        graphs: The graphs by file name.
+        facts: Further data from `take_apart`.
+        args: Positional arguments of the call that the graph is for.
+        kwargs: Keyword arguments of that call.
+
+    Raises:
+        ValueError: If the data does not match the manager's model or the call.
     """
-    import onnx
-    from onnxruntime.training.ortmodule import _graph_transition_manager, _io, _utils
+    import onnx  # heavy: onnx
+    from onnxruntime.training.ortmodule import (  # optional: onnxruntime-training
+        _graph_transition_manager,
+        _io,
+        _utils,
+    )
 
     transitions = manager._graph_transition_manager
     if transitions._device is None:
@@ -126,7 +148,7 @@ def put_together(
     buffers = {name for name, _ in manager._flattened_module.named_buffers()}
     unknown = set(names) - parameters - buffers - set(call.onnx_graph_input_names)
     if unknown:
-        raise ValueError(f"the graph asks for {', '.join(sorted(unknown))}")
+        raise ValueError(f"the graph has unknown inputs: {', '.join(sorted(unknown))}")
     trained = {n for n, p in manager._flattened_module.named_parameters() if p.requires_grad}
     differentiated = _within(names, {*trained, *call.onnx_graph_input_names_require_grad})
     transitions._model_info_for_export = call
@@ -142,7 +164,7 @@ def put_together(
         exported_model=exported,
         module_forward_output_schema=_schema_from_plain(facts["outputs"]),
     )
-    # Shapes were inferred before the graph was kept; no other processing is switched on.
+    # Shapes were inferred before the graph was stored; no other processing is enabled.
     manager_class = _graph_transition_manager.GraphTransitionManager
     transitions._post_export_processed_model_info = manager_class._post_export_process(
         flatten_module=manager._flattened_module,
@@ -158,7 +180,7 @@ def put_together(
     )
     manager._graph_info = SimpleNamespace(**facts["graph"])
     manager._onnx_models.optimized_model = onnx.load_model_from_string(graphs[BUILT])
-    # As TrainingManager._build_graph numbers the gradients.
+    # The same numbering of the gradients as in TrainingManager._build_graph.
     places = iter(range(len(differentiated)))
     manager._gradient_map = [next(places) if name in differentiated else -1 for name in names]
     manager._detect_from_inputs(args, kwargs)
@@ -171,16 +193,23 @@ def open_session(
     configure: Callable[[Any], None] | None = None,
     in_file_order: bool = False,
 ) -> bytes | None:
-    """Makes the session of `manager`; returns the graph that it runs, or None where that is unsaid.
+    """Create the session of an execution manager.
 
-    With `optimized`, which an earlier session gave, that is run as it is: optimizing it takes most
-    of a session's time; not with recompute plans, which the session applies. The graph is told on
-    a CPU alone. `configure` is given ORT's session options, to change them. With `in_file_order`
-    the nodes of `optimized` run in their order there, where those of backward are marked.
+    Args:
+        manager: ORT's execution manager with a built graph.
+        optimized: Graph that an earlier session returned, to run without optimizing it again, which
+            takes most of a session's creation time. Not for recompute plans, which the session
+            applies.
+        configure: Called with ORT's session options, to change them.
+        in_file_order: Run the nodes of `optimized`, in which those of backward are marked, in the
+            order of the file.
+
+    Returns:
+        The graph that the session runs; None if it is not available. It is available only on a CPU.
     """
     runtime = manager._runtime_options
     planned = runtime.memory_optimizer_is_enabled()
-    # ORT makes a session more, only to see what could be recomputed.
+    # Otherwise ORT creates another session just to find what could be recomputed.
     manager._runtime_inspector.memory_ob._is_enabled = planned
     changes = _as_wished(runtime)
     changes += [] if configure is None else [configure]
@@ -199,8 +228,17 @@ def open_session(
 
 
 def plain_session(manager: Any, graph: bytes, *, in_file_order: bool) -> Any:
-    """An onnxruntime.InferenceSession of `graph` as it is, with the options of `manager`'s own."""
-    import onnxruntime
+    """Create an onnxruntime.InferenceSession of a graph without optimizing it.
+
+    Args:
+        manager: ORT's execution manager whose session options are used.
+        graph: Serialized ONNX model.
+        in_file_order: Run the nodes in the order of the file.
+
+    Returns:
+        The session.
+    """
+    import onnxruntime  # optional: onnxruntime-training
 
     def make() -> Any:
         options, providers, provided = manager._get_session_config()
@@ -213,12 +251,12 @@ def plain_session(manager: Any, graph: bytes, *, in_file_order: bool) -> Any:
 
 
 def _made(manager: Any, changes: Sequence[Callable[[Any], None]], make: Callable[[], _T]) -> _T:
-    """What `make` gives with `changes` to a session's options, or one without workers.
+    """Call `make` with changed session options; if ORT cannot start threads, again without them.
 
-    A thread's stack (8 MB) has to be a mapping, which may not be had where the address space is
-    limited, although much of what malloc holds is free.
+    A thread's stack (8 MB) must be a memory mapping, which may be unavailable if the address space
+    is limited, although much of malloc's memory is free.
     """
-    manager._runtime_options.without_workers = False  # of the last session: there may be room again
+    manager._runtime_options.without_workers = False  # a new session may find enough memory again
     try:
         with _session_options(manager, changes):
             return make()
@@ -235,7 +273,7 @@ def _without_workers(options: Any) -> None:
 
 
 def _create(manager: Any, optimized: bytes) -> None:
-    import onnx
+    import onnx  # heavy: onnx
 
     built = manager._onnx_models.optimized_model
     manager._onnx_models.optimized_model = onnx.load_model_from_string(optimized)
@@ -246,11 +284,18 @@ def _create(manager: Any, optimized: bytes) -> None:
 
 
 def in_order(model: Any) -> Any:
-    """`model`, a session's graph, with its nodes in the order in which the session runs them.
+    """Sort the nodes of a session's graph in the order in which the session runs them.
 
-    That is not the order of its file: ORT goes backwards from the nodes whose results no node
-    reads, the last of them first, and takes sizes as soon as there is what has them (GraphViewer
-    and Graph::ReverseDFSFrom in onnxruntime/core/graph, 1.19.2, for ExecutionOrder::DEFAULT).
+    This is not the order of the file: ORT traverses the graph backward from the nodes whose outputs
+    no node reads, the last of them first, and runs Shape and Size as soon as their input is
+    available (GraphViewer and Graph::ReverseDFSFrom in onnxruntime/core/graph, 1.19.2, for
+    ExecutionOrder::DEFAULT).
+
+    Args:
+        model: Graph of a session, changed in place.
+
+    Returns:
+        `model`.
     """
     nodes = list(model.graph.node)
     makers = {name: i for i, node in enumerate(nodes) for name in node.output if name}
@@ -280,24 +325,24 @@ def in_order(model: Any) -> Any:
 
 
 def _as_it_is(options: Any) -> None:
-    import onnxruntime
+    import onnxruntime  # optional: onnxruntime-training
 
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
 
 
 def _in_file_order(options: Any) -> None:
-    """By priority a node that is ready comes before those behind it in the file.
+    """Select priority-based order, which runs ready nodes in the order of the file.
 
-    Those that are marked as backward wait for all others, and sizes for none
+    Nodes marked as backward run after all others, and Shape and Size before all others
     (PriorityNodeCompare in onnxruntime/core/graph/graph_viewer.cc, 1.19.2).
     """
-    import onnxruntime
+    import onnxruntime  # optional: onnxruntime-training
 
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
 
 
 def _as_wished(runtime: Any) -> list[Callable[[Any], None]]:
-    """The changes of a session's options that `runtime`, ORTModule's options, asks for."""
+    """Return the changes to session options that ORTModule's options `runtime` request."""
     found: list[Callable[[Any], None]] = [
         functools.partial(_with_arena, runtime.enable_cpu_mem_arena)
     ]
@@ -309,7 +354,11 @@ def _with_arena(on: bool, options: Any) -> None:
 
 
 def leave_cores_to_torch(options: Any) -> None:
-    """ORT's idle workers would spin on the cores that torch's threads compute on."""
+    """Disable spinning: ORT's idle workers would occupy the cores that torch's threads use.
+
+    Args:
+        options: ORT's session options, changed in place.
+    """
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
 
 
@@ -319,7 +368,7 @@ def _told_in(path: Path, options: Any) -> None:
 
 @contextlib.contextmanager
 def _session_options(manager: Any, changes: Sequence[Callable[[Any], None]]) -> Iterator[None]:
-    """Has `changes` made to the options of the session that ORTModule makes meanwhile."""
+    """Apply `changes` to the options of sessions that ORTModule creates in this context."""
     configure = manager._get_session_config
 
     def configured() -> Any:
@@ -327,7 +376,7 @@ def _session_options(manager: Any, changes: Sequence[Callable[[Any], None]]) -> 
         for change in changes:
             change(options)
         if names is not None and "CUDAExecutionProvider" in names:
-            # ORT's own choice is on: its fp32 would not be torch's. The option is ORT 1.18's.
+            # On is ORT's default; its fp32 would differ from torch's. The option is new in 1.18.
             tf32 = manager._runtime_options.tf32
             provided[names.index("CUDAExecutionProvider")]["use_tf32"] = str(int(tf32))
         return options, names, provided
@@ -340,8 +389,12 @@ def _session_options(manager: Any, changes: Sequence[Callable[[Any], None]]) -> 
 
 
 def forward_graph(manager: Any) -> Any:
-    """Forward as ORT optimized it before it built the gradient; made again after `put_together`."""
-    import onnx
+    """Return the forward graph as ORT optimized it before it built the gradient.
+
+    Args:
+        manager: ORT's execution manager; after `put_together` the graph is built again.
+    """
+    import onnx  # heavy: onnx
 
     builder: Any = manager._graph_builder
     if builder is None:
@@ -363,24 +416,25 @@ def _refuse_code(graph: Any) -> None:
 
 
 def _refuse_weights(graph: Any) -> None:
-    """Weights are inputs of the graph; its own fractions are few, or all the same.
+    """Raise NotPlain if a constant of the graph may have been computed from weights.
 
-    Whole numbers are positions and masks, from buffers too: the exporter makes constants of those.
+    Weights are inputs of the graph; its float constants have few elements, or all equal ones.
+    Integers are positions and masks, also from buffers: the exporter makes those constants.
     """
-    from onnx import TensorProto, numpy_helper
+    from onnx import TensorProto, numpy_helper  # heavy: onnx
 
     if len(graph.initializer) or len(graph.sparse_initializer):
-        raise NotPlain("the exporter put weights into the graph")
+        raise NotPlain("the exporter stored weights in the graph")
     for tensor in _constants(graph):
         if tensor.data_type in (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL):
             continue
         values = numpy_helper.to_array(tensor)
         if values.size > _MOST_FRACTIONS and (values != values.flat[0]).any():
-            raise NotPlain(f"a constant of {values.size} numbers in it may come from weights")
+            raise NotPlain(f"a constant of {values.size} elements may come from weights")
 
 
 def _constants(graph: Any) -> list[Any]:
-    """The tensors among the attributes of all nodes, also within branches and loops."""
+    """Return the tensors in the attributes of all nodes, including those in branches and loops."""
     found = []
     for node in graph.node:
         for attribute in node.attribute:
@@ -400,11 +454,11 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value]
 
 
-# The form of the outputs: ORT's stubs for tensors in the user's containers.
+# The structure of the outputs: ORT's stubs for tensors in the user's containers.
 
 
 def _schema_to_plain(schema: Any) -> dict[str, Any]:
-    from onnxruntime.training.utils.torch_io_helper import _TensorStub
+    from onnxruntime.training.utils.torch_io_helper import _TensorStub  # optional: ORT
 
     if isinstance(schema, _TensorStub):
         stub = {"name": schema.name, "dtype": schema.dtype, "shape_dims": schema.shape_dims}
@@ -414,7 +468,9 @@ def _schema_to_plain(schema: Any) -> dict[str, Any]:
     kind = type(schema)
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _class_called(name) is not kind:
-        raise NotPlain(f"it returns a {kind.__qualname__}, which no other process would find")
+        raise NotPlain(
+            f"it returns a {kind.__qualname__}, which other processes cannot find by name"
+        )
     if isinstance(schema, Mapping):
         items = [[key, _schema_to_plain(item)] for key, item in schema.items()]
         return {"mapping": name, "items": items}
@@ -422,7 +478,7 @@ def _schema_to_plain(schema: Any) -> dict[str, Any]:
 
 
 def _schema_from_plain(plain: Mapping[str, Any]) -> Any:
-    from onnxruntime.training.utils.torch_io_helper import _TensorStub
+    from onnxruntime.training.utils.torch_io_helper import _TensorStub  # optional: ORT
 
     if "tensor" in plain:
         return _TensorStub(
@@ -438,13 +494,13 @@ def _schema_from_plain(plain: Mapping[str, Any]) -> Any:
         kind = _class_called(plain["sequence"])
         if kind is not None and issubclass(kind, Sequence):
             items = [_schema_from_plain(item) for item in plain["items"]]
-            make = getattr(kind, "_make", kind)  # a named tuple has it
+            make = getattr(kind, "_make", kind)  # of a named tuple
             return make(items)
-    raise ValueError(f"no such class of outputs: {plain}")
+    raise ValueError(f"unknown class of outputs: {plain}")
 
 
 def _class_called(name: str) -> Any:
-    """The class of that name among what this process has imported already; None without one."""
+    """Return the class of this name if its module is already imported, else None."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

@@ -1,4 +1,4 @@
-"""Decisions that the forward of an ORTModule took in its export, for the graph that came of it."""
+"""Decisions that an ORTModule's `forward` made during export, recorded for the exported graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ortlab.engines.torchscript.decisions import (
 
 
 class _Last(threading.local):
-    """What this thread's last run of a model for an export has read."""
+    """Reads of tensor values in this thread's last run of a model for an export."""
 
     places: frozenset[Place] = frozenset()
     decisions: tuple[Decision, ...] = ()
@@ -33,28 +33,37 @@ _last = _Last()
 
 
 def last_decisions() -> tuple[Decision, ...]:
-    """The decisions of this thread's last export, in the order of the graph's last outputs."""
+    """Return the decisions of this thread's last export, in the order of the graph's outputs."""
     return _last.decisions
 
 
 def last_by_size() -> bool:
-    """Whether in this thread's last export code of the user's read a value in the trace alone.
+    """Return True if, in this thread's last export, the user's code read a value only in the trace.
 
-    It reads sizes, which are tensors in a trace and numbers elsewhere: the graph holds the way that
-    was taken, as in ``for i in range(x.shape[1] // 16)``, and may be wrong for any other size. What
-    is handed on to torch, as in ``x.view(rows, -1)``, is read by nobody and stays a size. Installed
-    packages read so in nearly every model, mostly to raise: theirs does not count.
+    Such code reads sizes, which are tensors in a trace and numbers elsewhere. The graph then
+    contains the path that was taken, as in ``for i in range(x.shape[1] // 16)``, and may be wrong
+    for any other size. A size that is passed on to torch, as in ``x.view(rows, -1)``, is not read
+    and stays symbolic. Reads in installed packages are not counted: nearly every model has some,
+    mostly in checks that raise.
     """
     return _last.by_size
 
 
 def with_decisions(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """_FlattenedModule.forward, whose traced form gives what it decides by after its outputs.
+    """Wrap _FlattenedModule.forward so that its trace returns the decisions after its outputs.
 
-    ORTModule runs it once as it is, to see the outputs, and then to trace it. Only what was read in
-    both counts: sizes are read as tensors in a trace alone, and a model that asks whether it is
-    traced may not read then. NotDecidable is raised for a fraction, since each would need a graph
-    of its own, and for more than `MOST` decisions.
+    ORTModule runs it once normally, to learn the outputs, and then again to trace it. Only values
+    that are read in both runs count: sizes are read as tensors only in a trace, and a model that
+    checks whether it is being traced may read nothing then.
+
+    The wrapped function raises NotDecidable for a fraction, since each value would need its own
+    graph, and for more than `MOST` decisions.
+
+    Args:
+        forward: Method to wrap.
+
+    Returns:
+        The wrapped method.
     """
 
     @functools.wraps(forward)
@@ -63,7 +72,7 @@ def with_decisions(forward: Callable[..., Any]) -> Callable[..., Any]:
             with weightless.running():
                 return _traced(forward, self, args)
         places = set()
-        # ORTModule has made a copy of its own where this is no run without weights.
+        # In a run with weights, ORTModule has already made a copy.
         module = weightless.twin(self) if weightless.is_asked() else self
         listening = Listening(lambda place, *_: places.add(place))
         with weightless.running(), undifferentiated.detached(), listening:
@@ -76,7 +85,7 @@ def with_decisions(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _traced(forward: Callable[..., Any], module: Any, args: Sequence[Any]) -> list[torch.Tensor]:
-    from onnxruntime.training.ortmodule import _io
+    from onnxruntime.training.ortmodule import _io  # optional: onnxruntime-training
 
     found: list[tuple[Place, torch.Tensor | None]] = []
 

@@ -112,8 +112,8 @@ def test_ort_that_is_loaded_is_not_looked_for(
     ("distribution", "version", "said"),
     [
         ("torch", None, "torch is not installed"),
-        ("torch", "2.8.0", "outside of 2.9 to 2.15"),
-        ("torch", "2.16.1", "outside of 2.9 to 2.15"),
+        ("torch", "2.8.0", "not in 2.9 to 2.15"),
+        ("torch", "2.16.1", "not in 2.9 to 2.15"),
         ("onnxruntime-training", None, "onnxruntime-training is not installed"),
         ("onnxruntime-training", "1.17.0", "patches are for 1.19.2"),
         ("onnxruntime", "1.23.0", "breaks it"),
@@ -205,9 +205,9 @@ except base.OrtUnavailable as error:
     )  # fmt: skip
     unavailable, reason, fix, table = json.loads(done.stdout)
     assert reason == (
-        "torch is built for ROCm 7.2.53211, and PyPI has no wheel of onnxruntime-training for ROCm"
+        "torch is built for ROCm 7.2.53211, but PyPI has no wheel of onnxruntime-training for ROCm"
     )
-    assert fix.startswith("engine='eager' and engine='compile' run here, on its GPU too")
+    assert fix.startswith("engine='eager' and engine='compile' run here, also on its GPU")
     assert unavailable == f"{reason}. {fix}"
     assert reason in table
 
@@ -300,12 +300,12 @@ print(finding.ok, finding.found, finding.fix)
 
 
 def test_each_missing_cuda_library_is_named(nvidia: Path) -> None:
-    assert beside(nvidia, DOCTOR).startswith("True all its libraries are here")
+    assert beside(nvidia, DOCTOR).startswith("True all its libraries are installed")
     for name in ("libcudnn.so.8", "libcufft.so.10"):
         (path,) = nvidia.glob(f"nvidia/*/lib/{name}")
         path.unlink()
     said = beside(nvidia, DOCTOR)
-    assert said.startswith("False it lacks libcudnn.so.8 (nvidia-cudnn-cu11), libcufft.so.10 (")
+    assert said.startswith("False missing libcudnn.so.8 (nvidia-cudnn-cu11), libcufft.so.10 (")
     assert "libcublas.so.11" not in said
     assert 'pip install "ortlab[cuda]"' in said
 

@@ -166,7 +166,7 @@ def test_what_c_holds_back_is_filtered_and_not_said_in_halves() -> None:
     """Where standard output is no terminal C writes 4096 bytes at a time: as long as two texts."""
     code = """
         import ctypes, os
-        from ortlab.engines.ortmodule.compat import exporting
+        from ortlab.engines.torchscript import streams
         libc = ctypes.CDLL(None)
         graph = b"Exported graph: graph(%x : Float)" + b"x" * 2000 + b"\\n  return (%y)\\n"
         libc.printf(b"%s", b"before\\n")

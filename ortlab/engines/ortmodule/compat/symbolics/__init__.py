@@ -1,8 +1,8 @@
 """Export rules for operators that torch's exporter or ORT's gradient builder get wrong or lack.
 
-Each rule names the operator, what happens without it, and writes ONNX nodes in its place. ``ATen``
-nodes call torch's own kernel; their gradients are declared beside the rule. The modules imported
-here declare the rules.
+Each rule names the operator and the symptom without the rule, and writes ONNX nodes that replace
+the operator. ``ATen`` nodes call torch's own kernel; their gradients are declared with the rule.
+The modules imported here declare the rules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ __all__ = ["activations", "layers", "products", "register", "tensors"]
 
 
 def register(registry: Any, gradients: Any) -> None:
-    """Puts the rules into ORT's registries, which ORTModule hands to torch and to ORT."""
+    """Add the rules to ORT's registries, which ORTModule passes on to torch and to ORT.
+
+    Args:
+        registry: ORT's CustomOpSymbolicRegistry.
+        gradients: ORT's CustomGradientRegistry.
+    """
     torch_rules.define()
     attention.define()
     for each in builder.RULES:

@@ -1,7 +1,8 @@
 """Export rules for activations, and for losses that a model computes itself.
 
-ORT has no gradient for the ONNX operators that the exporter makes of these, so they are written in
-operators that have one. Each takes the branch at its bend that torch takes.
+ORT has no gradient for the ONNX operators that the exporter writes for these, so these rules use
+operators that have one. At points where a function is not differentiable, each rule takes the same
+branch as torch.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _NO_RULE = "no rule"
 
 
 def _like(g: Graph, x: Value, value: float) -> Value:
-    """`value` as a constant of the type of `x`."""
+    """Add `value` as a constant of the type of `x`."""
     return constant(g, value, dtype(x))
 
 
 def _where_positive(g: Graph, x: Value, above: Value, below: Callable[[Value], Value]) -> Value:
-    """`above` where x > 0, else `below` of x; `below` sees 0 for the others, so it stays finite."""
+    """Select `above` where x > 0, else `below` of x; elsewhere `below` gets 0 to stay finite."""
     zero = _like(g, x, 0.0)
     positive = g.op("Greater", x, zero)
     shape = g.op("Shape", x)
@@ -81,12 +82,12 @@ def _between(g: Graph, x: Value, low: float, high: float) -> Value:
     return g.op("Where", g.op("Greater", x, least), below, least)
 
 
-@rule("hardtanh", "at its bends the gradient of Clip is 1, torch's is 0")
+@rule("hardtanh", "at both limits the gradient of Clip is 1, torch's is 0")
 def _hardtanh(g: Graph, x: Value, low: Value, high: Value) -> Value:
     return _between(g, x, number(low), number(high))
 
 
-@rule("relu6", "as hardtanh: an activation that is 0 gets a gradient")
+@rule("relu6", "like hardtanh: an activation of 0 gets a gradient")
 def _relu6(g: Graph, x: Value) -> Value:
     return _between(g, x, 0.0, 6.0)
 
@@ -102,7 +103,7 @@ def _hardswish(g: Graph, x: Value) -> Value:
     return g.op("Mul", x, _hardsigmoid(g, x))
 
 
-@rule("threshold", "not exported but at 0")
+@rule("threshold", "exported only for a threshold of 0")
 def _threshold(g: Graph, x: Value, least: Value, value: Value) -> Value:
     above = g.op("Greater", x, _like(g, x, number(least)))
     shape = g.op("Shape", x)
@@ -116,19 +117,19 @@ def _softplus(g: Graph, x: Value, beta: Value, _threshold: Value) -> Value:
     return g.op("Div", _plain_softplus(g, g.op("Mul", x, scale)), scale)
 
 
-@rule("mish", "no gradient, for want of Softplus's")
+@rule("mish", "no gradient, since Softplus has none")
 def _mish(g: Graph, x: Value) -> Value:
     return g.op("Mul", x, g.op("Tanh", _plain_softplus(g, x)))
 
 
 def _plain_softplus(g: Graph, x: Value) -> Value:
-    """x/2 + |x|/2 + log(1 + exp(-|x|)): finite everywhere, and its gradient at 0 is 1/2."""
+    """Write x/2 + |x|/2 + log(1 + exp(-|x|)), which is finite everywhere with slope 1/2 at 0."""
     size = g.op("Abs", x)
     rest = g.op("Log", g.op("Add", _like(g, x, 1.0), g.op("Exp", g.op("Neg", size))))
     return g.op("Add", g.op("Mul", _like(g, x, 0.5), g.op("Add", x, size)), rest)
 
 
-@rule("log_sigmoid", "the log of ORT's sigmoid: 1% off at -15, from -18.5 on -inf")
+@rule("log_sigmoid", "log of ORT's sigmoid: 1% off at -15, -inf from -18.5 on")
 def _log_sigmoid(g: Graph, x: Value) -> Value:
     return g.op("Neg", _plain_softplus(g, g.op("Neg", x)))
 
@@ -151,7 +152,7 @@ def _reduced(g: Graph, losses: Value, reduction: Value) -> Value:
     return losses if operator is None else g.op(operator, losses, keepdims_i=0)
 
 
-@rule("cross_entropy_loss", "with label smoothing, or with probabilities as targets: not exported")
+@rule("cross_entropy_loss", "with label smoothing or probabilities as targets: not exported")
 def _cross_entropy_loss(
     g: Graph,
     x: Value,
@@ -178,7 +179,7 @@ def _cross_entropy_loss(
     rest = (target, weight, reduction, ignored, constant(g, 0.0, torch.float32))
     hard = stock("cross_entropy_loss")(g, x, *rest)
     kept = g.op("Not", g.op("Equal", target, ignored))
-    # Chosen, not multiplied: where all are ignored the mean is 0 / 0, and the gradients are 0.
+    # Where instead of Mul: if all targets are ignored the mean is 0 / 0, but the gradients are 0.
     smooth = g.op("Where", kept, _over_classes(g, weighted, axis), _like(g, x, 0.0))
     smooth = _mean_of_kept(g, smooth, kept, target, weight, reduction)
     hard = g.op("Mul", hard, _like(g, x, 1 - amount))
@@ -192,7 +193,7 @@ def _over_classes(g: Graph, terms: Value, axis: int) -> Value:
 def _mean_of_kept(
     g: Graph, losses: Value, kept: Value, target: Value, weight: Value, reduction: Value
 ) -> Value:
-    """Reduces `losses`; a mean is taken over the targets that count, each with its weight."""
+    """Reduce `losses`; a mean is the weighted mean over the targets that are not ignored."""
     if literal(reduction, "i") != 1:
         return _reduced(g, losses, reduction)
     count = cast(g, kept, dtype(losses))
@@ -205,12 +206,12 @@ def _mean_of_kept(
 
 @rule(
     "binary_cross_entropy_with_logits",
-    "the log of ORT's sigmoid: 1% off at -15, from -18.5 on inf with gradients that are NaN",
+    "log of ORT's sigmoid: 1% off at -15, inf with NaN gradients from -18.5 on",
 )
 def _binary_cross_entropy_with_logits(
     g: Graph, x: Value, target: Value, weight: Value, of_ones: Value, reduction: Value
 ) -> Value:
-    """(1 - y) * x + (1 + (p - 1) * y) * softplus(-x), which is torch's own form."""
+    """Write (1 - y) * x + (1 + (p - 1) * y) * softplus(-x), which is torch's own formula."""
     one = _like(g, x, 1.0)
     missed = _plain_softplus(g, g.op("Neg", x))
     if not missing(of_ones):
@@ -223,7 +224,7 @@ def _binary_cross_entropy_with_logits(
 
 
 def _nll_loss(operator: str) -> None:
-    @rule(operator, "no gradient, and an error that names nothing")
+    @rule(operator, "no gradient, and an error that names no operator")
     def export(
         g: Graph, x: Value, target: Value, weight: Value, reduction: Value, ignored: Value
     ) -> Value:
@@ -259,7 +260,10 @@ def _huber_loss(g: Graph, x: Value, y: Value, reduction: Value, delta: Value) ->
 
 
 def _rounded(g: Graph, difference: Value, bend: float) -> Value:
-    """d^2 / 2 up to `bend`, and bend * (|d| - bend / 2) beyond: m * (|d| - m / 2), m = min."""
+    """Write the Huber loss m * (|d| - m / 2) with m = min(|d|, bend).
+
+    This is d^2 / 2 up to `bend`, and bend * (|d| - bend / 2) beyond.
+    """
     size = g.op("Abs", difference)
     inner = g.op("Clip", size, _like(g, difference, 0.0), _like(g, difference, bend))
     half = g.op("Mul", inner, _like(g, difference, 0.5))

@@ -1,8 +1,9 @@
-"""Export rules for attention: as ONNX's operators, ortlab's CPU kernel, or torch's fused kernels.
+"""Export rules for attention: as ONNX operators, ortlab's CPU kernel, or torch's fused kernels.
 
-Torch's own (flash, memory-efficient or cuDNN's on a GPU, flash on a CPU) keep no scores for the
-gradient. Which one runs is for torch to say, as in eager: the operator ``ortlab::attention`` calls
-``scaled_dot_product_attention``, and the pass through ORT's session holds what its gradient needs.
+Torch's kernels (flash, memory-efficient or cuDNN on a GPU, flash on a CPU) store no scores for the
+gradient. As in eager mode, torch selects the kernel: the operator ``ortlab::attention`` calls
+``scaled_dot_product_attention``, and the ORT session's forward pass keeps the state that its
+gradient needs.
 """
 
 from __future__ import annotations
@@ -52,15 +53,13 @@ def _kernel_gradient() -> Gradient:
 
 
 def _fused_gradient() -> Gradient:
-    # The kernel has kept what it reads, but only what the node reads is left alone by ORT.
+    # The kernel has saved its inputs, but ORT only preserves the memory of what the node reads.
     inputs = ["GO(0)", "I(0)", "I(1)", "I(2)", "I(3)", "O(0)", "O(1)", "Mask"]
     outputs = [f"GI({i})" for i in range(4)]
     return [all_of(4), aten_node(f"{_FUSED}_backward", inputs, outputs)]
 
 
-_SYMPTOM = (
-    "with dropout: 'i < node_->OutputDefs().size() was false', for want of Dropout's mask output"
-)
+_SYMPTOM = "with dropout: 'i < node_->OutputDefs().size() was false', as Dropout has no mask output"
 
 
 @rule("scaled_dot_product_attention", _SYMPTOM, (_FUSED, "", _fused_gradient))
@@ -100,7 +99,7 @@ def _attention(
 
 
 def _fits(query: Value, key: Value, value: Value, mask: Value | None, *, any_float: bool) -> bool:
-    """Whether a kernel takes these: all of one type, which is float32 unless it takes others."""
+    """Return True if a kernel supports these: one common type, float32 unless `any_float`."""
     kind = dtype(query)
     if not (kind == torch.float32 or (any_float and kind.is_floating_point)):
         return False
@@ -111,14 +110,14 @@ def _fits(query: Value, key: Value, value: Value, mask: Value | None, *, any_flo
 
 @dataclass(eq=False)
 class _Held:
-    """What one call of the forward kernel leaves for its backward: a piece of autograd's graph."""
+    """State of one call of the forward kernel for its backward pass: part of autograd's graph."""
 
     inputs: tuple[Tensor, ...]
     output: Tensor
 
 
 _held: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
-"""By ticket; the pass through ORT's session holds them."""
+"""States by ticket; the forward pass through ORT's session owns them."""
 _tickets = itertools.count(1)
 
 
@@ -133,8 +132,8 @@ def _fused(
     masked: bool,
     learned: bool,
 ) -> tuple[Tensor, Tensor]:
-    """``scaled_dot_product_attention`` and a ticket for `_fused_backward`."""
-    # Torch takes other kernels where a mask needs a gradient.
+    """Run ``scaled_dot_product_attention``; return its output and a ticket for the backward."""
+    # Torch selects other kernels if the mask needs a gradient.
     trained = (query, key, value, mask) if learned else (query, key, value)
     with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
         inputs = tuple(each.detach().requires_grad_() for each in trained)
@@ -157,17 +156,19 @@ def _fused(
 def _fused_backward(
     gradient: Tensor,
     query: Tensor,
-    key: Tensor,  # noqa: ARG001 - this and the others are held
+    key: Tensor,  # noqa: ARG001 - this and the others are in the saved state
     value: Tensor,  # noqa: ARG001
     mask: Tensor,  # noqa: ARG001
     output: Tensor,  # noqa: ARG001
     ticket: Tensor,
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:
-    """The gradients of query, key, value and mask; empty ones where they are not `wanted`."""
+    """Return the gradients of query, key, value and mask; empty tensors where not `wanted`."""
     held = _held.get(int(ticket))
     if held is None:
-        raise RuntimeError("its forward pass is gone: backward runs once for every forward")
+        raise RuntimeError(
+            "the state of this forward pass was released: backward can run once per forward"
+        )
     places = [i for i, _ in enumerate(held.inputs) if wanted[i]]
     found = torch.autograd.grad(held.output, [held.inputs[i] for i in places], gradient)
     by_place = dict(zip(places, found, strict=True))
@@ -176,13 +177,17 @@ def _fused_backward(
 
 
 def _as_bool(mask: Tensor) -> Tensor:
-    """ORT's DLPack knows no bool."""
+    """Return a mask that ORT passed as uint8 as bool; ORT's DLPack does not support bool."""
     return mask.view(torch.bool) if mask.dtype == torch.uint8 else mask
 
 
 @functools.cache
 def define() -> Any:
-    """Makes the operator known to torch, once for each process: ORT's graphs call it by name."""
+    """Register the operator with torch, once per process: ORT's graphs call it by name.
+
+    Returns:
+        The library of the operator.
+    """
     make: Any = torch.library.Library
     library: Any = make("ortlab", "FRAGMENT")
     library.define(

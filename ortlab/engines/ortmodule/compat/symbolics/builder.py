@@ -1,4 +1,4 @@
-"""What export rules are made of: the decorator that declares one, and the nodes that they write."""
+"""Building blocks of export rules: the decorator that declares a rule, and nodes to write."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from onnx.helper import make_tensor_value_info
 from ortlab.engines.torchscript.nodes import Graph, Value, cast, constant, dtype, traced_sizes
 
 Gradient = list[tuple[Any, ...]]
-"""ORT's declarative form: nodes of (operator, inputs, outputs, attributes)."""
+"""Gradient in ORT's declarative form: nodes as (operator, inputs, outputs, attributes)."""
 
 ATEN = "org.pytorch.aten"
 DETACHED = "ortlab::detached"
-"""Torch's detach() as a copy: ORT writes over memory that nobody seems to read any more, and does
-not know of two tensors in one place."""
+"""Torch's detach() as a copy: ORT overwrites memory that no node reads anymore, and does not know
+that two tensors can share memory."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one torch operator is exported.
+    """Export rule of one torch operator.
 
-    ``gradient`` is (ATen name, overload, its nodes); without nodes the first input gets none.
+    Attributes:
+        operator: Name of the operator.
+        symptom: What goes wrong without the rule.
+        export: Function that writes the nodes.
+        gradient: (ATen name, overload, function that returns the gradient's nodes); without the
+            function the first input gets no gradient. None if ORT has the gradient.
     """
 
     operator: str
@@ -38,9 +43,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention as one kernel: torch's own if `fused`, else ortlab's for a CPU.
+    """Attention as one kernel.
 
-    With `low` the products of ortlab's take bfloat16.
+    Attributes:
+        fused: Use torch's own kernel instead of ortlab's CPU kernel.
+        low: Compute the products of ortlab's kernel in bfloat16.
     """
 
     fused: bool
@@ -48,16 +55,20 @@ class Attention:
 
 
 RULES: list[Rule] = []
-OPSET = 17  # what ORTModule exports at
+OPSET = 17  # opset of ORTModule's exports
 STOCK: dict[str, Callable[..., Any]] = {}
-_attention: Attention | None = None  # of the export under way
-_trained: set[str] = set()  # names of the parameters of the export under way
-_fixed: set[str] = set()  # and of its buffers, and the parameters that are not trained
+_attention: Attention | None = None  # of the current export
+_trained: set[str] = set()  # names of the trained parameters in the current export
+_fixed: set[str] = set()  # names of its buffers and of its frozen parameters
 
 
 @contextlib.contextmanager
 def gradients_for(module: torch.nn.Module) -> Iterator[None]:
-    """Tells the rules of an export of `module` which of its parameters are trained."""
+    """Provide the export rules with the names of the trained parameters of a module.
+
+    Args:
+        module: Module that is exported in this context.
+    """
     for name, each in (*module.named_parameters(), *module.named_buffers()):
         (_trained if each.requires_grad else _fixed).add(name)
     try:
@@ -69,7 +80,11 @@ def gradients_for(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_as(kernel: Attention | None) -> Iterator[None]:
-    """Exports meanwhile write attention as `kernel`; None writes ONNX's operators."""
+    """Select the form in which exports in this context write attention.
+
+    Args:
+        kernel: Kernel to call; None for ONNX operators.
+    """
     global _attention
     before, _attention = _attention, kernel
     try:
@@ -79,12 +94,16 @@ def attention_as(kernel: Attention | None) -> Iterator[None]:
 
 
 def attention() -> Attention | None:
-    """What the export under way writes attention as."""
+    """Return the attention kernel of the current export; None for ONNX operators."""
     return _attention
 
 
 def stock(operator: str) -> Callable[..., Any]:
-    """ORT's or torch's own rule, which one of ours goes on to for the ordinary case."""
+    """Return ORT's or torch's own rule, which an ortlab rule calls in the ordinary case.
+
+    Args:
+        operator: Name of the operator.
+    """
     return STOCK[operator]
 
 
@@ -93,7 +112,16 @@ def rule(
     symptom: str,
     gradient: tuple[str, str, Callable[[], Gradient] | None] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declares the decorated function to be the rule for `operator`; `symptom` is what it mends."""
+    """Declare the decorated function as the export rule of an operator.
+
+    Args:
+        operator: Name of the operator.
+        symptom: What goes wrong without the rule.
+        gradient: See `Rule.gradient`.
+
+    Returns:
+        The decorator; it returns the function unchanged.
+    """
 
     def add(export: Callable[..., Any]) -> Callable[..., Any]:
         RULES.append(Rule(operator, symptom, export, gradient))
@@ -102,14 +130,22 @@ def rule(
     return add
 
 
-# ---- what rules are written with -----------------------------------------------------------------
+# ---- nodes and queries for rules -----------------------------------------------------------------
 
 
 def backwards(g: Graph, x: Value, axis: int) -> Value:
-    """`x` with one dimension reversed, by Gather: the gradient of a Slice takes no negative steps.
+    """Reverse one dimension with Gather; the gradient of Slice does not support negative steps.
 
-    The indices are counted up and subtracted: a Range that counts down to -1, ORT takes for a Slice
-    that ends before the last element.
+    The indices count up and are then subtracted: ORT treats a Range that counts down to -1 as a
+    Slice that ends before the last element.
+
+    Args:
+        g: Export context.
+        x: Input.
+        axis: Dimension to reverse, not negative.
+
+    Returns:
+        The reversed value.
     """
     size = g.op("Gather", g.op("Shape", x), constant(g, axis), axis_i=0)
     up = g.op("Range", constant(g, 0), size, constant(g, 1))
@@ -118,7 +154,18 @@ def backwards(g: Graph, x: Value, axis: int) -> Value:
 
 
 def aten(g: Graph, name: str, *inputs: Value, overload: str = "", outputs: int = 1) -> Any:
-    """A node that calls a kernel of torch's."""
+    """Add a node that calls a torch kernel.
+
+    Args:
+        g: Export context.
+        name: Name of the ATen operator.
+        *inputs: Its inputs.
+        overload: Overload name of the operator.
+        outputs: Number of outputs.
+
+    Returns:
+        The output, or a list of outputs if there are several.
+    """
     return g.op(
         f"{ATEN}::ATen", *inputs, operator_s=name, overload_name_s=overload, outputs=outputs
     )
@@ -127,25 +174,40 @@ def aten(g: Graph, name: str, *inputs: Value, overload: str = "", outputs: int =
 def aten_node(
     name: str, inputs: list[str], outputs: list[str], overload: str = ""
 ) -> tuple[Any, ...]:
-    """A node of a declared gradient that calls a kernel of torch's."""
+    """Return a node of a declared gradient that calls a torch kernel.
+
+    Args:
+        name: Name of the ATen operator.
+        inputs: Names of its inputs.
+        outputs: Names of its outputs.
+        overload: Overload name of the operator.
+    """
     names = {"operator": name, "overload_name": overload}
     attributes = {key: {"value": value, "dtype": "string"} for key, value in names.items()}
     return (("ATen", ATEN), inputs, outputs, attributes)
 
 
 def all_of(count: int) -> tuple[Any, ...]:
-    """A mask that asks a backward kernel for the gradients of its first `count` inputs."""
+    """Return a mask node that requests the gradients of a backward kernel's first inputs.
+
+    Args:
+        count: Number of inputs.
+    """
     value = {"value": [True] * count, "dtype": "bool", "is_tensor": True}
     return ("Constant", [], ["Mask"], {"value": value})
 
 
 def inputs_of(value: Value) -> Iterator[str]:
-    """Names of the graph's inputs that `value` is computed from, not counting their shapes."""
+    """Yield the names of the graph inputs that `value` depends on, except through their shapes.
+
+    Args:
+        value: Value of the ONNX graph.
+    """
     return (each.debugName() for each in _origins(value))
 
 
 def _origins(value: Value, *, detached: bool = True) -> Iterator[Value]:
-    """The graph's inputs that `value` is computed from; those that it is `detached` of, too."""
+    """Yield the graph inputs that `value` depends on; with `detached`, also through a detach."""
     waiting, seen = [value], {value.unique()}
     while waiting:
         node = (current := waiting.pop()).node()
@@ -162,7 +224,11 @@ def _is_detach(node: Any) -> bool:
 
 
 def may_have_gradient(value: Value) -> bool:
-    """Whether a gradient may go through `value`, to a trained parameter or an input of a call."""
+    """Return True if a gradient may flow through `value` to a trained parameter or a call's input.
+
+    Args:
+        value: Value of the ONNX graph.
+    """
     return any(
         each.debugName() not in _fixed and dtype(each).is_floating_point
         for each in _origins(value, detached=False)
@@ -170,15 +236,27 @@ def may_have_gradient(value: Value) -> bool:
 
 
 def is_trained(value: Value) -> bool:
-    """Whether `value` is computed from a trained parameter."""
+    """Return True if `value` depends on a trained parameter.
+
+    Args:
+        value: Value of the ONNX graph.
+    """
     return not _trained.isdisjoint(inputs_of(value))
 
 
 def with_gradient(g: Graph, x: Value, *parameters: Value) -> Value:
-    """`x`, or where nothing trained lies before it, `x` plus the sum of none of one's elements.
+    """Make `x` depend on a trained parameter if it does not, by adding an empty sum of one.
 
-    ORT drops the inner nodes of a declared gradient when the first input needs none, and where a
-    node gives several of which one is not needed, running it fails.
+    ORT drops the inner nodes of a declared gradient if the first input needs no gradient, and a
+    node with several outputs of which one is not needed fails at run time.
+
+    Args:
+        g: Export context.
+        x: First input of the operator.
+        *parameters: Its other inputs that may be trained.
+
+    Returns:
+        `x`, or `x` plus the sum of an empty slice of the first trained parameter.
     """
     values = filter(is_trained, (x, *parameters))
     trained = next(values, x)
@@ -194,10 +272,13 @@ def _is_mask(value: np.ndarray | None, shape: tuple[int, ...]) -> bool:
 
 
 def ask_for_what_is_taken(graph: Any) -> None:
-    """Masks of gradients in a built `graph` (`all_of`) leave out those that nobody takes.
+    """Restrict the gradient masks (`all_of`) in a built graph to the gradients that are used.
 
-    Those of frozen parameters have no name in the graph. Some kernels give one all the same (that
-    of a weight along with its bias's), for which ORT needs a place.
+    The gradients of frozen parameters have no name in the graph. Some kernels return one anyway
+    (that of a weight together with its bias's), for which ORT needs an output.
+
+    Args:
+        graph: ONNX graph that ORT built, changed in place.
     """
     masks = {
         node.output[0]: numpy_helper.to_array(node.attribute[0].t)
@@ -225,8 +306,17 @@ def ask_for_what_is_taken(graph: Any) -> None:
 
 
 def size(g: Graph, position: int, dim: int) -> int:
-    """A size that the model fixes, of the operator's input at `position`, as the trace saw it."""
+    """Return a traced size of an operator's input. Only for sizes that the model fixes.
+
+    Args:
+        g: Export context of the operator.
+        position: Index of the input.
+        dim: Dimension.
+
+    Raises:
+        RuntimeError: If the trace does not know the input's sizes.
+    """
     sizes = traced_sizes(list(g.original_node.inputs())[position])
     if sizes is None:
-        raise RuntimeError(f"the size of dimension {dim} is not known at export")
+        raise RuntimeError(f"the size of dimension {dim} is unknown at export")
     return sizes[dim]

@@ -1,4 +1,4 @@
-"""Export rules for layers: convolution, normalisation, recurrence, resizing."""
+"""Export rules for layers: convolution, normalization, dropout, recurrence, pooling, resizing."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _convolution_gradient() -> Gradient:
 
 @rule(
     "_convolution",
-    "groups > 1: ORT's CPU gradient writes out of bounds, wrong gradients anywhere in the model; "
-    "transposed: no gradient on CPU",
+    "groups > 1: ORT's CPU gradient writes out of bounds and can corrupt every gradient of the "
+    "model; transposed: no gradient on CPU",
     ("convolution", "", _convolution_gradient),
 )
 def _convolution(
@@ -83,7 +83,7 @@ def _convolution(
 
 @rule(
     "_convolution_mode",
-    "padding='same' or 'valid' with groups > 1: as for _convolution",
+    "padding='same' or 'valid' with groups > 1: same as for _convolution",
 )
 def _convolution_mode(
     g: Graph,
@@ -115,7 +115,7 @@ def _convolution_mode(
 
 
 def _zero_bias(g: Graph, weight: Value, transposed_groups: int) -> Value:
-    """A bias of zeros that depends on `weight`, since the gradient has to have three outputs."""
+    """Add a zero bias that depends on `weight`, since the gradient must have three outputs."""
     zero = constant(g, 0.0, dtype(weight))
     if not transposed_groups:
         axes = list(range(1, rank(weight)))
@@ -127,7 +127,7 @@ def _zero_bias(g: Graph, weight: Value, transposed_groups: int) -> Value:
     return g.op("Mul", repeated, zero)
 
 
-# ---- normalisation -------------------------------------------------------------------------------
+# ---- normalization -------------------------------------------------------------------------------
 
 
 @rule(
@@ -146,7 +146,7 @@ def _layer_norm(
     kind, precise = dtype(x), dtype(weight)
     if kind == precise:
         return stock("layer_norm")(g, x, shape, weight, bias, eps, cudnn)
-    # Torch's CPU kernel takes half precision with a weight in float32, under autocast.
+    # Under autocast, torch's CPU kernel accepts half-precision inputs with a float32 weight.
     x = cast(g, x, precise)
     return cast(g, stock("layer_norm")(g, x, shape, weight, bias, eps, cudnn), kind)
 
@@ -176,9 +176,9 @@ def _batch_norm(
     eps: Value,
     _cudnn: Value,
 ) -> Value:
-    # In evaluation mode too: ORT's gradient would take it for a BatchNorm in training.
+    # In evaluation mode too: ORT's gradient would treat it as a BatchNorm in training mode.
     if missing(weight):
-        # They depend on x, since the gradient has to have three outputs.
+        # Both depend on x, since the gradient must have three outputs.
         axes = [axis for axis in range(rank(x)) if axis != 1]
         total = g.op("ReduceSum", x, constant(g, axes), keepdims_i=0)
         bias = g.op("Mul", total, constant(g, 0.0, dtype(x)))
@@ -193,7 +193,7 @@ def _batch_norm(
 
 @rule(
     "group_norm",
-    "'Const_0 is not a valid intermediate output' where its input needs no gradient",
+    "'Const_0 is not a valid intermediate output' if its input needs no gradient",
 )
 def _group_norm(
     g: Graph, x: Value, groups: Value, weight: Value, bias: Value, eps: Value, cudnn: Value
@@ -207,8 +207,8 @@ def _group_norm(
 
 @rule(
     "dropout",
-    "of everything, p = 1: ORT's kernel fails; in half precision on a CPU: its gradient comes as "
-    "operators that keep the ratio of the export",
+    "p = 1: ORT's kernel fails; half precision on a CPU: its gradient is written as operators that "
+    "freeze the ratio at export",
 )
 def _dropout(g: Graph, x: Value, ratio: Value, training: Value) -> Value:
     if not literal(training, "b"):
@@ -222,7 +222,7 @@ def _dropout(g: Graph, x: Value, ratio: Value, training: Value) -> Value:
 
 
 def _recurrent(operator: str, kind: str) -> None:
-    @rule(operator, "with dropout: not exported in training; in both directions: no gradient")
+    @rule(operator, "with dropout: not exported in training; bidirectional: no gradient")
     def export(g: Graph, *args: Any) -> Any:
         if symbolic_helper._is_tensor_list(args[3]):  # of a packed sequence
             return stock(operator)(g, *args)
@@ -276,12 +276,12 @@ def _max_pool_gradient(dims: int) -> Gradient:
 
 
 def _max_pool(operator: str, dims: int) -> None:
-    """Declares the rule for `operator`; one dimension is pooled as two, of which one has size 1."""
+    """Declare the rule for `operator`; 1-D pooling is written as 2-D with a dimension of size 1."""
     flat, dims = dims == 1, max(dims, 2)
     kernel = f"max_pool{dims}d_with_indices"
     gradient = (kernel, "", functools.partial(_max_pool_gradient, dims))
 
-    @rule(operator, "ORT's CPU gradient of MaxPool ends the process: segmentation fault", gradient)
+    @rule(operator, "ORT's CPU gradient of MaxPool crashes: segmentation fault", gradient)
     def export(g: Graph, x: Value, *settings: Value) -> Any:
         size, stride, padding, dilation = (list(literal(each, "is")) for each in settings[:4])
         lists = [size, stride or size, padding, dilation]
@@ -330,7 +330,7 @@ def _linear_resize(operator: str, dims: int) -> None:
 
 
 def _as_tensor(g: Graph, sizes: Value) -> Value:
-    """A list of sizes, some of them computed in the graph, as a tensor."""
+    """Convert a list of sizes, some of them computed in the graph, to a tensor."""
     if not symbolic_helper._is_packed_list(sizes):
         return sizes
     parts = symbolic_helper._unpack_list(sizes)

@@ -1,8 +1,8 @@
 """Export rules for products with vectors.
 
-A vector goes into MatMul as a matrix of one row or column, and products of two vectors are written
-as sums: the gradient that ORT 1.19 builds for MatMul takes an operand of one dimension for one of
-two (`MatMulGrad` in orttraining/core/graph/gradient_builder.cc).
+A vector enters MatMul as a matrix with one row or column, and products of two vectors are written
+as sums: the gradient that ORT 1.19 builds for MatMul treats a 1-D operand as a 2-D one
+(`MatMulGrad` in orttraining/core/graph/gradient_builder.cc).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.onnx import symbolic_helper
 from ortlab.engines.ortmodule.compat.symbolics.builder import rule, stock
 from ortlab.engines.torchscript.nodes import Graph, Value, constant, dtype, literal, missing
 
-_SYMPTOM = "with a vector: a wrong gradient, or shapes that do not fit in backward"
+_SYMPTOM = "with a vector: wrong gradient, or mismatched shapes in backward"
 
 
 def _rank(value: Value) -> int | None:
@@ -21,7 +21,7 @@ def _rank(value: Value) -> int | None:
 
 
 def _product(g: Graph, x: Value, y: Value) -> Value:
-    """``x @ y``."""
+    """Write ``x @ y``."""
     ranks = _rank(x), _rank(y)
     if ranks == (1, 1):
         return g.op("ReduceSum", g.op("Mul", x, y), keepdims_i=0)
@@ -57,7 +57,7 @@ def _inner(g: Graph, x: Value, y: Value) -> Value:
     if _rank(y) == 2:
         y = g.op("Transpose", y, perm_i=[1, 0])
     elif _rank(y) != 1:
-        raise RuntimeError("inner of tensors of more than two dimensions; use einsum")
+        raise RuntimeError("inner does not support tensors of more than 2 dimensions; use einsum")
     return _product(g, x, y)
 
 
@@ -76,7 +76,7 @@ def _outer(g: Graph, x: Value, y: Value) -> Value:
     return g.op("Mul", column, row)
 
 
-@rule("einsum", "without dimensions in the result: AssertionError")
+@rule("einsum", "result without dimensions: AssertionError")
 def _einsum(g: Graph, equation: Value, operands: Value, path: Value = None) -> Value:
     inputs, _, output = literal(equation, "s").replace(" ", "").partition("->")
     left, _, right = inputs.partition(",")

@@ -1,4 +1,4 @@
-"""Export rules for functions of tensors."""
+"""Export rules for tensor operations: shapes, reductions, indexing, arithmetic, CTC loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _cumsum_gradient() -> Gradient:
 
 @rule(
     "cumsum",
-    "of a bool: no kernel for CumSum; of floats: no gradient",
+    "bool input: no kernel for CumSum; float input: no gradient",
     ("cumsum", "", _cumsum_gradient),
 )
 def _cumsum(g: Graph, x: Value, dim: Value, as_type: Value) -> Value:
@@ -54,7 +54,7 @@ def _cumsum(g: Graph, x: Value, dim: Value, as_type: Value) -> Value:
     return g.op("CumSum", cast(g, x, torch.int64), dim)
 
 
-@rule("where", "an input that is broadcast gets a gradient of the output's shape")
+@rule("where", "a broadcast input gets a gradient of the output's shape")
 def _where(g: Graph, condition: Value, x: Value = None, y: Value = None, *rest: Value) -> Value:
     if x is None:
         return stock("where")(g, condition, x, y, *rest)
@@ -71,13 +71,13 @@ def _where(g: Graph, condition: Value, x: Value = None, y: Value = None, *rest: 
 
 
 def _never_broadcast(value: Value, sizes: list[int] | None, output: list[int] | None) -> bool:
-    """Whether `value` has the output's shape in every batch; a 1 may be the sample's batch size."""
+    """Return True if `value` has the output's shape in every batch; a 1 may be a batch size."""
     if value.node().kind() in ("onnx::Constant", "prim::Constant"):
         return True  # has no gradient
     return sizes is not None and sizes == output and 1 not in sizes
 
 
-_UNUSED = "a part that nothing uses: the gradients of the others land in the wrong places"
+_UNUSED = "with an unused part: the gradients of the other parts are misplaced"
 
 
 def _all_used(g: Graph) -> bool:
@@ -103,7 +103,7 @@ def _split(operator: str) -> None:
 
 
 def _sizes(how: Value, count: int) -> list[int] | None:
-    """The sizes of the parts, from one size or a list of them; None where they are computed."""
+    """Return the sizes of the parts, given as one size or a list; None if computed in the graph."""
     if symbolic_helper._is_packed_list(how):
         given = [literal(value, "i") for value in symbolic_helper._unpack_list(how)]
     elif how.node().kind() == "onnx::Constant":
@@ -138,7 +138,7 @@ def _unbind(g: Graph, x: Value, dim: Value, **outputs: Any) -> Any:
 
 
 def _reduction(operator: str, at: int) -> None:
-    """Declares the rule for an operator whose arguments number `at` are dimensions and keepdim."""
+    """Declare the rule for an operator with dimensions and keepdim from argument `at` on."""
 
     @rule(operator, "without keepdim: the gradient is an invalid graph")
     def export(g: Graph, x: Value, *arguments: Value) -> Any:
@@ -155,26 +155,26 @@ _reduction("norm", 1)
 _reduction("linalg_vector_norm", 1)
 
 
-@rule("std", "of equal numbers: a gradient that is NaN, torch's is 0")
+@rule("std", "equal elements: the gradient is NaN, torch's is 0")
 def _std(g: Graph, x: Value, *arguments: Value) -> Value:
     return _root(g, stock("std")(g, x, *arguments))
 
 
-@rule("std_mean", "as for std")
+@rule("std_mean", "same as for std")
 def _std_mean(g: Graph, x: Value, *arguments: Value) -> Any:
     root, mean = stock("std_mean")(g, x, *arguments)
     return _root(g, root), mean
 
 
 def _root(g: Graph, root: Value) -> Value:
-    """The square root that `root` is, with a gradient of 0 at 0."""
+    """Rewrite the square root `root` so that its gradient at 0 is 0."""
     x, kind = root.node().input(), dtype(next(iter(g.original_node.outputs())))
     zero, one = constant(g, 0.0, kind), constant(g, 1.0, kind)
     none = g.op("Equal", x, zero)
     return g.op("Where", none, zero, g.op("Sqrt", g.op("Where", none, one, x)))
 
 
-@rule("pow", "to the 0th, of 0: a gradient that is NaN, torch's is 0")
+@rule("pow", "0 to the power of 0: the gradient is NaN, torch's is 0")
 def _pow(g: Graph, x: Value, exponent: Value) -> Value:
     node = exponent.node()
     never = node.kind() == "onnx::Constant" and symbolic_helper._node_get(node, "value").all()
@@ -187,7 +187,7 @@ def _pow(g: Graph, x: Value, exponent: Value) -> Value:
     return stock("pow")(g, base, exponent)
 
 
-@rule("pairwise_distance", "eps is added to the power: equal rows get a gradient that is NaN")
+@rule("pairwise_distance", "eps is added after the power: equal rows get a NaN gradient")
 def _pairwise_distance(g: Graph, x: Value, y: Value, p: Value, eps: Value, keepdim: Value) -> Value:
     kind, power, axes = dtype(x), number(p), constant(g, [-1])
     apart = g.op("Abs", g.op("Add", g.op("Sub", x, y), constant(g, number(eps), kind)))
@@ -200,7 +200,7 @@ def _pairwise_distance(g: Graph, x: Value, y: Value, p: Value, eps: Value, keepd
     return g.op("Pow", total, constant(g, 1 / power, kind))
 
 
-@rule("cosine_similarity", "of a row of zeros the gradient is NaN")
+@rule("cosine_similarity", "a row of zeros gets a NaN gradient")
 def _cosine_similarity(g: Graph, x: Value, y: Value, dim: Value, eps: Value) -> Value:
     axes = constant(g, [literal(dim, "i")])
     least = constant(g, number(eps) ** 2, dtype(x))
@@ -212,7 +212,7 @@ def _cosine_similarity(g: Graph, x: Value, y: Value, dim: Value, eps: Value) -> 
     return g.op("Div", total(x, y), g.op("Mul", *sizes))
 
 
-@rule("flip", "the gradient ends with 'narrowing_error'")
+@rule("flip", "the gradient fails with 'narrowing_error'")
 def _flip(g: Graph, x: Value, dims: Value) -> Value:
     for axis in literal(dims, "is"):
         x = backwards(g, x, axis % rank(x))
@@ -221,14 +221,14 @@ def _flip(g: Graph, x: Value, dims: Value) -> Value:
 
 @rule(
     "as_strided",
-    "strides are those of the storage, the exporter takes them for a contiguous tensor's: of a "
-    "transposed one it reads other elements",
+    "strides refer to the storage, but the exporter treats them as a contiguous tensor's: it reads "
+    "the wrong elements of a transposed one",
 )
 def _as_strided(g: Graph, x: Value, sizes: Value, strides: Value, offset: Value = None) -> Value:
     return stock("as_strided")(g, rules.in_order_of_storage(g, x), sizes, strides, offset)
 
 
-@rule("index_add", "where an index occurs twice one of its terms is kept")
+@rule("index_add", "if an index occurs twice, only one of its terms is added")
 def _index_add(
     g: Graph, x: Value, dim: Value, index: Value, terms: Value, alpha: Value = None
 ) -> Value:
@@ -243,13 +243,13 @@ def _added_at(g: Graph, x: Value, axis: int, index: Value, terms: Value) -> Valu
     return _scatter_add(g, x, constant(g, axis), index, terms)
 
 
-@rule("scatter_add", "where something is added, what it is added to gets no gradient")
+@rule("scatter_add", "elements that something is added to get no gradient")
 def _scatter_add(g: Graph, x: Value, dim: Value, index: Value, terms: Value) -> Value:
     zeros = g.op("ConstantOfShape", g.op("Shape", x), value_t=torch.zeros(1, dtype=dtype(x)))
     return g.op("Add", x, stock("scatter_add")(g, zeros, dim, index, terms))
 
 
-@rule("index_put", "accumulating, where an index occurs twice one of its terms is kept")
+@rule("index_put", "with accumulate: if an index occurs twice, only one of its terms is added")
 def _index_put(g: Graph, x: Value, where: Value, terms: Value, accumulate: Value = None) -> Value:
     if missing(accumulate) or not literal(accumulate, "b"):
         return stock("index_put")(g, x, where, terms, accumulate)
@@ -269,12 +269,12 @@ def _joined(g: Graph, *shapes: Value) -> Value:
 
 
 def _indices(g: Graph, where: Value) -> list[Value]:
-    """The indices of the first dimensions, one for each: a mask is where it is true."""
+    """Return one index tensor per leading dimension; a mask becomes the positions of its True."""
     packed = symbolic_helper._is_packed_list(where)
     found = []
     for each in symbolic_helper._unpack_list(where) if packed else [where]:
         if missing(each):
-            raise RuntimeError("index_put that accumulates, with None among its indices")
+            raise RuntimeError("index_put with accumulate does not support None among its indices")
         if dtype(each) in (torch.bool, torch.uint8):
             true = g.op("NonZero", cast(g, each, torch.bool))
             found += [g.op("Gather", true, constant(g, i), axis_i=0) for i in range(rank(each))]
@@ -284,7 +284,7 @@ def _indices(g: Graph, where: Value) -> list[Value]:
 
 
 def _places(g: Graph, shape: Value, indices: list[Value]) -> Value:
-    """What `indices` of the first dimensions of a tensor are when those are one dimension."""
+    """Combine `indices` of the leading dimensions into an index of the flattened dimension."""
     found = None
     for dim, index in enumerate(indices):
         size = g.op("Gather", shape, constant(g, dim), axis_i=0)
@@ -294,11 +294,11 @@ def _places(g: Graph, shape: Value, indices: list[Value]) -> Value:
 
 
 def _from_start(g: Graph, index: Value, size: Value) -> Value:
-    """`index` counted from the start: one below 0 counts from the end of `size` elements."""
+    """Convert negative elements of `index`, which count from the end of `size` elements."""
     return g.op("Where", g.op("Less", index, constant(g, 0)), g.op("Add", index, size), index)
 
 
-@rule("index", "with two index tensors or more, an index below 0 reads another element")
+@rule("index", "with two or more index tensors, a negative index reads the wrong element")
 def _index(g: Graph, x: Value, where: Value) -> Value:
     packed = symbolic_helper._is_packed_list(where)
     indices = symbolic_helper._unpack_list(where) if packed else [where]
@@ -312,10 +312,10 @@ def _index(g: Graph, x: Value, where: Value) -> Value:
     return stock("index")(g, x, where)
 
 
-@rule("embedding_bag", "a Loop: no gradient, and where it needs none the process ends")
+@rule("embedding_bag", "exported as Loop: no gradient, and the process crashes if it needs none")
 def _embedding_bag(_g: Graph, *_arguments: Value) -> Value:
     raise RuntimeError(
-        "ORT has no gradient for embedding_bag; use nn.Embedding and the sum or mean of its rows"
+        "ORT has no gradient for embedding_bag; use nn.Embedding and sum or average its rows"
     )
 
 
@@ -331,28 +331,28 @@ def _index_fill(g: Graph, x: Value, dim: Value, index: Value, value: Value) -> V
     return g.op("Where", chosen, g.op("Expand", cast(g, value, dtype(x)), shape), x)
 
 
-@rule("detach", "gradients go through it", (DETACHED, "", None))
+@rule("detach", "gradients flow through it", (DETACHED, "", None))
 def _detach(g: Graph, x: Value) -> Value:
-    # As most of what is computed under no_grad: positions. Whole numbers that are detached are what
-    # forward decides by: ORT goes back from those, too, and fails at what it meets.
+    # True for most values computed under no_grad, such as positions. Detached integers are
+    # decisions of `forward`: ORT backpropagates from these too, and fails at some operators.
     if dtype(x).is_floating_point and not may_have_gradient(x):
         return x
     return ranked_like_output(g, _detached(g, x))
 
 
 def _detached(g: Graph, value: Value) -> Value:
-    # ORT asks the first node at a parameter for a gradient all the same.
+    # ORT requests a gradient from the first node after a parameter even if it is a detach.
     first = aten(g, DETACHED, value) if value.node().kind() == "prim::Param" else value
     return aten(g, DETACHED, first)
 
 
-rule("unflatten", "the exporter computes the rank in the graph: no gradient")(rules.unflatten)
+rule("unflatten", "exporter computes the rank in the graph: no gradient")(rules.unflatten)
 
 
 @rule(
     "div",
-    "by a number: of a sum of such ORT makes ScaledSum, which no CPU kernel takes, and which reads "
-    "the input of a third term in place of the term",
+    "by a number: ORT fuses a sum of such quotients to ScaledSum, which has no CPU kernel, and "
+    "which reads the input of a third term instead of the term",
 )
 def _div(g: Graph, x: Value, y: Value, *rounding: Value) -> Value:
     if rounding and literal(rounding[0], "s") == "floor":
@@ -360,21 +360,21 @@ def _div(g: Graph, x: Value, y: Value, *rounding: Value) -> Value:
     scalar = traced_sizes(list(g.original_node.inputs())[1]) == []
     if rounding or not scalar or not dtype(x).is_floating_point or any(inputs_of(y)):
         return stock("div")(g, x, y, *rounding)
-    # ORT turns x * (1 / y) back into a division, but does not know Reciprocal.
+    # ORT rewrites x * (1 / y) as a division, but does not recognize Reciprocal.
     return g.op("Mul", x, g.op("Reciprocal", cast(g, y, dtype(x))))
 
 
-@rule("floor_divide", "rounds towards zero, torch rounds down")
+@rule("floor_divide", "rounds toward zero, torch rounds down")
 def _floor_divide(g: Graph, x: Value, y: Value) -> Value:
     if _is_size(x) and _is_size(y):
-        return stock("floor_divide")(g, x, y)  # never below 0, and the exporter follows sizes so
+        return stock("floor_divide")(g, x, y)  # never negative; the exporter can track sizes here
     x, y = _of_one_type(g, x, y)
     if not dtype(x).is_floating_point:
         return g.op("Div", g.op("Sub", x, g.op("Mod", x, y)), y)
     return _whole_times(g, x, y, down=True)
 
 
-@rule("remainder", "of floats: 1 % 0.1 is 0 where torch's is almost 0.1")
+@rule("remainder", "floats: 1 % 0.1 is 0, torch's is almost 0.1")
 def _remainder(g: Graph, x: Value, y: Value) -> Value:
     return _rest(g, x, y, down=True)
 
@@ -392,15 +392,15 @@ def _rest(g: Graph, x: Value, y: Value, *, down: bool) -> Value:
 
 
 def _of_one_type(g: Graph, *values: Value) -> list[Value]:
-    """`values` in the type of the traced output."""
+    """Convert `values` to the type of the traced output."""
     kind = dtype(next(iter(g.original_node.outputs())))
     return [cast(g, value, kind) for value in values]
 
 
 def _whole_times(g: Graph, x: Value, y: Value, *, down: bool) -> Value:
-    """How many whole times `y` is in `x`, rounded down or towards zero; it has no gradient.
+    """Return the quotient x / y rounded down or toward zero, without a gradient.
 
-    The quotient x / y may itself be rounded up to a whole number, so ONNX's Mod says what is over.
+    The floating-point quotient may be rounded up to an integer, so ONNX's Mod gives the remainder.
     """
     kind, zero = dtype(x), constant(g, 0.0, dtype(x))
     x, y = (_without_gradient(g, value) for value in (x, y))
@@ -429,7 +429,7 @@ _OF_SIZES = {
 
 
 def _is_size(value: Value) -> bool:
-    """Whether `value` is computed from sizes and constants by what gives no number below 0."""
+    """Return True if `value` depends only on sizes and constants and is never negative."""
     node = value.node()
     if node.kind() == "onnx::Constant":
         held = symbolic_helper._node_get(node, "value")
@@ -457,7 +457,7 @@ def _ctc_loss(
 ) -> Value:
     inputs = (log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     losses, _alpha = aten(g, "_ctc_loss", *inputs, overload="Tensor", outputs=2)
-    # ORT guesses that it has the rank of the first input.
+    # ORT assumes that the output has the rank of the first input.
     losses = g.op("Reshape", losses, constant(g, [-1]))
     if literal(zero_infinity, "i"):
         zero = constant(g, 0.0, dtype(log_probs))

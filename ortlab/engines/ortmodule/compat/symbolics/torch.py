@@ -1,8 +1,8 @@
-"""Export rules for functions that torch computes in both directions.
+"""Export rules for functions whose forward and backward passes are computed by torch.
 
-The exporter has no rule for them, or ORT no gradient. Each becomes an operator ``ortlab::<name>``
-that calls torch's function, and its gradient ``ortlab::<name>_backward``, which calls the function
-again and asks torch's autograd. So they cost what they cost in eager torch, and forward once more.
+Either the exporter has no rule for them or ORT has no gradient. Each function becomes an operator
+``ortlab::<name>`` that calls torch's function. Its gradient ``ortlab::<name>_backward`` calls the
+function again and uses torch's autograd. The cost is that of eager torch plus one more forward.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
         ("Tensor x, int dim, Tensor index, Tensor y, int reduce, bool include_self",),
     ),
 }  # fmt: skip
-"""What is exported so: torch's arguments, once for each number of them that torch takes."""
+"""Functions exported in this way, with torch's arguments: one signature per number of arguments."""
 
 _REDUCTIONS = ("sum", "prod", "mean", "amax", "amin")
-"""What torch takes for ``reduce``; a node of ORT's has the number of it, since it takes no text."""
+"""Torch's values of ``reduce``; an ORT node holds the index, since it does not support strings."""
 
 
 def define() -> None:
-    """Makes the operators known to torch, once for each process: ORT's graphs call them by name."""
+    """Register the operators with torch, once per process: ORT's graphs call them by name."""
     _library()
 
 
@@ -109,26 +109,26 @@ def _library() -> Any:
 
 
 def _name(function: str, schema: str) -> str:
-    """One for each number of arguments; torch's overloads have names, the exporter's rules not."""
+    """Return the operator's name for this number of arguments; the exporter knows no overloads."""
     return f"{function}_{len(schema.split(','))}"
 
 
 def _differentiable(schema: str) -> list[int]:
-    """The places of the arguments that get a gradient: of tensors, but for targets and weights."""
+    """Return the indices of the arguments that get a gradient: tensors, except targets, weights."""
     return [i for i, each in enumerate(schema.split(", ")) if re.match(r"Tensor [a-z]$", each)]
 
 
 def _ordered(schema: str, arguments: Sequence[Any]) -> list[Any]:
-    """Torch's `arguments` as a node of ORT's has them: those that get a gradient first.
+    """Return torch's `arguments` in the order of an ORT node: those with a gradient first.
 
-    ORT takes a gradient node's outputs to be those of the first inputs, and leaves others out.
+    ORT assigns a gradient node's outputs to the first inputs and skips the other inputs.
     """
     places = _differentiable(schema)
     return [arguments[i] for i in sorted(range(len(arguments)), key=lambda i: i not in places)]
 
 
 def _call(function: Callable[..., Any], schema: str, *arguments: Any) -> Tensor:
-    """Calls torch's function, whose last argument may only be given by its name."""
+    """Call torch's function, whose last argument may be keyword-only."""
     *others, last = schema.split(", ")
     name, order = last.split()[-1], _ordered(schema, range(len(arguments)))
     given = [arguments[order.index(i)] for i in range(len(arguments))]
@@ -142,7 +142,7 @@ def _call(function: Callable[..., Any], schema: str, *arguments: Any) -> Tensor:
 
 
 def _backward(call: Callable[..., Tensor], count: int, gradient: Tensor, *arguments: Any) -> Any:
-    """The gradients of the first `count` arguments."""
+    """Return the gradients of the first `count` arguments."""
     leaves = [argument.detach().requires_grad_() for argument in arguments[:count]]
     with torch.enable_grad():
         found = torch.autograd.grad(
@@ -173,7 +173,7 @@ def _declare(function: str, schemas: tuple[str, ...]) -> None:
         differentiable = [given[place] for place in _differentiable(schema)]
         for place in _differentiable(schema):
             given[place] = with_gradient(g, given[place], *differentiable)
-        # ORT guesses that what comes out has the rank of the first input, so let it be.
+        # ORT assumes that the output has the rank of the first input, so dimensions are kept here.
         axes = _axes_to_drop(schema, given)
         if axes:
             given[_at(schema, "keepdim")] = constant(g, True, torch.bool)
@@ -190,13 +190,13 @@ def _declare(function: str, schemas: tuple[str, ...]) -> None:
 
 
 def _at(schema: str, name: str) -> int:
-    """The place of an argument, -1 if there is none."""
+    """Return the index of an argument; -1 if there is none of this name."""
     names = [each.split()[-1] for each in schema.split(", ")]
     return names.index(name) if name in names else -1
 
 
 def _axes_to_drop(schema: str, arguments: Sequence[Value]) -> list[int]:
-    """The dimensions that a reduction without keepdim leaves out."""
+    """Return the dimensions that a reduction without keepdim removes."""
     if _at(schema, "keepdim") < 0 or literal(arguments[_at(schema, "keepdim")], "i"):
         return []
     dim, every = arguments[_at(schema, "dim")], range(rank(arguments[0]))
