@@ -76,7 +76,8 @@ def test_the_command_prints_what_its_file_holds(
     assert done.stdout == measured.markdown() + "\n"
     assert json.loads(json.dumps(measured.as_dict())) == json.loads(file.read_text())
     assert "**Not a benchmark**" in done.stdout
-    for line in ("first step of eager", "round 3 of 3, about ", "3 steps with ORT's profile"):
+    profiling = "profiling 3 steps with ORT's profiler"
+    for line in ("first step of eager", "round 3 of 3, about ", profiling):
         assert f"{MODEL}: {line}" in done.stderr
 
 

@@ -263,7 +263,7 @@ def test_a_search_ends_with_settings_that_train() -> None:
         **best.settings,
     }
     shown = repr(result)
-    assert f"{best.label} is ahead" in shown
+    assert f"{best.label} is fastest" in shown
     again = TuneResult.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False)))
     assert again.to_dict() == result.to_dict()
     assert "takes engine=" in tune.apply()

@@ -704,7 +704,7 @@ def test_recompute(ip: Typist) -> None:
     assert ip.completions("%ort recompute model --choose l") == ["layers", "layers.*"]
     assert ip.completions("%ort recompute model b") == ["batch="]
     assert "layers.* from the next step on" in ip("%ort recompute model --choose layers.*")
-    assert "now: layers.*" in ip("model(x).sum().backward()\n%ort recompute model")
+    assert "active: layers.*" in ip("model(x).sum().backward()\n%ort recompute model")
     assert "off from the next step on" in ip("%ort recompute model batch=9 --budget 1GiB")
     ip("plans = %ort recompute model --measure")
     assert ip["plans"].savings("layers.*").cost_s > 0
