@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from ortlab.engines.ortmodule.compat import extensions, requirements
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 from ortlab.engines.registry import refusal
@@ -166,6 +164,7 @@ def facts() -> list[Fact]:
 
     Imports torch. With a GPU, loads ORT's CUDA libraries.
     """
+    import psutil  # optional: `checks` must run without any package
     import torch  # heavy: torch
 
     here, threads, host = processor(), torch.get_num_threads(), host_memory()
