@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from ortlab.engines.ortmodule.compat import extensions, requirements
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 from ortlab.engines.registry import refusal
 from ortlab.settings import ENGINES, FinetuneSettings
+from ortlab.utils import hardware
 from ortlab.utils.findings import Finding, import_or_none, package_version, version_numbers
-from ortlab.utils.hardware import best_threads, gpus, host_memory, processor
 from ortlab.utils.process_memory import memory
 
 IPYPARALLEL = (9, 2)
@@ -166,12 +164,14 @@ def facts() -> list[Fact]:
 
     Imports torch. With a GPU, loads ORT's CUDA libraries.
     """
+    import psutil  # optional: `checks` must run without any package
     import torch  # heavy: torch
 
-    here, threads, host = processor(), torch.get_num_threads(), host_memory()
+    here, host = hardware.processor(), hardware.host_memory()
+    threads = torch.get_num_threads()
     words = {True: "with", False: "without"}
     bf16 = [f"{words[flag in here.flags]} {name}" for flag, name in _BF16.items() if here.flags]
-    usable = best_threads()
+    usable = hardware.best_threads()
     limited = f", of which {usable} by affinity or quota" if usable < here.cores else ""
     free = f"{memory(host.available_bytes)} free of {memory(host.total_bytes)}"
     if host.limit_bytes is not None:
@@ -184,7 +184,7 @@ def facts() -> list[Fact]:
         Fact("ORT's threads", f"{here.cores}, one for each core"),
         Fact("memory", f"{free}; this process has {own}"),
     ]
-    for gpu in gpus():
+    for gpu in hardware.gpus():
         used = "" if math.isnan(gpu.used_bytes) else f"{memory(gpu.used_bytes)} used of "
         found.append(Fact(f"GPU {gpu.index}", f"{gpu.name}, {used}{memory(gpu.total_bytes)}"))
     if (lacking := no_gpu()) is not None:

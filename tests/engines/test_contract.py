@@ -387,5 +387,5 @@ def test_bf16_steps_are_those_of_autocast() -> None:
 
 @pytest.mark.parametrize("name", ["eager", "compile"])
 def test_a_wrapped_torch_model_leaves_autocast_to_its_loop(name: str) -> None:
-    with pytest.raises(ValueError, match=r"put torch\.autocast around"):
+    with pytest.raises(ValueError, match=r"use torch\.autocast around"):
         engine(name).wrap(_mlp(), EngineSettings(engine=name, precision="bf16"))

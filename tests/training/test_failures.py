@@ -759,7 +759,7 @@ print(execution_of(wrapped).report().remarks)
 @pytest.mark.parametrize(
     ("space", "told"),
     [
-        ("limited", '("ORT could not start its thread pool: its own kernels run on one thread",)'),
+        ("limited", "('ORT could not start its thread pool: its own kernels run on one thread',)"),
         ("plenty", "()"),
     ],
     ids=["limited", "plenty"],
