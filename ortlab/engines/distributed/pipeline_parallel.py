@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, Engine, LossFunction, Report
-from ortlab.engines.distributed import deepspeed
+from ortlab.engines.distributed import deepspeed_library
 from ortlab.engines.distributed.data_parallel import Ranks, leave
 from ortlab.engines.single_process import Share
 from ortlab.engines.torch.stepper import Sums, TorchStepper, training_device
@@ -288,7 +288,7 @@ class PipelineRanks(Ranks):
     def _made_parallel(self) -> Any:
         """DeepSpeed's engine, which steps through a schedule's forwards and backwards alone."""
         self._end()
-        library = deepspeed.library(self.device)
+        library = deepspeed_library.library(self.device)
         layers: list[nn.Module] = [nn.Identity() for _ in range(self._stages.count)]
         layers[self._stages.place] = self._stage_module
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its topology and its seeds
@@ -299,7 +299,7 @@ class PipelineRanks(Ranks):
                 partition_method="uniform",
                 dynamic_shape=True,  # a last batch is smaller
             )
-            engine = deepspeed.initialised(
+            engine = deepspeed_library.initialised(
                 self.device,
                 model=pipeline,
                 # It asks for one before it goes backward, and never steps it.
@@ -363,7 +363,7 @@ class PipelineRanks(Ranks):
         engine = self._engine
         self._found, self._stage_module.taken_s = [], 0.0
         self._stage_module.context, self._micro_batches = context, len(shares)
-        pipe = deepspeed.library(self.device).runtime.pipe
+        pipe = deepspeed_library.library(self.device).runtime.pipe
         kind = pipe.schedule.TrainSchedule if training else pipe.schedule.InferenceSchedule
         pipe.p2p.init_process_groups(engine.grid)  # a process has one, the newest engine's
         engine.set_dataiterator(iter([(self._input(share), share) for share in shares]))

@@ -8,7 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ortlab.engines.base import Engine, LossFunction
-from ortlab.engines.distributed import compatibility, deepspeed, pipeline_parallel, tensor_parallel
+from ortlab.engines.distributed import (
+    compatibility,
+    deepspeed,
+    deepspeed_library,
+    pipeline_parallel,
+    tensor_parallel,
+)
 from ortlab.engines.distributed.data_parallel import Ranks
 from ortlab.engines.torch.stepper import TorchStepper, training_device
 from ortlab.settings import FinetuneSettings
@@ -92,7 +98,7 @@ def load(settings: FinetuneSettings) -> None:
     """Imports what ranks need for `settings` besides torch, where there is something."""
     stages = settings.zero_stage or settings.pipeline_stages > 1
     if stages and compatibility.deepspeed_missing() is None:
-        deepspeed.library(training_device(settings.device))
+        deepspeed_library.library(training_device(settings.device))
 
 
 def _means(
