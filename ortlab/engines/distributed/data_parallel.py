@@ -92,7 +92,8 @@ class Ranks(OneProcess):
         self._everyone = everyone or group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._stage = settings.zero_stage
-        self._reduction = settings.reduction
+        # Adasum of one rank's gradient is that gradient, with any optimizer.
+        self._reduction = settings.reduction if self._size > 1 else "mean"
         self._by_change = self._reduction == "adasum" and settings.optimizer != "sgd"
         self._clock = Clock()
         self._agreed = True

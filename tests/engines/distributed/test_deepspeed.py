@@ -328,7 +328,7 @@ def _settings(**changes: Any) -> FinetuneSettings:
         ({"zero_stage": 3, "engine": "compile"}, "choose zero_stage=2, or engine='eager'"),
         ({"zero_stage": 2, "precision": "fp16"}, "choose precision='bf16'"),
         ({"zero_stage": 2, "reduction": "adasum", "optimizer": "sgd"}, "choose reduction='mean'"),
-        (HALVES, "with zero_stage=0: DeepSpeed keeps what the optimizer needs in shares"),
+        (HALVES, "with zero_stage=0: DeepSpeed supports it with a sharded optimizer state"),
         ({**HALVES, "zero_stage": 1, "precision": "fp32"}, "choose precision='bf16', or param"),
         ({**HALVES, "zero_stage": 1, "engine": "ort"}, "has no MatMul of bfloat16"),
         ({**HALVES, "zero_stage": 1, "optimizer": "lamb"}, "choose optimizer='adamw'"),

@@ -142,7 +142,7 @@ TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_stages": 2}
 @pytest.mark.parametrize(
     ("changes", "size", "message"),
     [
-        ({**TENSOR, **STAGES}, 4, "has the one or the other"),
+        ({**TENSOR, **STAGES}, 4, "combines only one of them"),
         (TENSOR, 3, "tensor_parallel=2 does not divide workers=3"),
         (STAGES, 5, "pipeline_stages=2 does not divide workers=5"),
         ({**TENSOR, "zero_stage": 2}, 2, "choose zero_stage=1 or tensor_parallel=1"),
@@ -151,7 +151,7 @@ TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_stages": 2}
         ({**STAGES, "reduction": "adasum"}, 4, "choose reduction='mean' or pipeline_stages=1"),
         ({**TENSOR, "precision": "fp16"}, 2, "choose precision='bf16' or tensor_parallel=1"),
         ({**STAGES, "precision": "fp16"}, 2, "choose precision='bf16' or pipeline_stages=1"),
-        ({**TENSOR, "engine": "ort"}, 2, "engine 'ort' would find parts of tensors"),
+        ({**TENSOR, "engine": "ort"}, 2, "engine 'ort' cannot execute a model with sharded"),
         ({**TENSOR, "engine": "compile"}, 2, "choose engine='eager'"),
     ],
 )
@@ -163,13 +163,13 @@ def test_what_does_not_go_together(changes: dict[str, Any], size: int, message: 
 @pytest.mark.parametrize("changes", [TENSOR, STAGES])
 def test_one_process_has_nobody_to_share_with(changes: dict[str, Any]) -> None:
     settings = FinetuneSettings(engine="eager", device="cpu", **changes)
-    assert "there is one; choose workers=2, or" in str(refusal(settings))
+    assert "needs at least 2 workers (workers=1); choose workers=2, or" in str(refusal(settings))
 
 
 def test_a_batch_is_shared_out_among_pipelines() -> None:
     settings = FinetuneSettings(engine="eager", device="cpu", batch_size=2, **STAGES)
     assert compatibility.ranks_conflict(settings, 4) is None
-    assert "cannot be shared out to 3 workers" in str(compatibility.ranks_conflict(settings, 6))
+    assert "cannot be split across 3 workers" in str(compatibility.ranks_conflict(settings, 6))
 
 
 @pytest.mark.parametrize(
