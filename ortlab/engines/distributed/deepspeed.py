@@ -268,8 +268,9 @@ class DeepSpeedRanks(Ranks):
         if not failed:
             if float(agreed[-1]) != (float(agreed[-2]) / self._size) ** 2 * self._size:
                 raise RuntimeError(
-                    f"zero_stage={self._stage}: the ranks used different layers, or in another "
-                    "order; choose zero_stage=0 for a model whose layers depend on its data"
+                    f"zero_stage={self._stage}: the ranks used different layers, or used them in a "
+                    "different order; choose zero_stage=0 for a model whose layers depend on its "
+                    "data"
                 )
             self._agreed = False  # more collectives follow
         return agreed[: len(numbers)]
@@ -377,7 +378,7 @@ class DeepSpeedRanks(Ranks):
             self._agreed = True  # all ranks raise it
             raise ValueError(
                 f"zero_stage={self._stage} by DeepSpeed steps all parameters at once, and {name} "
-                "has a gradient in some steps alone; choose zero_stage=0"
+                "has a gradient in some steps only; choose zero_stage=0"
             )
         spared = [self._trained[int(number)] for number in idle.nonzero()]
         held = [self._state.part_of_weight(p) for p in spared]
@@ -462,7 +463,7 @@ class DeepSpeedRanks(Ranks):
                 )
         if self.offloads:
             notes.append(
-                "the optimizer's share is in host memory"
+                "the optimizer's shard is in host memory"
                 + ("; on a CPU that saves nothing" if self.device.type == "cpu" else "")
             )
         return dataclasses.replace(
@@ -487,7 +488,7 @@ def _refuse_statistics(model: nn.Module) -> None:
         if layer.affine and layer.track_running_stats:
             raise ValueError(
                 f"param_dtype='bf16': {name or 'it'} is a {type(layer).__name__}, whose statistics "
-                "stay in fp32, and torch takes weights of the same type; choose param_dtype='fp32'"
+                "stay in fp32, and torch needs weights of the same type; choose param_dtype='fp32'"
             )
 
 

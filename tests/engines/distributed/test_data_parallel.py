@@ -151,8 +151,8 @@ def test_what_is_refused_among_ranks(two: Found) -> None:
         assert "workers=3, but the process group has 2 ranks" in group
         assert "types" not in types
         assert "float32 and float64; choose zero_stage=0" in types
-        assert f"12 samples on average, and this one {samples}" in batches
-        assert "y is [7, 6], which cannot be shared out to 2 ranks" in rows
+        assert f"12 samples on average, and this rank {samples}" in batches
+        assert "y has shape [7, 6], which cannot be split across 2 ranks" in rows
 
 
 def test_adasum_of_vectors(ranks: Found) -> None:

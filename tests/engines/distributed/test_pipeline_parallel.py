@@ -95,11 +95,11 @@ def test_dropout_is_each_stages_own(two: Found) -> None:
 def test_what_is_refused(two: Found) -> None:
     for each in of(two, "refused"):
         own, few, tied, inputs, closed = each["told"]
-        assert "this is a Own; choose pipeline_stages=1" in own
-        assert "1 parts of the model have parameters to train" in few
-        assert "0.weight is shared by layers of two stages" in tied
+        assert "the model is a Own; choose pipeline_stages=1" in own
+        assert "needs that many layers with parameters to train, and the model has 1;" in few
+        assert "layers of two stages share the parameter 0.weight" in tied
         assert "this stepper is closed" in closed
-        assert "has 2 beside the target; give (input, target)" in inputs
+        assert "has 2 besides the target; pass (input, target)" in inputs
         assert each["error"] < TOLERANCE
 
 
