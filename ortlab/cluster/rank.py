@@ -10,6 +10,10 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
+
+from ortlab.utils.errors import concise
+
 
 @dataclass(frozen=True)
 class Place:
@@ -88,8 +92,6 @@ def call_together(payload: bytes) -> bytes | Failure:
 
 
 def _failure(error: BaseException) -> Failure:
-    from ortlab.utils.errors import concise
-
     message, *lines = concise(error)
     place = error.__traceback__
     theirs = place and place.tb_next  # without the line of `call_together`
@@ -141,8 +143,6 @@ def footprint(pid: int) -> tuple[int, set[tuple[str, int]]]:
 
     A socket is its address and port. Of processes that are gone there is nothing.
     """
-    import psutil
-
     resident, sockets = 0, set()
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import inspect
-import ipaddress
-import json
 import math
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
@@ -27,11 +21,21 @@ from ortlab.cluster import facts
 from ortlab.cluster import rank as on_rank
 from ortlab.cluster.call import RankDied, WorkerCall
 from ortlab.cluster.launch import LOOPBACK, Cluster
+from ortlab.cluster.payload import packed
+from ortlab.cluster.placement import (
+    ANSWER_S,
+    PlacedRank,
+    place_ranks,
+    warn_of_sharing,
+    worker_count,
+)
+from ortlab.cluster.worker_table import COLUMNS, Worker, listening_note
 from ortlab.engines.base import tell
+from ortlab.history.run_folder import runs_root
 from ortlab.training.memory_advice import available_bytes
 from ortlab.utils import files
 from ortlab.utils.process_memory import memory
-from ortlab.utils.tables import Column, Table
+from ortlab.utils.tables import Table
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,50 +47,6 @@ _GRACE_S: Final = 1.0
 
 _INTERRUPTS: Final = 3
 """How often a rank is interrupted before it is killed: one that has yet to begin hears none."""
-
-_ANSWER_S: Final = 5.0
-"""That a rank on another host has to answer a question."""
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A rank as the table shows it; ``rss_bytes`` is None where it cannot be asked just now."""
-
-    rank: int
-    host: str
-    pid: int
-    device: str
-    threads: int
-    rss_bytes: int | None
-    state: str
-
-
-def _size(worker: Worker) -> str:
-    return "-" if worker.rss_bytes is None else memory(worker.rss_bytes)
-
-
-_COLUMNS: Final[tuple[Column[Worker], ...]] = (
-    Column("rank", lambda worker: str(worker.rank), number=True),
-    Column("host", lambda worker: worker.host),
-    Column("pid", lambda worker: str(worker.pid), number=True),
-    Column("device", lambda worker: worker.device),
-    Column("threads", lambda worker: str(worker.threads), number=True),
-    Column("memory", _size, number=True),
-    Column("state", lambda worker: worker.state),
-)
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """What is known of a rank from the start; `devices` are the CUDA devices of its host."""
-
-    engine: int
-    place: on_rank.Place
-    host: str
-    pid: int
-    local: bool
-    device: str
-    devices: int
 
 
 @dataclass(frozen=True)
@@ -119,16 +79,16 @@ class Workers:
         self._in_group = 0
         began = time.monotonic()
         if profile is None:
-            _warn_of_sharing("this machine", count, facts.cores(), "core")
-        tell(f"starting {_workers(count)}")
+            warn_of_sharing("this machine", count, facts.cores(), "core")
+        tell(f"starting {worker_count(count)}")
         self._cluster = Cluster(count, profile=profile, threads=max(1, facts.cores() // count))
         try:
-            self._ranks = self._set_up()
+            self._ranks = place_ranks(self._cluster, profile=profile)
         except BaseException:
             self._cluster.stop(kill=True)
             raise
         atexit.register(self.stop)
-        tell(f"{_workers(count)} up after {time.monotonic() - began:.1f} s")
+        tell(f"{worker_count(count)} up after {time.monotonic() - began:.1f} s")
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -165,7 +125,7 @@ class Workers:
         The notes list every socket on which controller and engines listen.
         """
         if not self.usable():
-            return Table[Worker]([], _COLUMNS, empty=f"no workers: {self.broken}; {self._again()}")
+            return Table[Worker]([], COLUMNS, empty=f"no workers: {self.broken}; {self._again()}")
         footprints = [self._footprint(rank) for rank in self._ranks]
         state = "idle" if self._busy is None else f"busy: {self._busy}"
         rows = [
@@ -176,12 +136,12 @@ class Workers:
         ]
         pid = self._cluster.controller_pid
         heard = None if pid is None else on_rank.footprint(pid)[1]
-        notes = [_listens(f"controller (pid {pid})" if pid else "controller", heard)]
+        notes = [listening_note(f"controller (pid {pid})" if pid else "controller", heard)]
         notes += [
-            _listens(f"rank {rank.place.rank} (pid {rank.pid})", found)
+            listening_note(f"rank {rank.place.rank} (pid {rank.pid})", found)
             for rank, (_, found) in zip(self._ranks, footprints, strict=True)
         ]
-        return Table(rows, _COLUMNS, notes=notes)
+        return Table(rows, COLUMNS, notes=notes)
 
     def stop(self) -> None:
         """Ends them; a call that is running fails. Twice is fine."""
@@ -216,7 +176,7 @@ class Workers:
         how: Callable[[bytes], bytes | on_rank.Failure],
     ) -> list[R]:
         name = getattr(function, "__name__", type(function).__name__)
-        payload = _packed(name, function, args, kwargs)
+        payload = packed(name, function, args, kwargs)
         with self._taken(name):
             client = self._cluster.client
             return self._finish(
@@ -372,22 +332,20 @@ class Workers:
 
     # ---- what is told of them --------------------------------------------------------------------
 
-    def _footprint(self, rank: _Rank) -> tuple[int | None, set[tuple[str, int]] | None]:
+    def _footprint(self, rank: PlacedRank) -> tuple[int | None, set[tuple[str, int]] | None]:
         """Resident bytes and listening sockets; None for those of another host that is busy."""
         if rank.local:
             return on_rank.footprint(rank.pid)
         if self._busy is not None:
             return None, None
         asked = self._cluster.client[rank.engine].apply_async(on_rank.footprint, rank.pid)
-        found: tuple[int, set[tuple[str, int]]] = asked.get(_ANSWER_S)
+        found: tuple[int, set[tuple[str, int]]] = asked.get(ANSWER_S)
         return found
 
     def _meeting_place(self) -> Path:
         """A private folder that every rank sees."""
         if self.local:
             return Path(tempfile.mkdtemp(prefix="ortlab-group-"))
-        from ortlab.history.run_folder import runs_root
-
         home = files.private(runs_root().parent)
         folder = Path(tempfile.mkdtemp(prefix="group-", dir=home))
         for rank, seen in enumerate(self.run(on_rank.sees, str(folder))):
@@ -403,67 +361,6 @@ class Workers:
         """Whether every rank has a GPU that no other rank has."""
         return all(rank.devices >= rank.place.local_world for rank in self._ranks)
 
-    # ---- the start -------------------------------------------------------------------------------
-
-    def _set_up(self) -> list[_Rank]:
-        """Gives every engine its rank; RuntimeError where one differs from this process."""
-        client = self._cluster.client
-        engines = sorted(client.ids)
-        found = self._facts(engines)
-        on_host = Counter(fact["host"] for fact in found)
-        met: Counter[str] = Counter()
-        places = []
-        for number, fact in enumerate(found):
-            host = fact["host"]
-            threads = max(1, fact["cores"] // on_host[host])
-            places.append(on_rank.Place(number, len(found), met[host], on_host[host], threads))
-            met[host] += 1
-        placed = [
-            client[engine].apply_async(on_rank.take_place, place)
-            for engine, place in zip(engines, places, strict=True)
-        ]
-        ranks = []
-        for engine, place, fact, answer in zip(engines, places, found, placed, strict=True):
-            device, devices = answer.get()
-            host, here = fact["host"], _is_here(fact)
-            ranks.append(_Rank(engine, place, host, fact["pid"], here, device, devices))
-            if place.local_rank == 0 and self.profile is not None:  # else it was told before
-                _warn_of_sharing(host, place.local_world, fact["cores"], "core")
-            if place.local_rank == 0 and devices:
-                _warn_of_sharing(host, place.local_world, devices, "CUDA device")
-        return ranks
-
-    def _facts(self, engines: Sequence[int]) -> list[dict[str, Any]]:
-        """What the engines say of themselves and of what is installed beside them."""
-        asked = self._cluster.client[engines].execute(facts.as_text(), silent=False)
-        asked.get()
-        asked.wait_for_output(_ANSWER_S)
-        found = [json.loads(text) for text in asked.stdout]
-        here = facts.facts()["versions"]
-        for rank, fact in enumerate(found):
-            for name, version in here.items():
-                theirs = fact["versions"].get(name)
-                if theirs != version:
-                    raise RuntimeError(
-                        f"rank {rank} on {fact['host']} has {name} {theirs or 'not installed'}, "
-                        f"this process {version or 'none'}; both need the same"
-                    )
-        return found
-
-
-def _is_here(fact: Mapping[str, Any]) -> bool:
-    """Whether an engine is a process of this machine."""
-    return fact["host"] == socket.gethostname() and bool(psutil.pid_exists(fact["pid"]))
-
-
-def _warn_of_sharing(host: str, count: int, there_are: int, what: str) -> None:
-    if count > there_are:
-        warnings.warn(
-            f"{_workers(count)} share {there_are} {what}{'' if there_are == 1 else 's'} of {host}: "
-            "they take turns",
-            stacklevel=5,
-        )
-
 
 def refuse_too_many(count: int) -> None:
     """ValueError where so many processes would take the machine's memory from everybody."""
@@ -475,10 +372,6 @@ def refuse_too_many(count: int) -> None:
         )
 
 
-def _workers(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"
-
-
 def _how(code: int | None) -> str:
     """How a process ended, by its exit code."""
     if code is None:
@@ -486,68 +379,9 @@ def _how(code: int | None) -> str:
     return f": {signal.Signals(-code).name} (signal {-code})" if code < 0 else f": exit code {code}"
 
 
-def _listens(who: str, found: Set[tuple[str, int]] | None) -> str:
-    """A line for the sockets where a process listens."""
-    if found is None:
-        return f"{who}: what it listens on cannot be seen from here"
-    ports: dict[str, list[int]] = {}
-    for address, port in sorted(found):
-        ports.setdefault(address, []).append(port)
-    places = [
-        f"{address}{'' if ipaddress.ip_address(address).is_loopback else ' (open to the network)'} "
-        f"port{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-        for address, numbers in ports.items()
-    ]
-    return f"{who} listens on {'; '.join(places) or 'nothing'}"
-
-
 def _loopback_interface() -> str | None:
     """The network interface of 127.0.0.1: lo on Linux."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == LOOPBACK for address in addresses):
             return str(name)
-    return None
-
-
-def _packed(
-    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bytes:
-    """A call as bytes, by value; ValueError names what of it cannot be."""
-    from ortlab.cluster.values import dumps
-
-    try:
-        packed = dumps((function, args, kwargs))
-    except Exception as error:
-        culprit = _unpicklable(_parts(name, function, args, kwargs))
-        raise ValueError(
-            f"{culprit or 'the call'} cannot be sent to workers: {error}; they get copies, so give "
-            "what can be pickled: a model, tensors, a dataset, a list of batches"
-        ) from error
-    return packed
-
-
-def _parts(
-    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[str, Any]]:
-    """What goes with a call, by the names that the user knows."""
-    try:
-        yield from inspect.signature(function).bind(*args, **kwargs).arguments.items()
-    except (TypeError, ValueError):  # a builtin has no signature, and a wrong call none that fits
-        yield from ((f"argument {number}", value) for number, value in enumerate(args, 1))
-        yield from kwargs.items()
-    if inspect.isfunction(function):
-        uses = inspect.getclosurevars(function)
-        for used, value in {**uses.globals, **uses.nonlocals}.items():
-            yield f"{used}, which {name} uses,", value
-    yield name, function
-
-
-def _unpicklable(parts: Iterator[tuple[str, Any]]) -> str | None:
-    from ortlab.cluster.values import dumps
-
-    for name, value in parts:
-        try:
-            dumps(value)
-        except Exception:  # noqa: BLE001 - whatever it is, this is the part that is looked for
-            return name
     return None

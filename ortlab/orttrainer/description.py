@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ortlab.settings import unknown_name
 
 Sizes = tuple[int | str, ...]
@@ -68,8 +70,6 @@ class Description:
 
     def check_inputs(self, tensors: Sequence[Any], sizes: dict[str, int]) -> None:
         """ValueError where `tensors` are not as described; notes what named `sizes` are."""
-        import torch
-
         for each, tensor in zip(self.inputs, tensors, strict=True):
             if not isinstance(tensor, torch.Tensor):
                 raise ValueError(

@@ -36,7 +36,7 @@ def imported(device_type: str) -> Any:
         The module.
     """
     with _environment(DS_ACCELERATOR=device_type):
-        import deepspeed  # heavy: deepspeed
+        import deepspeed  # optional: deepspeed
     # Its log handler writes to standard output, which is the user's cell.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
@@ -62,8 +62,8 @@ def collectives() -> Any:
         The backend. Its attribute ``watcher`` is None, or a function that is called with each
         collective and has to call it.
     """
-    from deepspeed.comm import comm  # heavy: deepspeed
-    from deepspeed.utils import groups  # heavy: deepspeed
+    from deepspeed.comm import comm  # optional: deepspeed
+    from deepspeed.utils import groups  # optional: deepspeed
 
     if getattr(comm.cdb, "watcher", comm) is comm:
         comm.cdb = _watched_class()()
@@ -75,8 +75,8 @@ def collectives() -> Any:
 
 @functools.cache
 def _watched_class() -> type[Any]:
-    from deepspeed.comm.backend import Backend  # heavy: deepspeed
-    from deepspeed.comm.torch import TorchBackend  # heavy: deepspeed
+    from deepspeed.comm.backend import Backend  # optional: deepspeed
+    from deepspeed.comm.torch import TorchBackend  # optional: deepspeed
 
     class Watched(TorchBackend):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -150,7 +150,7 @@ def repartition(zero: Any, root: nn.Module) -> None:
         zero: DeepSpeed's stage 3 optimizer.
         root: The module that DeepSpeed was given as the model.
     """
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus  # heavy: deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus  # optional: deepspeed
 
     offload = zero.parameter_offload
     offload.param_coordinator._clean_inflight_param_registry()
@@ -170,8 +170,8 @@ def forget(root: nn.Module) -> None:
     Args:
         root: The module that DeepSpeed was given as the model.
     """
-    from deepspeed.runtime.zero import parameter_offload as offload  # heavy: deepspeed
-    from deepspeed.runtime.zero.partitioned_param_coordinator import (  # heavy: deepspeed
+    from deepspeed.runtime.zero import parameter_offload as offload  # optional: deepspeed
+    from deepspeed.runtime.zero.partitioned_param_coordinator import (  # optional: deepspeed
         PartitionedParameterCoordinator as Coordinator,
     )
 

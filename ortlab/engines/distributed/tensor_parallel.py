@@ -49,7 +49,7 @@ _MESHES = WeakKeyDictionary()
 
 
 def _meshes(
-    device_type: str, neighbours: int, everyone: dist.ProcessGroup
+    device_type: str, neighbors: int, everyone: dist.ProcessGroup
 ) -> tuple[DeviceMesh, DeviceMesh]:
     """Return the mesh of the ranks that share this rank's layers, and its data parallel mesh.
 
@@ -58,12 +58,12 @@ def _meshes(
     the process group"); a unique name makes each mesh different from all others.
     """
     known = _MESHES.setdefault(everyone, {})
-    if (device_type, neighbours) not in known:
+    if (device_type, neighbors) not in known:
         name = f"tensor{next(_NUMBERS)}"
-        shape = dist.get_world_size(everyone) // neighbours, neighbours
+        shape = dist.get_world_size(everyone) // neighbors, neighbors
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", name))
-        known[device_type, neighbours] = mesh[name], mesh["data"]
-    return known[device_type, neighbours]
+        known[device_type, neighbors] = mesh[name], mesh["data"]
+    return known[device_type, neighbors]
 
 
 class _Shard(nn.Module):
@@ -310,16 +310,16 @@ class TensorRanks(Ranks):
         settings: FinetuneSettings,
         group: dist.ProcessGroup,
     ) -> None:
-        neighbours = settings.tensor_parallel
-        plan = plan_for(owner, neighbours)
-        self._neighbours, data = _meshes(device.type, neighbours, group)
+        neighbors = settings.tensor_parallel
+        plan = plan_for(owner, neighbors)
+        self._neighbors, data = _meshes(device.type, neighbors, group)
         for tensor in (*owner.parameters(), *owner.buffers()):
             dist.broadcast(tensor.detach(), group_src=0, group=group)
         before = sum(parameter.numel() for parameter in owner.parameters())
-        self._layers = ShardedLayers(owner, plan, self._neighbours)
+        self._layers = ShardedLayers(owner, plan, self._neighbors)
         here = sum(parameter.numel() for parameter in owner.parameters())
         self._note = (
-            f"tensor parallel {neighbours}: {len(plan)} layers are sharded, and this rank has "
+            f"tensor parallel {neighbors}: {len(plan)} layers are sharded, and this rank has "
             f"{here:,} of {before:,} parameters"
         )
         try:
@@ -357,9 +357,9 @@ class TensorRanks(Ranks):
         named = {id(p.grad): (name, p) for name, p in self.owner.named_parameters()}
         split = torch.tensor([self._layers.is_split(named[id(g)][1]) for g in gradients])
         own = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients])
-        found = [torch.empty_like(own) for _ in range(self._neighbours.size())]
+        found = [torch.empty_like(own) for _ in range(self._neighbors.size())]
         with self._clock:
-            dist.all_gather(found, own, group=self._neighbours.get_group())
+            dist.all_gather(found, own, group=self._neighbors.get_group())
         norms = torch.stack(found)
         same = torch.isclose(norms, norms[:1], rtol=_APART, atol=1e-12, equal_nan=True).all(0)
         for number in (~same & ~split.to(same.device)).nonzero().flatten().tolist():
