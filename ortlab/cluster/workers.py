@@ -1,4 +1,4 @@
-"""Workers: the ranks of a cluster, what they are given to do, and what became of it."""
+"""Workers: the ranks of a cluster, the calls that run on them, and their failures."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ from ortlab.utils.tables import Table
 P = ParamSpec("P")
 R = TypeVar("R")
 WORKER_BYTES = 200 << 20
-"""What a process of its own takes that has imported torch and ortlab (207 MiB, torch 2.13)."""
+"""Memory of a process that has imported torch and ortlab (207 MiB with torch 2.13)."""
 
 _GRACE_S: Final = 1.0
-"""That ranks have to end by themselves after one failed; as long again after each interrupt."""
+"""Seconds that ranks have to finish after another rank failed, and after each interrupt."""
 
 _INTERRUPTS: Final = 3
-"""How often a rank is interrupted before it is killed: one that has yet to begin hears none."""
+"""Interrupts before a rank is killed; a rank whose call has not begun yet ignores them."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The process group of all ranks: its backend's name, and a private folder that all see.
+    """Process group of all ranks: the name of its backend, and a private folder that all can read.
 
-    The backend is gloo, and NCCL beside it where every rank has a GPU of its own.
+    The backend is gloo for CPU tensors, and NCCL for CUDA tensors if every rank has a GPU of its
+    own.
     """
 
     backend: str
@@ -61,18 +62,26 @@ class Group:
 
 
 class Workers:
-    """`count` processes that work as one: ranks, each with its device and its share of the threads.
+    """Worker processes: ranks, each with a device and its part of the threads.
 
-    They run when this returns, until `stop` or the end of this process. Without `profile` they are
-    local ones, and end with this process however it ends; with it an ipyparallel profile says how
-    they are started. RuntimeError where they cannot be started, or have other versions of what this
-    process has; ValueError for an unknown profile. A warning tells of shared cores or devices.
+    They run from the constructor's return until `stop` or the end of this process. Local workers
+    end with this process even if it is killed. A warning says if workers share cores or devices.
+
+    Args:
+        count: Number of workers.
+        profile: ipyparallel profile that says how they are started (SSH, MPI, Slurm, ...); None
+            starts local processes.
+
+    Raises:
+        RuntimeError: If they cannot be started, or have other versions of Python or a library than
+            this process.
+        ValueError: If the profile is unknown.
     """
 
     def __init__(self, count: int, *, profile: str | None = None) -> None:
         self.profile = profile
         self.broken: str | None = None
-        """Why they cannot be used any more; None while they can."""
+        """Reason why they cannot be used anymore; None while they can."""
         self._busy: str | None = None
         self._lock = threading.RLock()
         self._group: Group | None = None
@@ -101,28 +110,28 @@ class Workers:
 
     @property
     def local(self) -> bool:
-        """Whether all of them are on this machine."""
+        """True if all workers are processes of this machine."""
         return all(rank.local for rank in self._ranks)
 
     @property
     def pids(self) -> list[int]:
-        """Their processes, by rank."""
+        """Process ids, by rank."""
         return [rank.pid for rank in self._ranks]
 
     @property
     def busy(self) -> str | None:
-        """The function that they are running; None when they are idle."""
+        """Name of the function that they are running; None when they are idle."""
         return self._busy
 
     def usable(self) -> bool:
-        """Whether they all run still."""
+        """Return whether all workers are still running."""
         self._look()
         return self.broken is None
 
     def table(self) -> Table[Worker]:
-        """Every rank with host, process, device, threads, memory and state.
+        """Return a table of the ranks: host, process, device, threads, memory and state.
 
-        The notes list every socket on which controller and engines listen.
+        The notes list every socket that the controller and the engines listen on.
         """
         if not self.usable():
             return Table[Worker]([], COLUMNS, empty=f"no workers: {self.broken}; {self._again()}")
@@ -144,27 +153,49 @@ class Workers:
         return Table(rows, COLUMNS, notes=notes)
 
     def stop(self) -> None:
-        """Ends them; a call that is running fails. Twice is fine."""
+        """End the workers; a running call fails. A second call does nothing."""
         atexit.unregister(self.stop)
         self.broken = self.broken or "they were stopped"
         self._cluster.stop()
 
     def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Calls `function` on every rank; returns the results by rank.
+        """Call a function on every rank.
 
-        Function and arguments go by value, those that cells define too; ValueError names what
-        cannot be sent, before anything runs. What ranks print is printed here, a rank's number
-        before each line. `RankError` names the first rank that failed; those that are still at it
-        some seconds later are interrupted, then killed. `RankDied` names the rank whose process
-        ended, and how: all are stopped then. An interrupt ends the call on every rank. A rank that
-        fails leaves its process group, so that others do not wait for it there.
+        The function and its arguments are sent by value, also if a notebook cell defines them.
+        Output of the ranks is printed here, each line after the rank's number. After a failure,
+        ranks that are still running some seconds later are interrupted, then killed. A rank that
+        fails leaves its process group, so that the others do not wait for it there. An interrupt
+        ends the call on every rank.
+
+        Args:
+            function: The function.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            ValueError: If something cannot be pickled, before anything runs; the message names it.
+            RankError: If a rank failed; the message names the first one.
+            RankDied: If the process of a rank ended; all workers are stopped then.
+            RuntimeError: If the workers were stopped.
         """
         return self._call(function, args, kwargs, on_rank.call)
 
     def run_together(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """As `run`, for what fails on all ranks or on none: they stay in their process group.
+        """Call a function that fails on all ranks or on none; ranks stay in their process group.
 
-        The error's ``together`` says whether that was so.
+        Args:
+            function: The function.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            RankError: As in `run`; its ``together`` is True if the call failed on all ranks.
         """
         return self._call(function, args, kwargs, on_rank.call_together)
 
@@ -185,14 +216,26 @@ class Workers:
 
     @contextlib.contextmanager
     def rendezvous(self, name: str = "", *, timeout_s: float = 1800.0) -> Iterator[Group]:
-        """All ranks in one process group of torch.distributed, for the calls inside.
+        """Join all ranks in one process group of torch.distributed within the context.
 
-        They are taken for that long: calls of other threads are refused with the `name`. In the
-        same thread others may come and go meanwhile, in any order: it is one group until the last
-        leaves.
-        The ranks meet in a file of a private folder, without a port. Where all are on this machine
-        their sockets are on loopback alone; else the folder is below $ORTLAB_HOME, and RuntimeError
-        names the rank that does not see it. `timeout_s` is how long one waits for another.
+        The workers are reserved meanwhile: calls of other threads are refused with a message that
+        has the `name`. Contexts of the same thread may overlap in any order and share one group,
+        which ends with the last of them.
+
+        The ranks find each other through a file in a private folder, without a port. If all are on
+        this machine, their sockets are on loopback only. Otherwise the folder is below
+        $ORTLAB_HOME.
+
+        Args:
+            name: Name of the work, for the messages.
+            timeout_s: Seconds that a rank waits for another one in a collective.
+
+        Yields:
+            The group.
+
+        Raises:
+            RuntimeError: If a rank cannot read the folder, or the workers were stopped.
+            ValueError: If another thread uses the workers.
         """
         with self._taken(name or "a process group"):
             if self._group is None:
@@ -229,11 +272,11 @@ class Workers:
 
     @contextlib.contextmanager
     def _taken(self, name: str) -> Iterator[None]:
-        """The workers for this thread; ValueError while another one has them."""
+        """Reserve the workers for this thread; ValueError while another one uses them."""
         if not self.usable():
             raise RuntimeError(f"no workers: {self.broken}; {self._again()}")
         if not self._lock.acquire(blocking=False):
-            raise ValueError(f"the workers are busy with {self._busy}; wait for its end")
+            raise ValueError(f"the workers are busy with {self._busy}; wait until it ends")
         before = self._busy
         try:
             self._busy = before or name
@@ -243,10 +286,10 @@ class Workers:
             self._lock.release()
 
     def _finish(self, call: WorkerCall) -> list[Any]:
-        """Waits for the end of a call on all ranks; see `run`."""
+        """Wait for the end of a call on all ranks; see `run`."""
         try:
             self._watch(call)
-            self._watch(call, _GRACE_S)  # after a failure
+            self._watch(call, _GRACE_S)  # after a failure the others may still finish
             alike = len(call.failures) == len(self)
             self._interrupt(call)
         except KeyboardInterrupt:
@@ -262,24 +305,24 @@ class Workers:
         return call.values()
 
     def _watch(self, call: WorkerCall, seconds: float = math.inf) -> None:
-        """Polls until all ranks are done, or the time is over, or without one a rank failed.
+        """Poll until all ranks are done, or until `seconds` are over.
 
-        RankDied where a process ended.
+        Without a limit it also returns when a rank has failed. RankDied if a process ended.
         """
         until = time.monotonic() + seconds
         while call.pending and time.monotonic() < until:
             if seconds == math.inf and call.failures:
                 return
             call.poll()
-            if self.broken is not None:  # another thread stopped them
+            if self.broken is not None:  # stopped by another thread
                 raise RuntimeError(f"no workers: {self.broken}")
             if call.lost or self._gone():
                 raise self._died(call.lost)
 
     def _interrupt(self, call: WorkerCall) -> None:
-        """Ends a call on the ranks that are still at it, by SIGINT and at last by SIGKILL.
+        """End a call on the ranks that still run it, by SIGINT and finally by SIGKILL.
 
-        An interrupt of this wait kills them at once.
+        A keyboard interrupt during this wait kills them at once.
         """
         with contextlib.suppress(KeyboardInterrupt):
             for _ in range(_INTERRUPTS):
@@ -293,12 +336,12 @@ class Workers:
             self._break(f"rank {ranks} of {len(self)} did not end when interrupted, and was killed")
 
     def _look(self) -> None:
-        """Notices a worker that died while nothing ran."""
+        """Detect a worker that died while no call was running."""
         if self.broken is None and self._busy is None and self._gone():
             self._died()
 
     def _gone(self) -> list[int]:
-        """The ranks whose process ended; all of them without a controller."""
+        """Return the ranks whose process ended; all of them if the controller did."""
         ended, left = self._cluster.exit_codes(), self._cluster.client.ids
         lost = self._cluster.controller_died()
         return [
@@ -308,9 +351,9 @@ class Workers:
         ]
 
     def _died(self, lost: Sequence[int] = ()) -> RankDied:
-        """Ends what is left, after a rank ended; says which, and how where that can be known."""
+        """Stop the remaining ranks after one ended, and return the error that names it."""
         if self._cluster.controller_died():
-            reason, rank = "the controller died, without which nobody hears the workers", 0
+            reason, rank = "the controller died, so the workers cannot be reached", 0
         else:
             rank = [*lost, *self._gone()][0]
             pid = self._ranks[rank].pid
@@ -330,10 +373,10 @@ class Workers:
     def _again(self) -> str:
         return f"%ort workers {len(self)}, or ortlab.workers({len(self)}), starts fresh ones"
 
-    # ---- what is told of them --------------------------------------------------------------------
+    # ---- information on the ranks ----------------------------------------------------------------
 
     def _footprint(self, rank: PlacedRank) -> tuple[int | None, set[tuple[str, int]] | None]:
-        """Resident bytes and listening sockets; None for those of another host that is busy."""
+        """Return resident bytes and listening sockets; None for a busy rank on another host."""
         if rank.local:
             return on_rank.footprint(rank.pid)
         if self._busy is not None:
@@ -343,7 +386,7 @@ class Workers:
         return found
 
     def _meeting_place(self) -> Path:
-        """A private folder that every rank sees."""
+        """Return a new private folder that every rank can read."""
         if self.local:
             return Path(tempfile.mkdtemp(prefix="ortlab-group-"))
         home = files.private(runs_root().parent)
@@ -352,35 +395,42 @@ class Workers:
             if not seen:
                 folder.rmdir()
                 raise RuntimeError(
-                    f"rank {rank} on {self._ranks[rank].host} does not see {home}; set ORTLAB_HOME "
+                    f"rank {rank} on {self._ranks[rank].host} cannot read {home}; set ORTLAB_HOME "
                     "to a folder that all hosts share"
                 )
         return folder
 
     def _own_gpus(self) -> bool:
-        """Whether every rank has a GPU that no other rank has."""
+        """Return whether every rank has a GPU of its own."""
         return all(rank.devices >= rank.place.local_world for rank in self._ranks)
 
 
 def refuse_too_many(count: int) -> None:
-    """ValueError where so many processes would take the machine's memory from everybody."""
+    """Raise ValueError if the machine has no memory for that many local workers.
+
+    Args:
+        count: Number of workers.
+
+    Raises:
+        ValueError: If they need more than the free memory; the message has the largest number.
+    """
     free = available_bytes("cpu")
     if count * WORKER_BYTES > free:
         raise ValueError(
-            f"{count} workers have no room: each takes {memory(WORKER_BYTES)} before its model, "
-            f"{memory(free)} are free; at most {max(1, free // WORKER_BYTES)} here"
+            f"not enough memory for {count} workers: each takes {memory(WORKER_BYTES)} without its "
+            f"model, and {memory(free)} are free; start at most {max(1, free // WORKER_BYTES)}"
         )
 
 
 def _how(code: int | None) -> str:
-    """How a process ended, by its exit code."""
+    """Return how a process ended, by its exit code; "" if that is unknown."""
     if code is None:
         return ""
     return f": {signal.Signals(-code).name} (signal {-code})" if code < 0 else f": exit code {code}"
 
 
 def _loopback_interface() -> str | None:
-    """The network interface of 127.0.0.1: lo on Linux."""
+    """Return the name of the network interface of 127.0.0.1, such as lo on Linux."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == LOOPBACK for address in addresses):
             return str(name)

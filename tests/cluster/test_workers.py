@@ -366,7 +366,7 @@ def test_from_start_to_stop(
     controller.kill()
     assert eventually(lambda: not typist["w"].usable())
     out = typist("%ort workers")
-    assert "no workers: the controller died, without" in out
+    assert "no workers: the controller died, so the workers cannot" in out
     assert "; %ort workers 1, or ortlab.workers(1), starts fresh ones\n" in out
     typist("%ort workers stop")
     assert eventually(lambda: not running(ours))
