@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,22 @@ from ortlab.checkpoint.checkpoint import (
     check_model,
     check_optimizer,
 )
+from ortlab.deploy.axes import Axes, Axis
+from ortlab.deploy.call import ModelCall
 from ortlab.engines.base import EngineUnavailable, NotFinite, unfit
-from ortlab.engines.batch import TARGETS, signature_names
 from ortlab.engines.ortmodule.engine import execution_of, reseed
 from ortlab.engines.ortmodule.fused_step import FusedStep
 from ortlab.engines.registry import engine, refusal
 from ortlab.engines.torch.stepper import modes_of, set_modes
-from ortlab.optim.config import DecayMode, OptimizerConfig
-from ortlab.orttrainer.description import Described, Description
+from ortlab.optim.config import OptimizerConfig
+from ortlab.orttrainer.description import Description
+from ortlab.orttrainer.objective import Inference, Loss, Objective
+from ortlab.orttrainer.optimizer import optimizer_for
 from ortlab.orttrainer.options import GRAPHS, ORTTrainerOptions
 from ortlab.settings import FinetuneSettings, unknown_name
 from ortlab.utils.errors import brief
 from ortlab.utils.rng import RandomStates
 
-Loss = Callable[..., torch.Tensor]
 _STATE = {"exp_avg": "Moment_1", "exp_avg_sq": "Moment_2", "step": "Update_Count"}
 """What torch and what ORT call the state of an optimizer."""
 
@@ -107,14 +108,14 @@ class ORTTrainer:
         )
         if (reason := refusal(settings)) is not None:
             raise EngineUnavailable(reason)
-        objective = _Objective(model, Description.of(model_desc), loss_fn, self._note)
+        objective = Objective(model, Description.of(model_desc), loss_fn, self._note)
         self.model_desc = objective.description
         """What goes in and comes out, with the label and the loss where they were added."""
         self._freeze()
         model.to("cpu")
         self._wrapped = engine("ort").wrap(objective, settings)
         self._objective = objective
-        self._optimizer = _optimizer(optim_config, dict(model.named_parameters()))
+        self._optimizer = optimizer_for(optim_config, dict(model.named_parameters()))
         self._bad = torch.zeros(())
         self._step = FusedStep(execution_of(self._wrapped), self._optimizer, self._bad)
         self._info = TrainStepInfo(optim_config)
@@ -332,9 +333,7 @@ class ORTTrainer:
         Inputs and outputs are called and sized as in `model_desc`. The file is run in onnxruntime
         beside torch before it is there, see `ortlab.export`. ValueError before the first step.
         """
-        from ortlab.deploy import inference
-        from ortlab.deploy.axes import Axes, Axis
-        from ortlab.deploy.call import ModelCall
+        from ortlab.deploy import inference  # heavy: ortlab.deploy
 
         if self._last is None:
             raise ValueError("no batch was seen yet; train or evaluate once, then save")
@@ -343,6 +342,12 @@ class ORTTrainer:
             for each, tensor in zip(self.model_desc.inputs, self._last, strict=True)
             if not self._objective.is_answer(each.name)
         }
+        axes = self._axes(given)
+        module = Inference(self._objective)
+        inference.one_file(self.model, ModelCall(module, (), given), axes, path)
+
+    def _axes(self, given: Mapping[str, torch.Tensor]) -> Axes:
+        """Return the sizes with a name in ``model_desc``, and where they are in the inputs."""
         places: dict[str, list[tuple[str, int]]] = {}
         for each in self.model_desc.inputs:
             for dim, size in enumerate(each.sizes or ()):
@@ -352,8 +357,7 @@ class ORTTrainer:
         for name, at in places.items():
             size = given[at[0][0]].shape[at[0][1]]
             axes.append(Axis(name, size, tuple(at), (size + 1, max(size - 1, 1))))
-        module = _Inference(self._objective)
-        inference.one_file(self.model, ModelCall(module, (), given), Axes(axes), path)
+        return Axes(axes)
 
     def _fitting(self, weights: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
         """What the model loads of `weights`: all of its own, or not `strict` what both have."""
@@ -403,184 +407,6 @@ class ORTTrainer:
         return f"<ORTTrainer of {type(self.model).__name__} after {step} steps>"
 
 
-class _Objective(nn.Module):
-    """`model` as described: the loss first, then all other outputs without a gradient."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        description: Description,
-        loss_fn: Loss | None,
-        note: Callable[[str], None],
-    ) -> None:
-        super().__init__()
-        self._original_module = model
-        self.loss_fn = loss_fn
-        self.training = model.training
-        names = signature_names(model)
-        self.taken = [each.name for each in description.inputs if each.name in names]
-        """The inputs that forward takes by their names; none where it takes them in order."""
-        number = len(self.taken) or min(len(names), len(description.inputs))
-        rest = len(description.inputs) - number
-        if loss_fn is None:
-            _refuse_without_loss(description, rest, names)
-        elif rest == 0:
-            label = Described(_new("label", description), None)
-            description = Description((*description.inputs, label), description.outputs)
-            note(f"model_desc names no label: the last input of a step is {label.name!r}")
-        elif rest > 1:
-            extra = ", ".join(map(str, description.inputs[number:]))
-            raise ValueError(f"model_desc has {extra} beside what forward takes; a label is one")
-        if loss_fn is not None and description.loss is None:
-            loss = Described(_new("loss", description), (), is_loss=True)
-            description = Description(description.inputs, (loss, *description.outputs))
-            note(f"model_desc names no loss: the first output of a step is {loss.name!r}")
-        self.description = description
-        self.number = number
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """The loss, and the other outputs in order."""
-        given = dict(zip((each.name for each in self.description.inputs), inputs, strict=True))
-        if self.taken:
-            result = self._original_module(**{name: given[name] for name in self.taken})
-        else:
-            result = self._original_module(*inputs[: self.number])
-        outputs = self._named(result)
-        if self.loss_fn is None:
-            assert self.description.loss is not None
-            loss = outputs.pop(self.description.loss)
-        else:
-            label = next(v for n, v in given.items() if self.is_label(n))
-            loss = self.loss_fn(result, label)
-        if not isinstance(loss, torch.Tensor) or (loss.dim() and loss.numel() != 1):
-            raise ValueError("the loss is no scalar; reduce it, as with .mean()")
-        return (loss, *(each.detach() for each in outputs))
-
-    def evaluated(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs by name, but for the loss, of inputs without answers."""
-        if self.taken:
-            result = self._original_module(**named)
-        else:
-            result = self._original_module(*named.values())
-        names = [each.name for each in self.description.outputs if not each.is_loss]
-        return dict(zip(names, self._named(result), strict=False))
-
-    def is_answer(self, name: str) -> bool:
-        """Whether an input is for the loss alone."""
-        if self.loss_fn is not None:
-            return self.is_label(name)
-        parameter = inspect.signature(self._original_module.forward).parameters.get(name)
-        optional = parameter is not None and parameter.default is None
-        return optional and name in TARGETS
-
-    def is_label(self, name: str) -> bool:
-        names = [each.name for each in self.description.inputs]
-        return name not in self.taken if self.taken else names.index(name) >= self.number
-
-    def _named(self, result: Any) -> list[torch.Tensor]:
-        """The tensors of a result: by their names where it has names, else in order."""
-        wanted = [each.name for each in self.description.outputs]
-        if isinstance(result, Mapping):
-            known = [name for name in wanted if name in result]
-            values = [result[name] for name in known] if known else list(result.values())
-        elif isinstance(result, torch.Tensor):
-            values = [result]
-        else:
-            values = list(result)
-        return [each for each in values if isinstance(each, torch.Tensor)]
-
-
-class _Inference(nn.Module):
-    """What a graph for inference computes: the objective's outputs without its loss."""
-
-    def __init__(self, objective: _Objective) -> None:
-        super().__init__()
-        self.objective = objective
-
-    def forward(self, **named: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The outputs by their names in ``model_desc``."""
-        return self.objective.evaluated(named)
-
-
-def _refuse_without_loss(description: Description, rest: int, names: Sequence[str]) -> None:
-    outputs = ", ".join(map(str, description.outputs))
-    if description.loss is None:
-        raise ValueError(
-            f"there is no loss: model_desc has the outputs {outputs} and none of them is marked; "
-            "give a loss_fn (criterion), or mark the output that is the loss: ('loss', [], True)"
-        )
-    if rest:
-        extra = ", ".join(map(str, description.inputs[-rest:]))
-        raise ValueError(
-            f"model_desc has {extra}, and forward takes {', '.join(names)}; a label needs a "
-            "loss_fn that is given it"
-        )
-
-
-def _new(name: str, description: Description) -> str:
-    taken = {each.name for each in (*description.inputs, *description.outputs)}
-    return name if name not in taken else f"{name}_1"
-
-
 def _is_config(value: Any) -> bool:
     """Whether it is one of `ortlab.optim`, or of the same package of ORT's."""
     return all(hasattr(value, name) for name in ("name", "defaults", "params", "lr"))
-
-
-def _optimizer(config: Any, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """One of torch's with the groups of `config`, for `FusedStep`."""
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    groups: list[tuple[Mapping[str, Any], list[nn.Parameter]]] = []
-    for group in config.params:
-        for name in group["params"]:
-            if name not in parameters:
-                raise ValueError(f"params has {name!r}: {unknown_name(name, parameters)}")
-        own = [trained.pop(name) for name in group["params"] if name in trained]
-        groups.append((group, own))
-    groups.append((config.defaults, list(trained.values())))
-    groups = [(values, own) for values, own in groups if own]
-    if config.name == "SGDOptimizer":
-        plain = [{"params": own} for _, own in groups]
-        return torch.optim.SGD(plain, lr=config.lr)
-    if config.name == "AdamOptimizer":
-        made = [{"params": own, **_adam(values)} for values, own in groups]
-        return torch.optim.AdamW(made, lr=config.lr)
-    from ortlab.engines.torch.lamb import Lamb  # its library takes seconds to import
-
-    kinds = [
-        {"params": kind, **_lamb(values)}
-        for values, own in groups
-        for kind in ([p for p in own if p.dim() >= 2], [p for p in own if p.dim() < 2])
-        if kind
-    ]
-    return Lamb(kinds, lr=config.lr)
-
-
-def _adam(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_moments(values),
-        "bias_correction": values["do_bias_correction"],
-        "decay_after": values["weight_decay_mode"] == DecayMode.AFTER_WEIGHT_UPDATE,
-    }
-
-
-def _lamb(values: Mapping[str, Any]) -> dict[str, Any]:
-    if values["do_bias_correction"] or (values["ratio_min"], values["ratio_max"]) != (
-        float("-inf"),
-        float("inf"),
-    ):
-        raise ValueError(
-            "LambConfig: bias correction and bounds of the trust ratio have no engine; leave "
-            "do_bias_correction, ratio_min and ratio_max as they are"
-        )
-    return _moments(values)
-
-
-def _moments(values: Mapping[str, Any]) -> dict[str, Any]:
-    # ORT's own classes rename lambda_coef.
-    decay = values["lambda"] if "lambda" in values else values["lambda_coef"]
-    return {
-        "betas": (values["alpha"], values["beta"]),
-        "eps": values["epsilon"],
-        "weight_decay": decay,
-    }

@@ -557,7 +557,7 @@ def test_other_versions_are_named_before_anything_runs(
     here = family(os.getpid())
     error = typist.refused("%ort workers --profile far 1")
     assert "rank 0 on " in error
-    assert " has torch 1.2.3, this process " in error
+    assert " has torch 1.2.3, but this process has " in error
     assert eventually(lambda: family(os.getpid()) == here)
 
 

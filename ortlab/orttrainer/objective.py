@@ -1,0 +1,134 @@
+"""Objective of an `ORTTrainer`: the described model with its loss, as one module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ortlab.engines.batch import TARGETS, signature_names
+from ortlab.orttrainer.description import Described, Description
+
+Loss = Callable[..., torch.Tensor]
+
+
+class Objective(nn.Module):
+    """`model` as described: the loss first, then all other outputs without a gradient."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        description: Description,
+        loss_fn: Loss | None,
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self._original_module = model
+        self.loss_fn = loss_fn
+        self.training = model.training
+        names = signature_names(model)
+        self.taken = [each.name for each in description.inputs if each.name in names]
+        """The inputs that forward takes by their names; none where it takes them in order."""
+        number = len(self.taken) or min(len(names), len(description.inputs))
+        rest = len(description.inputs) - number
+        if loss_fn is None:
+            _refuse_without_loss(description, rest, names)
+        elif rest == 0:
+            label = Described(_new("label", description), None)
+            description = Description((*description.inputs, label), description.outputs)
+            note(f"model_desc names no label: the last input of a step is {label.name!r}")
+        elif rest > 1:
+            extra = ", ".join(map(str, description.inputs[number:]))
+            raise ValueError(f"model_desc has {extra} beside what forward takes; a label is one")
+        if loss_fn is not None and description.loss is None:
+            loss = Described(_new("loss", description), (), is_loss=True)
+            description = Description(description.inputs, (loss, *description.outputs))
+            note(f"model_desc names no loss: the first output of a step is {loss.name!r}")
+        self.description = description
+        self.number = number
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """The loss, and the other outputs in order."""
+        given = dict(zip((each.name for each in self.description.inputs), inputs, strict=True))
+        if self.taken:
+            result = self._original_module(**{name: given[name] for name in self.taken})
+        else:
+            result = self._original_module(*inputs[: self.number])
+        outputs = self._named(result)
+        if self.loss_fn is None:
+            assert self.description.loss is not None
+            loss = outputs.pop(self.description.loss)
+        else:
+            label = next(v for n, v in given.items() if self.is_label(n))
+            loss = self.loss_fn(result, label)
+        if not isinstance(loss, torch.Tensor) or (loss.dim() and loss.numel() != 1):
+            raise ValueError("the loss is no scalar; reduce it, as with .mean()")
+        return (loss, *(each.detach() for each in outputs))
+
+    def evaluated(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs by name, but for the loss, of inputs without answers."""
+        if self.taken:
+            result = self._original_module(**named)
+        else:
+            result = self._original_module(*named.values())
+        names = [each.name for each in self.description.outputs if not each.is_loss]
+        return dict(zip(names, self._named(result), strict=False))
+
+    def is_answer(self, name: str) -> bool:
+        """Whether an input is for the loss alone."""
+        if self.loss_fn is not None:
+            return self.is_label(name)
+        parameter = inspect.signature(self._original_module.forward).parameters.get(name)
+        optional = parameter is not None and parameter.default is None
+        return optional and name in TARGETS
+
+    def is_label(self, name: str) -> bool:
+        names = [each.name for each in self.description.inputs]
+        return name not in self.taken if self.taken else names.index(name) >= self.number
+
+    def _named(self, result: Any) -> list[torch.Tensor]:
+        """The tensors of a result: by their names where it has names, else in order."""
+        wanted = [each.name for each in self.description.outputs]
+        if isinstance(result, Mapping):
+            known = [name for name in wanted if name in result]
+            values = [result[name] for name in known] if known else list(result.values())
+        elif isinstance(result, torch.Tensor):
+            values = [result]
+        else:
+            values = list(result)
+        return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+class Inference(nn.Module):
+    """What a graph for inference computes: the objective's outputs without its loss."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def forward(self, **named: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The outputs by their names in ``model_desc``."""
+        return self.objective.evaluated(named)
+
+
+def _refuse_without_loss(description: Description, rest: int, names: Sequence[str]) -> None:
+    outputs = ", ".join(map(str, description.outputs))
+    if description.loss is None:
+        raise ValueError(
+            f"there is no loss: model_desc has the outputs {outputs} and none of them is marked; "
+            "give a loss_fn (criterion), or mark the output that is the loss: ('loss', [], True)"
+        )
+    if rest:
+        extra = ", ".join(map(str, description.inputs[-rest:]))
+        raise ValueError(
+            f"model_desc has {extra}, and forward takes {', '.join(names)}; a label needs a "
+            "loss_fn that is given it"
+        )
+
+
+def _new(name: str, description: Description) -> str:
+    taken = {each.name for each in (*description.inputs, *description.outputs)}
+    return name if name not in taken else f"{name}_1"
