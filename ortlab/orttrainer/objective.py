@@ -16,7 +16,17 @@ Loss = Callable[..., torch.Tensor]
 
 
 class Objective(nn.Module):
-    """`model` as described: the loss first, then all other outputs without a gradient."""
+    """Module that returns the loss first, then the model's other outputs without a gradient.
+
+    Args:
+        model: The user's model.
+        description: The model's inputs and outputs.
+        loss_fn: The loss function, or None where the model returns its loss.
+        note: Called with a note for each addition to the description.
+
+    Raises:
+        ValueError: If loss or label are missing or ambiguous.
+    """
 
     def __init__(
         self,
@@ -31,7 +41,7 @@ class Objective(nn.Module):
         self.training = model.training
         names = signature_names(model)
         self.taken = [each.name for each in description.inputs if each.name in names]
-        """The inputs that forward takes by their names; none where it takes them in order."""
+        """Inputs that are passed to forward by name; empty if they are passed in order."""
         number = len(self.taken) or min(len(names), len(description.inputs))
         rest = len(description.inputs) - number
         if loss_fn is None:
@@ -42,7 +52,9 @@ class Objective(nn.Module):
             note(f"model_desc names no label: the last input of a step is {label.name!r}")
         elif rest > 1:
             extra = ", ".join(map(str, description.inputs[number:]))
-            raise ValueError(f"model_desc has {extra} beside what forward takes; a label is one")
+            raise ValueError(
+                f"model_desc has {extra} besides forward's inputs; only one can be the label"
+            )
         if loss_fn is not None and description.loss is None:
             loss = Described(_new("loss", description), (), is_loss=True)
             description = Description(description.inputs, (loss, *description.outputs))
@@ -51,7 +63,14 @@ class Objective(nn.Module):
         self.number = number
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """The loss, and the other outputs in order."""
+        """Return the loss, and the other outputs in order.
+
+        Args:
+            *inputs: The inputs of the description, in order.
+
+        Raises:
+            ValueError: If the loss is not a scalar.
+        """
         given = dict(zip((each.name for each in self.description.inputs), inputs, strict=True))
         if self.taken:
             result = self._original_module(**{name: given[name] for name in self.taken})
@@ -65,11 +84,15 @@ class Objective(nn.Module):
             label = next(v for n, v in given.items() if self.is_label(n))
             loss = self.loss_fn(result, label)
         if not isinstance(loss, torch.Tensor) or (loss.dim() and loss.numel() != 1):
-            raise ValueError("the loss is no scalar; reduce it, as with .mean()")
+            raise ValueError("the loss is not a scalar; reduce it, for example with .mean()")
         return (loss, *(each.detach() for each in outputs))
 
     def evaluated(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs by name, but for the loss, of inputs without answers."""
+        """Return the outputs by name, without the loss.
+
+        Args:
+            named: The inputs by name, without label.
+        """
         if self.taken:
             result = self._original_module(**named)
         else:
@@ -78,7 +101,11 @@ class Objective(nn.Module):
         return dict(zip(names, self._named(result), strict=False))
 
     def is_answer(self, name: str) -> bool:
-        """Whether an input is for the loss alone."""
+        """Return whether an input is only used by the loss.
+
+        Args:
+            name: The input's name.
+        """
         if self.loss_fn is not None:
             return self.is_label(name)
         parameter = inspect.signature(self._original_module.forward).parameters.get(name)
@@ -86,11 +113,16 @@ class Objective(nn.Module):
         return optional and name in TARGETS
 
     def is_label(self, name: str) -> bool:
+        """Return whether forward does not take an input, which is then the label.
+
+        Args:
+            name: The input's name.
+        """
         names = [each.name for each in self.description.inputs]
         return name not in self.taken if self.taken else names.index(name) >= self.number
 
     def _named(self, result: Any) -> list[torch.Tensor]:
-        """The tensors of a result: by their names where it has names, else in order."""
+        """Return the tensors of a result: by name if it is a mapping, otherwise in order."""
         wanted = [each.name for each in self.description.outputs]
         if isinstance(result, Mapping):
             known = [name for name in wanted if name in result]
@@ -103,14 +135,22 @@ class Objective(nn.Module):
 
 
 class Inference(nn.Module):
-    """What a graph for inference computes: the objective's outputs without its loss."""
+    """Module for inference: the objective's outputs without the loss.
+
+    Args:
+        objective: The objective.
+    """
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()
         self.objective = objective
 
     def forward(self, **named: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The outputs by their names in ``model_desc``."""
+        """Return the outputs by their names in ``model_desc``.
+
+        Args:
+            **named: The inputs by name, without label.
+        """
         return self.objective.evaluated(named)
 
 
@@ -118,14 +158,14 @@ def _refuse_without_loss(description: Description, rest: int, names: Sequence[st
     outputs = ", ".join(map(str, description.outputs))
     if description.loss is None:
         raise ValueError(
-            f"there is no loss: model_desc has the outputs {outputs} and none of them is marked; "
-            "give a loss_fn (criterion), or mark the output that is the loss: ('loss', [], True)"
+            f"there is no loss: model_desc has the outputs {outputs}, and none of them is marked; "
+            "pass a loss_fn (criterion), or mark the output that is the loss: ('loss', [], True)"
         )
     if rest:
         extra = ", ".join(map(str, description.inputs[-rest:]))
         raise ValueError(
-            f"model_desc has {extra}, and forward takes {', '.join(names)}; a label needs a "
-            "loss_fn that is given it"
+            f"model_desc has {extra}, but forward only takes {', '.join(names)}; pass a loss_fn "
+            "that takes the label"
         )
 
 

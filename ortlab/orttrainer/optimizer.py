@@ -13,7 +13,18 @@ from ortlab.settings import unknown_name
 
 
 def optimizer_for(config: Any, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """One of torch's with the groups of `config`, for `FusedStep`."""
+    """Return the torch optimizer of a configuration, for `FusedStep`.
+
+    Args:
+        config: One of `ortlab.optim`, or of ORT's package of that name.
+        parameters: The model's parameters by name; frozen ones are left out.
+
+    Returns:
+        The optimizer, with the configuration's parameter groups.
+
+    Raises:
+        ValueError: If a group names an unknown parameter, or an option is not supported.
+    """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     groups: list[tuple[Mapping[str, Any], list[nn.Parameter]]] = []
     for group in config.params:
@@ -55,8 +66,8 @@ def _lamb(values: Mapping[str, Any]) -> dict[str, Any]:
         float("inf"),
     ):
         raise ValueError(
-            "LambConfig: bias correction and bounds of the trust ratio have no engine; leave "
-            "do_bias_correction, ratio_min and ratio_max as they are"
+            "LambConfig: bias correction and bounds of the trust ratio are not supported; leave "
+            "do_bias_correction, ratio_min and ratio_max at their defaults"
         )
     return _moments(values)
 

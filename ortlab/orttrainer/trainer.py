@@ -1,4 +1,4 @@
-"""`ORTTrainer`: a training step as one call, as in ORT's first training API."""
+"""`ORTTrainer`: a whole training step in one call, as in ORT's first training API."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from ortlab.utils.errors import brief
 from ortlab.utils.rng import RandomStates
 
 _STATE = {"exp_avg": "Moment_1", "exp_avg_sq": "Moment_2", "step": "Update_Count"}
-"""What torch and what ORT call the state of an optimizer."""
+"""Names of an optimizer's state in torch, with ORT's names for them."""
 
 
 @dataclass
 class TrainStepInfo:
-    """What a scheduler is told: see `ortlab.optim.lr_scheduler.StepInfo`.
+    """Information that a scheduler gets; see `ortlab.optim.lr_scheduler.StepInfo`.
 
-    ``step`` counts calls of `ORTTrainer.train_step`, of which several make an optimizer step where
-    gradients are accumulated.
+    ``step`` counts calls of `ORTTrainer.train_step`. With gradient accumulation several of them
+    make one optimizer step.
     """
 
     optimizer_config: OptimizerConfig
@@ -55,20 +55,26 @@ class TrainStepInfo:
 
 
 class ORTTrainer:
-    """Trains `model` in place; forward, backward and optimizer are one call into ORT.
+    """Trainer that runs forward, backward and optimizer step of a model in one call into ORT.
 
-    `model_desc` has the model's ``inputs`` and ``outputs`` in order, each a (name, sizes), where a
-    size that may differ from call to call is a name; an output that is the loss says so by a third
-    value, True. `optim_config` is one of `ortlab.optim`. `loss_fn` is called with what the model
-    returns and with the label, which is the input that forward has no parameter for; where
-    `model_desc` names neither the label nor the loss, they are added, with a note in `notes`.
-    `options` is a dictionary, see `ORTTrainerOptions`. The order of ORT's slides is taken too:
-    model, optimizer, model_desc, criterion.
+    The model is trained in place: its weights stay its own tensors. Evaluation runs in ORT as well.
+    The interface is that of onnxruntime.training.ORTTrainer of ORT 1.5 to 1.13. The argument order
+    of ORT's slides is also accepted: model, optimizer, model_desc, criterion.
 
-    Evaluation runs in ORT as well. Weights stay the model's own tensors.
+    Args:
+        model: The model.
+        model_desc: A dictionary of the model's "inputs" and "outputs" in order, each (name, sizes).
+            A size that may change between calls is a name. The output that is the loss has True as
+            a third value. If the label or the loss are missing they are added, with a note in
+            `notes`.
+        optim_config: One of `ortlab.optim`.
+        loss_fn: Called with the model's result and the label, which is the input that forward has
+            no parameter for. None if the model returns its loss.
+        options: A dictionary; see `ORTTrainerOptions`.
 
-    ValueError says what of the arguments is wrong; EngineUnavailable where ORT cannot run here. The
-    interface is that of onnxruntime.training.ORTTrainer of ORT 1.5 to 1.13.
+    Raises:
+        ValueError: If an argument is invalid.
+        EngineUnavailable: If ORT cannot run here.
     """
 
     @brief
@@ -84,10 +90,11 @@ class ORTTrainer:
             model_desc, optim_config = optim_config, model_desc
         if not _is_config(optim_config):
             raise ValueError(
-                f"optim_config={optim_config!r}: give one of ortlab.optim, as SGDConfig(lr=0.1)"
+                f"optim_config={optim_config!r} is no optimizer configuration; use one of "
+                "ortlab.optim, such as SGDConfig(lr=0.1)"
             )
         if not isinstance(model, nn.Module):
-            raise ValueError(f"the model is a torch.nn.Module, not {model!r}")
+            raise ValueError(f"the model must be a torch.nn.Module, not {model!r}")
         if (reason := unfit(model)) is not None:
             raise ValueError(f"cannot train this {type(model).__name__}: it {reason}")
         self.options = (
@@ -96,7 +103,7 @@ class ORTTrainer:
         self.model = model
         self.optim_config = optim_config
         self.notes: list[str] = []
-        """What the user is to know: what was added, what is otherwise than it was in ORT."""
+        """Notes for the user: additions to ``model_desc``, and differences from ORT's trainer."""
         mixed = self.options.mixed_precision.enabled
         if mixed:
             self._note("mixed precision is bfloat16 in matrix products, without a loss scale")
@@ -110,7 +117,7 @@ class ORTTrainer:
             raise EngineUnavailable(reason)
         objective = Objective(model, Description.of(model_desc), loss_fn, self._note)
         self.model_desc = objective.description
-        """What goes in and comes out, with the label and the loss where they were added."""
+        """Inputs and outputs, including a label or a loss that was added."""
         self._freeze()
         model.to("cpu")
         self._wrapped = engine("ort").wrap(objective, settings)
@@ -119,18 +126,28 @@ class ORTTrainer:
         self._bad = torch.zeros(())
         self._step = FusedStep(execution_of(self._wrapped), self._optimizer, self._bad)
         self._info = TrainStepInfo(optim_config)
-        self._last: list[torch.Tensor] | None = None  # batch that fitted, for `save_as_onnx`
-        self._taken = 0  # micro-batches of the step under way
+        self._last: list[torch.Tensor] | None = None  # the last valid batch, for `save_as_onnx`
+        self._taken = 0  # micro-batches of the current step
         self._saved = not self.options.debug.graph_save_paths
 
     # ---- steps
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One batch; what `model_desc` has as outputs, the loss first where that was added.
+        """Train on one batch.
 
-        The batch comes in the order of `model_desc` or by its names. Of
-        ``gradient_accumulation_steps`` calls the last one steps, by the mean of their gradients.
-        NotFinite for a loss or a gradient that is not: weights and moments are as they were.
+        The last of ``gradient_accumulation_steps`` calls takes the optimizer step, with the mean of
+        their gradients.
+
+        Args:
+            *args: The batch, in the order of `model_desc`.
+            **kwargs: The batch, by the names of `model_desc`.
+
+        Returns:
+            The outputs of `model_desc`; a loss that was added is the first.
+
+        Raises:
+            NotFinite: If the loss or a gradient is not finite; weights and moments are unchanged.
+            ValueError: If the batch does not match `model_desc`.
         """
         inputs, sizes = self._batch(args, kwargs)
         number = self.options.batch.gradient_accumulation_steps
@@ -142,7 +159,7 @@ class ORTTrainer:
                 self.model.train()
             self._objective.training = True
             served = self._step.served(tuple(inputs))
-            assert served is not None  # without a fallback
+            assert served is not None  # fallbacks are off
             outcome = self._step.run(
                 served,
                 tuple(inputs),
@@ -159,13 +176,24 @@ class ORTTrainer:
             raise NotFinite(
                 f"the loss is {float(outcome.outputs[0]):g} and the gradient's norm "
                 f"{float(outcome.norm):g} in step {self._info.optimization_step + 1}: the weights "
-                "are as before; lower the learning rate, or look at this batch"
+                "are unchanged; lower the learning rate, or check this batch"
             )
         self._info.optimization_step += last
         return self._outputs(outcome.outputs, sizes)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs of one batch in evaluation mode, in ORT; nothing is trained."""
+        """Evaluate one batch in ORT, without training.
+
+        Args:
+            *args: The batch, in the order of `model_desc`.
+            **kwargs: The batch, by the names of `model_desc`.
+
+        Returns:
+            The outputs of `model_desc`, in evaluation mode.
+
+        Raises:
+            ValueError: If the batch does not match `model_desc`.
+        """
         inputs, sizes = self._batch(args, kwargs)
         modes = modes_of(self._objective)
         self._objective.eval()
@@ -179,10 +207,10 @@ class ORTTrainer:
     def _batch(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, int]]:
-        """The inputs of a step in order, checked, and what the sizes that vary are in them."""
+        """Return the checked inputs of a step in order, and their sizes by name."""
         names = [each.name for each in self.model_desc.inputs]
         if len(args) > len(names):
-            raise ValueError(f"{len(args)} inputs were given, and model_desc has {names}")
+            raise ValueError(f"{len(args)} inputs were given, but model_desc has {names}")
         given = dict(zip(names, args, strict=False))
         for name, value in kwargs.items():
             if name not in names:
@@ -191,7 +219,7 @@ class ORTTrainer:
                 raise ValueError(f"{name!r} is given twice")
             given[name] = value
         if missing := [name for name in names if name not in given]:
-            raise ValueError(f"{', '.join(missing)} is missing; a batch is {', '.join(names)}")
+            raise ValueError(f"{', '.join(missing)} is missing; pass {', '.join(names)}")
         inputs = [
             torch.as_tensor(given[name]) if isinstance(given[name], np.ndarray) else given[name]
             for name in names
@@ -237,7 +265,7 @@ class ORTTrainer:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer and counters in memory of their own, named as in ORT's first API."""
+        """Return copies of weights, optimizer state and counters, named as in ORT's first API."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         optimizer = {
             names[id(p)]: {_STATE.get(k, k): v.clone() for k, v in state.items()}
@@ -251,9 +279,14 @@ class ORTTrainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes what `state_dict` gave; ValueError, before anything changes, where it does not fit.
+        """Load a state.
 
-        Without `strict` weights that are on one side only are left as they are.
+        Args:
+            state_dict: A state as `state_dict` returns it.
+            strict: False to ignore weights that only the model or only the state has.
+
+        Raises:
+            ValueError: If the state does not match; nothing has changed then.
         """
         self._between_steps("load")
         weights = self._fitting(state_dict["model"]["full_precision"], strict)
@@ -261,7 +294,9 @@ class ORTTrainer:
         named = {ours: name for name, ours in _STATE.items()}
         for name, state in state_dict["optimizer"].items():
             if name not in parameters:
-                raise ValueError(f"the optimizer's state has {name!r}, which the model has not")
+                raise ValueError(
+                    f"the optimizer's state has {name!r}, which is no parameter of the model"
+                )
             check_kept(state, name, parameters[name])
         self.model.load_state_dict(weights)
         self._optimizer.state.clear()
@@ -277,13 +312,22 @@ class ORTTrainer:
         user_dict: Mapping[str, Any] | None = None,
         include_optimizer_states: bool = True,
     ) -> Path:
-        """Writes a safetensors file with all that a bit-exact resume needs, and `user_dict`.
+        """Write a checkpoint, from which training can be resumed bit for bit.
 
-        `user_dict` holds plain values and tensors. Between optimizer steps alone.
+        Args:
+            path: The safetensors file.
+            user_dict: Plain values and tensors to store with it.
+            include_optimizer_states: False to omit the optimizer's state.
+
+        Returns:
+            The file's path.
+
+        Raises:
+            ValueError: In the middle of an optimizer step.
         """
         self._between_steps("save")
         seed = int(np.random.SeedSequence([self._info.step, 1]).generate_state(1)[0]) >> 1
-        reseed(seed)  # a generator whose state cannot be read goes on from here
+        reseed(seed)  # for generators whose state cannot be read
         optimizer = self._optimizer.state_dict()
         if not include_optimizer_states:
             optimizer["state"] = {}
@@ -305,14 +349,22 @@ class ORTTrainer:
         ).save(path)
 
     def load_checkpoint(self, path: str | Path, strict: bool = True) -> dict[str, Any]:
-        """Goes on from a file of `save_checkpoint`; returns its ``user_dict``.
+        """Resume from a checkpoint, including the state of the random number generators.
 
-        Random numbers go on as they would have. ValueError as in `load_state_dict`.
+        Args:
+            path: A file that `save_checkpoint` wrote.
+            strict: False to ignore weights that only the model or only the file has.
+
+        Returns:
+            The file's ``user_dict``.
+
+        Raises:
+            ValueError: If the file does not match; nothing has changed then.
         """
         self._between_steps("load")
         found = Checkpoint.load(path)
         if "orttrainer" not in found.settings:
-            raise ValueError(f"{path} is a run's checkpoint; give it to finetune's resume_from")
+            raise ValueError(f"{path} is a run's checkpoint; pass it to finetune as resume_from")
         weights = self._fitting(found.model, strict)
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = self._optimizer.param_groups
@@ -328,10 +380,16 @@ class ORTTrainer:
         return user_dict
 
     def save_as_onnx(self, path: str | Path) -> None:
-        """Writes the trained model for inference as one ONNX file: no loss, no dropout.
+        """Write the trained model for inference, without loss and dropout, as one ONNX file.
 
-        Inputs and outputs are called and sized as in `model_desc`. The file is run in onnxruntime
-        beside torch before it is there, see `ortlab.export`. ValueError before the first step.
+        Inputs and outputs have the names and sizes of `model_desc`. The file is compared with torch
+        in onnxruntime before it appears; see `ortlab.export`.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ValueError: Before the first step.
         """
         from ortlab.deploy import inference  # heavy: ortlab.deploy
 
@@ -360,7 +418,7 @@ class ORTTrainer:
         return Axes(axes)
 
     def _fitting(self, weights: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
-        """What the model loads of `weights`: all of its own, or not `strict` what both have."""
+        """Return the weights to load, checked; not `strict`, only those that both have."""
         own = self.model.state_dict()
         if not strict:
             weights = {name: weights.get(name, value) for name, value in own.items()}
@@ -371,7 +429,7 @@ class ORTTrainer:
         if self._taken:
             number = self.options.batch.gradient_accumulation_steps
             raise ValueError(
-                f"{self._taken} of {number} batches of a step are in; {verb} after the last one"
+                f"only {self._taken} of {number} batches of a step were seen; {verb} after the last"
             )
 
     def _counters(self) -> dict[str, int]:
@@ -381,7 +439,7 @@ class ORTTrainer:
         self._info.optimization_step = counters["optimization_step"]
         self._info.step = counters["step"]
 
-    # ---- what it is made of
+    # ---- preparation
 
     def _freeze(self) -> None:
         parameters = dict(self.model.named_parameters())
@@ -390,7 +448,7 @@ class ORTTrainer:
                 raise ValueError(f"frozen_weights has {name!r}: {unknown_name(name, parameters)}")
             parameters[name].requires_grad_(False)
         if not any(p.requires_grad for p in parameters.values()):
-            raise ValueError("frozen_weights leaves nothing to train")
+            raise ValueError("frozen_weights leaves no parameter to train; remove one of them")
 
     def _save_graphs(self, stages: Mapping[str, Any], step: Any) -> None:
         found = dict(zip(GRAPHS, (stages["forward"], stages["gradient"], step), strict=True))
@@ -408,5 +466,5 @@ class ORTTrainer:
 
 
 def _is_config(value: Any) -> bool:
-    """Whether it is one of `ortlab.optim`, or of the same package of ORT's."""
+    """Return whether `value` is a configuration of `ortlab.optim`, or of ORT's same package."""
     return all(hasattr(value, name) for name in ("name", "defaults", "params", "lr"))
