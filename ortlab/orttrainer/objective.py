@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ortlab.deploy.axes import Axes, Axis
 from ortlab.engines.batch import TARGETS, signature_names
 from ortlab.orttrainer.description import Described, Description
 
@@ -152,6 +153,28 @@ class Inference(nn.Module):
             **named: The inputs by name, without label.
         """
         return self.objective.evaluated(named)
+
+
+def axes_of(description: Description, given: Mapping[str, torch.Tensor]) -> Axes:
+    """Return the axes of an inference graph whose sizes have a name in ``model_desc``.
+
+    Args:
+        description: The model's inputs and outputs.
+        given: The inputs of one call, by name.
+
+    Returns:
+        Name, size and positions of each axis, with two other sizes for the export to check.
+    """
+    places: dict[str, list[tuple[str, int]]] = {}
+    for each in description.inputs:
+        for dim, size in enumerate(each.sizes or ()):
+            if isinstance(size, str) and each.name in given:
+                places.setdefault(size, []).append((each.name, dim))
+    axes = []
+    for name, at in places.items():
+        size = given[at[0][0]].shape[at[0][1]]
+        axes.append(Axis(name, size, tuple(at), (size + 1, max(size - 1, 1))))
+    return Axes(axes)
 
 
 def _refuse_without_loss(description: Description, rest: int, names: Sequence[str]) -> None:

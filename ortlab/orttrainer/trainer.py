@@ -21,7 +21,6 @@ from ortlab.checkpoint.checkpoint import (
     check_model,
     check_optimizer,
 )
-from ortlab.deploy.axes import Axes, Axis
 from ortlab.deploy.call import ModelCall
 from ortlab.engines.base import EngineUnavailable, NotFinite, unfit
 from ortlab.engines.ortmodule.engine import execution_of, reseed
@@ -30,7 +29,7 @@ from ortlab.engines.registry import engine, refusal
 from ortlab.engines.torch.stepper import modes_of, set_modes
 from ortlab.optim.config import OptimizerConfig
 from ortlab.orttrainer.description import Description
-from ortlab.orttrainer.objective import Inference, Loss, Objective
+from ortlab.orttrainer.objective import Inference, Loss, Objective, axes_of
 from ortlab.orttrainer.optimizer import optimizer_for
 from ortlab.orttrainer.options import GRAPHS, ORTTrainerOptions
 from ortlab.settings import FinetuneSettings, unknown_name
@@ -400,22 +399,8 @@ class ORTTrainer:
             for each, tensor in zip(self.model_desc.inputs, self._last, strict=True)
             if not self._objective.is_answer(each.name)
         }
-        axes = self._axes(given)
-        module = Inference(self._objective)
-        inference.one_file(self.model, ModelCall(module, (), given), axes, path)
-
-    def _axes(self, given: Mapping[str, torch.Tensor]) -> Axes:
-        """Return the sizes with a name in ``model_desc``, and where they are in the inputs."""
-        places: dict[str, list[tuple[str, int]]] = {}
-        for each in self.model_desc.inputs:
-            for dim, size in enumerate(each.sizes or ()):
-                if isinstance(size, str) and each.name in given:
-                    places.setdefault(size, []).append((each.name, dim))
-        axes = []
-        for name, at in places.items():
-            size = given[at[0][0]].shape[at[0][1]]
-            axes.append(Axis(name, size, tuple(at), (size + 1, max(size - 1, 1))))
-        return Axes(axes)
+        call = ModelCall(Inference(self._objective), (), given)
+        inference.one_file(self.model, call, axes_of(self.model_desc, given), path)
 
     def _fitting(self, weights: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
         """Return the weights to load, checked; not `strict`, only those that both have."""

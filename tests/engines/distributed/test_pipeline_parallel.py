@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.distributed import compatibility, pipeline_parallel
+from ortlab.engines.distributed import compatibility, pipeline_stages
 from ortlab.engines.registry import engine, refusal
 from ortlab.settings import FinetuneSettings
 from tests.support.several import TOLERANCE, Found, of, run
@@ -132,8 +132,8 @@ def test_stages_are_about_as_large() -> None:
         *(nn.Flatten(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2)),
         *(nn.Linear(2, 6), nn.Tanh()),
     )
-    assert pipeline_parallel.cut(model, 2) == [["0", "1", "2", "3", "4"], ["5", "6"]]
-    assert pipeline_parallel.cut(model, 4) == [["0", "1"], ["2", "3"], ["4"], ["5", "6"]]
+    assert pipeline_stages.cut(model, 2) == [["0", "1", "2", "3", "4"], ["5", "6"]]
+    assert pipeline_stages.cut(model, 4) == [["0", "1"], ["2", "3"], ["4"], ["5", "6"]]
 
 
 TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_stages": 2}
