@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 Style = Literal["columns", "gathered", "rows", "summed"]
-"""How a module is sharded.
+"""Style in which a module is sharded.
 
 - "columns": split along its outputs
 - "gathered": split along its outputs, which are gathered afterwards
@@ -69,7 +69,7 @@ _LOOKED_FOR = (
 
 @dataclass(frozen=True)
 class Part:
-    """How one module is sharded.
+    """Sharding of one module.
 
     ``region`` names the part of the model in which activations are split: a "columns" layer opens
     it, a "rows" layer closes it, other styles have none.
