@@ -67,7 +67,7 @@ def test_an_engine_says_whether_it_trains_on_workers(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stepper.Eager, "capabilities", Capabilities(workers=True))
     assert registry.refusal(EAGER.replace(workers=2)) is None
     refused = registry.refusal(EAGER.replace(workers=2, zero_stage=1))
-    assert refused == "zero_stage=1: engine 'eager' knows 0; choose one of those"
+    assert refused == "zero_stage=1: engine 'eager' supports 0; choose one of those"
 
 
 @pytest.mark.parametrize("name", ["seed", "optimizer", "loss", "device"])
