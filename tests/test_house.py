@@ -101,7 +101,7 @@ def test_only_engines_touch_private_torch() -> None:
         ("ortmodule", ("onnxruntime.training",)),
         ("notebook", ("IPython", "ipywidgets", "anywidget", "ipykernel")),
         ("cluster", ("ipyparallel", "cloudpickle")),
-        ("deepspeed.py", ("deepspeed",)),
+        ("deepspeed_library.py", ("deepspeed",)),
     ],
 )
 def test_only_one_folder_imports(folder: str, roots: tuple[str, ...]) -> None:

@@ -1,1 +1,1 @@
-"""Workers: processes that train together, as an ipyparallel cluster. The only importer of that."""
+"""Workers: processes that train together, as an ipyparallel cluster (imported only here)."""

@@ -1,4 +1,4 @@
-"""A call that runs on all ranks: what they print meanwhile, and what came of it."""
+"""A call that runs on all ranks: their output, their results and their failures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from ortlab.utils.errors import Concise
 
 _POLL_S: Final = 0.05
 _LAST_WORDS_S: Final = 2.0
-"""That what a rank printed may take longer than its result."""
+"""Seconds that the output of a rank may arrive after its result."""
 
 
 class RankError(Concise, RuntimeError):
-    """A call that failed on a rank; `remote_traceback` is the whole of it as text.
+    """Raised when a call failed on a rank.
 
-    ``together`` says that every rank failed by itself, none has gone on alone, and none is in the
-    middle of a step.
+    Its attribute ``together`` is True if every rank failed by itself and none of them in the middle
+    of a step, so that the ranks can continue.
+
+    Args:
+        message: The error message, which names the rank.
+        rank: The rank.
+        remote_traceback: The rank's whole traceback as text.
     """
 
     def __init__(self, message: str, rank: int, remote_traceback: str = "") -> None:
@@ -31,14 +36,17 @@ class RankError(Concise, RuntimeError):
 
 
 class RankDied(RankError):
-    """A rank whose process ended."""
+    """Raised when the process of a rank ended."""
 
 
 class WorkerCall:
-    """What ipyparallel's `results`, one a rank, have given by now.
+    """State of a call that runs on all ranks.
 
-    ``pending`` are the ranks that are still at it, ``failures`` how others failed, ``lost`` those
-    whose engine is gone.
+    ``pending`` are the ranks that still run it, ``failures`` the failures of other ranks, and
+    ``lost`` the ranks whose engine is gone.
+
+    Args:
+        results: ipyparallel's asynchronous results, one for each rank.
     """
 
     def __init__(self, results: Sequence[Any]) -> None:
@@ -50,7 +58,7 @@ class WorkerCall:
         self.lost: list[int] = []
 
     def poll(self) -> None:
-        """Prints what is new, and notes who is done; waits a moment for it."""
+        """Wait a moment, print new output and record the ranks that are done."""
         self._results[self.pending[0]].wait(_POLL_S)
         for rank in list(self.pending):
             done = self._results[rank].ready()
@@ -60,14 +68,14 @@ class WorkerCall:
             self._relay(rank, whole=done)
 
     def values(self) -> list[Any]:
-        """The results by rank."""
+        """Return the results, by rank."""
         return [pickle.loads(self._packed[rank]) for rank in range(len(self._results))]
 
     def error(self) -> RankError | None:
-        """The failure that came first, with the others in its notes; None without any."""
+        """Return the first failure, with the others in its notes, or None if no rank failed."""
 
         def order(item: tuple[int, Failure]) -> tuple[bool, bool, float]:
-            """Who was interrupted, or lost its peer, came after the one that is to blame."""
+            """Sort failures by time, after them those that another rank's failure caused."""
             return item[1].interrupted, item[1].follows, item[1].at_s
 
         failed = sorted(self.failures.items(), key=order)
@@ -95,7 +103,7 @@ class WorkerCall:
         elif getattr(error, "ename", "") == "EngineError":
             self.lost.append(rank)
             return
-        else:  # an interrupt beside the call, or what sent it could not be read there
+        else:  # an interrupt outside the call, or a payload that the rank could not unpickle
             text = f"{getattr(error, 'ename', type(error).__name__)}: {error}"
             interrupted = getattr(error, "ename", "") == "KeyboardInterrupt"
             trace = "\n".join(getattr(error, "traceback", None) or ())
@@ -103,12 +111,12 @@ class WorkerCall:
         result.wait_for_output(_LAST_WORDS_S)
 
     def _relay(self, rank: int, *, whole: bool) -> None:
-        """Prints the lines that are new of a rank; those without an end only with `whole`."""
+        """Print the new lines of a rank; an unfinished last line only with `whole`."""
         for name, shown in self._shown[rank].items():
             *lines, rest = getattr(self._results[rank], name).split("\n")
             if whole and rest:
                 lines.append(rest)
             for line in lines[shown:]:
-                # Without what a progress bar wrote over.
+                # Skips text that a progress bar has overwritten.
                 print(f"[{rank}] {line.rpartition(chr(13))[2]}", file=getattr(sys, name))
             self._shown[rank][name] = len(lines)

@@ -1,8 +1,8 @@
-"""Starts the processes of an ipyparallel cluster, tells which of them died, and ends them.
+"""Launch of an ipyparallel cluster: starts its processes, detects which died, and ends them.
 
-Without a profile all is local: ipyparallel's controller and engines as children of this process,
-on loopback TCP with encrypted messages, their files in a temporary folder of mode 0700. With a
-profile the launchers are those that it names (SSH, MPI, Slurm, ...), with its addresses and files.
+Without a profile everything is local: ipyparallel's controller and engines are children of this
+process and communicate over loopback TCP with encrypted messages; their files are in a temporary
+folder of mode 0700. A profile chooses the launchers (SSH, MPI, Slurm, ...), addresses and files.
 """
 
 from __future__ import annotations
@@ -32,24 +32,30 @@ T = TypeVar("T")
 LOOPBACK: Final = "127.0.0.1"
 
 _TO_END_S: Final = 2
-"""That an engine has to end when it is told to; then it is killed."""
+"""Seconds that an engine has to end after SIGTERM before it is killed."""
 
-_ENGINE: Final = ("--timeout=60",)  # a machine that is busy registers later than in 5 s
+_ENGINE: Final = ("--timeout=60",)  # on a busy machine, registering takes longer than 5 s
 _CONTROLLER: Final = (
     f"--ip={LOOPBACK}",
-    f"--location={LOOPBACK}",  # else the host's name, which it may not be able to look up
-    "--nodb",  # would keep all that was sent, models among it
-    "--usethreads",  # of its eight processes two are left
-    "--ping=250",  # ms; an engine has come once two pings were answered
-    "--HeartMonitor.max_heartmonitor_misses=240",  # so that one that swaps has a minute still
+    f"--location={LOOPBACK}",  # the default is the host's name, which may not resolve
+    "--nodb",  # a database would store everything that is sent, including models
+    "--usethreads",  # two processes instead of eight
+    "--ping=250",  # ms; an engine is registered once it has answered two pings
+    "--HeartMonitor.max_heartmonitor_misses=240",  # a minute, for an engine that swaps
 )
 
 
 class Cluster:
-    """A cluster of `count` engines that run and are connected to.
+    """Running cluster of engines, with a connected client.
 
-    RuntimeError where ipyparallel is not installed or the engines do not come; ValueError for a
-    `profile` that there is none of.
+    Args:
+        count: Number of engines.
+        profile: ipyparallel profile that the cluster is started with; None starts local processes.
+        threads: Threads of each local engine.
+
+    Raises:
+        RuntimeError: If ipyparallel is not installed, or the engines do not start.
+        ValueError: If there is no such profile.
     """
 
     def __init__(self, count: int, *, profile: str | None, threads: int) -> None:
@@ -66,7 +72,7 @@ class Cluster:
             self._folder = Path(tempfile.mkdtemp(prefix="ortlab-workers-"))
             _encrypt(self._folder)
             self._embedded = {
-                # What this process imports they can import.
+                # Engines can import whatever this process can.
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                 "OMP_NUM_THREADS": str(threads),
             }
@@ -87,7 +93,7 @@ class Cluster:
             words = self._last_words()
             self.stop(kill=True)
             if isinstance(error, Exception):
-                reason = str(error).partition(" while waiting for ")[0]  # paths
+                reason = str(error).partition(" while waiting for ")[0]  # omits paths
                 raise RuntimeError(
                     f"the workers did not start: {reason}{f' ({words})' if words else ''}"
                 ) from error
@@ -95,30 +101,35 @@ class Cluster:
 
     @property
     def client(self) -> Any:
-        """ipyparallel's client, connected to all engines."""
+        """Client of ipyparallel, connected to all engines."""
         return self._client
 
     @property
     def controller_pid(self) -> int | None:
-        """The controller's process where it is a local one."""
+        """Process id of the controller; None if it is not local."""
         pid = getattr(self._cluster.controller, "pid", -1)
         return pid if pid > 0 else None
 
     def controller_died(self) -> bool:
-        """Whether the controller is gone that this process started."""
+        """Return whether the controller that this process started has ended."""
         controller = self._cluster.controller
         return controller is None or controller.state == "after"
 
     def exit_codes(self) -> dict[int, int | None]:
-        """The exit codes of local engines that ended, by process; negative is a signal's number."""
+        """Return the exit codes of local engines that ended, by process id.
+
+        Returns:
+            The codes; a negative one is the number of a signal, None is unknown.
+        """
         data = getattr(self._cluster.engine_set, "stop_data", None) or {}
         ended = data.get("engines", {}).values()
         return {engine["pid"]: engine.get("exit_code") for engine in ended if "pid" in engine}
 
     def stop(self, *, kill: bool = False) -> None:
-        """Ends engines and controller, at once with `kill`; returns when they are gone.
+        """End engines and controller and wait for them; a second call does nothing.
 
-        Twice is fine.
+        Args:
+            kill: True to end them by SIGKILL, not by SIGTERM.
         """
         if self._stopped:
             return
@@ -128,9 +139,9 @@ class Cluster:
             self._client.close(linger=0)
         try:
             self._wait(self._end(signal.SIGKILL if kill else signal.SIGTERM))
-        except Exception as error:  # noqa: BLE001 - whatever a launcher raises, the rest is ended
-            warnings.warn(f"some of the workers may run on: {error}", stacklevel=3)
-        for helper in helpers:  # else some seconds later, when they notice
+        except Exception as error:  # noqa: BLE001 - launchers raise anything; the rest still ends
+            warnings.warn(f"some of the workers may still be running: {error}", stacklevel=3)
+        for helper in helpers:  # otherwise they end some seconds later
             with contextlib.suppress(psutil.NoSuchProcess):
                 helper.kill()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -140,7 +151,7 @@ class Cluster:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` gives, in the thread whose loop ipyparallel's launchers report to."""
+        """Run `work` in the thread whose event loop ipyparallel's launchers use."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -171,24 +182,25 @@ class Cluster:
                 raise RuntimeError("one of their processes ended")
             if time.monotonic() > until:
                 raise TimeoutError(
-                    f"{len(self._client.ids)} of {count} came in {cluster.engine_timeout} s"
+                    f"{len(self._client.ids)} of {count} registered within "
+                    f"{cluster.engine_timeout} s"
                 )
             await asyncio.sleep(0.05)
 
     async def _end(self, number: int) -> None:
-        # All at once; ipyparallel's stop, which tells them again, waits for one after the other.
+        # Signal all engines at once: ipyparallel's stop would wait for one after the other.
         with contextlib.suppress(Exception):
             await self._cluster.signal_engines(number)
         await self._cluster.stop_cluster()
 
     def _last_words(self) -> str:
-        """The last line that one of the processes wrote."""
+        """Return the last line that one of the processes printed."""
         parts = (self._cluster.controller, self._cluster.engine_set)
         lines = [line for part in parts if part for line in part.get_output().splitlines()]
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def _helpers(self) -> list[Any]:
-        """The processes below local engines: they hand on signals, or load data."""
+        """Return the child processes of local engines, which forward signals or load data."""
         found: list[Any] = []
         engines = getattr(self._cluster.engine_set, "launchers", {}) if self._embedded else {}
         for engine in list(engines.values()):
@@ -198,10 +210,14 @@ class Cluster:
 
 
 def installed() -> Any:
-    """ipyparallel; RuntimeError says how to install it, and what sends cells' classes."""
+    """Return the `ipyparallel` module.
+
+    Raises:
+        RuntimeError: If ipyparallel or cloudpickle, which pickles classes of cells, is missing.
+    """
     try:
-        import cloudpickle  # noqa: F401
-        import ipyparallel
+        import cloudpickle  # noqa: F401 - optional: cloudpickle
+        import ipyparallel  # optional: ipyparallel
     except ImportError as error:
         raise RuntimeError(
             f"workers need {error.name}, which is not installed: pip install 'ortlab[workers]'"
@@ -210,9 +226,10 @@ def installed() -> Any:
 
 
 def _encrypt(folder: Path) -> None:
-    """Has a controller with its profile there encrypt all messages, which it signs as well.
+    """Configure the controller of a profile folder to encrypt its messages, besides signing them.
 
-    Else other users could listen to what ranks print. Arguments would show them the key.
+    Otherwise other users of the machine could read the output of the ranks. The key is in a file
+    because command-line arguments are visible to other users.
     """
     key = secrets.token_hex(32).encode()
     chosen = f"c.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
@@ -220,7 +237,7 @@ def _encrypt(folder: Path) -> None:
 
 
 def _check_profile(ipp: Any, name: str) -> None:
-    """ipyparallel would make an empty profile of a name with a slip in it."""
+    """Raise ValueError for an unknown profile, for which ipyparallel would make an empty one."""
     found = Path(ipp.util.get_ipython_dir()).glob("profile_*")
     known = [path.name.removeprefix("profile_") for path in found if path.is_dir()]
     if name not in known:
@@ -228,13 +245,13 @@ def _check_profile(ipp: Any, name: str) -> None:
 
 
 def _config(sections: Mapping[str, Mapping[str, Any]]) -> Any:
-    from traitlets.config import Config
+    from traitlets.config import Config  # optional: traitlets
 
     return Config(sections)
 
 
 def _silent() -> logging.Logger:
-    """A logger that nobody hears: what matters of it is raised."""
+    """Return a logger without output; important problems are raised as errors."""
     log = logging.Logger("ortlab.workers")
     log.addHandler(logging.NullHandler())
     return log

@@ -1,8 +1,8 @@
-"""Values for other processes: as bytes, with the tensors among them in a file beside.
+"""Values packed for other processes: as bytes, with their large tensors in a file.
 
-What cells define goes by value (`ortlab.cluster.values`). The bytes travel over ipyparallel's
-signed channel; the file is safetensors and read through a mapping, so that weights are in no
-message and in memory once.
+Definitions of notebook cells are pickled by value (`ortlab.cluster.values`). The bytes are sent
+over ipyparallel's signed channel. The file is in safetensors format and memory-mapped, so that
+weights are in no message and in memory only once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import nn
 from ortlab.cluster.values import Pickler
 
 _INLINE = 1 << 16
-"""Bytes of the largest tensor that goes with the others' values."""
+"""Bytes of the largest tensor that is pickled with the other values."""
 
 _Place = tuple[int, bool, bool, dict[str, Any]]
-"""A tensor's number, whether it is a parameter and has a gradient, and its attributes."""
+"""Reference to a tensor: number, is a parameter, requires a gradient, attributes."""
 
 
 class _Pickler(Pickler):
-    """Leaves large tensors out, and notes them by number."""
+    """Pickler that replaces large tensors by references and collects them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -35,10 +35,10 @@ class _Pickler(Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> _Place | None:
-        """What stands for a tensor."""
+        """Return the reference that replaces a large tensor, or None for other values."""
         if type(value) not in (torch.Tensor, nn.Parameter) or not _is_plain(value):
             return None
-        if id(value) not in self._numbers:  # `tensors` keeps it, so that no other gets its id
+        if id(value) not in self._numbers:  # ids stay unique because `tensors` keeps it alive
             self._numbers[id(value)] = len(self.tensors)
             self.tensors.append(value)
         number, kind = self._numbers[id(value)], type(value)
@@ -46,14 +46,14 @@ class _Pickler(Pickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is large, and all that there is of it are its values."""
+    """Return whether `tensor` is large and safetensors can store it without loss."""
     return (
         tensor.layout == torch.strided
         and tensor.nbytes > _INLINE
         and tensor.is_contiguous()
         and tensor.is_leaf
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and tensor.dtype != torch.complex128  # for which safetensors has no form
+        and tensor.dtype != torch.complex128  # unsupported by safetensors
     )
 
 
@@ -64,10 +64,11 @@ class _Unpickler(pickle.Unpickler):
         self._made: dict[int, torch.Tensor] = {}
 
     def persistent_load(self, pid: _Place) -> torch.Tensor:
-        """The tensor in its place."""
+        """Return the tensor of a reference."""
         number, is_parameter, has_gradient, attributes = pid
         if number not in self._made:
-            # A mapping would keep the file's pages beside those that training writes.
+            # Without a copy, the file's mapped pages would stay in memory besides the modified
+            # ones.
             found = self._tensors.get_tensor(str(number)).clone()
             if is_parameter:
                 found = nn.Parameter(found, requires_grad=has_gradient)
@@ -77,16 +78,31 @@ class _Unpickler(pickle.Unpickler):
 
 
 def check(value: Any) -> None:
-    """Raises what keeps `value` from being packed; copies no large tensor."""
+    """Check that a value can be packed, without copying large tensors.
+
+    Args:
+        value: Any value.
+
+    Raises:
+        Exception: Whatever error the pickling of the value raises.
+    """
     _Pickler(io.BytesIO()).dump(value)
 
 
 def pack(value: Any, file: Path) -> bytes:
-    """`value` as bytes, and its large tensors in `file`. What is one tensor stays one."""
+    """Pack a value as bytes, with its large tensors in a file.
+
+    Args:
+        value: Any value that can be pickled; a tensor that occurs several times stays one tensor.
+        file: The file to write, readable only by the user.
+
+    Returns:
+        The bytes, for `unpack`.
+    """
     packed = io.BytesIO()
     pickler = _Pickler(packed)
     pickler.dump(value)
-    # Views of one storage, which safetensors refuses, get memory of their own.
+    # safetensors rejects views of one storage, so they are copied.
     tensors = {
         str(number): tensor.detach().cpu().clone() if _is_view(tensor) else tensor.detach().cpu()
         for number, tensor in enumerate(pickler.tensors)
@@ -101,6 +117,14 @@ def _is_view(tensor: torch.Tensor) -> bool:
 
 
 def unpack(packed: bytes, file: Path) -> Any:
-    """What `pack` was given; every tensor in memory of its own, on the CPU."""
+    """Return the value that `pack` was given.
+
+    Args:
+        packed: The bytes that `pack` returned.
+        file: The file that `pack` has written.
+
+    Returns:
+        The value; its tensors are copies on the CPU.
+    """
     with safe_open(file, "pt") as tensors:
         return _Unpickler(io.BytesIO(packed), tensors).load()

@@ -1,8 +1,9 @@
-"""The controller and the engines of a local cluster, as processes that end when the kernel does.
+"""Controller and engine processes of a local cluster, which end when the kernel ends.
 
-``python -m ortlab.cluster.process controller|engine PID ARGUMENT ...`` is ipyparallel's controller
-or engine with these arguments, for the kernel of this process id. ipyparallel's own would outlive a
-kernel that was killed: they watch each other by their heartbeats, and nothing watches the kernel.
+``python -m ortlab.cluster.process controller|engine PID ARGUMENT ...`` runs ipyparallel's
+controller or engine with these arguments, for the kernel with that process id. ipyparallel's own
+processes would survive a kernel that was killed: they watch each other by heartbeats, but not the
+kernel.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ _TO_CLEAN_UP_S = 5.0
 
 
 def end_with(parent: int, end: Callable[[], object]) -> None:
-    """Calls `end` in a thread once the process `parent`, which started this one, is gone."""
+    """Start a thread that calls `end` when the parent process has ended.
+
+    Args:
+        parent: Process id of the process that started this one.
+        end: Function that ends this process; if it still runs 5 s later, it exits with code 1.
+    """
 
     def watch() -> None:
-        # A dead parent's id may live on, in a zombie or a stranger; its children's ppid does not.
+        # A zombie or another process may have the id of a dead parent, but then this process has
+        # another parent id.
         while os.getppid() == parent:
             time.sleep(_POLL_S)
         end()
@@ -35,24 +42,24 @@ def end_with(parent: int, end: Callable[[], object]) -> None:
 
 
 def _end_children_too() -> None:
-    """Has the processes that this one forks from now on (its heart monitor) end with it."""
+    """Make processes that this one forks from now on (its heart monitor) end with it."""
     exit_now = functools.partial(os._exit, 1)
     os.register_at_fork(after_in_child=lambda: end_with(os.getppid(), exit_now))
 
 
 def _run_controller(parent: int, arguments: list[str]) -> None:
-    from ipyparallel.controller.app import IPController
+    from ipyparallel.controller.app import IPController  # optional: ipyparallel
 
-    # As if it were told to: it ends its children and removes its connection files.
+    # On SIGTERM the controller ends its children and removes its connection files.
     end_with(parent, lambda: os.kill(os.getpid(), signal.SIGTERM))
     _end_children_too()
     IPController.launch_instance(argv=arguments)
-    if os.getppid() != parent:  # nobody else is left to do it
+    if os.getppid() != parent:  # the kernel can no longer remove the folder
         shutil.rmtree(os.environ["IPP_PROFILE_DIR"], ignore_errors=True)
 
 
 def _run_engine(parent: int, arguments: list[str]) -> None:
-    from ipyparallel.engine.app import IPEngine
+    from ipyparallel.engine.app import IPEngine  # optional: ipyparallel
 
     end_with(parent, functools.partial(os._exit, 1))
     IPEngine.launch_instance(argv=arguments)

@@ -1,4 +1,4 @@
-"""What runs on a worker: its place among the others, calls that report back, the process group."""
+"""Code that runs on a worker: its placement, its calls, and its process group."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
+
+from ortlab.utils.errors import concise
+
 
 @dataclass(frozen=True)
 class Place:
-    """A worker among the others: its rank of all, and of those on its host."""
+    """Rank of a worker, among all workers and among those of its host, and its threads."""
 
     rank: int
     world: int
@@ -24,11 +28,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a call failed: the error, the user's lines that it came through, the whole traceback.
+    """Failure of a call on a worker.
 
-    ``at_s`` is the worker's clock in seconds, to tell what came first. ``interrupted`` says that it
-    was asked to end, ``follows`` that another rank's failure made it fail, and ``midway`` that it
-    has left the ranks in the middle of a step (see `ortlab.engines.distributed.data_parallel`).
+    ``error`` is the error in one line, ``lines`` are the user's lines in its traceback, and
+    ``traceback`` is the whole of it. ``at_s`` is the worker's clock in seconds, to order failures.
+    ``interrupted`` is True if the call was interrupted, ``follows`` if another rank's failure
+    caused it, and ``midway`` if it happened in the middle of a step that other ranks may have taken
+    (see `ortlab.engines.distributed.data_parallel`).
     """
 
     error: str
@@ -41,19 +47,24 @@ class Failure:
 
 
 def take_place(place: Place) -> tuple[str, int]:
-    """Gives this process its device and its share of the threads.
+    """Set the device, the threads and torchrun's environment variables of this process.
 
-    Returns the device's name and how many CUDA devices the host has. The variables are torchrun's
-    (RANK, WORLD_SIZE, ...), for libraries that read them.
+    The variables (RANK, WORLD_SIZE, ...) are for libraries that read them.
+
+    Args:
+        place: This worker's rank and threads.
+
+    Returns:
+        The device's name, and the number of CUDA devices of the host.
     """
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.world),
         LOCAL_RANK=str(place.local_rank),
         LOCAL_WORLD_SIZE=str(place.local_world),
-        OMP_NUM_THREADS=str(place.threads),  # of libraries that are loaded from here on
+        OMP_NUM_THREADS=str(place.threads),  # for libraries that are loaded later
     )
-    import torch
+    import torch  # heavy: torch
 
     torch.set_num_threads(place.threads)
     devices = torch.cuda.device_count()
@@ -65,9 +76,16 @@ def take_place(place: Place) -> tuple[str, int]:
 
 
 def call(payload: bytes) -> bytes | Failure:
-    """Calls what was packed as (function, args, kwargs); returns its packed result.
+    """Run a packed call and return its packed result.
 
-    An error leaves the process group at once, so that ranks that wait for this one fail too.
+    After an error it leaves the process group at once, so that ranks that wait for this one fail
+    too.
+
+    Args:
+        payload: A pickle of (function, args, kwargs).
+
+    Returns:
+        The pickled result, or the failure.
     """
     outcome = call_together(payload)
     if isinstance(outcome, Failure):
@@ -76,23 +94,28 @@ def call(payload: bytes) -> bytes | Failure:
 
 
 def call_together(payload: bytes) -> bytes | Failure:
-    """As `call`, and stays in the process group in any case."""
-    from ortlab.cluster.values import dumps
+    """Run a packed call and stay in the process group even if it fails.
+
+    Args:
+        payload: A pickle of (function, args, kwargs).
+
+    Returns:
+        The pickled result, or the failure.
+    """
+    from ortlab.cluster.values import dumps  # optional: cloudpickle
 
     try:
         function, args, kwargs = pickle.loads(payload)
         packed = dumps(function(*args, **kwargs))
-    except BaseException as error:  # noqa: BLE001 - it is raised again where the call came from
+    except BaseException as error:  # noqa: BLE001 - raised again in the calling process
         return _failure(error)
     return packed
 
 
 def _failure(error: BaseException) -> Failure:
-    from ortlab.utils.errors import concise
-
     message, *lines = concise(error)
     place = error.__traceback__
-    theirs = place and place.tb_next  # without the line of `call_together`
+    theirs = place and place.tb_next  # omits the line of `call_together`
     return Failure(
         message.removesuffix(": "),
         tuple(lines),
@@ -105,16 +128,20 @@ def _failure(error: BaseException) -> Failure:
 
 
 def sees(path: str) -> bool:
-    """Whether this worker has the file `path`."""
+    """Return whether this worker can see the file `path`."""
     return os.path.exists(path)
 
 
 def join_group(store: str, backend: str, interface: str | None, timeout_s: float) -> None:
-    """Joins the process group of all workers, which meet in the file `store`.
+    """Join the process group of all workers.
 
-    With `interface` its sockets are of that network interface alone.
+    Args:
+        store: File through which the workers find each other.
+        backend: Name of torch.distributed's backend, such as "gloo".
+        interface: Network interface to which the sockets are limited; None for any.
+        timeout_s: Seconds that a collective waits for another worker.
     """
-    import torch.distributed as dist
+    import torch.distributed as dist  # heavy: torch
 
     if interface is not None:
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
@@ -129,20 +156,23 @@ def join_group(store: str, backend: str, interface: str | None, timeout_s: float
 
 
 def leave_group() -> None:
-    """Leaves the process group, where there is one."""
-    import torch.distributed as dist
+    """Leave the process group, if there is one."""
+    import torch.distributed as dist  # heavy: torch
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def footprint(pid: int) -> tuple[int, set[tuple[str, int]]]:
-    """Resident bytes of the process `pid` and its children, and the sockets where they listen.
+    """Return the memory and the listening sockets of a process and its children.
 
-    A socket is its address and port. Of processes that are gone there is nothing.
+    Args:
+        pid: The process id.
+
+    Returns:
+        Resident bytes, and the sockets as pairs of address and port; nothing for processes that
+        have ended.
     """
-    import psutil
-
     resident, sockets = 0, set()
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)

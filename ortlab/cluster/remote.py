@@ -1,4 +1,4 @@
-"""A stepper whose work is done by workers: the kernel's side of `ortlab.cluster.training`."""
+"""Stepper that runs on workers: the kernel's side of `ortlab.cluster.training`."""
 
 from __future__ import annotations
 
@@ -39,27 +39,47 @@ _TIMES = ("forward_ms", "backward_ms", "optimizer_ms", "communication_ms")
 
 
 def check(model: nn.Module, loss: LossFunction | None) -> None:
-    """ValueError names which of them cannot be sent to another process, and why."""
+    """Check that model and loss can be sent to another process.
+
+    Args:
+        model: The model.
+        loss: The loss function, or None.
+
+    Raises:
+        ValueError: If one of them cannot be pickled; the message says which and why.
+    """
     for name, value in (("the model", model), ("the loss", loss)):
         try:
             packing.check(value)
         except Exception as error:
             raise ValueError(
-                f"{name} cannot be sent to workers: {error}; make it of what can be pickled, or "
-                "train with workers=1"
+                f"{name} cannot be sent to workers: {error}; use only objects that can be pickled, "
+                "or train with workers=1"
             ) from error
 
 
 class RemoteStepper:
-    """Trains copies of `model` on all `workers`, which nobody else has meanwhile; a `Stepper`.
+    """`Stepper` that trains copies of a model on all workers, which are reserved for it.
 
-    Every rank is given every batch and takes its own rows; see
-    `ortlab.engines.distributed.steppers.prepare`.
-    The model here has the weights of the last `state_dict`, and of the end.
+    Every rank gets every batch and trains on its own rows; see
+    `ortlab.engines.distributed.steppers.prepare`. The model in this process has the weights of the
+    last `state_dict`, and after `close` the final ones.
 
-    StepperLost where a rank died, failed alone, or in the middle of a step that all had agreed on:
-    the state is gone with it. What all ranks fail in before that, they raise as a `RankError`.
-    Otherwise ValueError and RuntimeError as on the ranks.
+    If a rank dies, or fails alone or in the middle of a step, the state is lost and StepperLost is
+    raised. If all ranks fail before that, the error is a `RankError`, and the stepper can continue.
+
+    Args:
+        workers: The workers.
+        model: The model.
+        loss: The loss function, or None where the model returns its loss.
+        settings: The run's settings.
+        name: Name of the run, for messages to other users of the workers.
+
+    Raises:
+        StepperLost: If a rank fails alone or dies during the preparation.
+        RankError: If all ranks fail.
+        ValueError: If the model cannot be sent, or other work uses the workers.
+        RuntimeError: If the workers were stopped.
     """
 
     def __init__(
@@ -86,7 +106,7 @@ class RemoteStepper:
 
     @contextlib.contextmanager
     def _packed(self) -> Iterator[tuple[bytes, str]]:
-        """Model and loss for `packing.unpack` on the ranks."""
+        """Pack model and loss for `packing.unpack` on the ranks."""
         file = self._group.folder / "model.safetensors"
         try:
             yield packing.pack((self._owner, self._loss), file), str(file)
@@ -94,7 +114,7 @@ class RemoteStepper:
             file.unlink(missing_ok=True)
 
     def _ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """What `function` gives on every rank."""
+        """Call `function` on every rank and return the results."""
         try:
             return self._workers.run_together(function, *args, **kwargs)
         except RuntimeError as error:
@@ -114,7 +134,7 @@ class RemoteStepper:
         self._finite = all(each.finite for each in told)
 
     def step(self, batches_: Sequence[Batch], *, lr: float) -> StepResult:
-        """See `Stepper.step`; times are the mean of the ranks'."""
+        """See `Stepper.step`; times are the mean over the ranks."""
         found = self._ask(training.step, self._number, list(batches_), lr)
         self._ahead = True
         results, told = zip(*found, strict=True)
@@ -148,18 +168,18 @@ class RemoteStepper:
         return self._finite
 
     def report(self) -> Report:
-        """See `Stepper.report`: what rank 0 has to say."""
+        """See `Stepper.report`; it is rank 0's report."""
         assert self._report is not None
         return self._report
 
     def first_bad(self, micro_batches: Sequence[Batch], settings: FinetuneSettings) -> Cause | None:
-        """See `ortlab.engines.nonfinite.first_bad`; found on rank 0, which has a step's room."""
+        """See `ortlab.engines.nonfinite.first_bad`; rank 0, which has the memory, runs it."""
         self.state_dict()
         with self._packed() as (packed, file):
             return self._ask(training.first_bad, packed, file, list(micro_batches), settings)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Stepper.state_dict`; under ``shards`` where the ranks have written it."""
+        """See `Stepper.state_dict`; ``shards`` are the files that the ranks have written."""
         folder = Shards.place(self._group.folder.parent)
         outline, *_ = self._ask(training.write_state, self._number, str(folder))
         state = sharded.read(folder, outline)
@@ -168,7 +188,7 @@ class RemoteStepper:
         return {**state, "shards": Shards(folder, outline)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Stepper.load_state_dict`; from the files where there are ``shards``."""
+        """See `Stepper.load_state_dict`; ranks read the files of ``shards`` if there are any."""
         lies = state.get("shards") or sharded.lay(
             {name: value for name, value in state.items() if name != "shards"},
             self._group.folder.parent,
@@ -189,19 +209,26 @@ class RemoteStepper:
         self._ask(training.reseed, self._number, seed)
 
     def peak_bytes(self, step: Callable[[], object]) -> float:
-        """The most that a rank has of it while `step` runs: what stays, and how far it grows."""
+        """Measure the peak memory of a step.
+
+        Args:
+            step: Function that takes the step.
+
+        Returns:
+            The largest sum of a rank's state and of its growth during the step, in bytes.
+        """
         self._ask(training.growth, self._number, began=True)
         step()
         found = self._ask(training.growth, self._number, began=False)
         return max(_total(held) + grown for held, grown in found)
 
     def state_bytes(self) -> int:
-        """What the rank that holds most of the training's state has of it."""
+        """Return the bytes of the training's state on the rank that has most of it."""
         found = self._ask(training.growth, self._number, began=False)
         return max(_total(held) for held, _ in found)
 
     def close(self) -> None:
-        """See `Stepper.close`; lets the workers go. Twice is fine."""
+        """See `Stepper.close`; releases the workers. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -211,7 +238,7 @@ class RemoteStepper:
                     self.state_dict()
                 self._ask(training.end, self._number)
             elif self._workers.usable():
-                with contextlib.suppress(RuntimeError):  # they may end, too
+                with contextlib.suppress(RuntimeError):  # the workers may end meanwhile
                     self._workers.run(training.forget, self._number)
         finally:
             self._leaving.close()

@@ -1,4 +1,4 @@
-"""What a run has its ranks do: the stepper on a worker, and what it tells after every call."""
+"""Worker's side of a run: the stepper of a rank, and the report after each call of it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ortlab.utils.threads import trim
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank tells beside a result.
+    """Report of a rank that comes with each result.
 
-    ``report`` is None where the engine has nothing new to say, ``finite`` as `Stepper.finite` is.
-    ``held`` is what it holds of the training's state, ``base_bytes`` its resident size before it
-    had the model, ``step_ms`` the time of the step, where it was one.
+    ``report`` is the engine's, or None if it has not changed, and ``finite`` is `Stepper.finite`.
+    ``held`` is the rank's part of the training's state, ``base_bytes`` its resident size before it
+    had the model, and ``step_ms`` the time of the step, 0 for other calls.
     """
 
     report: Report | None
@@ -44,7 +44,7 @@ class RankReport:
 
 
 class _Trainee:
-    """The stepper of this process."""
+    """Stepper of this process, with its memory meter."""
 
     def __init__(self, stepper: ShardedStepper, meter: Meter, base_bytes: float) -> None:
         self.stepper = stepper
@@ -66,7 +66,7 @@ class _Trainee:
         )
 
     def watch(self) -> None:
-        """Notes how large this process is, without what it has freed."""
+        """Record the current memory of this process, without memory that it has freed."""
         trim()
         self._restart()
         now = self._meter.take()
@@ -74,36 +74,46 @@ class _Trainee:
         self._from_bytes = now.cuda_allocated_bytes if on_cuda else now.rss_bytes
 
     def grown(self) -> float:
-        """Bytes at its largest beyond what it had when `watch` was called."""
+        """Return the growth since `watch`, up to the peak, in bytes."""
         self._restart()
         return max(self._highest - self._from_bytes, 0.0)
 
     def _restart(self) -> None:
-        """Another meter, whose first reading is of this moment."""
+        """Start a new meter, whose first reading is the current memory."""
         SAMPLER.end(self._meter)
         self._highest = self._meter.highest_peak_bytes()
         self._meter = SAMPLER.start()
 
     def end(self) -> None:
-        """Ends the stepper and the measurement of its memory."""
+        """End the stepper and the measurement of its memory."""
         self.forget()
         self.stepper.close()
 
     def forget(self) -> None:
-        """Ends the measurement alone: other ranks would not close the stepper along."""
+        """End only the measurement: closing the stepper needs all ranks."""
         SAMPLER.end(self._meter)
 
 
 _trainees: dict[int, _Trainee] = {}
-"""The steppers of this process, by the number that the kernel has given each."""
+"""Steppers of this process, by the number that the kernel assigned to each."""
 
 
 def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -> RankReport:
-    """Makes a stepper of what `packing.pack` gave: (model, loss)."""
+    """Prepare a stepper on this rank; all ranks call it.
+
+    Args:
+        number: Number of the stepper.
+        packed: (model, loss) as `packing.pack` returned it.
+        file: The file with the model's tensors.
+        settings: The run's settings.
+
+    Returns:
+        The rank's report.
+    """
     _dies_first()
     warn_once.are_seen()
     chosen = engine_for(settings)
-    steppers.load(settings)  # a library that comes along is not the model's memory
+    steppers.load(settings)  # so that the library does not count as the model's memory
     trim()
     meter = SAMPLER.start()
     base_bytes = meter.take().rss_bytes
@@ -118,13 +128,22 @@ def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -
 
 
 def _dies_first() -> None:
-    """Where memory runs out Linux ends this process, and not the kernel with all that it has."""
-    with contextlib.suppress(OSError):  # another system, or a container that forbids it
+    """Make Linux kill this process before the kernel when memory runs out."""
+    with contextlib.suppress(OSError):  # another system, or a container without permission
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
 
 def step(number: int, batches: list[Batch], lr: float) -> tuple[StepResult, RankReport]:
-    """See `Stepper.step`; the tensors of the result are on the CPU."""
+    """Take a step; see `Stepper.step`.
+
+    Args:
+        number: Number of the stepper.
+        batches: The step's micro-batches.
+        lr: The learning rate.
+
+    Returns:
+        The result, with its tensors on the CPU, and the rank's report.
+    """
     trainee = _trainees[number]
     began = time.perf_counter()
     result = trainee.stepper.step(batches, lr=lr)
@@ -138,7 +157,15 @@ def step(number: int, batches: list[Batch], lr: float) -> tuple[StepResult, Rank
 
 
 def evaluate(number: int, batch: Batch) -> tuple[EvalResult, RankReport]:
-    """See `Stepper.evaluate`; the loss is on the CPU."""
+    """Evaluate a batch; see `Stepper.evaluate`.
+
+    Args:
+        number: Number of the stepper.
+        batch: The batch.
+
+    Returns:
+        The result, with its loss on the CPU, and the rank's report.
+    """
     trainee = _trainees[number]
     result = trainee.stepper.evaluate(batch)
     loss = None if result.loss is None else result.loss.cpu()
@@ -148,24 +175,51 @@ def evaluate(number: int, batch: Batch) -> tuple[EvalResult, RankReport]:
 def first_bad(
     packed: bytes, file: str, micro_batches: list[Batch], settings: FinetuneSettings
 ) -> Cause | None:
-    """See `ortlab.engines.nonfinite.first_bad`; rank 0 looks at the model that `pack` gave."""
+    """Find the cause of a loss that is not finite, on rank 0; see `nonfinite.first_bad`.
+
+    Args:
+        packed: (model, loss) as `packing.pack` returned it.
+        file: The file with the model's tensors.
+        micro_batches: The step's micro-batches.
+        settings: The run's settings.
+
+    Returns:
+        The cause; None on other ranks.
+    """
     if torch.distributed.get_rank():
         return None
     try:
         model, loss = packing.unpack(packed, Path(file))
         model.to(training_device(settings.device))
         return nonfinite.first_bad(model, loss, micro_batches, settings)
-    except Exception as error:  # noqa: BLE001 - a rank that fails alone takes the others along
+    except Exception as error:  # noqa: BLE001 - a rank that fails alone ends the whole run
         return Cause.unknown(error)
 
 
 def write_state(number: int, folder: str) -> Any:
-    """Write this rank's shard of `Stepper.state_dict`; see `ortlab.checkpoint.sharded`."""
+    """Write this rank's shard of `Stepper.state_dict`; see `ortlab.checkpoint.sharded`.
+
+    Args:
+        number: Number of the stepper.
+        folder: The folder to write to.
+
+    Returns:
+        The outline of the state, for `read_state`.
+    """
     return shards.write(_trainees[number].stepper.state_dict(), Path(folder))
 
 
 def read_state(number: int, folder: str, outline: Any) -> RankReport:
-    """Takes the state that is in `folder`."""
+    """Load a state that `write_state` wrote.
+
+    Args:
+        number: Number of the stepper.
+        folder: The folder with the shards.
+        outline: The outline of the state.
+
+    Returns:
+        The rank's report.
+    """
     trainee = _trainees[number]
     trainee.stepper.load_state_dict(shards.read(Path(folder), outline))
     return trainee.told()
@@ -187,7 +241,15 @@ def reseed(number: int, seed: int) -> None:
 
 
 def growth(number: int, *, began: bool) -> tuple[StateBytes, float]:
-    """What this rank holds, and how far it has grown since this was called with `began`."""
+    """Measure this rank's state and the growth of its memory.
+
+    Args:
+        number: Number of the stepper.
+        began: True to start the measurement now.
+
+    Returns:
+        The bytes of the state, and the growth since the last call with `began`.
+    """
     trainee = _trainees[number]
     if began:
         trainee.watch()
@@ -195,13 +257,21 @@ def growth(number: int, *, began: bool) -> tuple[StateBytes, float]:
 
 
 def forget(number: int) -> None:
-    """Lets go of a stepper that was lost: other ranks would not close it along."""
+    """Release a lost stepper without closing it, which would need all ranks.
+
+    Args:
+        number: Number of the stepper.
+    """
     trainee = _trainees.pop(number, None)
     if trainee is not None:
         trainee.forget()
 
 
 def end(number: int) -> None:
-    """Gives back what a stepper holds."""
+    """Close a stepper and release its memory; all ranks call it.
+
+    Args:
+        number: Number of the stepper.
+    """
     trainee = _trainees.pop(number)
     trainee.end()

@@ -1,22 +1,16 @@
-"""Workers: the ranks of a cluster, what they are given to do, and what became of it."""
+"""Workers: the ranks of a cluster, the calls that run on them, and their failures."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import inspect
-import ipaddress
-import json
 import math
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
@@ -27,73 +21,40 @@ from ortlab.cluster import facts
 from ortlab.cluster import rank as on_rank
 from ortlab.cluster.call import RankDied, WorkerCall
 from ortlab.cluster.launch import LOOPBACK, Cluster
+from ortlab.cluster.payload import packed
+from ortlab.cluster.placement import (
+    ANSWER_S,
+    PlacedRank,
+    place_ranks,
+    warn_of_sharing,
+    worker_count,
+)
+from ortlab.cluster.worker_table import COLUMNS, Worker, listening_note
 from ortlab.engines.base import tell
+from ortlab.history.run_folder import runs_root
 from ortlab.training.memory_advice import available_bytes
 from ortlab.utils import files
 from ortlab.utils.process_memory import memory
-from ortlab.utils.tables import Column, Table
+from ortlab.utils.tables import Table
 
 P = ParamSpec("P")
 R = TypeVar("R")
 WORKER_BYTES = 200 << 20
-"""What a process of its own takes that has imported torch and ortlab (207 MiB, torch 2.13)."""
+"""Memory of a process that has imported torch and ortlab (207 MiB with torch 2.13)."""
 
 _GRACE_S: Final = 1.0
-"""That ranks have to end by themselves after one failed; as long again after each interrupt."""
+"""Seconds that ranks have to finish after another rank failed, and after each interrupt."""
 
 _INTERRUPTS: Final = 3
-"""How often a rank is interrupted before it is killed: one that has yet to begin hears none."""
-
-_ANSWER_S: Final = 5.0
-"""That a rank on another host has to answer a question."""
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A rank as the table shows it; ``rss_bytes`` is None where it cannot be asked just now."""
-
-    rank: int
-    host: str
-    pid: int
-    device: str
-    threads: int
-    rss_bytes: int | None
-    state: str
-
-
-def _size(worker: Worker) -> str:
-    return "-" if worker.rss_bytes is None else memory(worker.rss_bytes)
-
-
-_COLUMNS: Final[tuple[Column[Worker], ...]] = (
-    Column("rank", lambda worker: str(worker.rank), number=True),
-    Column("host", lambda worker: worker.host),
-    Column("pid", lambda worker: str(worker.pid), number=True),
-    Column("device", lambda worker: worker.device),
-    Column("threads", lambda worker: str(worker.threads), number=True),
-    Column("memory", _size, number=True),
-    Column("state", lambda worker: worker.state),
-)
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """What is known of a rank from the start; `devices` are the CUDA devices of its host."""
-
-    engine: int
-    place: on_rank.Place
-    host: str
-    pid: int
-    local: bool
-    device: str
-    devices: int
+"""Interrupts before a rank is killed; a rank whose call has not begun yet ignores them."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The process group of all ranks: its backend's name, and a private folder that all see.
+    """Process group of all ranks: the name of its backend, and a private folder that all can read.
 
-    The backend is gloo, and NCCL beside it where every rank has a GPU of its own.
+    The backend is gloo for CPU tensors, and NCCL for CUDA tensors if every rank has a GPU of its
+    own.
     """
 
     backend: str
@@ -101,34 +62,42 @@ class Group:
 
 
 class Workers:
-    """`count` processes that work as one: ranks, each with its device and its share of the threads.
+    """Worker processes: ranks, each with a device and its part of the threads.
 
-    They run when this returns, until `stop` or the end of this process. Without `profile` they are
-    local ones, and end with this process however it ends; with it an ipyparallel profile says how
-    they are started. RuntimeError where they cannot be started, or have other versions of what this
-    process has; ValueError for an unknown profile. A warning tells of shared cores or devices.
+    They run from the constructor's return until `stop` or the end of this process. Local workers
+    end with this process even if it is killed. A warning says if workers share cores or devices.
+
+    Args:
+        count: Number of workers.
+        profile: ipyparallel profile that says how they are started (SSH, MPI, Slurm, ...); None
+            starts local processes.
+
+    Raises:
+        RuntimeError: If they cannot be started, or have other versions of Python or a library than
+            this process.
+        ValueError: If the profile is unknown.
     """
 
     def __init__(self, count: int, *, profile: str | None = None) -> None:
         self.profile = profile
         self.broken: str | None = None
-        """Why they cannot be used any more; None while they can."""
+        """Reason why they cannot be used anymore; None while they can."""
         self._busy: str | None = None
         self._lock = threading.RLock()
         self._group: Group | None = None
         self._in_group = 0
         began = time.monotonic()
         if profile is None:
-            _warn_of_sharing("this machine", count, facts.cores(), "core")
-        tell(f"starting {_workers(count)}")
+            warn_of_sharing("this machine", count, facts.cores(), "core")
+        tell(f"starting {worker_count(count)}")
         self._cluster = Cluster(count, profile=profile, threads=max(1, facts.cores() // count))
         try:
-            self._ranks = self._set_up()
+            self._ranks = place_ranks(self._cluster, profile=profile)
         except BaseException:
             self._cluster.stop(kill=True)
             raise
         atexit.register(self.stop)
-        tell(f"{_workers(count)} up after {time.monotonic() - began:.1f} s")
+        tell(f"{worker_count(count)} up after {time.monotonic() - began:.1f} s")
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -141,31 +110,31 @@ class Workers:
 
     @property
     def local(self) -> bool:
-        """Whether all of them are on this machine."""
+        """True if all workers are processes of this machine."""
         return all(rank.local for rank in self._ranks)
 
     @property
     def pids(self) -> list[int]:
-        """Their processes, by rank."""
+        """Process ids, by rank."""
         return [rank.pid for rank in self._ranks]
 
     @property
     def busy(self) -> str | None:
-        """The function that they are running; None when they are idle."""
+        """Name of the function that they are running; None when they are idle."""
         return self._busy
 
     def usable(self) -> bool:
-        """Whether they all run still."""
+        """Return whether all workers are still running."""
         self._look()
         return self.broken is None
 
     def table(self) -> Table[Worker]:
-        """Every rank with host, process, device, threads, memory and state.
+        """Return a table of the ranks: host, process, device, threads, memory and state.
 
-        The notes list every socket on which controller and engines listen.
+        The notes list every socket that the controller and the engines listen on.
         """
         if not self.usable():
-            return Table[Worker]([], _COLUMNS, empty=f"no workers: {self.broken}; {self._again()}")
+            return Table[Worker]([], COLUMNS, empty=f"no workers: {self.broken}; {self._again()}")
         footprints = [self._footprint(rank) for rank in self._ranks]
         state = "idle" if self._busy is None else f"busy: {self._busy}"
         rows = [
@@ -176,35 +145,57 @@ class Workers:
         ]
         pid = self._cluster.controller_pid
         heard = None if pid is None else on_rank.footprint(pid)[1]
-        notes = [_listens(f"controller (pid {pid})" if pid else "controller", heard)]
+        notes = [listening_note(f"controller (pid {pid})" if pid else "controller", heard)]
         notes += [
-            _listens(f"rank {rank.place.rank} (pid {rank.pid})", found)
+            listening_note(f"rank {rank.place.rank} (pid {rank.pid})", found)
             for rank, (_, found) in zip(self._ranks, footprints, strict=True)
         ]
-        return Table(rows, _COLUMNS, notes=notes)
+        return Table(rows, COLUMNS, notes=notes)
 
     def stop(self) -> None:
-        """Ends them; a call that is running fails. Twice is fine."""
+        """End the workers; a running call fails. A second call does nothing."""
         atexit.unregister(self.stop)
         self.broken = self.broken or "they were stopped"
         self._cluster.stop()
 
     def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Calls `function` on every rank; returns the results by rank.
+        """Call a function on every rank.
 
-        Function and arguments go by value, those that cells define too; ValueError names what
-        cannot be sent, before anything runs. What ranks print is printed here, a rank's number
-        before each line. `RankError` names the first rank that failed; those that are still at it
-        some seconds later are interrupted, then killed. `RankDied` names the rank whose process
-        ended, and how: all are stopped then. An interrupt ends the call on every rank. A rank that
-        fails leaves its process group, so that others do not wait for it there.
+        The function and its arguments are sent by value, also if a notebook cell defines them.
+        Output of the ranks is printed here, each line after the rank's number. After a failure,
+        ranks that are still running some seconds later are interrupted, then killed. A rank that
+        fails leaves its process group, so that the others do not wait for it there. An interrupt
+        ends the call on every rank.
+
+        Args:
+            function: The function.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            ValueError: If something cannot be pickled, before anything runs; the message names it.
+            RankError: If a rank failed; the message names the first one.
+            RankDied: If the process of a rank ended; all workers are stopped then.
+            RuntimeError: If the workers were stopped.
         """
         return self._call(function, args, kwargs, on_rank.call)
 
     def run_together(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """As `run`, for what fails on all ranks or on none: they stay in their process group.
+        """Call a function that fails on all ranks or on none; ranks stay in their process group.
 
-        The error's ``together`` says whether that was so.
+        Args:
+            function: The function.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            RankError: As in `run`; its ``together`` is True if the call failed on all ranks.
         """
         return self._call(function, args, kwargs, on_rank.call_together)
 
@@ -216,7 +207,7 @@ class Workers:
         how: Callable[[bytes], bytes | on_rank.Failure],
     ) -> list[R]:
         name = getattr(function, "__name__", type(function).__name__)
-        payload = _packed(name, function, args, kwargs)
+        payload = packed(name, function, args, kwargs)
         with self._taken(name):
             client = self._cluster.client
             return self._finish(
@@ -225,14 +216,26 @@ class Workers:
 
     @contextlib.contextmanager
     def rendezvous(self, name: str = "", *, timeout_s: float = 1800.0) -> Iterator[Group]:
-        """All ranks in one process group of torch.distributed, for the calls inside.
+        """Join all ranks in one process group of torch.distributed within the context.
 
-        They are taken for that long: calls of other threads are refused with the `name`. In the
-        same thread others may come and go meanwhile, in any order: it is one group until the last
-        leaves.
-        The ranks meet in a file of a private folder, without a port. Where all are on this machine
-        their sockets are on loopback alone; else the folder is below $ORTLAB_HOME, and RuntimeError
-        names the rank that does not see it. `timeout_s` is how long one waits for another.
+        The workers are reserved meanwhile: calls of other threads are refused with a message that
+        has the `name`. Contexts of the same thread may overlap in any order and share one group,
+        which ends with the last of them.
+
+        The ranks find each other through a file in a private folder, without a port. If all are on
+        this machine, their sockets are on loopback only. Otherwise the folder is below
+        $ORTLAB_HOME.
+
+        Args:
+            name: Name of the work, for the messages.
+            timeout_s: Seconds that a rank waits for another one in a collective.
+
+        Yields:
+            The group.
+
+        Raises:
+            RuntimeError: If a rank cannot read the folder, or the workers were stopped.
+            ValueError: If another thread uses the workers.
         """
         with self._taken(name or "a process group"):
             if self._group is None:
@@ -269,11 +272,11 @@ class Workers:
 
     @contextlib.contextmanager
     def _taken(self, name: str) -> Iterator[None]:
-        """The workers for this thread; ValueError while another one has them."""
+        """Reserve the workers for this thread; ValueError while another one uses them."""
         if not self.usable():
             raise RuntimeError(f"no workers: {self.broken}; {self._again()}")
         if not self._lock.acquire(blocking=False):
-            raise ValueError(f"the workers are busy with {self._busy}; wait for its end")
+            raise ValueError(f"the workers are busy with {self._busy}; wait until it ends")
         before = self._busy
         try:
             self._busy = before or name
@@ -283,10 +286,10 @@ class Workers:
             self._lock.release()
 
     def _finish(self, call: WorkerCall) -> list[Any]:
-        """Waits for the end of a call on all ranks; see `run`."""
+        """Wait for the end of a call on all ranks; see `run`."""
         try:
             self._watch(call)
-            self._watch(call, _GRACE_S)  # after a failure
+            self._watch(call, _GRACE_S)  # after a failure the others may still finish
             alike = len(call.failures) == len(self)
             self._interrupt(call)
         except KeyboardInterrupt:
@@ -302,24 +305,24 @@ class Workers:
         return call.values()
 
     def _watch(self, call: WorkerCall, seconds: float = math.inf) -> None:
-        """Polls until all ranks are done, or the time is over, or without one a rank failed.
+        """Poll until all ranks are done, or until `seconds` are over.
 
-        RankDied where a process ended.
+        Without a limit it also returns when a rank has failed. RankDied if a process ended.
         """
         until = time.monotonic() + seconds
         while call.pending and time.monotonic() < until:
             if seconds == math.inf and call.failures:
                 return
             call.poll()
-            if self.broken is not None:  # another thread stopped them
+            if self.broken is not None:  # stopped by another thread
                 raise RuntimeError(f"no workers: {self.broken}")
             if call.lost or self._gone():
                 raise self._died(call.lost)
 
     def _interrupt(self, call: WorkerCall) -> None:
-        """Ends a call on the ranks that are still at it, by SIGINT and at last by SIGKILL.
+        """End a call on the ranks that still run it, by SIGINT and finally by SIGKILL.
 
-        An interrupt of this wait kills them at once.
+        A keyboard interrupt during this wait kills them at once.
         """
         with contextlib.suppress(KeyboardInterrupt):
             for _ in range(_INTERRUPTS):
@@ -333,12 +336,12 @@ class Workers:
             self._break(f"rank {ranks} of {len(self)} did not end when interrupted, and was killed")
 
     def _look(self) -> None:
-        """Notices a worker that died while nothing ran."""
+        """Detect a worker that died while no call was running."""
         if self.broken is None and self._busy is None and self._gone():
             self._died()
 
     def _gone(self) -> list[int]:
-        """The ranks whose process ended; all of them without a controller."""
+        """Return the ranks whose process ended; all of them if the controller did."""
         ended, left = self._cluster.exit_codes(), self._cluster.client.ids
         lost = self._cluster.controller_died()
         return [
@@ -348,9 +351,9 @@ class Workers:
         ]
 
     def _died(self, lost: Sequence[int] = ()) -> RankDied:
-        """Ends what is left, after a rank ended; says which, and how where that can be known."""
+        """Stop the remaining ranks after one ended, and return the error that names it."""
         if self._cluster.controller_died():
-            reason, rank = "the controller died, without which nobody hears the workers", 0
+            reason, rank = "the controller died, so the workers cannot be reached", 0
         else:
             rank = [*lost, *self._gone()][0]
             pid = self._ranks[rank].pid
@@ -370,184 +373,65 @@ class Workers:
     def _again(self) -> str:
         return f"%ort workers {len(self)}, or ortlab.workers({len(self)}), starts fresh ones"
 
-    # ---- what is told of them --------------------------------------------------------------------
+    # ---- information on the ranks ----------------------------------------------------------------
 
-    def _footprint(self, rank: _Rank) -> tuple[int | None, set[tuple[str, int]] | None]:
-        """Resident bytes and listening sockets; None for those of another host that is busy."""
+    def _footprint(self, rank: PlacedRank) -> tuple[int | None, set[tuple[str, int]] | None]:
+        """Return resident bytes and listening sockets; None for a busy rank on another host."""
         if rank.local:
             return on_rank.footprint(rank.pid)
         if self._busy is not None:
             return None, None
         asked = self._cluster.client[rank.engine].apply_async(on_rank.footprint, rank.pid)
-        found: tuple[int, set[tuple[str, int]]] = asked.get(_ANSWER_S)
+        found: tuple[int, set[tuple[str, int]]] = asked.get(ANSWER_S)
         return found
 
     def _meeting_place(self) -> Path:
-        """A private folder that every rank sees."""
+        """Return a new private folder that every rank can read."""
         if self.local:
             return Path(tempfile.mkdtemp(prefix="ortlab-group-"))
-        from ortlab.history.run_folder import runs_root
-
         home = files.private(runs_root().parent)
         folder = Path(tempfile.mkdtemp(prefix="group-", dir=home))
         for rank, seen in enumerate(self.run(on_rank.sees, str(folder))):
             if not seen:
                 folder.rmdir()
                 raise RuntimeError(
-                    f"rank {rank} on {self._ranks[rank].host} does not see {home}; set ORTLAB_HOME "
+                    f"rank {rank} on {self._ranks[rank].host} cannot read {home}; set ORTLAB_HOME "
                     "to a folder that all hosts share"
                 )
         return folder
 
     def _own_gpus(self) -> bool:
-        """Whether every rank has a GPU that no other rank has."""
+        """Return whether every rank has a GPU of its own."""
         return all(rank.devices >= rank.place.local_world for rank in self._ranks)
-
-    # ---- the start -------------------------------------------------------------------------------
-
-    def _set_up(self) -> list[_Rank]:
-        """Gives every engine its rank; RuntimeError where one differs from this process."""
-        client = self._cluster.client
-        engines = sorted(client.ids)
-        found = self._facts(engines)
-        on_host = Counter(fact["host"] for fact in found)
-        met: Counter[str] = Counter()
-        places = []
-        for number, fact in enumerate(found):
-            host = fact["host"]
-            threads = max(1, fact["cores"] // on_host[host])
-            places.append(on_rank.Place(number, len(found), met[host], on_host[host], threads))
-            met[host] += 1
-        placed = [
-            client[engine].apply_async(on_rank.take_place, place)
-            for engine, place in zip(engines, places, strict=True)
-        ]
-        ranks = []
-        for engine, place, fact, answer in zip(engines, places, found, placed, strict=True):
-            device, devices = answer.get()
-            host, here = fact["host"], _is_here(fact)
-            ranks.append(_Rank(engine, place, host, fact["pid"], here, device, devices))
-            if place.local_rank == 0 and self.profile is not None:  # else it was told before
-                _warn_of_sharing(host, place.local_world, fact["cores"], "core")
-            if place.local_rank == 0 and devices:
-                _warn_of_sharing(host, place.local_world, devices, "CUDA device")
-        return ranks
-
-    def _facts(self, engines: Sequence[int]) -> list[dict[str, Any]]:
-        """What the engines say of themselves and of what is installed beside them."""
-        asked = self._cluster.client[engines].execute(facts.as_text(), silent=False)
-        asked.get()
-        asked.wait_for_output(_ANSWER_S)
-        found = [json.loads(text) for text in asked.stdout]
-        here = facts.facts()["versions"]
-        for rank, fact in enumerate(found):
-            for name, version in here.items():
-                theirs = fact["versions"].get(name)
-                if theirs != version:
-                    raise RuntimeError(
-                        f"rank {rank} on {fact['host']} has {name} {theirs or 'not installed'}, "
-                        f"this process {version or 'none'}; both need the same"
-                    )
-        return found
-
-
-def _is_here(fact: Mapping[str, Any]) -> bool:
-    """Whether an engine is a process of this machine."""
-    return fact["host"] == socket.gethostname() and bool(psutil.pid_exists(fact["pid"]))
-
-
-def _warn_of_sharing(host: str, count: int, there_are: int, what: str) -> None:
-    if count > there_are:
-        warnings.warn(
-            f"{_workers(count)} share {there_are} {what}{'' if there_are == 1 else 's'} of {host}: "
-            "they take turns",
-            stacklevel=5,
-        )
 
 
 def refuse_too_many(count: int) -> None:
-    """ValueError where so many processes would take the machine's memory from everybody."""
+    """Raise ValueError if the machine has no memory for that many local workers.
+
+    Args:
+        count: Number of workers.
+
+    Raises:
+        ValueError: If they need more than the free memory; the message has the largest number.
+    """
     free = available_bytes("cpu")
     if count * WORKER_BYTES > free:
         raise ValueError(
-            f"{count} workers have no room: each takes {memory(WORKER_BYTES)} before its model, "
-            f"{memory(free)} are free; at most {max(1, free // WORKER_BYTES)} here"
+            f"not enough memory for {count} workers: each takes {memory(WORKER_BYTES)} without its "
+            f"model, and {memory(free)} are free; start at most {max(1, free // WORKER_BYTES)}"
         )
 
 
-def _workers(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"
-
-
 def _how(code: int | None) -> str:
-    """How a process ended, by its exit code."""
+    """Return how a process ended, by its exit code; "" if that is unknown."""
     if code is None:
         return ""
     return f": {signal.Signals(-code).name} (signal {-code})" if code < 0 else f": exit code {code}"
 
 
-def _listens(who: str, found: Set[tuple[str, int]] | None) -> str:
-    """A line for the sockets where a process listens."""
-    if found is None:
-        return f"{who}: what it listens on cannot be seen from here"
-    ports: dict[str, list[int]] = {}
-    for address, port in sorted(found):
-        ports.setdefault(address, []).append(port)
-    places = [
-        f"{address}{'' if ipaddress.ip_address(address).is_loopback else ' (open to the network)'} "
-        f"port{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-        for address, numbers in ports.items()
-    ]
-    return f"{who} listens on {'; '.join(places) or 'nothing'}"
-
-
 def _loopback_interface() -> str | None:
-    """The network interface of 127.0.0.1: lo on Linux."""
+    """Return the name of the network interface of 127.0.0.1, such as lo on Linux."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == LOOPBACK for address in addresses):
             return str(name)
-    return None
-
-
-def _packed(
-    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bytes:
-    """A call as bytes, by value; ValueError names what of it cannot be."""
-    from ortlab.cluster.values import dumps
-
-    try:
-        packed = dumps((function, args, kwargs))
-    except Exception as error:
-        culprit = _unpicklable(_parts(name, function, args, kwargs))
-        raise ValueError(
-            f"{culprit or 'the call'} cannot be sent to workers: {error}; they get copies, so give "
-            "what can be pickled: a model, tensors, a dataset, a list of batches"
-        ) from error
-    return packed
-
-
-def _parts(
-    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[str, Any]]:
-    """What goes with a call, by the names that the user knows."""
-    try:
-        yield from inspect.signature(function).bind(*args, **kwargs).arguments.items()
-    except (TypeError, ValueError):  # a builtin has no signature, and a wrong call none that fits
-        yield from ((f"argument {number}", value) for number, value in enumerate(args, 1))
-        yield from kwargs.items()
-    if inspect.isfunction(function):
-        uses = inspect.getclosurevars(function)
-        for used, value in {**uses.globals, **uses.nonlocals}.items():
-            yield f"{used}, which {name} uses,", value
-    yield name, function
-
-
-def _unpicklable(parts: Iterator[tuple[str, Any]]) -> str | None:
-    from ortlab.cluster.values import dumps
-
-    for name, value in parts:
-        try:
-            dumps(value)
-        except Exception:  # noqa: BLE001 - whatever it is, this is the part that is looked for
-            return name
     return None

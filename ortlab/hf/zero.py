@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from ortlab.engines.distributed import compatibility, deepspeed
+from ortlab.engines.distributed import compatibility, deepspeed_library
 from ortlab.settings import EngineSettings
 
 STAGES = (0, 1, 2, 3)
@@ -88,7 +88,7 @@ def arguments(
         )
     if args.load_best_model_at_end:
         refuse_checkpoint(stage, "load_best_model_at_end=True")
-    deepspeed.library(args.device)  # over the group that `device` has opened
+    deepspeed_library.library(args.device)  # over the group that `device` has opened
     return dataclasses.replace(args, deepspeed=configuration(stage))
 
 

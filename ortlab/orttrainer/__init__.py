@@ -1,4 +1,4 @@
-"""The front end of ORT's first training API, from ORT 1.2 (2020), on the engine ``offload``."""
+"""Front end of ORT's first training API, from ORT 1.2 (2020), on the engine ``offload``."""
 
 from __future__ import annotations
 

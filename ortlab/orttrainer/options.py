@@ -1,6 +1,6 @@
-"""The options of `ORTTrainer`: the dictionary of ORT's first training API, checked.
+"""Options of `ORTTrainer`: the dictionary of ORT's first training API, validated.
 
-What that API could and no engine can any more is refused with the way to do it in ortlab.
+Options of that API that no engine supports anymore raise an error that says how to do it in ortlab.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ON_WORKERS = "train on workers: ortlab.finetune(model, data, workers=2{more})"
 
 @dataclass(frozen=True)
 class _Option:
-    """One option: its type and default, and `refuse`, why another value cannot be had."""
+    """One option: type, default, minimum, and the advice if another value is unsupported."""
 
     type: Any
     default: Any
@@ -33,7 +33,7 @@ _SCHEMA: Mapping[str, Mapping[str, _Option]] = {
     "batch": {"gradient_accumulation_steps": _Option(int, 1, minimum=1)},
     "device": {
         "id": _Option(str, "cpu"),
-        "mem_limit": _Option(int, 0, "ORT's arena has no limit here; see %ort graph --memory"),
+        "mem_limit": _Option(int, 0, "ORT's arena cannot be limited here; see %ort graph --memory"),
     },
     "distributed": {
         "world_rank": _Option(int, 0, _world()),
@@ -51,7 +51,7 @@ _SCHEMA: Mapping[str, Mapping[str, _Option]] = {
         "loss_scaler": _Option(
             object,
             None,
-            "matrix products take bfloat16 here, which needs none; for float16 use "
+            "matrix products use bfloat16 here, which needs none; for float16 use "
             "ortlab.finetune(model, data, engine='ort', precision='fp16')",
         ),
     },
@@ -70,18 +70,26 @@ GRAPHS = (
     "model_with_gradient_graph_path",
     "model_with_training_graph_path",
 )
-"""What ``graph_save_paths`` names: forward as ORT rewrites it, then with gradient, then whole."""
+"""Keys of ``graph_save_paths``: forward after ORT's rewrites, with gradient, whole step."""
 
 
 class ORTTrainerOptions:
-    """Options by their names in ORT's first training API, as ``options.utils.frozen_weights``.
+    """Options by their names in ORT's first training API, such as ``options.utils.frozen_weights``.
 
-    ``batch``: ``gradient_accumulation_steps``. ``device``: ``id``, which is "cpu".
-    ``lr_scheduler``: one of `ortlab.optim.lr_scheduler`. ``mixed_precision``: ``enabled``, which
-    here is bfloat16 in matrix products. ``utils``: ``frozen_weights``, names; ``grad_norm_clip``,
-    whether the optimizer's ``max_norm_clip`` holds. ``debug``: ``deterministic_compute``,
-    ``check_model_export`` (whether the graph is compared with eager torch) and
-    ``graph_save_paths``, see `GRAPHS`. ValueError for what is unknown or cannot be had.
+    - ``batch``: ``gradient_accumulation_steps``
+    - ``device``: ``id``, which has to be "cpu"
+    - ``lr_scheduler``: one of `ortlab.optim.lr_scheduler`
+    - ``mixed_precision``: ``enabled``, which here means bfloat16 in matrix products
+    - ``utils``: ``frozen_weights``, a list of names; ``grad_norm_clip``, True if the optimizer's
+      ``max_norm_clip`` is applied
+    - ``debug``: ``deterministic_compute``; ``check_model_export``, True to compare the graph with
+      eager torch; ``graph_save_paths``, see `GRAPHS`
+
+    Args:
+        options: The options as a nested dictionary; None uses the defaults.
+
+    Raises:
+        ValueError: For an unknown option or an unsupported value.
     """
 
     batch: SimpleNamespace
@@ -95,7 +103,7 @@ class ORTTrainerOptions:
         self.lr_scheduler = given.pop("lr_scheduler", None)
         if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "get_lr"):
             raise ValueError(
-                f"lr_scheduler={self.lr_scheduler!r} has no get_lr(info); take one of "
+                f"lr_scheduler={self.lr_scheduler!r} has no get_lr(info); use one of "
                 "ortlab.optim.lr_scheduler"
             )
         for section in given:
@@ -120,7 +128,7 @@ class ORTTrainerOptions:
 
 def _section(section: str, known: Mapping[str, _Option], given: Any) -> SimpleNamespace:
     if not isinstance(given, Mapping):
-        raise ValueError(f"options[{section!r}] is a dictionary, not {given!r}")
+        raise ValueError(f"options[{section!r}] must be a dictionary, not {given!r}")
     values = {name: option.default for name, option in known.items()}
     for name, value in given.items():
         if name not in known:
@@ -128,12 +136,12 @@ def _section(section: str, known: Mapping[str, _Option], given: Any) -> SimpleNa
         option = known[name]
         wrong_bool = isinstance(value, bool) and option.type is int
         if wrong_bool or not isinstance(value, option.type):
-            raise ValueError(f"{section}.{name}={value!r} is {type(value).__name__}")
+            raise ValueError(f"{section}.{name}={value!r} has type {type(value).__name__}")
         if option.minimum is not None and value < option.minimum:
             raise ValueError(f"{section}.{name}={value!r} must be at least {option.minimum}")
         if option.refuse and value != option.default:
             raise ValueError(
-                f"{section}.{name}={value!r} has no engine in ORTTrainer; {option.refuse}"
+                f"{section}.{name}={value!r} is not supported by ORTTrainer; {option.refuse}"
             )
         values[name] = value
     return SimpleNamespace(**values)

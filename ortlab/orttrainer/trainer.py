@@ -1,11 +1,10 @@
-"""`ORTTrainer`: a training step as one call, as in ORT's first training API."""
+"""`ORTTrainer`: a whole training step in one call, as in ORT's first training API."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,30 +21,31 @@ from ortlab.checkpoint.checkpoint import (
     check_model,
     check_optimizer,
 )
+from ortlab.deploy.call import ModelCall
 from ortlab.engines.base import EngineUnavailable, NotFinite, unfit
-from ortlab.engines.batch import TARGETS, signature_names
 from ortlab.engines.ortmodule.engine import execution_of, reseed
 from ortlab.engines.ortmodule.fused_step import FusedStep
 from ortlab.engines.registry import engine, refusal
 from ortlab.engines.torch.stepper import modes_of, set_modes
-from ortlab.optim.config import DecayMode, OptimizerConfig
-from ortlab.orttrainer.description import Described, Description
+from ortlab.optim.config import OptimizerConfig
+from ortlab.orttrainer.description import Description
+from ortlab.orttrainer.objective import Inference, Loss, Objective, axes_of
+from ortlab.orttrainer.optimizer import optimizer_for
 from ortlab.orttrainer.options import GRAPHS, ORTTrainerOptions
 from ortlab.settings import FinetuneSettings, unknown_name
 from ortlab.utils.errors import brief
 from ortlab.utils.rng import RandomStates
 
-Loss = Callable[..., torch.Tensor]
 _STATE = {"exp_avg": "Moment_1", "exp_avg_sq": "Moment_2", "step": "Update_Count"}
-"""What torch and what ORT call the state of an optimizer."""
+"""Names of an optimizer's state in torch, with ORT's names for them."""
 
 
 @dataclass
 class TrainStepInfo:
-    """What a scheduler is told: see `ortlab.optim.lr_scheduler.StepInfo`.
+    """Information that a scheduler gets; see `ortlab.optim.lr_scheduler.StepInfo`.
 
-    ``step`` counts calls of `ORTTrainer.train_step`, of which several make an optimizer step where
-    gradients are accumulated.
+    ``step`` counts calls of `ORTTrainer.train_step`. With gradient accumulation several of them
+    make one optimizer step.
     """
 
     optimizer_config: OptimizerConfig
@@ -54,20 +54,26 @@ class TrainStepInfo:
 
 
 class ORTTrainer:
-    """Trains `model` in place; forward, backward and optimizer are one call into ORT.
+    """Trainer that runs forward, backward and optimizer step of a model in one call into ORT.
 
-    `model_desc` has the model's ``inputs`` and ``outputs`` in order, each a (name, sizes), where a
-    size that may differ from call to call is a name; an output that is the loss says so by a third
-    value, True. `optim_config` is one of `ortlab.optim`. `loss_fn` is called with what the model
-    returns and with the label, which is the input that forward has no parameter for; where
-    `model_desc` names neither the label nor the loss, they are added, with a note in `notes`.
-    `options` is a dictionary, see `ORTTrainerOptions`. The order of ORT's slides is taken too:
-    model, optimizer, model_desc, criterion.
+    The model is trained in place: its weights stay its own tensors. Evaluation runs in ORT as well.
+    The interface is that of onnxruntime.training.ORTTrainer of ORT 1.5 to 1.13. The argument order
+    of ORT's slides is also accepted: model, optimizer, model_desc, criterion.
 
-    Evaluation runs in ORT as well. Weights stay the model's own tensors.
+    Args:
+        model: The model.
+        model_desc: A dictionary of the model's "inputs" and "outputs" in order, each (name, sizes).
+            A size that may change between calls is a name. The output that is the loss has True as
+            a third value. If the label or the loss are missing they are added, with a note in
+            `notes`.
+        optim_config: One of `ortlab.optim`.
+        loss_fn: Called with the model's result and the label, which is the input that forward has
+            no parameter for. None if the model returns its loss.
+        options: A dictionary; see `ORTTrainerOptions`.
 
-    ValueError says what of the arguments is wrong; EngineUnavailable where ORT cannot run here. The
-    interface is that of onnxruntime.training.ORTTrainer of ORT 1.5 to 1.13.
+    Raises:
+        ValueError: If an argument is invalid.
+        EngineUnavailable: If ORT cannot run here.
     """
 
     @brief
@@ -83,10 +89,11 @@ class ORTTrainer:
             model_desc, optim_config = optim_config, model_desc
         if not _is_config(optim_config):
             raise ValueError(
-                f"optim_config={optim_config!r}: give one of ortlab.optim, as SGDConfig(lr=0.1)"
+                f"optim_config={optim_config!r} is no optimizer configuration; use one of "
+                "ortlab.optim, such as SGDConfig(lr=0.1)"
             )
         if not isinstance(model, nn.Module):
-            raise ValueError(f"the model is a torch.nn.Module, not {model!r}")
+            raise ValueError(f"the model must be a torch.nn.Module, not {model!r}")
         if (reason := unfit(model)) is not None:
             raise ValueError(f"cannot train this {type(model).__name__}: it {reason}")
         self.options = (
@@ -95,7 +102,7 @@ class ORTTrainer:
         self.model = model
         self.optim_config = optim_config
         self.notes: list[str] = []
-        """What the user is to know: what was added, what is otherwise than it was in ORT."""
+        """Notes for the user: additions to ``model_desc``, and differences from ORT's trainer."""
         mixed = self.options.mixed_precision.enabled
         if mixed:
             self._note("mixed precision is bfloat16 in matrix products, without a loss scale")
@@ -107,29 +114,39 @@ class ORTTrainer:
         )
         if (reason := refusal(settings)) is not None:
             raise EngineUnavailable(reason)
-        objective = _Objective(model, Description.of(model_desc), loss_fn, self._note)
+        objective = Objective(model, Description.of(model_desc), loss_fn, self._note)
         self.model_desc = objective.description
-        """What goes in and comes out, with the label and the loss where they were added."""
+        """Inputs and outputs, including a label or a loss that was added."""
         self._freeze()
         model.to("cpu")
         self._wrapped = engine("ort").wrap(objective, settings)
         self._objective = objective
-        self._optimizer = _optimizer(optim_config, dict(model.named_parameters()))
+        self._optimizer = optimizer_for(optim_config, dict(model.named_parameters()))
         self._bad = torch.zeros(())
         self._step = FusedStep(execution_of(self._wrapped), self._optimizer, self._bad)
         self._info = TrainStepInfo(optim_config)
-        self._last: list[torch.Tensor] | None = None  # batch that fitted, for `save_as_onnx`
-        self._taken = 0  # micro-batches of the step under way
+        self._last: list[torch.Tensor] | None = None  # the last valid batch, for `save_as_onnx`
+        self._taken = 0  # micro-batches of the current step
         self._saved = not self.options.debug.graph_save_paths
 
     # ---- steps
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One batch; what `model_desc` has as outputs, the loss first where that was added.
+        """Train on one batch.
 
-        The batch comes in the order of `model_desc` or by its names. Of
-        ``gradient_accumulation_steps`` calls the last one steps, by the mean of their gradients.
-        NotFinite for a loss or a gradient that is not: weights and moments are as they were.
+        The last of ``gradient_accumulation_steps`` calls takes the optimizer step, with the mean of
+        their gradients.
+
+        Args:
+            *args: The batch, in the order of `model_desc`.
+            **kwargs: The batch, by the names of `model_desc`.
+
+        Returns:
+            The outputs of `model_desc`; a loss that was added is the first.
+
+        Raises:
+            NotFinite: If the loss or a gradient is not finite; weights and moments are unchanged.
+            ValueError: If the batch does not match `model_desc`.
         """
         inputs, sizes = self._batch(args, kwargs)
         number = self.options.batch.gradient_accumulation_steps
@@ -141,7 +158,7 @@ class ORTTrainer:
                 self.model.train()
             self._objective.training = True
             served = self._step.served(tuple(inputs))
-            assert served is not None  # without a fallback
+            assert served is not None  # fallbacks are off
             outcome = self._step.run(
                 served,
                 tuple(inputs),
@@ -158,13 +175,24 @@ class ORTTrainer:
             raise NotFinite(
                 f"the loss is {float(outcome.outputs[0]):g} and the gradient's norm "
                 f"{float(outcome.norm):g} in step {self._info.optimization_step + 1}: the weights "
-                "are as before; lower the learning rate, or look at this batch"
+                "are unchanged; lower the learning rate, or check this batch"
             )
         self._info.optimization_step += last
         return self._outputs(outcome.outputs, sizes)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs of one batch in evaluation mode, in ORT; nothing is trained."""
+        """Evaluate one batch in ORT, without training.
+
+        Args:
+            *args: The batch, in the order of `model_desc`.
+            **kwargs: The batch, by the names of `model_desc`.
+
+        Returns:
+            The outputs of `model_desc`, in evaluation mode.
+
+        Raises:
+            ValueError: If the batch does not match `model_desc`.
+        """
         inputs, sizes = self._batch(args, kwargs)
         modes = modes_of(self._objective)
         self._objective.eval()
@@ -178,10 +206,10 @@ class ORTTrainer:
     def _batch(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, int]]:
-        """The inputs of a step in order, checked, and what the sizes that vary are in them."""
+        """Return the checked inputs of a step in order, and their sizes by name."""
         names = [each.name for each in self.model_desc.inputs]
         if len(args) > len(names):
-            raise ValueError(f"{len(args)} inputs were given, and model_desc has {names}")
+            raise ValueError(f"{len(args)} inputs were given, but model_desc has {names}")
         given = dict(zip(names, args, strict=False))
         for name, value in kwargs.items():
             if name not in names:
@@ -190,7 +218,7 @@ class ORTTrainer:
                 raise ValueError(f"{name!r} is given twice")
             given[name] = value
         if missing := [name for name in names if name not in given]:
-            raise ValueError(f"{', '.join(missing)} is missing; a batch is {', '.join(names)}")
+            raise ValueError(f"{', '.join(missing)} is missing; pass {', '.join(names)}")
         inputs = [
             torch.as_tensor(given[name]) if isinstance(given[name], np.ndarray) else given[name]
             for name in names
@@ -236,7 +264,7 @@ class ORTTrainer:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer and counters in memory of their own, named as in ORT's first API."""
+        """Return copies of weights, optimizer state and counters, named as in ORT's first API."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         optimizer = {
             names[id(p)]: {_STATE.get(k, k): v.clone() for k, v in state.items()}
@@ -250,9 +278,14 @@ class ORTTrainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes what `state_dict` gave; ValueError, before anything changes, where it does not fit.
+        """Load a state.
 
-        Without `strict` weights that are on one side only are left as they are.
+        Args:
+            state_dict: A state as `state_dict` returns it.
+            strict: False to ignore weights that only the model or only the state has.
+
+        Raises:
+            ValueError: If the state does not match; nothing has changed then.
         """
         self._between_steps("load")
         weights = self._fitting(state_dict["model"]["full_precision"], strict)
@@ -260,7 +293,9 @@ class ORTTrainer:
         named = {ours: name for name, ours in _STATE.items()}
         for name, state in state_dict["optimizer"].items():
             if name not in parameters:
-                raise ValueError(f"the optimizer's state has {name!r}, which the model has not")
+                raise ValueError(
+                    f"the optimizer's state has {name!r}, which is no parameter of the model"
+                )
             check_kept(state, name, parameters[name])
         self.model.load_state_dict(weights)
         self._optimizer.state.clear()
@@ -276,13 +311,22 @@ class ORTTrainer:
         user_dict: Mapping[str, Any] | None = None,
         include_optimizer_states: bool = True,
     ) -> Path:
-        """Writes a safetensors file with all that a bit-exact resume needs, and `user_dict`.
+        """Write a checkpoint, from which training can be resumed bit for bit.
 
-        `user_dict` holds plain values and tensors. Between optimizer steps alone.
+        Args:
+            path: The safetensors file.
+            user_dict: Plain values and tensors to store with it.
+            include_optimizer_states: False to omit the optimizer's state.
+
+        Returns:
+            The file's path.
+
+        Raises:
+            ValueError: In the middle of an optimizer step.
         """
         self._between_steps("save")
         seed = int(np.random.SeedSequence([self._info.step, 1]).generate_state(1)[0]) >> 1
-        reseed(seed)  # a generator whose state cannot be read goes on from here
+        reseed(seed)  # for generators whose state cannot be read
         optimizer = self._optimizer.state_dict()
         if not include_optimizer_states:
             optimizer["state"] = {}
@@ -304,14 +348,22 @@ class ORTTrainer:
         ).save(path)
 
     def load_checkpoint(self, path: str | Path, strict: bool = True) -> dict[str, Any]:
-        """Goes on from a file of `save_checkpoint`; returns its ``user_dict``.
+        """Resume from a checkpoint, including the state of the random number generators.
 
-        Random numbers go on as they would have. ValueError as in `load_state_dict`.
+        Args:
+            path: A file that `save_checkpoint` wrote.
+            strict: False to ignore weights that only the model or only the file has.
+
+        Returns:
+            The file's ``user_dict``.
+
+        Raises:
+            ValueError: If the file does not match; nothing has changed then.
         """
         self._between_steps("load")
         found = Checkpoint.load(path)
         if "orttrainer" not in found.settings:
-            raise ValueError(f"{path} is a run's checkpoint; give it to finetune's resume_from")
+            raise ValueError(f"{path} is a run's checkpoint; pass it to finetune as resume_from")
         weights = self._fitting(found.model, strict)
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = self._optimizer.param_groups
@@ -327,14 +379,18 @@ class ORTTrainer:
         return user_dict
 
     def save_as_onnx(self, path: str | Path) -> None:
-        """Writes the trained model for inference as one ONNX file: no loss, no dropout.
+        """Write the trained model for inference, without loss and dropout, as one ONNX file.
 
-        Inputs and outputs are called and sized as in `model_desc`. The file is run in onnxruntime
-        beside torch before it is there, see `ortlab.export`. ValueError before the first step.
+        Inputs and outputs have the names and sizes of `model_desc`. The file is compared with torch
+        in onnxruntime before it appears; see `ortlab.export`.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ValueError: Before the first step.
         """
-        from ortlab.deploy import inference
-        from ortlab.deploy.axes import Axes, Axis
-        from ortlab.deploy.call import ModelCall
+        from ortlab.deploy import inference  # heavy: ortlab.deploy
 
         if self._last is None:
             raise ValueError("no batch was seen yet; train or evaluate once, then save")
@@ -343,20 +399,11 @@ class ORTTrainer:
             for each, tensor in zip(self.model_desc.inputs, self._last, strict=True)
             if not self._objective.is_answer(each.name)
         }
-        places: dict[str, list[tuple[str, int]]] = {}
-        for each in self.model_desc.inputs:
-            for dim, size in enumerate(each.sizes or ()):
-                if isinstance(size, str) and each.name in given:
-                    places.setdefault(size, []).append((each.name, dim))
-        axes = []
-        for name, at in places.items():
-            size = given[at[0][0]].shape[at[0][1]]
-            axes.append(Axis(name, size, tuple(at), (size + 1, max(size - 1, 1))))
-        module = _Inference(self._objective)
-        inference.one_file(self.model, ModelCall(module, (), given), Axes(axes), path)
+        call = ModelCall(Inference(self._objective), (), given)
+        inference.one_file(self.model, call, axes_of(self.model_desc, given), path)
 
     def _fitting(self, weights: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
-        """What the model loads of `weights`: all of its own, or not `strict` what both have."""
+        """Return the weights to load, checked; not `strict`, only those that both have."""
         own = self.model.state_dict()
         if not strict:
             weights = {name: weights.get(name, value) for name, value in own.items()}
@@ -367,7 +414,7 @@ class ORTTrainer:
         if self._taken:
             number = self.options.batch.gradient_accumulation_steps
             raise ValueError(
-                f"{self._taken} of {number} batches of a step are in; {verb} after the last one"
+                f"only {self._taken} of {number} batches of a step were seen; {verb} after the last"
             )
 
     def _counters(self) -> dict[str, int]:
@@ -377,7 +424,7 @@ class ORTTrainer:
         self._info.optimization_step = counters["optimization_step"]
         self._info.step = counters["step"]
 
-    # ---- what it is made of
+    # ---- preparation
 
     def _freeze(self) -> None:
         parameters = dict(self.model.named_parameters())
@@ -386,7 +433,7 @@ class ORTTrainer:
                 raise ValueError(f"frozen_weights has {name!r}: {unknown_name(name, parameters)}")
             parameters[name].requires_grad_(False)
         if not any(p.requires_grad for p in parameters.values()):
-            raise ValueError("frozen_weights leaves nothing to train")
+            raise ValueError("frozen_weights leaves no parameter to train; remove one of them")
 
     def _save_graphs(self, stages: Mapping[str, Any], step: Any) -> None:
         found = dict(zip(GRAPHS, (stages["forward"], stages["gradient"], step), strict=True))
@@ -403,184 +450,6 @@ class ORTTrainer:
         return f"<ORTTrainer of {type(self.model).__name__} after {step} steps>"
 
 
-class _Objective(nn.Module):
-    """`model` as described: the loss first, then all other outputs without a gradient."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        description: Description,
-        loss_fn: Loss | None,
-        note: Callable[[str], None],
-    ) -> None:
-        super().__init__()
-        self._original_module = model
-        self.loss_fn = loss_fn
-        self.training = model.training
-        names = signature_names(model)
-        self.taken = [each.name for each in description.inputs if each.name in names]
-        """The inputs that forward takes by their names; none where it takes them in order."""
-        number = len(self.taken) or min(len(names), len(description.inputs))
-        rest = len(description.inputs) - number
-        if loss_fn is None:
-            _refuse_without_loss(description, rest, names)
-        elif rest == 0:
-            label = Described(_new("label", description), None)
-            description = Description((*description.inputs, label), description.outputs)
-            note(f"model_desc names no label: the last input of a step is {label.name!r}")
-        elif rest > 1:
-            extra = ", ".join(map(str, description.inputs[number:]))
-            raise ValueError(f"model_desc has {extra} beside what forward takes; a label is one")
-        if loss_fn is not None and description.loss is None:
-            loss = Described(_new("loss", description), (), is_loss=True)
-            description = Description(description.inputs, (loss, *description.outputs))
-            note(f"model_desc names no loss: the first output of a step is {loss.name!r}")
-        self.description = description
-        self.number = number
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """The loss, and the other outputs in order."""
-        given = dict(zip((each.name for each in self.description.inputs), inputs, strict=True))
-        if self.taken:
-            result = self._original_module(**{name: given[name] for name in self.taken})
-        else:
-            result = self._original_module(*inputs[: self.number])
-        outputs = self._named(result)
-        if self.loss_fn is None:
-            assert self.description.loss is not None
-            loss = outputs.pop(self.description.loss)
-        else:
-            label = next(v for n, v in given.items() if self.is_label(n))
-            loss = self.loss_fn(result, label)
-        if not isinstance(loss, torch.Tensor) or (loss.dim() and loss.numel() != 1):
-            raise ValueError("the loss is no scalar; reduce it, as with .mean()")
-        return (loss, *(each.detach() for each in outputs))
-
-    def evaluated(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs by name, but for the loss, of inputs without answers."""
-        if self.taken:
-            result = self._original_module(**named)
-        else:
-            result = self._original_module(*named.values())
-        names = [each.name for each in self.description.outputs if not each.is_loss]
-        return dict(zip(names, self._named(result), strict=False))
-
-    def is_answer(self, name: str) -> bool:
-        """Whether an input is for the loss alone."""
-        if self.loss_fn is not None:
-            return self.is_label(name)
-        parameter = inspect.signature(self._original_module.forward).parameters.get(name)
-        optional = parameter is not None and parameter.default is None
-        return optional and name in TARGETS
-
-    def is_label(self, name: str) -> bool:
-        names = [each.name for each in self.description.inputs]
-        return name not in self.taken if self.taken else names.index(name) >= self.number
-
-    def _named(self, result: Any) -> list[torch.Tensor]:
-        """The tensors of a result: by their names where it has names, else in order."""
-        wanted = [each.name for each in self.description.outputs]
-        if isinstance(result, Mapping):
-            known = [name for name in wanted if name in result]
-            values = [result[name] for name in known] if known else list(result.values())
-        elif isinstance(result, torch.Tensor):
-            values = [result]
-        else:
-            values = list(result)
-        return [each for each in values if isinstance(each, torch.Tensor)]
-
-
-class _Inference(nn.Module):
-    """What a graph for inference computes: the objective's outputs without its loss."""
-
-    def __init__(self, objective: _Objective) -> None:
-        super().__init__()
-        self.objective = objective
-
-    def forward(self, **named: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The outputs by their names in ``model_desc``."""
-        return self.objective.evaluated(named)
-
-
-def _refuse_without_loss(description: Description, rest: int, names: Sequence[str]) -> None:
-    outputs = ", ".join(map(str, description.outputs))
-    if description.loss is None:
-        raise ValueError(
-            f"there is no loss: model_desc has the outputs {outputs} and none of them is marked; "
-            "give a loss_fn (criterion), or mark the output that is the loss: ('loss', [], True)"
-        )
-    if rest:
-        extra = ", ".join(map(str, description.inputs[-rest:]))
-        raise ValueError(
-            f"model_desc has {extra}, and forward takes {', '.join(names)}; a label needs a "
-            "loss_fn that is given it"
-        )
-
-
-def _new(name: str, description: Description) -> str:
-    taken = {each.name for each in (*description.inputs, *description.outputs)}
-    return name if name not in taken else f"{name}_1"
-
-
 def _is_config(value: Any) -> bool:
-    """Whether it is one of `ortlab.optim`, or of the same package of ORT's."""
+    """Return whether `value` is a configuration of `ortlab.optim`, or of ORT's same package."""
     return all(hasattr(value, name) for name in ("name", "defaults", "params", "lr"))
-
-
-def _optimizer(config: Any, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """One of torch's with the groups of `config`, for `FusedStep`."""
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    groups: list[tuple[Mapping[str, Any], list[nn.Parameter]]] = []
-    for group in config.params:
-        for name in group["params"]:
-            if name not in parameters:
-                raise ValueError(f"params has {name!r}: {unknown_name(name, parameters)}")
-        own = [trained.pop(name) for name in group["params"] if name in trained]
-        groups.append((group, own))
-    groups.append((config.defaults, list(trained.values())))
-    groups = [(values, own) for values, own in groups if own]
-    if config.name == "SGDOptimizer":
-        plain = [{"params": own} for _, own in groups]
-        return torch.optim.SGD(plain, lr=config.lr)
-    if config.name == "AdamOptimizer":
-        made = [{"params": own, **_adam(values)} for values, own in groups]
-        return torch.optim.AdamW(made, lr=config.lr)
-    from ortlab.engines.torch.lamb import Lamb  # its library takes seconds to import
-
-    kinds = [
-        {"params": kind, **_lamb(values)}
-        for values, own in groups
-        for kind in ([p for p in own if p.dim() >= 2], [p for p in own if p.dim() < 2])
-        if kind
-    ]
-    return Lamb(kinds, lr=config.lr)
-
-
-def _adam(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_moments(values),
-        "bias_correction": values["do_bias_correction"],
-        "decay_after": values["weight_decay_mode"] == DecayMode.AFTER_WEIGHT_UPDATE,
-    }
-
-
-def _lamb(values: Mapping[str, Any]) -> dict[str, Any]:
-    if values["do_bias_correction"] or (values["ratio_min"], values["ratio_max"]) != (
-        float("-inf"),
-        float("inf"),
-    ):
-        raise ValueError(
-            "LambConfig: bias correction and bounds of the trust ratio have no engine; leave "
-            "do_bias_correction, ratio_min and ratio_max as they are"
-        )
-    return _moments(values)
-
-
-def _moments(values: Mapping[str, Any]) -> dict[str, Any]:
-    # ORT's own classes rename lambda_coef.
-    decay = values["lambda"] if "lambda" in values else values["lambda_coef"]
-    return {
-        "betas": (values["alpha"], values["beta"]),
-        "eps": values["epsilon"],
-        "weight_decay": decay,
-    }

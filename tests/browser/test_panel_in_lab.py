@@ -133,7 +133,7 @@ def test_a_models_panel_says_why_not_and_starts_a_run(
     zero = view.get_by_label("zero stage", exact=True)
     expect(zero).to_be_disabled()
     notes = page.locator(f"#{zero.get_attribute('aria-describedby')}")
-    expect(notes).to_contain_text("shares out among workers, and there is one")
+    expect(notes).to_contain_text("needs at least 2 workers (workers=1)")
     assert view.evaluate(CUT_OFF) == []
     screenshot("panel-model-narrow")
     book.theme("JupyterLab Dark")

@@ -255,7 +255,7 @@ def test_numbers_that_fail_there_are_named_as_in_the_kernel(where: dict[str, Any
 
 
 def test_what_cannot_be_isolated_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"isolated=True: engine 'offload' trains in the process"):
+    with pytest.raises(ValueError, match=r"isolated=True: engine 'offload' trains in the calling"):
         begin(Network(), isolated=True, engine="offload")
     unsendable = nn.Linear(6, 4)
     unsendable.lock = threading.Lock()  # type: ignore[assignment]

@@ -450,14 +450,14 @@ def test_what_cannot_be_is_said_before_anything_starts() -> None:
     model = Network()
     runs = len(session.runs)
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"zero_stage": 1}, "shares out among workers, and there is one"),
-        ({"workers": 2, "zero_stage": 3, "engine": "ort"}, "engine 'ort' knows 0, 1, 2"),
+        ({"zero_stage": 1}, r"zero_stage=1 needs at least 2 workers \(workers=1\)"),
+        ({"workers": 2, "zero_stage": 3, "engine": "ort"}, "engine 'ort' supports 0, 1, 2"),
         ({"workers": 3, "tensor_parallel": 2}, "does not divide workers=3"),
         ({"tensor_parallel": 2}, "tensor_parallel=2"),
-        ({"param_dtype": "bf16"}, "param_dtype='bf16' is for what workers share out, and there is"),
+        ({"param_dtype": "bf16"}, r"param_dtype='bf16' needs at least 2 workers \(workers=1\)"),
         ({"workers": 2, "offload_optimizer": True}, "choose zero_stage=1"),
-        ({"workers": 20}, "batch_size=13 cannot be shared out to 20 workers"),
-        ({"workers": 3, "reduction": "adasum"}, "no power of two"),
+        ({"workers": 20}, "batch_size=13 cannot be split across 20 workers"),
+        ({"workers": 3, "reduction": "adasum"}, r"needs a power of two of workers \(workers=3\)"),
         ({"workers": 2, "reduction": "adasum"}, "choose clip_norm=None"),
         ({"workers": 0}, "workers=0"),
     ]

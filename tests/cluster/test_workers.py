@@ -366,7 +366,7 @@ def test_from_start_to_stop(
     controller.kill()
     assert eventually(lambda: not typist["w"].usable())
     out = typist("%ort workers")
-    assert "no workers: the controller died, without" in out
+    assert "no workers: the controller died, so the workers cannot" in out
     assert "; %ort workers 1, or ortlab.workers(1), starts fresh ones\n" in out
     typist("%ort workers stop")
     assert eventually(lambda: not running(ours))
@@ -557,7 +557,7 @@ def test_other_versions_are_named_before_anything_runs(
     here = family(os.getpid())
     error = typist.refused("%ort workers --profile far 1")
     assert "rank 0 on " in error
-    assert " has torch 1.2.3, this process " in error
+    assert " has torch 1.2.3, but this process has " in error
     assert eventually(lambda: family(os.getpid()) == here)
 
 

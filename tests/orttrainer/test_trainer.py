@@ -315,7 +315,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_told() -> None:
     (x, y), (after, target) = batches(2)
     found.train_step(x, y)
     before = copy.deepcopy(found.state_dict())
-    with pytest.raises(NotFinite, match=r"loss is nan.*step 2.*weights are as before"):
+    with pytest.raises(NotFinite, match=r"loss is nan.*step 2.*weights are unchanged"):
         found.train_step(x * math.nan, y)
     for name, value in before["model"]["full_precision"].items():
         assert torch.equal(model.state_dict()[name], value)
@@ -523,7 +523,7 @@ def test_state_dict_and_back() -> None:
 def test_nothing_is_saved_in_the_middle_of_a_step(tmp_path: Path) -> None:
     found = trainer(net(), batch={"gradient_accumulation_steps": 3})
     found.train_step(*next(batches(1)))
-    with pytest.raises(ValueError, match="1 of 3 batches of a step are in; save after"):
+    with pytest.raises(ValueError, match="only 1 of 3 batches of a step were seen; save after"):
         found.save_checkpoint(tmp_path / "x")
 
 
@@ -603,16 +603,16 @@ def test_deterministic_compute_is_for_the_call(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("described", "message"),
     [
-        (None, "model_desc is a dictionary like"),
-        ({"inputs": []}, r"model_desc\['inputs'\] is a list of \(name, sizes\), not \[\]"),
+        (None, "model_desc must be a dictionary like"),
+        ({"inputs": []}, r"model_desc\['inputs'\] must be a list of \(name, sizes\), not \[\]"),
         ({**DESCRIPTION, "output": []}, "has 'output'.*did you mean 'outputs'"),
-        ({**DESCRIPTION, "inputs": ["x"]}, r"\['inputs'\]\[0\] is \(name, sizes\), not 'x'"),
-        ({**DESCRIPTION, "inputs": [("x", "batch")]}, "sizes of 'x' are a list, not 'batch'"),
+        ({**DESCRIPTION, "inputs": ["x"]}, r"\['inputs'\]\[0\] must be \(name, sizes\), not 'x'"),
+        ({**DESCRIPTION, "inputs": [("x", "batch")]}, "sizes of 'x' must be a list, not 'batch'"),
         ({**DESCRIPTION, "inputs": [("x", ["batch", 0])]}, "'x' has the size 0"),
-        ({**DESCRIPTION, "inputs": [(3, [])]}, "begins with a name, not 3"),
+        ({**DESCRIPTION, "inputs": [(3, [])]}, "must begin with a name, not 3"),
         ({**DESCRIPTION, "outputs": [("x", [])]}, "has 'x' twice"),
-        ({**DESCRIPTION, "outputs": [("y", ["batch"], True)]}, "a loss has none"),
-        ({**DESCRIPTION, "outputs": [("y", [], 1)]}, "is_loss is True or False, not 1"),
+        ({**DESCRIPTION, "outputs": [("y", ["batch"], True)]}, "a loss is a scalar"),
+        ({**DESCRIPTION, "outputs": [("y", [], 1)]}, "is_loss must be True or False, not 1"),
         ({**DESCRIPTION, "outputs": [("y", [], True), ("z", [], True)]}, "y, z as the loss"),
     ],
 )
@@ -626,9 +626,9 @@ def test_descriptions(described: Any, message: str) -> None:
     [
         ({"batches": {}}, "'batches'.*did you mean 'batch'"),
         ({"batch": {"gradient_accumulation_steps": 0}}, "must be at least 1"),
-        ({"batch": 4}, r"options\['batch'\] is a dictionary, not 4"),
+        ({"batch": 4}, r"options\['batch'\] must be a dictionary, not 4"),
         ({"device": {"id": "cuda:0"}}, r"trains on a CPU; on a GPU use ortlab\.finetune"),
-        ({"distributed": {"world_size": 2}}, "world_size=2 has no engine.*workers=2"),
+        ({"distributed": {"world_size": 2}}, "world_size=2 is not supported.*workers=2"),
         (
             {"distributed": {"deepspeed_zero_optimization": {"stage": 1}}},
             "workers=2, zero_stage=1",
@@ -638,7 +638,7 @@ def test_descriptions(described: Any, message: str) -> None:
         ({"mixed_precision": {"loss_scaler": 3}}, "precision='fp16'"),
         ({"lr_scheduler": 3}, r"no get_lr\(info\)"),
         ({"debug": {"graph_save_paths": {"x": "y"}}}, "'x': choose from model_after"),
-        ({"utils": {"grad_norm_clip": "yes"}}, "grad_norm_clip='yes' is str"),
+        ({"utils": {"grad_norm_clip": "yes"}}, "grad_norm_clip='yes' has type str"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:
@@ -671,10 +671,10 @@ def test_configurations(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"optim_config": None}, r"give one of ortlab\.optim"),
-        ({"loss_fn": None}, r"there is no loss: .*y \['batch', 3\].*give a loss_fn \(criterion\)"),
+        ({"optim_config": None}, r"no optimizer configuration; use one of ortlab\.optim"),
+        ({"loss_fn": None}, r"there is no loss: .*y \['batch', 3\].*pass a loss_fn \(criterion\)"),
         ({"model": nn.ReLU()}, "has no parameter that requires a gradient"),
-        ({"model": 3}, "the model is a torch.nn.Module, not 3"),
+        ({"model": 3}, "the model must be a torch.nn.Module, not 3"),
         (
             {"optim_config": optim.AdamConfig([{"params": ["0.wait"]}])},
             "did you mean '0.weight'",
@@ -700,12 +700,12 @@ def test_batches_that_do_not_fit() -> None:
     found = trainer(net())
     (x, y) = next(batches(1))
     for args, kwargs, message in (
-        ((x,), {}, "label is missing; a batch is x, label"),
+        ((x,), {}, "label is missing; pass x, label"),
         ((x, y, y), {}, "3 inputs were given"),
         ((x,), {"labels": y}, "'labels' is no input.*did you mean 'label'"),
         ((x, y), {"x": x}, "'x' is given twice"),
-        ((x[:, :7], y), {}, r"x is \[6, 7\], and in model_desc has x \['batch', 8\]"),
-        ((x[0], y), {}, r"x is \[8\], and model_desc has x \['batch', 8\]"),
+        ((x[:, :7], y), {}, r"x has shape \[6, 7\], but model_desc requires x \['batch', 8\]"),
+        ((x[0], y), {}, r"x has shape \[8\], but model_desc requires x \['batch', 8\]"),
         (([1.0], y), {}, "x is a list, not a tensor"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -713,7 +713,9 @@ def test_batches_that_do_not_fit() -> None:
     wrong = {**DESCRIPTION, "outputs": [("y", ["batch", 4])]}
     with pytest.warns(UserWarning, match="names no"):
         other = ORTTrainer(net(), wrong, optim.SGDConfig(), nn.CrossEntropyLoss())
-    with pytest.raises(ValueError, match=r"y is \[6, 3\], and in model_desc has y \['batch', 4\]"):
+    with pytest.raises(
+        ValueError, match=r"y has shape \[6, 3\], but model_desc requires y \['batch', 4\]"
+    ):
         other.train_step(x, y)
 
 

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.distributed import steppers
-from ortlab.engines.distributed.deepspeed import BUCKET, DeepSpeedStepper
+from ortlab.engines.distributed.deepspeed import DeepSpeedStepper
+from ortlab.engines.distributed.deepspeed_config import BUCKET
 from tests.support import mixed_ranks, ranks
 from tests.support.ranks import FOLDER, LR, RANK, alone, course, data, error, network, together
 

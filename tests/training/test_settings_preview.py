@@ -54,7 +54,7 @@ def test_zero_waits_for_workers() -> None:
     assert control("workers", EAGER).reason == ""
     found = reasons(control("zero_stage", EAGER))
     assert found["0"] == ""
-    assert "zero_stage=1 shares out among workers, and there is one" in found["1"]
+    assert "zero_stage=1 needs at least 2 workers (workers=1)" in found["1"]
     found = reasons(control("zero_stage", EAGER, workers=2))
     assert [found[stage] for stage in "01"] == ["", ""]
     assert control("workers", EAGER, workers=2).costs != ()
@@ -67,7 +67,7 @@ def test_an_engine_says_whether_it_trains_on_workers(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stepper.Eager, "capabilities", Capabilities(workers=True))
     assert registry.refusal(EAGER.replace(workers=2)) is None
     refused = registry.refusal(EAGER.replace(workers=2, zero_stage=1))
-    assert refused == "zero_stage=1: engine 'eager' knows 0; choose one of those"
+    assert refused == "zero_stage=1: engine 'eager' supports 0; choose one of those"
 
 
 @pytest.mark.parametrize("name", ["seed", "optimizer", "loss", "device"])

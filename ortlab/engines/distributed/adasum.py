@@ -1,7 +1,8 @@
 """Adasum, a sum of gradients that adapts to their angle (Maleki et al. 2021, arXiv:2006.02924).
 
-Of two vectors a and b it is (1 - ab/2aa) a + (1 - ab/2bb) b: their sum where they are orthogonal,
-their mean where they are parallel. Of more it is that of the halves', tensor by tensor.
+The Adasum of two vectors a and b is (1 - ab/2aa) a + (1 - ab/2bb) b: their sum if they are
+orthogonal, their mean if they are parallel. For more vectors it is the Adasum of the two halves'
+Adasums. It is computed tensor by tensor.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from ortlab.engines.distributed.comm_timer import Clock
 
 
 def combine(flat: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Puts the Adasum of all ranks' `flat` [elements] into it, the same in every bit on each.
+    """Replace a flat tensor by the Adasum of all ranks' tensors, bitwise the same on each rank.
 
-    It holds tensors of `sizes` elements one after the other, and each has coefficients of its own.
-    The ranks of `group`, a power of two, exchange halves of ever smaller pieces, then give back
-    what has become of them: algorithm 1 of the paper, with scalar products in float64.
+    The ranks exchange halves of ever smaller pieces, then send the combined pieces back: algorithm
+    1 of the paper, with scalar products in float64.
+
+    Args:
+        flat: Concatenated tensors, [elements]; changed in place.
+        sizes: Number of elements of each tensor, which has coefficients of its own.
+        group: The process group; its size is a power of two.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     bounds = [0, *accumulate(sizes)]
@@ -39,7 +44,7 @@ def combine(flat: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) 
         within = [min(max(bound, kept.start), kept.stop) - kept.start for bound in bounds]
         parts = [slice(begin, end) for begin, end in pairwise(within)]
         products = torch.stack([_products(left[part], right[part]) for part in parts])
-        # Every rank has a piece of the two vectors: all those with a piece add up their products.
+        # Several ranks have a piece each of the two vectors: they add up their products.
         for step in (1 << level for level in range(distance.bit_length())):
             more = torch.empty_like(products)
             _exchange(products, more, rank ^ step, group)
@@ -53,13 +58,13 @@ def combine(flat: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) 
 
 
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Their scalar products: with each other, of the one, of the other."""
+    """Return the scalar products left*right, left*left and right*right, [3]."""
     a, b = left.double(), right.double()
     return torch.stack([a.dot(b), a.dot(a), b.dot(b)])
 
 
 def _coefficients(products: torch.Tensor) -> torch.Tensor:
-    """What each tensor's two vectors are multiplied by, [tensors, 2]; a vector of zeros by 1."""
+    """Return the factors of each tensor's two vectors, [tensors, 2]; 1 for a vector of zeros."""
     shared, norms = products[:, :1], products[:, 1:]
     return torch.where(norms == 0, 1.0, 1 - shared / (2 * norms))
 
@@ -67,7 +72,7 @@ def _coefficients(products: torch.Tensor) -> torch.Tensor:
 def _exchange(
     given: torch.Tensor, received: torch.Tensor, partner: int, group: dist.ProcessGroup
 ) -> None:
-    """Gives one to the rank `partner` and receives the other; empty ones do not travel."""
+    """Send `given` to the rank `partner` and receive `received`; empty tensors are skipped."""
     wanted = [(dist.isend, given), (dist.irecv, received)]
     operations = [
         dist.P2POp(operation, tensor, group=group, group_peer=partner)
@@ -79,9 +84,16 @@ def _exchange(
 
 
 class AdasumAdamW(torch.optim.AdamW):
-    """AdamW of every rank by its own gradient; the changes of its parameters are combined.
+    """AdamW where each rank steps by its own gradient and the weight changes are combined.
 
-    So the paper has it for adaptive optimizers, whose moments are of a rank's own gradient too.
+    The paper describes this form for adaptive optimizers. Each rank has moments of its own
+    gradient.
+
+    Args:
+        groups: Parameter groups as torch's optimizers take them.
+        group: The process group.
+        clock: Measures the time of the collectives.
+        **defaults: Further arguments of `torch.optim.AdamW`.
     """
 
     def __init__(
@@ -98,7 +110,14 @@ class AdasumAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step of every rank; the parameters are the same on all of them after it."""
+        """Take a step on every rank, after which all ranks have the same parameters.
+
+        Args:
+            closure: See `torch.optim.Optimizer.step`.
+
+        Returns:
+            The closure's loss, or None.
+        """
         parameters = [p for group in self.param_groups for p in group["params"]]
         before = [parameter.clone() for parameter in parameters]
         loss = super().step(closure)
@@ -117,9 +136,10 @@ class AdasumAdamW(torch.optim.AdamW):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The mean of the ranks' moments, which every rank goes on from as well.
+        """Return the state with the mean of the ranks' moments; all ranks call it.
 
-        So a run that goes on and one that begins with this state do the same. All ranks call it.
+        Every rank's own moments become that mean too, so that this run and a run that is resumed
+        from the state take the same steps.
         """
         size = dist.get_world_size(self._process_group)
         for group in self.param_groups:

@@ -1,4 +1,4 @@
-"""How a batch is shared out: contiguous rows for every rank, and their weight in its loss."""
+"""Split of a batch across ranks: contiguous rows for each, and their weight in the loss."""
 
 from __future__ import annotations
 
@@ -15,17 +15,27 @@ from ortlab.engines.base import Batch, LossFunction
 from ortlab.engines.single_process import Share
 
 IGNORED = -100
-"""The target that torch's and transformers' cross entropy leave out, unless told otherwise."""
+"""Target that the cross entropy of torch and of transformers ignores by default."""
 
 
 def share_of(batch: Batch, rank: int, size: int, weights: torch.Tensor) -> Share:
-    """What `rank` of `size` takes of `batch`, whose samples have `weights` [samples] in its loss.
+    """Return the rows of a batch that one rank trains on.
 
-    The first ranks have a sample more where they cannot be shared out evenly. A rank whose samples
-    weigh nothing, or that has none, takes the one that weighs most, with a part of zero: so every
-    rank goes through the same collectives, and no engine meets an empty batch.
+    If the samples cannot be split evenly, the first ranks have one more. A rank without samples, or
+    whose samples all have weight zero, takes the sample of the largest weight with a part of zero:
+    every rank then runs the same collectives, and no engine gets an empty batch.
 
-    ValueError for a tensor that is not made of the batch's samples.
+    Args:
+        batch: The whole batch.
+        rank: The rank.
+        size: Number of ranks.
+        weights: Weight of each sample in the batch's loss, [samples].
+
+    Returns:
+        The rows, with their part of the loss.
+
+    Raises:
+        ValueError: If a tensor of the batch does not have one row for each sample.
     """
     samples, (least, more) = len(weights), divmod(len(weights), size)
     begin = rank * least + min(rank, more)
@@ -39,7 +49,7 @@ def share_of(batch: Batch, rank: int, size: int, weights: torch.Tensor) -> Share
 
 
 def _rows(value: Any, rows: slice, samples: int, size: int, name: str = "the batch") -> Any:
-    """`rows` of every tensor; those of one row, or without dimensions, are everybody's."""
+    """Return the `rows` of every tensor; a scalar or a tensor of one row is for all ranks."""
     if isinstance(value, Mapping):
         return {key: _rows(each, rows, samples, size, str(key)) for key, each in value.items()}
     if isinstance(value, tuple | list):
@@ -54,21 +64,29 @@ def _rows(value: Any, rows: slice, samples: int, size: int, name: str = "the bat
     if value.shape[0] == 1:
         return value
     raise ValueError(
-        f"the batch has {samples} samples, and {name} is {list(value.shape)}, which cannot be "
-        f"shared out to {size} ranks by its first dimension; train with workers=1, or give every "
-        "tensor one row for each sample"
+        f"the batch has {samples} samples and {name} has shape {list(value.shape)}, which cannot "
+        f"be split across {size} ranks along its first dimension; train with workers=1, or give "
+        "every tensor one row for each sample"
     )
 
 
 def weights_of(batch: Batch, loss: LossFunction | None, owner: nn.Module) -> torch.Tensor:
-    """What each sample of `batch` weighs in its loss, [samples]: one, or its counted targets.
+    """Return the weight of each sample in the batch's loss: 1, or its number of counted targets.
 
-    A loss is taken for the mean over samples. Where targets are classes and some are -100, which
-    torch's ``cross_entropy`` and the losses of transformers leave out, it is the mean over the
-    others: that is known of ``cross_entropy`` itself, and believed of a model's own loss, which
-    leaves out the first token of each sample too where it is transformers' causal one. Of any
-    other function it is not known, and there samples weigh the same: with 22 and 17 targets on two
-    ranks a GPT-2's first loss was then off by 0.07%, and the norm of its gradient by 0.3%.
+    A loss is assumed to be the mean over samples. If targets are classes and some are -100, which
+    torch's ``cross_entropy`` and the losses of transformers ignore, it is the mean over the other
+    targets. That is certain for ``cross_entropy`` itself and assumed for a model's own loss, which
+    also ignores the first token of each sample if it is transformers' causal loss. It is unknown
+    for any other function, where all samples have the same weight: with 22 and 17 targets on two
+    ranks, the first loss of a GPT-2 was then off by 0.07%, and the norm of its gradient by 0.3%.
+
+    Args:
+        batch: The whole batch.
+        loss: The loss function, or None where the model returns its loss.
+        owner: The user's model.
+
+    Returns:
+        The weights, [samples].
     """
     samples, _ = batches.count(batch)
     target = _classes(batch, loss)
@@ -83,7 +101,7 @@ def weights_of(batch: Batch, loss: LossFunction | None, owner: nn.Module) -> tor
 
 
 def _classes(batch: Batch, loss: LossFunction | None) -> torch.Tensor | None:
-    """The targets where they may hold -100."""
+    """Return the targets if they may contain -100, else None."""
     if loss is functional.cross_entropy or (loss is None and isinstance(batch, Mapping)):
         target = batches.target_of(batch)
         if isinstance(target, torch.Tensor) and not target.is_floating_point():
@@ -92,9 +110,9 @@ def _classes(batch: Batch, loss: LossFunction | None) -> torch.Tensor | None:
 
 
 def _is_causal(owner: nn.Module) -> bool:
-    """Whether the model's own loss is transformers' for causal models, which shifts the labels.
+    """Return whether the model's loss is transformers' causal one, which shifts the labels.
 
-    Some have the property that gives it, and a forward that computes another.
+    Some models have the property `loss_function`, but a forward that computes another loss.
     """
     code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
     if code is None or "loss_function" not in code.co_names:

@@ -1,4 +1,4 @@
-"""How long collectives were under way, whichever threads began and ended them."""
+"""Timer of collectives in flight, from whichever threads begin and end them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import time
 
 
 class Clock:
-    """Runs while anything is under way: between `begin` and `end`, or within ``with``."""
+    """Clock that runs while any collective is in flight.
+
+    A collective is in flight between `begin` and `end`, or within a ``with`` block.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -16,14 +19,14 @@ class Clock:
         self._taken_s = 0.0
 
     def begin(self) -> None:
-        """One more is under way."""
+        """Record that another collective has begun."""
         with self._lock:
             if self._under_way == 0:
                 self._began = time.perf_counter()
             self._under_way += 1
 
     def end(self) -> None:
-        """One less is under way."""
+        """Record that a collective has ended."""
         with self._lock:
             self._under_way -= 1
             if self._under_way == 0:
@@ -36,7 +39,7 @@ class Clock:
         self.end()
 
     def taken_ms(self) -> float:
-        """Milliseconds that it ran since this was asked the last time."""
+        """Return the milliseconds that the clock ran since the last call."""
         with self._lock:
             taken_s, self._taken_s = self._taken_s, 0.0
         return taken_s * 1e3

@@ -1,7 +1,18 @@
-"""Which settings go together, decided from values alone before anything is loaded or started.
+"""Conflicts between settings, decided from values alone before anything is loaded or started.
 
-The one place that knows: engines and the ways to train in several processes ask it. What depends
-on this machine (a device, a compiler) is each engine's own `unavailable` and `refuses`.
+This is the only module that decides which settings go together; the registry, the engines and the
+steppers of several processes ask it. Each function returns the message of the first rule that the
+settings break, or None. Conditions of this machine (a device, a compiler) are decided by each
+engine's own `unavailable` and `refuses`; only `deepspeed_missing` looks at what is installed.
+
+==========================  ====================================================================
+`engine_conflict`           an engine and the settings
+`ranks_conflict`            settings of several ranks: the rules of the four functions below
+`_model_parallel_conflict`  tensor or pipeline parallelism with other settings
+`deepspeed_conflict`        ZeRO by DeepSpeed with other settings
+`_adasum_conflict`          Adasum with other settings
+`group_conflict`            the settings and the process group that a stepper is given
+==========================  ====================================================================
 """
 
 from __future__ import annotations
@@ -9,215 +20,293 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Iterator
 from typing import Any, Final
 
 from ortlab.engines.base import Capabilities
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 DEEPSPEED: Final = "0.19.8"
-"""The version whose internals `distributed.deepspeed` knows."""
-_AMONG_WORKERS: dict[str, tuple[Any, str]] = {
-    "zero_stage": (0, "shares out among workers"),
-    "tensor_parallel": (1, "shares out among workers"),
-    "pipeline_stages": (1, "shares out among workers"),
-    "param_dtype": ("fp32", "is for what workers share out"),
-    "offload_optimizer": (False, "is for what workers share out"),
+"""DeepSpeed's version whose internals `deepspeed_library` and `deepspeed_checkpoint` use."""
+
+_ONE_PROCESS: Final[dict[str, Any]] = {
+    "zero_stage": 0,
+    "tensor_parallel": 1,
+    "pipeline_stages": 1,
+    "param_dtype": "fp32",
+    "offload_optimizer": False,
 }
-"""What one process has of the settings for several, and what those do."""
+"""Settings that need several workers, with the value that one process has."""
+
+_Rules = Iterator[tuple[bool, str]]
+"""Conditions under which settings conflict, each with its message; the first that holds counts."""
+
+
+def _first(rules: _Rules) -> str | None:
+    return next((message for applies, message in rules if applies), None)
+
+
+# --- an engine
 
 
 def engine_conflict(
     engine: str, capabilities: Capabilities, settings: EngineSettings
 ) -> str | None:
-    """Return why an `engine` with these `capabilities` cannot run under `settings`, or None."""
-    workers = getattr(settings, "workers", 1)  # a run's: wrapping alone has none
+    """Return why an engine cannot run under the settings, or None.
+
+    Args:
+        engine: The engine's name, for the message.
+        capabilities: What the engine supports.
+        settings: Settings of a run, or of a wrapped model, which has no workers.
+
+    Returns:
+        A message that names the value and the alternatives.
+    """
+    return _first(_engine_rules(engine, capabilities, settings))
+
+
+def _engine_rules(engine: str, capabilities: Capabilities, settings: EngineSettings) -> _Rules:
+    workers = getattr(settings, "workers", 1)
+    yield (
+        workers > 1 and not capabilities.workers,
+        f"workers={workers}: engine {engine!r} trains in one process; choose workers=1, or "
+        "engine='eager'",
+    )
+    yield (
+        getattr(settings, "isolated", False) and not capabilities.workers,
+        f"isolated=True: engine {engine!r} trains in the calling process only; choose "
+        "isolated=False, or engine='eager'",
+    )
+    for name, single in _ONE_PROCESS.items():
+        value = getattr(settings, name, single)
+        needed = value if name in ("tensor_parallel", "pipeline_stages") else 2
+        yield (
+            value != single and workers == 1,
+            f"{name}={value!r} needs at least {needed} workers (workers=1); choose "
+            f"workers={needed}, or {name}={single!r}",
+        )
     stage = getattr(settings, "zero_stage", 0)
-    if workers > 1 and not capabilities.workers:
-        return (
-            f"workers={workers}: engine {engine!r} trains in one process; choose workers=1, or "
-            "engine='eager'"
-        )
-    if getattr(settings, "isolated", False) and not capabilities.workers:
-        return (
-            f"isolated=True: engine {engine!r} trains in the process that has it; choose "
-            "isolated=False, or engine='eager'"
-        )
-    for name, (without, what) in _AMONG_WORKERS.items():
-        value = getattr(settings, name, without)
-        if value != without and workers == 1:
-            several = value if name in ("tensor_parallel", "pipeline_stages") else 2
-            return (
-                f"{name}={value!r} {what}, and there is one; choose workers={several}, or "
-                f"{name}={without!r}"
-            )
-    if stage not in capabilities.zero_stages and workers > 1:
-        known = ", ".join(map(str, capabilities.zero_stages))
-        return f"zero_stage={stage}: engine {engine!r} knows {known}; choose one of those"
-    if settings.recompute != "off" and not capabilities.recompute:
-        return (
-            f"recompute={settings.recompute!r} is for engine 'ort'; choose recompute='off' "
-            f"with engine {engine!r}"
-        )
-    return None
+    known = ", ".join(map(str, capabilities.zero_stages))
+    yield (
+        stage not in capabilities.zero_stages and workers > 1,
+        f"zero_stage={stage}: engine {engine!r} supports {known}; choose one of those",
+    )
+    yield (
+        settings.recompute != "off" and not capabilities.recompute,
+        f"recompute={settings.recompute!r} is for engine 'ort'; choose recompute='off' "
+        f"with engine {engine!r}",
+    )
+
+
+# --- several ranks
 
 
 def ranks_conflict(settings: FinetuneSettings, size: int) -> str | None:
-    """Return why `size` ranks cannot train together under `settings`, or None."""
-    if (reason := _model_parallel_conflict(settings, size)) is not None:
+    """Return why ranks cannot train together under the settings, or None.
+
+    Args:
+        settings: The run's settings.
+        size: Number of ranks. A single one (an isolated run) has nothing to combine, so that only
+            the rules of model parallelism apply.
+
+    Returns:
+        A message that names the values and the alternatives.
+    """
+    if (reason := _model_parallel_conflict(settings, size)) is not None or size == 1:
         return reason
     if settings.optimizer == "lamb" and settings.reduction == "adasum":
         return (
-            "reduction='adasum' with optimizer='lamb': both choose a length for each tensor's "
-            "step, and nobody has shown what they do together; choose reduction='mean'"
+            "reduction='adasum' with optimizer='lamb' is not supported: both scale the step of "
+            "each tensor, and their combination has not been studied; choose reduction='mean'"
         )
-    if (reason := _not_by_deepspeed(settings)) is not None:
+    if needs_deepspeed(settings) and (reason := deepspeed_conflict(settings)) is not None:
         return reason
     places = data_parallel_size(settings, size)
     if settings.batch_size < places:
         return (
-            f"batch_size={settings.batch_size} cannot be shared out to {places} workers; choose "
+            f"batch_size={settings.batch_size} cannot be split across {places} workers; choose "
             f"batch_size={places} or more"
         )
-    if settings.reduction == "mean":
-        return None
-    if (reason := _adasum_conflict(size)) is not None or settings.optimizer == "sgd":
-        return reason
-    each = f"reduction='adasum' with optimizer={settings.optimizer!r}: each rank steps by its own "
-    if settings.zero_stage:
-        return f"{each}moments, which ZeRO would share out; choose zero_stage=0 or optimizer='sgd'"
-    if settings.clip_norm is not None:
-        return f"{each}gradient, and no norm is of all; choose clip_norm=None or optimizer='sgd'"
-    if settings.precision == "fp16":
-        return f"{each}gradient, and would need a loss scale of its own; choose precision='bf16'"
-    return None
+    return _adasum_conflict(settings, size) if settings.reduction == "adasum" else None
 
 
 def data_parallel_size(settings: FinetuneSettings, size: int) -> int:
-    """Return how many parts a batch has among `size` ranks: the ranks of one model count as one."""
+    """Return the number of parts that a batch is split into.
+
+    Args:
+        settings: The run's settings.
+        size: Number of ranks. Ranks that share one model, by tensor or pipeline parallelism, train
+            on the same part.
+
+    Returns:
+        The number of model replicas.
+    """
     return size // (settings.tensor_parallel * settings.pipeline_stages)
 
 
+# --- tensor and pipeline parallelism
+
+
 def _model_parallel_conflict(settings: FinetuneSettings, size: int) -> str | None:
-    """Why `size` ranks cannot share layers or stages under `settings`; None when they can."""
-    layers, stages = settings.tensor_parallel, settings.pipeline_stages
-    if layers == stages == 1:
+    """Return why `size` ranks cannot share a model under `settings`, or None."""
+    if settings.tensor_parallel == settings.pipeline_stages == 1:
         return None
-    if layers > 1 and stages > 1:
-        return (
-            f"tensor_parallel={layers} with pipeline_stages={stages}: a run has the one or the "
-            "other beside data parallel so far; choose 1 for one of them"
-        )
-    own, none = (
-        (f"tensor_parallel={layers}", "tensor_parallel=1")
-        if layers > 1
-        else (f"pipeline_stages={stages}", "pipeline_stages=1")
-    )
-    if size % (layers * stages):
-        return f"{own} does not divide workers={size}; train with a multiple of {layers * stages}"
-    if settings.zero_stage >= 2:
-        return (
-            f"{own} with zero_stage={settings.zero_stage}: what ZeRO would share out is in parts "
-            f"already; choose zero_stage=1 or {none}"
-        )
-    if settings.param_dtype != "fp32" or settings.offload_optimizer:
-        what = "param_dtype='bf16'" if settings.param_dtype != "fp32" else "offload_optimizer=True"
-        return (
-            f"{own} with {what}: DeepSpeed does that for whole models, and these ranks have parts; "
-            f"choose param_dtype='fp32' and offload_optimizer=False, or {none}"
-        )
-    if settings.reduction != "mean":
-        return (
-            f"{own} with reduction={settings.reduction!r}: it combines what whole ranks have, and "
-            f"these have parts; choose reduction='mean' or {none}"
-        )
-    if settings.precision == "fp16":
-        return (
-            f"{own} with precision='fp16': a rank alone would see that its part overflows, and "
-            f"their loss scales would differ; choose precision='bf16' or {none}"
-        )
-    return _sharing_layers(settings) if layers > 1 else _in_stages()
-
-
-def _sharing_layers(settings: FinetuneSettings) -> str | None:
-    own = f"tensor_parallel={settings.tensor_parallel}"
-    if settings.engine != "eager":
-        return (
-            f"{own}: engine {settings.engine!r} would find parts of tensors in the model; choose "
-            "engine='eager' or tensor_parallel=1"
-        )
-    if settings.optimizer not in ("adamw", "sgd"):
-        return (
-            f"{own} with optimizer={settings.optimizer!r}: it needs norms of whole layers, and "
-            "ranks have parts; choose optimizer='adamw' or tensor_parallel=1"
-        )
+    if (reason := _first(_model_parallel_rules(settings, size))) is not None:
+        return reason
+    if settings.pipeline_stages > 1 and (missing := deepspeed_missing()) is not None:
+        return f"pipeline_stages needs DeepSpeed: {missing}"
     return None
 
 
-def _in_stages() -> str | None:
-    reason = deepspeed_missing()
-    return reason and f"pipeline_stages goes through DeepSpeed: {reason}"
-
-
-def _adasum_conflict(size: int) -> str | None:
-    """Return why Adasum cannot combine the gradients of `size` ranks, or None."""
-    if size & (size - 1) == 0:
-        return None
-    below = 1 << (size.bit_length() - 1)
-    return (
-        f"reduction='adasum' halves the ranks again and again, and {size} is no power of two; "
-        f"train with {below} or {2 * below} workers, or choose reduction='mean'"
+def _model_parallel_rules(settings: FinetuneSettings, size: int) -> _Rules:
+    layers, stages = settings.tensor_parallel, settings.pipeline_stages
+    yield (
+        layers > 1 and stages > 1,
+        f"tensor_parallel={layers} with pipeline_stages={stages}: a run combines only one of them "
+        "with data parallelism; choose 1 for one of them",
+    )
+    name = "tensor_parallel" if layers > 1 else "pipeline_stages"
+    own, none = f"{name}={getattr(settings, name)}", f"{name}=1"
+    yield (
+        size % (layers * stages) != 0,
+        f"{own} does not divide workers={size}; train with a multiple of {layers * stages}",
+    )
+    yield (
+        settings.zero_stage >= 2,
+        f"{own} with zero_stage={settings.zero_stage}: gradients and weights are already "
+        f"partitioned across the ranks; choose zero_stage=1 or {none}",
+    )
+    halves = settings.param_dtype != "fp32"
+    whole_only = "param_dtype='bf16'" if halves else "offload_optimizer=True"
+    yield (
+        halves or settings.offload_optimizer,
+        f"{own} with {whole_only}: DeepSpeed supports it for whole models only, and these ranks "
+        f"have parts of one; choose param_dtype='fp32' and offload_optimizer=False, or {none}",
+    )
+    yield (
+        settings.reduction != "mean",
+        f"{own} with reduction={settings.reduction!r}: it combines the gradients of whole models, "
+        f"and these ranks have parts of one; choose reduction='mean' or {none}",
+    )
+    yield (
+        settings.precision == "fp16",
+        f"{own} with precision='fp16': only the rank with an overflow would detect it, and the "
+        f"ranks' loss scales would differ; choose precision='bf16' or {none}",
+    )
+    yield (
+        layers > 1 and settings.engine != "eager",
+        f"{own}: engine {settings.engine!r} cannot execute a model with sharded tensors; choose "
+        f"engine='eager' or {none}",
+    )
+    yield (
+        layers > 1 and settings.optimizer not in ("adamw", "sgd"),
+        f"{own} with optimizer={settings.optimizer!r}: it needs the norms of whole layers, and the "
+        f"ranks have parts; choose optimizer='adamw' or {none}",
     )
 
 
-def _not_by_deepspeed(settings: FinetuneSettings) -> str | None:
-    """Return why DeepSpeed cannot do what it alone does of `settings`, or None."""
-    return deepspeed_conflict(settings) if needs_deepspeed(settings) else None
+# --- Adasum
+
+
+def _adasum_conflict(settings: FinetuneSettings, size: int) -> str | None:
+    """Return why Adasum cannot combine the gradients of `size` ranks, or None."""
+    return _first(_adasum_rules(settings, size))
+
+
+def _adasum_rules(settings: FinetuneSettings, size: int) -> _Rules:
+    below = 1 << (size.bit_length() - 1)
+    yield (
+        size & (size - 1) != 0,
+        f"reduction='adasum' needs a power of two of workers (workers={size}); train with {below} "
+        f"or {2 * below} workers, or choose reduction='mean'",
+    )
+    if settings.optimizer == "sgd":
+        return
+    both = f"reduction='adasum' with optimizer={settings.optimizer!r}"
+    yield (
+        settings.zero_stage > 0,
+        f"{both}: each rank has moments of its own, which ZeRO cannot shard; choose zero_stage=0 "
+        "or optimizer='sgd'",
+    )
+    yield (
+        settings.clip_norm is not None,
+        f"{both}: each rank steps by its own gradient, so there is no norm of the gradients of all "
+        "ranks to clip; choose clip_norm=None or optimizer='sgd'",
+    )
+    yield (
+        settings.precision == "fp16",
+        f"{both}: each rank steps by its own gradient and would need its own loss scale; choose "
+        "precision='bf16'",
+    )
+
+
+# --- DeepSpeed
 
 
 def deepspeed_conflict(settings: FinetuneSettings) -> str | None:
-    """Return why DeepSpeed cannot train under `settings`, or None."""
+    """Return why DeepSpeed cannot train under the settings, or None.
+
+    Args:
+        settings: The run's settings, which ask for a ZeRO stage or for what `needs_deepspeed`
+            names.
+
+    Returns:
+        A message that names the values and the alternatives.
+    """
     stage, own = f"zero_stage={settings.zero_stage}", needs_deepspeed(settings)
-    if (reason := deepspeed_missing()) is not None:
-        return f"{own or stage} goes through DeepSpeed: {reason}"
-    if settings.zero_stage == 0:
-        return (
-            f"{own} with {stage}: DeepSpeed keeps what the optimizer needs in shares; choose "
-            "zero_stage=1"
-        )
-    if settings.reduction != "mean":
-        return (
-            f"{stage}: DeepSpeed reduces gradients itself, by their mean; choose reduction='mean'"
-        )
-    if settings.optimizer == "lamb":
-        return (
-            f"{stage} with optimizer='lamb': its ratios are of whole tensors, which DeepSpeed cuts "
-            "up; choose optimizer='adamw'"
-        )
-    if settings.precision == "fp16":
-        return (
-            f"{stage} with precision='fp16': DeepSpeed has a loss scale for float16 weights alone, "
-            "and these are float32; choose precision='bf16'"
-        )
-    if settings.param_dtype == "bf16" and settings.precision != "bf16":
-        return (
-            f"param_dtype='bf16' with precision={settings.precision!r}: weights of 16 bits give "
-            "products of 16 bits; choose precision='bf16', or param_dtype='fp32'"
-        )
-    if settings.param_dtype == "bf16" and settings.engine == "ort":
-        return (
-            "param_dtype='bf16' with engine='ort': ORT's CPU provider has no MatMul of bfloat16, "
-            "and on CUDA it has not been tried; choose engine='eager', or param_dtype='fp32'"
-        )
-    if settings.zero_stage == 3 and settings.engine != "eager":
-        return (
-            f"{stage} with engine={settings.engine!r}: it reads all weights of the model at once, "
-            "so that every rank would have to hold them; choose zero_stage=2, or engine='eager'"
-        )
-    return None
+    if (missing := deepspeed_missing()) is not None:
+        return f"{own or stage} needs DeepSpeed: {missing}"
+    return _first(_deepspeed_rules(settings, stage, own))
+
+
+def _deepspeed_rules(settings: FinetuneSettings, stage: str, own: str | None) -> _Rules:
+    yield (
+        settings.zero_stage == 0,
+        f"{own} with {stage}: DeepSpeed supports it with a sharded optimizer state only; choose "
+        "zero_stage=1",
+    )
+    yield (
+        settings.reduction != "mean",
+        f"{stage}: DeepSpeed averages the gradients itself; choose reduction='mean'",
+    )
+    yield (
+        settings.optimizer == "lamb",
+        f"{stage} with optimizer='lamb': its trust ratios need whole tensors, and DeepSpeed "
+        "partitions them; choose optimizer='adamw'",
+    )
+    yield (
+        settings.precision == "fp16",
+        f"{stage} with precision='fp16': DeepSpeed scales the loss for float16 weights only, and "
+        "these are float32; choose precision='bf16'",
+    )
+    halves = settings.param_dtype == "bf16"
+    yield (
+        halves and settings.precision != "bf16",
+        f"param_dtype='bf16' with precision={settings.precision!r}: matrix products of bfloat16 "
+        "weights are bfloat16; choose precision='bf16', or param_dtype='fp32'",
+    )
+    yield (
+        halves and settings.engine == "ort",
+        "param_dtype='bf16' with engine='ort': ORT's CPU provider has no MatMul of bfloat16, and "
+        "on CUDA it has not been tested; choose engine='eager', or param_dtype='fp32'",
+    )
+    yield (
+        settings.zero_stage == 3 and settings.engine != "eager",
+        f"{stage} with engine={settings.engine!r}: the engine reads all weights of the model at "
+        "once, so that every rank would have to store them; choose zero_stage=2, or "
+        "engine='eager'",
+    )
 
 
 def needs_deepspeed(settings: FinetuneSettings) -> str | None:
-    """Return the first of `settings` that only DeepSpeed implements, or None."""
+    """Return the first setting that only DeepSpeed implements, or None.
+
+    Args:
+        settings: The run's settings.
+
+    Returns:
+        Name and value of the setting, as in ``zero_stage=2``.
+    """
     if settings.param_dtype != "fp32":
         return f"param_dtype={settings.param_dtype!r}"
     if settings.offload_optimizer:
@@ -226,7 +315,7 @@ def needs_deepspeed(settings: FinetuneSettings) -> str | None:
 
 
 def deepspeed_missing() -> str | None:
-    """Return why DeepSpeed cannot be used here and what to do, or None. Imports nothing."""
+    """Return why DeepSpeed cannot be used here and how to install it, or None; imports nothing."""
     found = None
     if importlib.util.find_spec("deepspeed") is not None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a folder of that name
@@ -235,7 +324,55 @@ def deepspeed_missing() -> str | None:
         return "DeepSpeed is not installed: pip install 'ortlab[deepspeed]'"
     if found != DEEPSPEED:
         return (
-            f"DeepSpeed {found} is installed, and ortlab knows the inner parts of {DEEPSPEED}: "
+            f"DeepSpeed {found} is installed, and ortlab uses internals of {DEEPSPEED}: "
             "pip install 'ortlab[deepspeed]'"
         )
     return None
+
+
+# --- a process group
+
+
+def group_conflict(settings: FinetuneSettings, size: int, *, is_world: bool) -> str | None:
+    """Return why a process group cannot train under the settings, or None.
+
+    Args:
+        settings: The run's settings.
+        size: Number of the group's ranks.
+        is_world: True if the group has all ranks of the job.
+
+    Returns:
+        A message that names the values and the alternatives.
+    """
+    if settings.workers != size:
+        return (
+            f"workers={settings.workers}, but the process group has {size} ranks; start "
+            f"{settings.workers}, or set workers={size}"
+        )
+    if (reason := ranks_conflict(settings, size)) is not None:
+        return reason
+    if not is_world and max(settings.tensor_parallel, settings.pipeline_stages) > 1:
+        return (
+            "tensor_parallel and pipeline_stages need all ranks, not a part of them; leave `group` "
+            "out"
+        )
+    own = needs_deepspeed(settings)
+    if own is None or deepspeed_serves(settings, is_world=is_world):
+        return None
+    reason = deepspeed_conflict(settings)
+    return reason or f"{own}: DeepSpeed needs all ranks, not a part of them; leave `group` out"
+
+
+def deepspeed_serves(settings: FinetuneSettings, *, is_world: bool) -> bool:
+    """Return whether DeepSpeed takes the steps of a run.
+
+    Where it does not, torch's ZeroRedundancyOptimizer implements ``zero_stage=1``.
+
+    Args:
+        settings: The run's settings.
+        is_world: True if the process group has all ranks of the job, as DeepSpeed needs.
+
+    Returns:
+        True if a ZeRO stage is chosen and DeepSpeed supports the other settings.
+    """
+    return settings.zero_stage > 0 and is_world and deepspeed_conflict(settings) is None

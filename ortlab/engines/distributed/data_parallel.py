@@ -1,10 +1,11 @@
-"""The rank's side of a run of several processes: one process group takes every step together.
+"""Data parallel ranks: the processes of one group that take every step together.
 
-Each rank has the model, is given every batch, and trains on its own rows of it (data parallel, by
-torch's DistributedDataParallel around what an engine executes). ZeRO's stage 0 (Rajbhandari et al.
-2020, arXiv:1910.02054) shares nothing out; stage 1 shares out the optimizer's state, 2 gradients
-too, 3 weights too. DeepSpeed does that where it is installed
-(`ortlab.engines.distributed.deepspeed`); without it stage 1 is torch's ZeroRedundancyOptimizer's.
+Each rank has the model, gets every batch and trains on its own rows of it (torch's
+DistributedDataParallel around the module that an engine executes). ZeRO stage 0 (Rajbhandari et al.
+2020, arXiv:1910.02054) shards nothing; stage 1 shards the optimizer's state across the ranks, stage
+2 also the gradients, stage 3 also the weights. DeepSpeed implements the stages where it is
+installed (`ortlab.engines.distributed.deepspeed`); without it stage 1 is torch's
+ZeroRedundancyOptimizer.
 """
 
 from __future__ import annotations
@@ -34,47 +35,61 @@ from ortlab.utils.errors import Concise
 from ortlab.utils.rng import RandomStates, undisturbed_random
 
 MOST_NUMBERS = 5
-"""That ranks add up at once, where they agree that none has failed."""
+"""Most numbers that ranks add up in the collective that also checks that none has failed."""
 
 
 class RankFailed(Concise, RuntimeError):
-    """A step that another rank could not take, so that no rank has; the message says which."""
+    """Raised when another rank, named in the message, has failed and no rank took the step."""
 
     follows = True
-    """Another error came first, and says why."""
+    """Marks an error that is the consequence of another rank's, which says why."""
 
 
 def leave(*groups: dist.ProcessGroup) -> None:
-    """Gives back process groups that were made for a stepper; the one of all ranks stays."""
+    """Destroy process groups that were made for a stepper, except the default group.
+
+    Args:
+        *groups: The process groups; repeated ones are destroyed once.
+    """
     for group in dict.fromkeys(groups):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 
 
 class _Objective(nn.Module):
-    """The loss of a batch: so DistributedDataParallel waits for those parameters it depends on."""
+    """Module that returns the loss of a batch, as DistributedDataParallel expects.
+
+    DistributedDataParallel then waits for the gradients of the parameters that the loss depends on.
+    """
 
     def __init__(self, inner: OneProcess) -> None:
         super().__init__()
         self.module = inner.module
         self._inner = inner
-        # One that is found, or else each rank prints that there is none.
+        # Always unused; without an unused parameter each rank prints a warning that there is none.
         self.unused = nn.Parameter(torch.zeros(1, device=inner.device))
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See `OneProcess.objective`."""
+        """Return the loss of `batch`; see `OneProcess.objective`."""
         return self._inner.objective(batch)
 
 
 class Ranks(OneProcess):
-    """How the ranks of a process group take steps together; see `prepare`.
+    """Ranks of a process group that take steps together; see `steppers.prepare`.
 
-    The data is shared out among `group`. Where `everyone` is more than it, each of its places is
-    that of as many ranks, which all compute the same numbers.
+    Args:
+        module: The module that the engine executes.
+        loss: The loss function, or None where the model returns its loss.
+        owner: The user's model inside `module`.
+        device: The device that this rank trains on.
+        settings: The run's settings.
+        group: The process group across which batches are split.
+        everyone: The process group of all ranks; None means `group`. If it is larger, several ranks
+            train on the same rows and compute the same numbers.
     """
 
     sharer = "torch's ZeroRedundancyOptimizer"
-    """What shares out at ZeRO's stages above 0."""
+    """Library that shards the state from ZeRO stage 1 on."""
 
     def __init__(
         self,
@@ -92,18 +107,20 @@ class Ranks(OneProcess):
         self._everyone = everyone or group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._stage = settings.zero_stage
-        self._reduction = settings.reduction
+        # Adasum of one rank's gradient is that gradient, with any optimizer.
+        self._reduction = settings.reduction if self._size > 1 else "mean"
         self._by_change = self._reduction == "adasum" and settings.optimizer != "sgd"
         self._clock = Clock()
         self._agreed = True
         self._random = RandomStates.now()
         self.reseeded(settings.seed)
-        self.equalise(list(owner.buffers()))  # before 2.13 torch does it for parameters alone
+        # Before 2.13 DistributedDataParallel synchronizes the parameters only.
+        self.equalise(list(owner.buffers()))
         self._parallel: Any = self._made_parallel()
 
     def _made_parallel(self) -> Any:
-        # A rank that failed before its forward would leave the others waiting in theirs. torch 2.13
-        # has given it another name, and warns of the old one.
+        # With broadcasts in forward, a rank that fails before its forward would leave the others
+        # waiting in theirs. torch 2.13 renamed the argument and warns about the old name.
         known = inspect.signature(DistributedDataParallel).parameters
         names = ("forward_sync_buffers", "broadcast_buffers")
         no_broadcast: dict[str, Any] = {next(name for name in names if name in known): False}
@@ -111,12 +128,12 @@ class Ranks(OneProcess):
             _Objective(OneProcess(self.module, self.loss, self.owner, self.device)),
             process_group=self._group,
             **no_broadcast,
-            # What has no gradient in one process has none here. It also keeps the buckets as they
-            # are: rebuilding them would be a collective in forward.
+            # Parameters without a gradient in one process have none here either. This also prevents
+            # rebuilding the buckets, which would be a collective in forward.
             find_unused_parameters=True,
-            gradient_as_bucket_view=True,  # else gradients take their memory twice
+            gradient_as_bucket_view=True,  # otherwise gradients take twice their memory
         )
-        # A bound method would be refused: DistributedDataParallel reads the annotations.
+        # DistributedDataParallel checks the hook's annotations and would reject a bound method.
         made.register_comm_hook(None, lambda _, bucket: self._reduced(bucket))
         return made
 
@@ -126,7 +143,19 @@ class Ranks(OneProcess):
         groups: Iterable[dict[str, Any]],
         **defaults: Any,
     ) -> torch.optim.Optimizer:
-        """See `OneProcess.optimizer`; ValueError for parameters of several types at stage 1."""
+        """Return the optimizer: sharded at ZeRO stage 1, combined after its step by Adasum.
+
+        Args:
+            kind: The optimizer's class.
+            groups: Parameter groups as torch's optimizers take them.
+            **defaults: Further arguments of the class.
+
+        Returns:
+            The optimizer.
+
+        Raises:
+            ValueError: If the parameters have several types at stage 1.
+        """
         if self._by_change:
             return adasum.AdasumAdamW(groups, group=self._group, clock=self._clock, **defaults)
         if self._stage == 0:
@@ -137,7 +166,7 @@ class Ranks(OneProcess):
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """The gradients in `bucket`, of this rank's share of the loss, as they are of all ranks."""
+        """Return the gradients in `bucket`, reduced over the ranks."""
         flat = bucket.buffer()
         if self._reduction == "mean":
             return self._summed(flat)
@@ -164,7 +193,7 @@ class Ranks(OneProcess):
 
     @contextlib.contextmanager
     def together(self, *, training: bool) -> Iterator[None]:
-        """See `OneProcess.together`; a step draws from this rank's own generators."""
+        """See `OneProcess.together`; a step draws random numbers from this rank's generators."""
         if training and self._parallel is None:
             self._parallel = self._made_parallel()
         self._agreed = False
@@ -172,12 +201,12 @@ class Ranks(OneProcess):
             with self._drawing() if training else contextlib.nullcontext():
                 yield
         except BaseException as error:
-            if training:  # it expects the backward of a forward that was in vain
+            if training:  # it waits for the backward of a forward that failed
                 self._parallel = None
             if not self._agreed:
                 self._agree([], failed=True)
             elif training and not isinstance(error, RankFailed):
-                # Collectives may be under way, or weights changed in part.
+                # Collectives may be in flight, or only some of the weights updated.
                 error.midway = True  # type: ignore[attr-defined]
             raise
 
@@ -189,11 +218,11 @@ class Ranks(OneProcess):
             self._random = RandomStates.now()
 
     def _agree(self, numbers: Sequence[torch.Tensor], *, failed: bool = False) -> torch.Tensor:
-        """The sums of all places' `numbers`, in float64; RankFailed where another rank has failed.
+        """Return the sums of all ranks' `numbers` in float64; RankFailed if another rank failed.
 
-        One that has failed itself has no numbers, and raises its own error.
+        A rank that has failed itself passes no numbers, and raises its own error.
         """
-        self._agreed = True  # also where this fails: nobody is to be told twice
+        self._agreed = True  # even if this raises: a failure is reported once
         rank, size = dist.get_rank(self._everyone), dist.get_world_size(self._everyone)
         told = torch.zeros(MOST_NUMBERS + size, dtype=torch.float64, device=self.device)
         if numbers:
@@ -204,13 +233,17 @@ class Ranks(OneProcess):
         ranks = [str(rank) for rank, one in enumerate(told[MOST_NUMBERS:].tolist()) if one]
         if ranks and not failed:
             raise RankFailed(
-                f"rank {', '.join(ranks)} of {size} has failed, so that no rank has taken "
-                "the step; its own error says why"
+                f"rank {', '.join(ranks)} of {size} has failed, so no rank has taken the step; its "
+                "own error says why"
             )
         return told[: len(numbers)] / (size // self._size)
 
     def share(self, batch: Batch) -> Share:
-        """This rank's rows; see `ortlab.engines.distributed.batch_split`."""
+        """Return this rank's rows; see `ortlab.engines.distributed.batch_split`.
+
+        Args:
+            batch: The whole batch.
+        """
         weights = weights_of(batch, self.loss, self.owner)
         share = share_of(batch, self._rank, self._size, weights)
         if self._reduction == "mean":
@@ -232,20 +265,20 @@ class Ranks(OneProcess):
         return loss
 
     def total(self, losses: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
-        """See `OneProcess.total`; RuntimeError where the ranks were given other numbers of them."""
+        """See `OneProcess.total`; RuntimeError if the ranks were given different batches."""
         loss = super().total(losses, samples)
         count = torch.tensor(samples, device=self.device)
         agreed = self._agree([loss, count, count.square()])
         mean = float(agreed[1]) / self._size
         if float(agreed[2]) != mean**2 * self._size:  # their variance, the same on every rank
             raise RuntimeError(
-                f"the ranks were given {mean:g} samples on average, and this one {samples}; give "
+                f"the ranks were given {mean:g} samples on average, and this rank {samples}; give "
                 "every rank the same micro-batches"
             )
         return agreed[0].to(loss.dtype)
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `OneProcess.norm`: after their reduction gradients are the same on every rank."""
+        """See `OneProcess.norm`; after their reduction the gradients are the same on every rank."""
         norm = super().norm(gradients)
         if not self._by_change:
             return norm
@@ -253,7 +286,11 @@ class Ranks(OneProcess):
         return (squares / self._size).sqrt().to(norm.dtype)
 
     def equalise(self, statistics: Sequence[torch.Tensor]) -> None:
-        """Gives rank 0's `statistics` to all, those of one type at once."""
+        """Broadcast rank 0's running statistics, one collective for each type.
+
+        Args:
+            statistics: Buffers of the model; changed in place.
+        """
         for dtype in dict.fromkeys(each.dtype for each in statistics):
             alike = [each for each in statistics if each.dtype == dtype]
             flat = torch.cat([each.reshape(-1) for each in alike])
@@ -266,13 +303,13 @@ class Ranks(OneProcess):
     def evaluated(
         self, loss: torch.Tensor, part: float, correct: int, predicted: int
     ) -> tuple[torch.Tensor, int, int]:
-        """See `OneProcess.evaluated`; a rank without samples has predicted none."""
+        """See `OneProcess.evaluated`; a rank without samples counts no predictions."""
         hits = torch.tensor([correct, predicted], device=self.device) * (part > 0)
         total, right, of = self._agree([loss * part, *hits])
         return total.to(loss.dtype), int(right), int(of)
 
     def reseeded(self, seed: int) -> int:
-        """See `OneProcess.reseeded`: another seed for every rank."""
+        """See `OneProcess.reseeded`; every rank has another seed."""
         own = int(np.random.SeedSequence([seed, self._rank]).generate_state(1)[0]) >> 1
         with undisturbed_random():
             random.seed(own)
@@ -282,7 +319,7 @@ class Ranks(OneProcess):
         return own
 
     def communication_ms(self) -> float:
-        """See `OneProcess.communication_ms`; on CUDA it is the time of their launch alone."""
+        """See `OneProcess.communication_ms`; on CUDA it is only the time of the launches."""
         return self._clock.taken_ms()
 
     def check(self, settings: FinetuneSettings) -> None:
@@ -291,7 +328,11 @@ class Ranks(OneProcess):
             raise ValueError(reason)
 
     def told(self, report: Report) -> Report:
-        """The engine's `report`, and how many ranks there are."""
+        """Return the report with a note on the ranks and a remark on BatchNorm.
+
+        Args:
+            report: The engine's report.
+        """
         sharer = f" by {self.sharer}" if self._stage else ""
         note = (
             f"rank {dist.get_rank(self._everyone)} of {dist.get_world_size(self._everyone)} over "
@@ -301,11 +342,11 @@ class Ranks(OneProcess):
         normed = any(
             isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self.owner.modules()
         )
-        remarks = ("BatchNorm normalises each rank's samples by themselves",) if normed else ()
+        remarks = ("BatchNorm normalizes each rank's samples separately",) if normed else ()
         return dataclasses.replace(
             report, notes=(*report.notes, note), remarks=(*report.remarks, *remarks)
         )
 
     def close(self) -> None:
-        """Lets go of the buckets, which take as much memory as the gradients."""
+        """Release the gradient buckets, which take as much memory as the gradients."""
         self._parallel = None

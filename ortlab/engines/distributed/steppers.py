@@ -1,4 +1,31 @@
-"""Steppers of several processes: which class takes the steps under which settings."""
+"""Steppers of several processes: the class that takes the steps of a run, by its settings.
+
+All ranks of a process group train one model together:
+
+- **Data.** A step's micro-batches are the whole ones, and each rank trains on its own rows of them
+  (`ortlab.engines.distributed.batch_split`). The gradient is that of the whole batch wherever the
+  loss is a mean over samples, or over the targets that are not ignored, as `weights_of` knows it.
+  Loss, samples, tokens, gradient norm and skipped steps are the same on every rank.
+- **Adasum.** A rank's gradient is the mean over its own samples. Under SGD the gradients are
+  combined before they are clipped. Under AdamW the weight changes of the ranks' own steps are
+  combined, and the reported norm is the root mean square of the ranks' norms.
+- **Dropout.** Masks differ between ranks. They come from generators that `reseed` seeds by its seed
+  and the rank; the process's own generators belong to the data, and stay the same on every rank.
+- **BatchNorm.** Each rank normalizes its own rows. Running statistics are rank 0's after each step;
+  DistributedDataParallel's ``broadcast_buffers`` would let them differ until the next forward.
+- **State.** A state dictionary has the form of one process, and is whole on every rank, both when
+  it is returned and when it is loaded.
+- **DeepSpeed.** It needs float32 weights and all ranks, and updates all parameters at once. A
+  parameter without a gradient in any step is not changed; a parameter that has a gradient in some
+  steps only is an error. With ``param_dtype="bf16"`` the model's weights are bfloat16 until
+  ``close``, and float32 inputs of forward are cast to bfloat16; targets are not. At stage 3 all
+  ranks call ``close``, which restores the model's whole weights.
+- **Gradient checkpointing** has to be non-reentrant (``use_reentrant=False``): with the reentrant
+  variant DistributedDataParallel reports that a variable was marked ready twice.
+- **Failures.** A rank that fails before its last backward of a step makes all others raise
+  `RankFailed`, and no rank has taken the step. A rank that fails or dies later is noticed by the
+  group's timeout, or by DeepSpeed's next collective where DeepSpeed trains.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +35,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ortlab.engines.base import Engine, LossFunction
-from ortlab.engines.distributed import compatibility, deepspeed, pipeline_parallel, tensor_parallel
+from ortlab.engines.distributed import (
+    compatibility,
+    deepspeed,
+    deepspeed_library,
+    pipeline_parallel,
+    tensor_parallel,
+)
 from ortlab.engines.distributed.data_parallel import Ranks
 from ortlab.engines.torch.stepper import TorchStepper, training_device
 from ortlab.settings import FinetuneSettings
@@ -21,44 +54,28 @@ def prepare(
     settings: FinetuneSettings,
     group: dist.ProcessGroup | None = None,
 ) -> TorchStepper:
-    """A stepper that trains `model` together with the other ranks of `group` (None: all of them).
+    """Return a stepper that trains a model together with the other ranks of a process group.
 
     Every rank calls this with a model of the same parameters, which become rank 0's, and then each
-    of the stepper's methods in the same order with the same arguments. Group and model are of one
-    device: gloo's on a CPU; NCCL's on CUDA has not been tried.
+    of the stepper's methods in the same order with the same arguments; see the module's
+    documentation. The stepper's ``bytes`` are the memory of this rank's state, and each result's
+    ``communication_ms`` is the time that collectives were in flight.
 
-    - A step's micro-batches are the whole ones: each rank trains on its own rows (see
-      `ortlab.engines.distributed.batch_split`), and the gradient is that of the whole batch
-      wherever the loss is a mean over samples, or over the targets that are not ignored, as
-      `weights_of` knows it. Loss, samples, tokens, gradient norm and skipped steps are the same on
-      every rank.
-    - With Adasum a rank's gradient is the mean over its own samples. Under SGD the gradients are
-      combined, before they are clipped; under AdamW what each rank's own step changes, and the
-      norm that is told is the root of the mean of the squares of the ranks' norms.
-    - Dropout draws other masks on each rank, from generators that `reseed` restarts by its seed and
-      the rank; those of the process are the data's, and stay the same on every rank.
-    - BatchNorm normalises each rank's rows by themselves. Running statistics are rank 0's after
-      each step, where DistributedDataParallel's ``broadcast_buffers`` would let them differ
-      until the next forward.
-    - States have the form of one process, whole on every rank, in both directions.
-    - DeepSpeed takes float32 weights and all ranks, and steps all parameters at once: one without
-      a gradient in any step is left alone, one that has a gradient in some steps is refused there.
-      With ``param_dtype="bf16"`` the model's weights are bfloat16 until ``close``, and what forward
-      takes in float32 is cast to that; targets are not.
-      At stage 3 all ranks call ``close`` too, which gives the model its whole weights.
-    - Gradient checkpointing has to be that without reentry (``use_reentrant=False``): of the other
-      kind DistributedDataParallel says that a variable was marked ready twice.
+    Args:
+        engine: The engine that executes the model.
+        model: The model, whose parameters are trained.
+        loss: The loss function, or None where the model returns its loss.
+        settings: The run's settings; ``workers`` is the size of the group.
+        group: The process group; None means all ranks. Its device is the model's: gloo for a CPU.
+            NCCL for CUDA has not been tested.
 
-    The stepper's ``bytes`` tells what this rank holds, and each result's ``communication_ms`` how
-    long collectives were under way.
+    Returns:
+        The stepper.
 
-    A rank that fails before its last backward of a step makes all others raise `RankFailed`, and
-    none has taken the step. One that fails or dies later is noticed by the group's timeout; by
-    DeepSpeed's next collective where that shares out.
-
-    ValueError where `compatibility` has a reason, ``workers`` is not the group's size, or the
-    parameters are of several types at stage 1, of another than float32 by DeepSpeed; RuntimeError
-    without a process group.
+    Raises:
+        ValueError: If `compatibility.group_conflict` returns a reason, or the parameters have
+            several types at stage 1, or another type than float32 with DeepSpeed.
+        RuntimeError: Without a process group.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -66,48 +83,36 @@ def prepare(
         )
     group = group or dist.group.WORLD
     assert group is not None
-    size = dist.get_world_size(group)
-    if settings.workers != size:
-        raise ValueError(
-            f"workers={settings.workers}, and the process group has {size} ranks; start as many"
-        )
-    if (reason := compatibility.ranks_conflict(settings, size)) is not None:
+    is_world, size = group is dist.group.WORLD, dist.get_world_size(group)
+    if (reason := compatibility.group_conflict(settings, size, is_world=is_world)) is not None:
         raise ValueError(reason)
-    shares_model = settings.tensor_parallel > 1 or settings.pipeline_stages > 1
-    if shares_model and group is not dist.group.WORLD:
-        raise ValueError(
-            "tensor_parallel and pipeline_stages are for all ranks together; leave `group` out"
-        )
     if settings.pipeline_stages > 1:
         return pipeline_parallel.prepare(engine, model, loss, settings, group)
-    made, kind = _means(settings, group)
-    ranks = functools.partial(made, settings=settings, group=group)
-    stepper = engine.prepare(model, loss, settings, processes=ranks, stepper=kind)
-    assert isinstance(stepper, TorchStepper)  # as those of all engines are
+    ranks, kind = _classes(settings, is_world=is_world)
+    processes = functools.partial(ranks, settings=settings, group=group)
+    stepper = engine.prepare(model, loss, settings, processes=processes, stepper=kind)
+    assert isinstance(stepper, TorchStepper)  # all engines return one
     stepper.reseed(settings.seed)
     return stepper
 
 
 def load(settings: FinetuneSettings) -> None:
-    """Imports what ranks need for `settings` besides torch, where there is something."""
+    """Import the libraries besides torch that ranks need, so that their memory is not the model's.
+
+    Args:
+        settings: The run's settings.
+    """
     stages = settings.zero_stage or settings.pipeline_stages > 1
     if stages and compatibility.deepspeed_missing() is None:
-        deepspeed.library(training_device(settings.device))
+        deepspeed_library.library(training_device(settings.device))
 
 
-def _means(
-    settings: FinetuneSettings, group: dist.ProcessGroup
+def _classes(
+    settings: FinetuneSettings, *, is_world: bool
 ) -> tuple[type[Ranks], type[TorchStepper]]:
-    """Who takes steps: DeepSpeed where it can and something is shared out; else torch's own."""
+    """Return the classes of ranks and stepper; without DeepSpeed stage 1 is torch's own."""
     if settings.tensor_parallel > 1:
         return tensor_parallel.TensorRanks, TorchStepper
-    if settings.zero_stage == 0:
-        return Ranks, TorchStepper
-    reason = compatibility.deepspeed_conflict(settings)
-    if reason is None and group is not dist.group.WORLD:
-        reason = f"zero_stage={settings.zero_stage}: DeepSpeed trains with all ranks, not with some"
-    if reason is None:
+    if compatibility.deepspeed_serves(settings, is_world=is_world):
         return deepspeed.DeepSpeedRanks, deepspeed.DeepSpeedStepper
-    if compatibility.needs_deepspeed(settings) is not None:
-        raise ValueError(f"{reason}; choose zero_stage=1 and no more")
     return Ranks, TorchStepper

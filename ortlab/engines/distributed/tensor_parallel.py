@@ -1,6 +1,7 @@
-"""Tensor parallelism: ranks that share each layer of a model, beside those that share the data.
+"""Tensor parallelism: ranks that have a shard each of every layer, combined with data parallelism.
 
-By torch.distributed.tensor (https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html).
+It uses torch.distributed.tensor
+(https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "rows": RowwiseParallel,
 }
 _APART = 1e-3
-"""The relative difference of two ranks' gradients of what both have whole that is no rounding."""
+"""Relative difference of two ranks' gradients of a replicated parameter that is not rounding."""
 
 
 _NUMBERS = itertools.count(1)
@@ -48,25 +49,25 @@ _MESHES = WeakKeyDictionary()
 
 
 def _meshes(
-    device_type: str, neighbours: int, everyone: dist.ProcessGroup
+    device_type: str, neighbors: int, everyone: dist.ProcessGroup
 ) -> tuple[DeviceMesh, DeviceMesh]:
-    """The ranks that share this one's layers, and those that have its place in theirs.
+    """Return the mesh of the ranks that share this rank's layers, and its data parallel mesh.
 
-    A process group has one such pair. torch keeps what it works out for a mesh, and with it the
-    process groups of the first mesh that is equal, alive or not (2.13: "could not resolve the
-    process group"); a name of its own makes each unlike all others.
+    A process group has one such pair. torch caches what it derives from a mesh, including the
+    process groups of the first equal mesh even after they were destroyed (2.13: "could not resolve
+    the process group"); a unique name makes each mesh different from all others.
     """
     known = _MESHES.setdefault(everyone, {})
-    if (device_type, neighbours) not in known:
+    if (device_type, neighbors) not in known:
         name = f"tensor{next(_NUMBERS)}"
-        shape = dist.get_world_size(everyone) // neighbours, neighbours
+        shape = dist.get_world_size(everyone) // neighbors, neighbors
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", name))
-        known[device_type, neighbours] = mesh[name], mesh["data"]
-    return known[device_type, neighbours]
+        known[device_type, neighbors] = mesh[name], mesh["data"]
+    return known[device_type, neighbors]
 
 
 class _Shard(nn.Module):
-    """A rank's part of a tensor, seen by its layer as the whole."""
+    """Parametrization that presents a rank's part of a tensor to its layer as the whole tensor."""
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
         super().__init__()
@@ -74,28 +75,28 @@ class _Shard(nn.Module):
         self.placements = tuple(placements)
 
     def forward(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor, of which this rank has `part`."""
+        """Return the whole tensor, a DTensor, of which this rank has `part`."""
         whole: torch.Tensor = DTensor.from_local(part, self.mesh, self.placements, run_check=False)
         return whole
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part, in memory of its own."""
+        """Return a copy of this rank's part of the tensor `whole`."""
         shared = distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None)
         return shared.to_local().detach().clone()
 
     def whole_of(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole, put together from all ranks' parts; all of them call it."""
+        """Return the whole tensor, gathered from all ranks' parts; all of them call it."""
         shared: Any = self(part.detach().contiguous())
         whole: torch.Tensor = shared.full_tensor()
         return whole
 
 
 class _Regions:
-    """Random numbers where activations are split: each rank's own, so that masks differ.
+    """Regions of a model whose activations are split, where each rank draws its own dropout masks.
 
-    Elsewhere ranks that share a layer draw the same. A region's numbers depend on what would be
-    drawn next outside of it, so that one that is computed again (gradient checkpointing gives the
-    state of before back) draws what it drew.
+    Outside of the regions, ranks that share a layer draw the same numbers. The seed of a region is
+    the next number drawn outside, so a region that is recomputed (gradient checkpointing restores
+    the generator's state) draws the same masks again.
     """
 
     def __init__(self, rank: int) -> None:
@@ -104,11 +105,11 @@ class _Regions:
         self._outside: RandomStates | None = None
 
     def begin(self) -> None:
-        """No region is open; one may have been left when its second forward stopped early."""
+        """Close any open region, such as one whose recomputation stopped early."""
         self._inside = self._outside = None
 
     def enter(self, region: str) -> None:
-        """Begins `region`, unless another of its layers did."""
+        """Open `region`, unless another of its layers has opened it."""
         if self._inside == region:
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
@@ -117,18 +118,23 @@ class _Regions:
         torch.manual_seed(own)
 
     def leave(self, region: str) -> None:
-        """Goes on with what all ranks draw."""
+        """Close `region` and restore the generators that all ranks share."""
         if self._inside == region and self._outside is not None:
             self._outside.give_back()
             self.begin()
 
 
 class ShardedLayers:
-    """Shards in the places of a model's layers, until `restore` puts the layers back.
+    """Layers of a model replaced by sharded ones, until `restore` puts the original layers back.
 
-    State dictionaries of the model are the whole one's, both ways; all ranks of `mesh`, which has
-    one dimension, ask for them together. The layers are the user's own objects in the end, with
-    their own parameters and the trained weights.
+    State dictionaries of the model have whole tensors, both when they are returned and when they
+    are loaded; all ranks of the mesh do so together. After `restore` the model has the user's own
+    layer objects again, with their own parameters and the trained weights.
+
+    Args:
+        model: The user's model.
+        plan: How each module is sharded, by its name; see `plan_for`.
+        mesh: The ranks that share the layers, of one dimension.
     """
 
     def __init__(self, model: nn.Module, plan: Mapping[str, Part], mesh: DeviceMesh) -> None:
@@ -172,7 +178,8 @@ class ShardedLayers:
             setattr(made, tensor_name, here)
             parametrize.register_parametrization(made, tensor_name, shard, unsafe=True)
             self._of[id(parameter_of(made, tensor_name))] = shard, original.shape
-            original.data, original.grad = original.data.new_empty(0), None  # shards are enough
+            # Release the whole tensor: the shards replace it.
+            original.data, original.grad = original.data.new_empty(0), None
         made.register_state_dict_post_hook(_make_whole)  # type: ignore[no-untyped-call]
         made.register_load_state_dict_pre_hook(_take_part)  # type: ignore[no-untyped-call]
         if (region := part.region) is not None and part.style == "columns":
@@ -187,27 +194,42 @@ class ShardedLayers:
             self.regions.enter(region)
 
     def shard_of(self, parameter: torch.Tensor) -> _Shard | None:
-        """How `parameter` is a part of a whole; None where it is one."""
+        """Return how a parameter is sharded, or None if it is not.
+
+        Args:
+            parameter: A parameter of the model.
+        """
         found = self._of.get(id(parameter))
         return None if found is None else found[0]
 
     def whole_shape(self, parameter: torch.Tensor) -> torch.Size:
-        """The shape that `parameter` has in one process."""
+        """Return the shape that a parameter has in one process.
+
+        Args:
+            parameter: A parameter of the model, which may be sharded.
+        """
         found = self._of.get(id(parameter))
         return parameter.shape if found is None else found[1]
 
     def is_split(self, parameter: torch.Tensor) -> bool:
-        """Whether other ranks hold other parts of `parameter`."""
+        """Return whether other ranks have other parts of a parameter.
+
+        Args:
+            parameter: A parameter of the model.
+        """
         shard = self.shard_of(parameter)
         return shard is not None and any(each.is_shard() for each in shard.placements)
 
     @property
     def is_restored(self) -> bool:
-        """Whether the layers are back in their places."""
+        """True if the model has its original layers again."""
         return not self._replaced
 
     def restore(self) -> None:
-        """Puts the layers back, with the weights of now; all ranks call it. Twice is fine."""
+        """Put the original layers back, with the current weights.
+
+        All ranks call it; a second call does nothing.
+        """
         while self._hooks:
             self._hooks.pop().remove()
         while self._replaced:
@@ -221,7 +243,12 @@ class ShardedLayers:
 
 
 def parameter_of(made: nn.Module, name: str) -> torch.Tensor:
-    """This rank's part of the parameter `name` of a sharded layer."""
+    """Return this rank's part of a parameter of a sharded layer.
+
+    Args:
+        made: The sharded layer.
+        name: The parameter's name in the original layer.
+    """
     part: torch.Tensor = made.get_parameter(_inner(name))
     return part
 
@@ -247,19 +274,30 @@ def _take_part(made: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> 
 
 
 class TensorRanks(Ranks):
-    """Ranks of which ``tensor_parallel`` neighbours share the layers, and take the same rows.
+    """Ranks of which ``tensor_parallel`` neighbors share the layers and train on the same rows.
 
-    Ranks 0 to ``tensor_parallel`` - 1 are the first such neighbours, and so on; those with the same
-    place among their neighbours are data parallel.
+    Ranks 0 to ``tensor_parallel`` - 1 are the first neighbors, and so on. Ranks with the same
+    position among their neighbors are data parallel.
 
-    - Dropout where every neighbour has the whole activation draws the same mask on all of them; in
-      a region where activations are split each has a mask of its own.
-    - The norm of the gradients is that of all shards. Gradients of what neighbours have whole are
-      compared at every step: where they differ a model's plan is wrong, and RuntimeError says which
-      parameter's, before any weight changes.
-    - A rank that fails within forward where its neighbours do not is noticed by the group's timeout
-      alone: they wait for it in a layer.
-    - ``communication_ms`` is without what the layers themselves exchange.
+    - Dropout masks are the same on all neighbors where each has the whole activation, and different
+      where activations are split.
+    - The norm of the gradients is that of all shards. Gradients of replicated parameters are
+      compared between neighbors at every step: if they differ, the model's plan is wrong, and a
+      RuntimeError names the parameter before any weight changes.
+    - A rank that fails within forward while its neighbors do not is noticed only by the group's
+      timeout: they wait for it in a layer.
+    - ``communication_ms`` does not include the exchanges within the layers.
+
+    Args:
+        module: The module that the engine executes.
+        loss: The loss function, or None where the model returns its loss.
+        owner: The user's model inside `module`.
+        device: The device that this rank trains on.
+        settings: The run's settings; ``tensor_parallel`` is above 1.
+        group: The process group of all ranks.
+
+    Raises:
+        ValueError: If the model cannot be sharded; see `plan_for`.
     """
 
     def __init__(
@@ -272,16 +310,16 @@ class TensorRanks(Ranks):
         settings: FinetuneSettings,
         group: dist.ProcessGroup,
     ) -> None:
-        neighbours = settings.tensor_parallel
-        plan = plan_for(owner, neighbours)
-        self._neighbours, data = _meshes(device.type, neighbours, group)
+        neighbors = settings.tensor_parallel
+        plan = plan_for(owner, neighbors)
+        self._neighbors, data = _meshes(device.type, neighbors, group)
         for tensor in (*owner.parameters(), *owner.buffers()):
             dist.broadcast(tensor.detach(), group_src=0, group=group)
         before = sum(parameter.numel() for parameter in owner.parameters())
-        self._layers = ShardedLayers(owner, plan, self._neighbours)
+        self._layers = ShardedLayers(owner, plan, self._neighbors)
         here = sum(parameter.numel() for parameter in owner.parameters())
         self._note = (
-            f"tensor parallel {neighbours}: {len(plan)} layers are shared, and this rank has "
+            f"tensor parallel {neighbors}: {len(plan)} layers are sharded, and this rank has "
             f"{here:,} of {before:,} parameters"
         )
         try:
@@ -303,7 +341,7 @@ class TensorRanks(Ranks):
         """See `OneProcess.together`; RuntimeError after `close`."""
         if self._layers.is_restored:
             raise RuntimeError(
-                "this stepper is closed, and the model has its whole layers again; prepare another"
+                "this stepper is closed and the model has its whole layers again; prepare a new one"
             )
         self._layers.regions.begin()
         with super().together(training=training):
@@ -315,21 +353,21 @@ class TensorRanks(Ranks):
         return super().micro_batch(last=last)
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `OneProcess.norm`; RuntimeError where neighbours differ in what all have whole."""
+        """See `OneProcess.norm`; RuntimeError if neighbors differ in a replicated gradient."""
         named = {id(p.grad): (name, p) for name, p in self.owner.named_parameters()}
         split = torch.tensor([self._layers.is_split(named[id(g)][1]) for g in gradients])
         own = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients])
-        found = [torch.empty_like(own) for _ in range(self._neighbours.size())]
+        found = [torch.empty_like(own) for _ in range(self._neighbors.size())]
         with self._clock:
-            dist.all_gather(found, own, group=self._neighbours.get_group())
+            dist.all_gather(found, own, group=self._neighbors.get_group())
         norms = torch.stack(found)
         same = torch.isclose(norms, norms[:1], rtol=_APART, atol=1e-12, equal_nan=True).all(0)
         for number in (~same & ~split.to(same.device)).nonzero().flatten().tolist():
             name, _ = named[id(gradients[number])]
             told = " and ".join(f"{norm:.3g}" for norm in norms[:, number].tolist())
             raise RuntimeError(
-                f"the gradient of {name} has norm {told} on ranks that all have it whole: it "
-                "belongs to what tensor parallelism splits; choose tensor_parallel=1"
+                f"the gradient of {name} has norm {told} on ranks that should agree: the parameter "
+                "belongs to layers that tensor parallelism splits; choose tensor_parallel=1"
             )
         squares = torch.where(split.to(norms.device), norms.square().sum(0), norms[0].square())
         return squares.sum().sqrt().to(gradients[0].dtype)
@@ -365,7 +403,7 @@ class TensorRanks(Ranks):
         states: Mapping[int, Mapping[str, Any]],
         change: Callable[[_Shard, torch.Tensor], torch.Tensor],
     ) -> dict[int, dict[str, Any]]:
-        """`states` with what has a shard's dimensions changed."""
+        """Return `states` with `change` applied to the tensors of sharded parameters."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         changed = {}
         for number, state in states.items():
@@ -384,7 +422,7 @@ class TensorRanks(Ranks):
         return dataclasses.replace(found, notes=(*found.notes, self._note))
 
     def close(self) -> None:
-        """Gives the model its whole layers back; all ranks call it. Twice is fine."""
+        """Restore the model's whole layers; all ranks call it, and a second call does nothing."""
         if self._layers.is_restored:
             return
         self._layers.restore()

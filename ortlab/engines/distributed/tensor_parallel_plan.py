@@ -1,8 +1,8 @@
-"""What tensor parallelism shards of a model: which layers by columns, which by rows.
+"""Plan of tensor parallelism: the layers of a model that are sharded, by columns or by rows.
 
-As in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): of two matrix products with
-nothing but elementwise functions or whole heads of attention between them, the first is split by
-its outputs, the second by its inputs.
+The scheme is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): of two matrix
+products with only elementwise functions or whole attention heads between them, the first is split
+along its outputs, the second along its inputs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from typing import Any, Literal
 from torch import nn
 
 Style = Literal["columns", "gathered", "rows", "summed"]
-"""A layer split by its outputs, one whose outputs are put together again, one split by its inputs,
-and a module between the two that every rank has whole: its gradients are sums over the ranks."""
+"""Style in which a module is sharded.
+
+- "columns": split along its outputs
+- "gathered": split along its outputs, which are gathered afterwards
+- "rows": split along its inputs
+- "summed": replicated between two split layers; its gradients are summed over the ranks
+"""
 
 _BETWEEN = (
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU),
     *(nn.Softplus, nn.Hardswish, nn.Identity, nn.Dropout),
 )
-"""Elementwise, so that each rank can apply them to its own columns."""
+"""Elementwise modules, which each rank can apply to its own columns."""
 
 _PLAN_OF: dict[str, Style | None] = {
     "colwise": "columns",
@@ -31,7 +36,7 @@ _PLAN_OF: dict[str, Style | None] = {
     "replicated_with_grad_allreduce": "summed",
     "embedding_rowwise": None,  # embeddings stay whole
 }
-"""The entries of transformers' plans, by their names in transformers.integrations."""
+"""Styles of the entries of transformers' plans, by their names in transformers.integrations."""
 
 _ENCODER = {
     "attention.self.query": "columns",
@@ -54,7 +59,7 @@ _PARTS: dict[str, dict[str, Any]] = {
         "ffn.lin2": "rows",
     },
 }
-"""Classes of transformers without a plan of their own. ``TransformerBlock`` is DistilBERT's."""
+"""Plans for classes of transformers that have none; ``TransformerBlock`` is DistilBERT's."""
 
 _LOOKED_FOR = (
     "no plan of transformers (Llama, Qwen and others), no layer of BERT, RoBERTa, ELECTRA or "
@@ -64,9 +69,10 @@ _LOOKED_FOR = (
 
 @dataclass(frozen=True)
 class Part:
-    """How one module is sharded. ``region`` names the layers between which activations are split.
+    """Sharding of one module.
 
-    Columns open a region, rows close it; the others have none.
+    ``region`` names the part of the model in which activations are split: a "columns" layer opens
+    it, a "rows" layer closes it, other styles have none.
     """
 
     style: Style
@@ -74,12 +80,20 @@ class Part:
 
 
 def plan_for(model: nn.Module, size: int) -> dict[str, Part]:
-    """What `size` ranks share of `model`, by the names of its modules.
+    """Return the modules of a model that are sharded across ranks.
 
-    Embeddings, norms and what is not known to be safe stay whole on every rank.
+    Embeddings, norms and all modules that are not known to be safe are replicated on every rank.
 
-    ValueError where nothing is known, where something cannot be divided by `size`, where a plan has
-    entries that are not supported, and where a layer that would be sharded is used twice.
+    Args:
+        model: The model.
+        size: Number of ranks that share each layer.
+
+    Returns:
+        How each module is sharded, by its name.
+
+    Raises:
+        ValueError: If no module is known to be shardable, if one cannot be divided by `size`, if
+            the model's plan has unsupported entries, or if a layer to shard is used twice.
     """
     modules = dict(model.named_modules())
     found: dict[str, Part] = {}
@@ -93,13 +107,13 @@ def plan_for(model: nn.Module, size: int) -> dict[str, Part]:
             found.setdefault(path, Part(style, region))
     if not found:
         more = (
-            "; its Conv1D layers (GPT-2's) hold query, key and value in one matrix, which columns "
-            "do not divide by heads"
+            "; its Conv1D layers (GPT-2's) hold query, key and value in one matrix, which cannot "
+            "be split into columns by heads"
             if any(type(module).__name__ == "Conv1D" for module in modules.values())
             else ""
         )
         raise ValueError(
-            f"tensor_parallel={size}: nothing in {type(model).__name__} is known to be shardable: "
+            f"tensor_parallel={size}: no layer of {type(model).__name__} is known to be shardable: "
             f"{_LOOKED_FOR}{more}; choose tensor_parallel=1"
         )
     users = _users(model)
@@ -107,14 +121,14 @@ def plan_for(model: nn.Module, size: int) -> dict[str, Part]:
         if (reason := _unfit(modules[path], found[path].style, users, size)) is None:
             continue
         if found[path].style == "gathered" and "shared" in reason:
-            del found[path]  # it stands alone, and may stay whole
+            del found[path]  # no other layer depends on its split: it can be replicated
             continue
         raise ValueError(f"tensor_parallel={size}: {path} {reason}; choose tensor_parallel=1")
     return found
 
 
 def _known(module: nn.Module, size: int) -> Iterator[tuple[str, Style]]:
-    """What to shard inside `module`, by its own knowledge alone."""
+    """Yield the parts to shard inside `module`, from the knowledge about its class."""
     if plan := getattr(module, "_tp_plan", None):
         yield from _of_transformers(module, plan, size)
     elif type(module).__module__.startswith("transformers.") and (
@@ -123,7 +137,7 @@ def _known(module: nn.Module, size: int) -> Iterator[tuple[str, Style]]:
         _check_heads(module, getattr(module, "config", None) or _config_in(module), size)
         yield from parts.items()
     elif isinstance(module, nn.TransformerEncoderLayer):
-        # Its attention holds query, key and value in one matrix, and stays whole.
+        # Its attention holds query, key and value in one matrix and is replicated.
         yield "linear1", "columns"
         yield "linear2", "rows"
     elif type(module) is nn.Sequential:
@@ -155,18 +169,18 @@ def _config_in(module: nn.Module) -> Any:
 
 
 def _check_heads(module: nn.Module, config: Any, size: int) -> None:
-    """ValueError where the heads of attention cannot be given out whole."""
+    """Raise ValueError if the attention heads cannot be split evenly across the ranks."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
             raise ValueError(
-                f"tensor_parallel={size}: {type(module).__name__} has {name}={heads}, which {size} "
-                "ranks cannot share evenly; choose a divisor of it"
+                f"tensor_parallel={size}: {type(module).__name__} has {name}={heads}, which cannot "
+                f"be split evenly across {size} ranks; choose a divisor of it"
             )
 
 
 def _pairs(module: nn.Sequential) -> Iterator[tuple[str, Style]]:
-    """Linear layers with nothing but elementwise functions between them, two by two."""
+    """Yield pairs of Linear layers with only elementwise functions between them."""
     first: str | None = None
     for name, part in module.named_children():
         if type(part) is nn.Linear:
@@ -181,7 +195,7 @@ def _pairs(module: nn.Sequential) -> Iterator[tuple[str, Style]]:
 
 
 def _users(model: nn.Module) -> dict[int, int]:
-    """How many places each module and parameter of `model` has, by its id."""
+    """Return how often each module and parameter is used in `model`, by id."""
     places: dict[int, int] = {}
     for module in model.modules():
         for each in (*module._modules.values(), *module._parameters.values()):
@@ -191,17 +205,17 @@ def _users(model: nn.Module) -> dict[int, int]:
 
 
 def _unfit(module: nn.Module, style: Style, users: dict[int, int], size: int) -> str | None:
-    """Why `module` cannot be sharded; the reason goes on from its name."""
+    """Return why `module` cannot be sharded, as a clause that follows its name, or None."""
     if any(users[id(each)] > 1 for each in (module, *module.parameters())):
-        return "is shared with another layer, so that its shards would be used in two ways"
+        return "is shared with another layer, so its shards would be used in two ways"
     if style == "summed":
         return None
     if type(module) is not nn.Linear:
         return f"is a {type(module).__name__}, and only torch.nn.Linear is sharded"
     if module._forward_hooks or module._forward_pre_hooks:
-        return "has hooks of its own, which would meet shards"
+        return "has hooks of its own, which would get shards"
     split = module.in_features if style == "rows" else module.out_features
     if split % size:
         what = "inputs" if style == "rows" else "outputs"
-        return f"has {split} {what}, which {size} ranks cannot share evenly"
+        return f"has {split} {what}, which cannot be split evenly across {size} ranks"
     return None

@@ -1,6 +1,6 @@
-"""ZeRO's stage 1: every rank holds its share of the optimizer's state, and updates its parameters.
+"""ZeRO stage 1 by torch: each rank has a shard of the optimizer's state.
 
-By torch's ZeroRedundancyOptimizer, which gives whole parameters to ranks.
+torch's ZeroRedundancyOptimizer assigns whole parameters to ranks, each of which updates its own.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ortlab.engines.distributed.comm_timer import Clock
 
 @dataclass(frozen=True)
 class _Form:
-    """What a tensor is, without its values."""
+    """Shape and type of a tensor, without its values."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def _form(value: Any) -> Any:
-    """A tensor's form; other values as they are."""
+    """Return the form of a tensor; other values unchanged."""
     return _Form(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 class _OfInner:
-    """An attribute of the optimizer inside, which is set, read and deleted on the one around it."""
+    """Attribute that is read, set and deleted on the wrapped optimizer."""
 
     def __set_name__(self, _: type, name: str) -> None:
         self._name = name
@@ -47,13 +47,22 @@ class _OfInner:
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """An optimizer `kind` of parameter `groups` of which every rank holds a shard.
+    """Optimizer whose state is sharded across the ranks.
 
-    Its state comes and goes in the form that `kind` has in one process, on every rank.
-    ValueError for parameters of several types.
+    State dictionaries have the form of one process, and are whole on every rank.
+
+    Args:
+        groups: Parameter groups as torch's optimizers take them.
+        kind: Class of the wrapped optimizer.
+        group: The process group.
+        clock: Measures the time of the collectives.
+        **defaults: Further arguments of `kind`.
+
+    Raises:
+        ValueError: If the parameters have several types.
     """
 
-    _step_supports_amp_scaling = True  # the fused optimizer inside does: GradScaler asks
+    _step_supports_amp_scaling = True  # read by GradScaler: the wrapped fused optimizer does
 
     def __init__(
         self,
@@ -68,7 +77,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         types = {str(p.dtype).removeprefix("torch.") for part in groups for p in part["params"]}
         if len(types) > 1:
             raise ValueError(
-                f"zero_stage=1 is for parameters of one type, and the model's are "
+                f"zero_stage=1 needs parameters of one type, and the model has "
                 f"{' and '.join(sorted(types))}; choose zero_stage=0"
             )
         super().__init__(groups, kind, process_group=group, **defaults)
@@ -82,18 +91,18 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    # How GradScaler, and a loss that is not finite, tell a fused optimizer to skip a step, and what
-    # the gradients are still multiplied by.
+    # GradScaler, and the stepper after a loss that is not finite, set `found_inf` to make a fused
+    # optimizer skip its step; `grad_scale` is the factor that the gradients still have.
     found_inf = _OfInner()
     grad_scale = _OfInner()
 
     def _sync_params(self) -> None:
-        """How `step` gives every rank's parameters to the others."""
+        """Broadcast each rank's updated parameters to the others, with the clock running."""
         with self._clock:
             super()._sync_params()  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, on every rank; all of them call it."""
+        """Return the whole state, on every rank; all of them call it."""
         whole: dict[str, Any] = torch.optim.Optimizer.state_dict(self)
         parameters, here = self._parameters(), self.optim.state
         forms: list[Any] = [None] * self.world_size
@@ -120,7 +129,11 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's shard of a whole state; rates and decays stay what they are."""
+        """Load this rank's shard of a whole state, without its learning rates and weight decays.
+
+        Args:
+            state_dict: A state as `state_dict` returns it.
+        """
         states = state_dict["state"]
         shard = {here: states[number] for here, number in enumerate(self._own) if number in states}
         groups = self.optim.state_dict()["param_groups"]

@@ -148,11 +148,11 @@ def test_stage_1_holds_half_of_the_optimizer_state(two: Found) -> None:
 def test_what_is_refused_among_ranks(two: Found) -> None:
     for samples, each in zip((8, 16), of(two, "refused"), strict=True):
         group, types, batches, rows = each["told"]
-        assert "workers=3, and the process group has 2 ranks" in group
+        assert "workers=3, but the process group has 2 ranks" in group
         assert "types" not in types
         assert "float32 and float64; choose zero_stage=0" in types
-        assert f"12 samples on average, and this one {samples}" in batches
-        assert "y is [7, 6], which cannot be shared out to 2 ranks" in rows
+        assert f"12 samples on average, and this rank {samples}" in batches
+        assert "y has shape [7, 6], which cannot be split across 2 ranks" in rows
 
 
 def test_adasum_of_vectors(ranks: Found) -> None:
@@ -189,10 +189,10 @@ def _settings(**changes: Any) -> FinetuneSettings:
 @pytest.mark.parametrize(
     ("changes", "size", "message"),
     [
-        ({"zero_stage": 2, "optimizer": "lamb"}, 2, "ratios are of whole tensors"),
+        ({"zero_stage": 2, "optimizer": "lamb"}, 2, "trust ratios need whole tensors"),
         ({**ADASUM, "optimizer": "lamb"}, 2, "choose reduction='mean'"),
         (ADASUM, 6, "train with 4 or 8 workers"),
-        ({**ADASUM, "zero_stage": 1, "clip_norm": None}, 2, "ZeRO would share out"),
+        ({**ADASUM, "zero_stage": 1, "clip_norm": None}, 2, "which ZeRO cannot shard"),
         (ADASUM, 2, "choose clip_norm=None"),
         ({**ADASUM, "clip_norm": None, "precision": "fp16"}, 2, "choose precision='bf16'"),
     ],

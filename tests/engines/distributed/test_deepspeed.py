@@ -281,7 +281,7 @@ def test_layers_that_come_and_go_are_refused(two: Found, stage: str) -> None:
     for each in of(two, "wayward"):
         ranks, steps = each[stage]
         assert "the ranks used different layers" in ranks
-        assert "has a gradient in some steps alone; choose zero_stage=0" in steps
+        assert "has a gradient in some steps only; choose zero_stage=0" in steps
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -328,7 +328,7 @@ def _settings(**changes: Any) -> FinetuneSettings:
         ({"zero_stage": 3, "engine": "compile"}, "choose zero_stage=2, or engine='eager'"),
         ({"zero_stage": 2, "precision": "fp16"}, "choose precision='bf16'"),
         ({"zero_stage": 2, "reduction": "adasum", "optimizer": "sgd"}, "choose reduction='mean'"),
-        (HALVES, "with zero_stage=0: DeepSpeed keeps what the optimizer needs in shares"),
+        (HALVES, "with zero_stage=0: DeepSpeed supports it with a sharded optimizer state"),
         ({**HALVES, "zero_stage": 1, "precision": "fp32"}, "choose precision='bf16', or param"),
         ({**HALVES, "zero_stage": 1, "engine": "ort"}, "has no MatMul of bfloat16"),
         ({**HALVES, "zero_stage": 1, "optimizer": "lamb"}, "choose optimizer='adamw'"),

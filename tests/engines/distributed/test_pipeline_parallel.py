@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.distributed import compatibility, pipeline_parallel
+from ortlab.engines.distributed import compatibility, pipeline_stages
 from ortlab.engines.registry import engine, refusal
 from ortlab.settings import FinetuneSettings
 from tests.support.several import TOLERANCE, Found, of, run
@@ -95,11 +95,11 @@ def test_dropout_is_each_stages_own(two: Found) -> None:
 def test_what_is_refused(two: Found) -> None:
     for each in of(two, "refused"):
         own, few, tied, inputs, closed = each["told"]
-        assert "this is a Own; choose pipeline_stages=1" in own
-        assert "1 parts of the model have parameters to train" in few
-        assert "0.weight is shared by layers of two stages" in tied
+        assert "the model is a Own; choose pipeline_stages=1" in own
+        assert "needs that many layers with parameters to train, and the model has 1;" in few
+        assert "layers of two stages share the parameter 0.weight" in tied
         assert "this stepper is closed" in closed
-        assert "has 2 beside the target; give (input, target)" in inputs
+        assert "has 2 besides the target; pass (input, target)" in inputs
         assert each["error"] < TOLERANCE
 
 
@@ -132,8 +132,8 @@ def test_stages_are_about_as_large() -> None:
         *(nn.Flatten(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2)),
         *(nn.Linear(2, 6), nn.Tanh()),
     )
-    assert pipeline_parallel.cut(model, 2) == [["0", "1", "2", "3", "4"], ["5", "6"]]
-    assert pipeline_parallel.cut(model, 4) == [["0", "1"], ["2", "3"], ["4"], ["5", "6"]]
+    assert pipeline_stages.cut(model, 2) == [["0", "1", "2", "3", "4"], ["5", "6"]]
+    assert pipeline_stages.cut(model, 4) == [["0", "1"], ["2", "3"], ["4"], ["5", "6"]]
 
 
 TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_stages": 2}
@@ -142,7 +142,7 @@ TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_stages": 2}
 @pytest.mark.parametrize(
     ("changes", "size", "message"),
     [
-        ({**TENSOR, **STAGES}, 4, "has the one or the other"),
+        ({**TENSOR, **STAGES}, 4, "combines only one of them"),
         (TENSOR, 3, "tensor_parallel=2 does not divide workers=3"),
         (STAGES, 5, "pipeline_stages=2 does not divide workers=5"),
         ({**TENSOR, "zero_stage": 2}, 2, "choose zero_stage=1 or tensor_parallel=1"),
@@ -151,7 +151,7 @@ TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_stages": 2}
         ({**STAGES, "reduction": "adasum"}, 4, "choose reduction='mean' or pipeline_stages=1"),
         ({**TENSOR, "precision": "fp16"}, 2, "choose precision='bf16' or tensor_parallel=1"),
         ({**STAGES, "precision": "fp16"}, 2, "choose precision='bf16' or pipeline_stages=1"),
-        ({**TENSOR, "engine": "ort"}, 2, "engine 'ort' would find parts of tensors"),
+        ({**TENSOR, "engine": "ort"}, 2, "engine 'ort' cannot execute a model with sharded"),
         ({**TENSOR, "engine": "compile"}, 2, "choose engine='eager'"),
     ],
 )
@@ -163,13 +163,13 @@ def test_what_does_not_go_together(changes: dict[str, Any], size: int, message: 
 @pytest.mark.parametrize("changes", [TENSOR, STAGES])
 def test_one_process_has_nobody_to_share_with(changes: dict[str, Any]) -> None:
     settings = FinetuneSettings(engine="eager", device="cpu", **changes)
-    assert "there is one; choose workers=2, or" in str(refusal(settings))
+    assert "needs at least 2 workers (workers=1); choose workers=2, or" in str(refusal(settings))
 
 
 def test_a_batch_is_shared_out_among_pipelines() -> None:
     settings = FinetuneSettings(engine="eager", device="cpu", batch_size=2, **STAGES)
     assert compatibility.ranks_conflict(settings, 4) is None
-    assert "cannot be shared out to 3 workers" in str(compatibility.ranks_conflict(settings, 6))
+    assert "cannot be split across 3 workers" in str(compatibility.ranks_conflict(settings, 6))
 
 
 @pytest.mark.parametrize(

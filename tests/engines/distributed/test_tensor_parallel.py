@@ -49,7 +49,7 @@ def test_three_steps_of_other_architectures(two: Found) -> None:
         assert len(each) == 5
         for worst, note in each.values():
             assert worst < TOLERANCE
-            assert "layers are shared" in note
+            assert "layers are sharded" in note
 
 
 @pytest.mark.parametrize("case", ["sequential", "zero"])
@@ -126,10 +126,10 @@ def test_what_is_refused(two: Found) -> None:
         told = each["told"]
         assert set(told[1::2]) == {"unchanged"}
         nothing, odd, conv1d, heads, tied, entry, wrong = told[::2]
-        assert "nothing in Sequential is known to be shardable: no plan of" in nothing
-        assert "0 has 5 outputs, which 2 ranks cannot share evenly" in odd
+        assert "no layer of Sequential is known to be shardable: no plan of" in nothing
+        assert "0 has 5 outputs, which cannot be split evenly across 2 ranks" in odd
         assert "its Conv1D layers (GPT-2's) hold query, key and value" in conv1d
-        assert "num_attention_heads=1, which 2 ranks cannot share evenly" in heads
+        assert "num_attention_heads=1, which cannot be split evenly across 2 ranks" in heads
         assert "is shared with another layer" in tied
         assert "has 'sequence_parallel' for norm, which is not supported" in entry
         assert "RuntimeError: the gradient of norm.weight has norm" in wrong

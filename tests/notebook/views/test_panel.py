@@ -180,10 +180,10 @@ def test_what_cannot_be_read_or_had_says_why_and_changes_nothing(run: Run) -> No
     page.send("apply", lr="fast")
     assert page.wait("refused") == "--lr takes a number, not 'fast'"
     page.send("edit", zero_stage="1")
-    assert page.standing["blocked"].startswith("zero_stage=1 shares out among workers")
+    assert page.standing["blocked"].startswith("zero_stage=1 needs at least 2 workers")
     assert page.standing["cost"] == ""
     page.send("apply", zero_stage="1")
-    assert page.wait("refused").startswith("zero_stage=1 shares out among workers")
+    assert page.wait("refused").startswith("zero_stage=1 needs at least 2 workers")
     page.send("edit", zero_stage="1", workers="2")
     assert page.standing["blocked"] == ""
     assert page.standing["cost"] != ""
