@@ -108,13 +108,13 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """What ``%load_ext ortlab`` calls: gives `shell` the magics, completion and the charts."""
-    from ortlab.notebook.magics import magics
+    from ortlab.notebook.magics import extension
 
-    magics.load(shell)
+    extension.load(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """What ``%unload_ext ortlab`` calls: takes back all that loading gave."""
-    from ortlab.notebook.magics import magics
+    from ortlab.notebook.magics import extension
 
-    magics.unload(shell)
+    extension.unload(shell)

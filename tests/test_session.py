@@ -509,7 +509,7 @@ def test_a_run_that_is_over_is_let_go_but_the_last(data: Any) -> None:
     gc.collect()
     assert kept in the_session.runs
     assert before not in {run.name for run in the_session.runs}
-    with pytest.raises(ValueError, match=f"ortlab.open_run.'{before}'. shows what it left"):
+    with pytest.raises(ValueError, match=f"ortlab.open_run.'{before}'. opens its saved folder"):
         the_session.run(before)
     assert ortlab.open_run(before).state == "finished"
     with pytest.raises(ValueError, match="no run is called 'run-x': choose from"):
@@ -539,7 +539,11 @@ def test_a_loss_of_the_user_s_own(data: Any) -> None:
         (lambda net, data: (data, net), {}, "the first argument is a list, not a torch.nn.Module"),
         (lambda net, data: (Net, data), {}, "the first argument is the class Net; make an inst"),
         (lambda net, data: (nn.MSELoss(), data), {}, "cannot fine-tune this MSELoss: it has no"),
-        (lambda net, data: (net, data), {"loss": 3}, "loss=3 is no function; give loss(output, ta"),
+        (
+            lambda net, data: (net, data),
+            {"loss": 3},
+            "loss=3 is not a function; give loss(output, target) or",
+        ),
         (lambda net, data: (net, data), {"loss": "mes"}, "did you mean 'mse'?"),
         (lambda net, data: (net, data), {"epoch": 3}, "did you mean 'epochs'?"),
         (lambda net, data: (net, data), {"lr": 0.0}, "lr=0.0 must be above 0"),

@@ -18,7 +18,7 @@ from typing import Any
 
 from IPython.core.inputtransformer2 import cell_magic
 
-from ortlab.notebook.magics.commands import asks_for_help
+from ortlab.notebook.magics.parsing import asks_for_help
 
 _FIRST_LINE = re.compile(r"%%ort(?:[ \t](.*))?$")
 _MARK = "%%ort "

@@ -1,19 +1,12 @@
-"""The words after ``%ort``: its commands and options, made from the settings' declarations."""
+"""The commands of ``%ort``: their words, options and help texts."""
 
 from __future__ import annotations
 
-import argparse
-import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
-
 from IPython.core.error import UsageError
-from IPython.core.magic_arguments import MagicArgumentParser
 
 from ortlab.graph import STAGES
+from ortlab.notebook.magics.parsing import Command, Option, Positional
 from ortlab.settings import (
-    LOSSES,
     OPTIMIZERS,
     Declaration,
     EngineSettings,
@@ -25,186 +18,9 @@ from ortlab.settings import (
     PruneSettings,
     RaceSettings,
     RecomputeSettings,
-    Settings,
     TuneSettings,
     unknown_name,
 )
-
-HELP = ("--help", "-h")
-
-
-@dataclass(frozen=True)
-class Positional:
-    """A word that a command takes. ``kind`` says what it names; else it is one of ``choices``."""
-
-    name: str
-    kind: str
-    help: str
-    nargs: str | None = None
-    choices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Option:
-    """A flag that a command takes. ``kind`` says what its value names; ``choices`` are offered."""
-
-    flag: str
-    help: str
-    kind: str = ""
-    choices: tuple[str, ...] = ()
-    declaration: Declaration | None = None
-
-    @property
-    def name(self) -> str:
-        """What the parser calls it: ``--eval-data`` is ``eval_data``."""
-        return self.flag.removeprefix("--").replace("-", "_")
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether the flag alone means ``on``."""
-        return self.declaration is not None and self.declaration.type is bool
-
-
-@dataclass(frozen=True)
-class ParsedCommand:
-    """What a user typed after a command: its words by name, and the settings that were chosen."""
-
-    words: dict[str, Any]
-    settings: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command of ``%ort``."""
-
-    name: str
-    summary: str
-    more: str = ""
-    positionals: tuple[Positional, ...] = ()
-    settings: type[Settings] | None = None
-    besides: tuple[Declaration, ...] = ()
-    """Settings that it takes of another set."""
-    extra: tuple[Option, ...] = ()
-    parser: MagicArgumentParser = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        parser = _Parser(  # type: ignore[no-untyped-call]
-            f"ort {self.name}", description=f"{self.summary} {self.more}".strip()
-        )
-        parser.allow_abbrev = False
-        for word in self.positionals:
-            parser.add_argument(
-                word.name,
-                nargs=word.nargs,
-                choices=word.choices or None,
-                metavar="|".join(word.choices) if word.choices else word.name.upper(),
-                help=word.help,
-            )
-        for option in self.options.values():
-            _add(parser, option)
-        object.__setattr__(self, "parser", parser)
-
-    @property
-    def options(self) -> dict[str, Option]:
-        """Every option by its flag."""
-        declared = () if self.settings is None else self.settings.declarations().values()
-        options = (*self.extra, *map(_option, (*declared, *self.besides)))
-        return {option.flag: option for option in options}
-
-    @property
-    def help(self) -> str:
-        """What ``--help`` shows."""
-        return _plain(self.parser.format_help())
-
-    @property
-    def usage(self) -> str:
-        """How it is typed."""
-        return _plain(self.parser.format_usage())
-
-    def read(self, words: list[str], variables: Mapping[str, Any]) -> ParsedCommand | None:
-        """What `words` say; None when they ask for help, which is printed.
-
-        A loss is one of the user's `variables`, also where that is called none or off. UsageError,
-        offering the nearest, for what the command does not know.
-        """
-        if any(word in HELP for word in words):
-            print(self.help)
-            return None
-        known, unknown = self.parser.parse_known_args(words)
-        if unknown:
-            self._refuse(unknown)
-        values = vars(known)
-        settings = {}
-        for option in self.options.values():
-            text = values.pop(option.name) if option.declaration else None
-            if option.kind == "loss" and text is not None and callable(variables.get(text)):
-                settings[option.name] = text
-            elif option.declaration is not None and text is not None:
-                try:
-                    settings[option.name] = option.declaration.parse(text)
-                except ValueError as error:
-                    raise UsageError(str(error)) from None
-        return ParsedCommand(values, settings)
-
-    def _refuse(self, unknown: list[str]) -> NoReturn:
-        flag = next((word for word in unknown if word.startswith("-")), None)
-        if flag is None:
-            raise UsageError(
-                f"%ort {self.name} does not know what to do with {' '.join(unknown)!r}; "
-                f"%ort {self.name} --help shows what it takes"
-            )
-        flags = [*self.options, HELP[0]]
-        raise UsageError(
-            f"%ort {self.name} has no option {flag}: {unknown_name(flag.partition('=')[0], flags)}"
-        )
-
-
-class _Parser(MagicArgumentParser):
-    """IPython's parser, with argparse's own word for a missing argument made one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%{self.prog}: {message}; %{self.prog} --help shows what it takes")
-
-
-def _plain(text: str) -> str:
-    """`text` without the mark that IPython's formatter writes for the documentation's markup."""
-    return text.removeprefix("::\n\n").rstrip()
-
-
-def _option(declaration: Declaration) -> Option:
-    choices = declaration.choices
-    if declaration.type is bool:
-        choices = ("on", "off")
-    return Option(
-        declaration.flag,
-        _with_default(declaration),
-        kind="loss" if declaration.name == "loss" else "",
-        choices=LOSSES if declaration.name == "loss" else choices,
-        declaration=declaration,
-    )
-
-
-def _with_default(declaration: Declaration) -> str:
-    default = declaration.default
-    if isinstance(default, bool):
-        default = "on" if default else "off"
-    parts = [declaration.help.replace("%", "%%")]
-    if default is not None:
-        parts.append(f"default {default} {declaration.unit}".rstrip())
-    return "; ".join(parts)
-
-
-def _add(parser: argparse.ArgumentParser, option: Option) -> None:
-    declaration = option.declaration
-    if option.is_switch:
-        parser.add_argument(option.flag, nargs="?", const="on", metavar="on|off", help=option.help)
-    elif declaration is not None and declaration.choices:
-        metavar = "|".join(declaration.choices)
-        parser.add_argument(option.flag, metavar=metavar, help=option.help)
-    else:
-        number = declaration is not None and declaration.type in (int, float)
-        parser.add_argument(option.flag, metavar="N" if number else "NAME", help=option.help)
-
 
 WRAP = Command(
     "wrap",
@@ -468,22 +284,6 @@ COMMANDS = {
         Command("doctor", "Check what this machine has, what it lacks and how to mend it."),
     )
 }
-
-
-def split(line: str) -> list[str]:
-    """The words of a magic's line, quotes honoured and a comment left out."""
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError as error:
-        raise UsageError(f"%ort: {error} in {line!r}") from None
-
-
-def asks_for_help(line: str) -> bool:
-    """Whether a word of `line` is ``--help``; a line that cannot be split asks for nothing."""
-    try:
-        return any(word in HELP for word in split(line))
-    except UsageError:
-        return False
 
 
 def command_called(name: str) -> Command:

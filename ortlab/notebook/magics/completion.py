@@ -17,7 +17,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from ortlab.engines.wrapped_models import is_model
 from ortlab.history import sqlite_index
-from ortlab.notebook.magics.commands import COMMANDS, HELP, WRAP, Command, Option
+from ortlab.notebook.magics.commands import COMMANDS, WRAP
+from ortlab.notebook.magics.parsing import HELP, Command, Option
 from ortlab.session import session
 
 _LINE = re.compile(r"^\s*(?:[^#\"']*=\s*)?%ort\s+(.*)$")

@@ -449,7 +449,7 @@ def test_a_model_is_trained_by_one_run_at_a_time_and_runs_are_stopped(ip: Typist
     assert f"{name} is training this model" in ip.refused(again.format("bigger"))
     assert f"no run is called 'run-x': choose from {name}" in ip.refused("%ort pause run-x")
     ip(f"%ort pause {name}\ngate.set()")
-    assert ip("%ort resume run") == f"{name} goes on\n"
+    assert ip("%ort resume run") == f"{name} resumed\n"
     assert ip("%ort stop") == f"{name} stops after the step in flight and keeps its weights\n"
     assert ip["run"].wait_over(60)
     assert ip["run"].state == "stopped"
@@ -708,7 +708,7 @@ def test_recompute(ip: Typist) -> None:
     assert "the least that a step takes" in ip.refused("%ort recompute model --budget 1KiB")
     assert "did you mean 'layers'" in ip.refused("%ort recompute model --choose layer")
     both = "%ort recompute model --choose off --budget 1GiB"
-    assert "chooses a plan, and so does" in ip.refused(both)
+    assert "--budget and --choose both choose a plan" in ip.refused(both)
     assert "%ort recompute: 'many'" in ip.refused("%ort recompute model many")
 
 
@@ -797,9 +797,13 @@ def test_runs_are_pruned_when_it_is_said_twice(ip: Typist, history: Path) -> Non
     assert "2 of 3 runs" in ip("%ort runs --prune --older-than 30d")
     assert left() == ["run-1", "run-2", "run-3"]
     assert "nothing says which" in ip.refused("%ort runs --prune --yes")
-    assert "which --prune asks for" in ip.refused("%ort runs --keep 1 --yes")
-    assert "--limit does not go with --prune" in ip.refused("%ort runs --prune --keep 1 --limit 1")
-    assert "does not go with --prune" in ip.refused("%ort runs --prune --keep 1 --tensorboard x")
+    assert "--yes removes runs; add --prune" in ip.refused("%ort runs --keep 1 --yes")
+    assert "--limit cannot be combined with --prune" in ip.refused(
+        "%ort runs --prune --keep 1 --limit 1"
+    )
+    assert "--tensorboard cannot be combined with --prune" in ip.refused(
+        "%ort runs --prune --keep 1 --tensorboard x"
+    )
     assert left() == ["run-1", "run-2", "run-3"]
     assert "removed 1 of 3 runs" in ip("%ort runs --prune --older-than 8w --yes")
     assert left() == ["run-2", "run-3"]
@@ -838,11 +842,11 @@ def test_a_trainer_s_run_is_paused_and_stopped_by_name(ip: Typist, tmp_path: Pat
     assert run.name in completion.Names(ip.shell).of("run")
     assert ip("%ort pause").startswith(f"{run.name} pauses after the step in flight")
     assert run.status().state == "paused"
-    assert ip(f"%ort resume {run.name}") == f"{run.name} goes on\n"
+    assert ip(f"%ort resume {run.name}") == f"{run.name} resumed\n"
     assert run.status().state == "running"
     own = f"{run.name} is a Trainer's run: "
     assert ip.refused("%ort apply --lr 1e-4") == own + "stop it, and train with other arguments"
-    assert ip.refused("%ort undo") == own + "its arguments hold to its end"
+    assert ip.refused("%ort undo") == own + "its arguments cannot change while it trains"
     assert ip.refused("%ort checkpoint").startswith(own)
     ip("net = trainer.model")
     refused = ip.refused("%ort finetune net rows --engine eager")
