@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
-from ortlab.engines import wrapped_models
+from ortlab.engines import doctor, wrapped_models
+from ortlab.plan import zero_memory
 from ortlab.session import session
 from ortlab.settings import (
     EngineSettings,
     HistorySettings,
     PruneSettings,
 )
+from ortlab.utils import hardware
 from ortlab.utils.errors import brief
 from ortlab.utils.tables import Column, Table
 
@@ -191,7 +193,7 @@ def prune_runs(
     tag) choose which runs are looked at. Runs in training, in any process, stay. ValueError where
     nothing says what is to go.
     """
-    from ortlab.history.prune import prune
+    from ortlab.history.prune import prune  # heavy: numpy
 
     given = {"older_than": older_than, "keep": keep, "max_size": max_size, "yes": yes}
     return prune(PruneSettings.of(given), HistorySettings.of(filters))
@@ -199,8 +201,6 @@ def prune_runs(
 
 def check_setup() -> Table[Finding]:
     """What this machine has, what it lacks for ORTModule and the charts, and how to mend it."""
-    from ortlab.engines import doctor
-
     findings = doctor.checks()
     return Table(
         findings,
@@ -211,9 +211,6 @@ def check_setup() -> Table[Finding]:
 
 def device() -> Table[Fact]:
     """Where this kernel computes: processor, threads, memory and its limits, GPUs, engines."""
-    from ortlab.engines import doctor
-    from ortlab.utils import hardware
-
     facts = doctor.facts()
     return Table(facts, _FACT_COLUMNS, notes=hardware.advice())
 
@@ -428,8 +425,7 @@ def export(
     ValueError for what cannot be exported as it is given, `NotInGraph` (a RuntimeError) where
     forward does what no graph can, RuntimeError where the folder cannot be written.
     """
-    # Heavy: onnx.
-    from ortlab.deploy import inference
+    from ortlab.deploy import inference  # heavy: onnx
 
     return inference.export(
         session,
@@ -471,7 +467,7 @@ def script(
     The script trains and writes ``trained.safetensors``; it evaluates nothing. ValueError for
     settings that it has no lines for, and for a folder that holds another script.
     """
-    from ortlab.deploy import torchrun_script
+    from ortlab.deploy import torchrun_script  # heavy: torch
 
     return torchrun_script.script(
         session,
@@ -496,6 +492,4 @@ def zero_plan(model: str | int | nn.Module, **settings: Any) -> ZeroPlan:
     imported for a number. ValueError for what is no number of parameters, and for sizes without
     the others that they need.
     """
-    from ortlab.plan import zero_memory
-
     return zero_memory.zero_plan(session, model, **settings)

@@ -11,13 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ortlab import bench
 from ortlab._version import __version__
 from ortlab.bench import BenchSettings, PaperSettings, StepSettings
 from ortlab.bench.models import MODELS
 from ortlab.bench.papers import PAPERS
+from ortlab.engines import caches, doctor
+from ortlab.engines.base import progress
 from ortlab.settings import Declaration, Settings
 from ortlab.utils import warn_once
 from ortlab.utils.errors import Concise
+from ortlab.utils.findings import findings_table
 
 if TYPE_CHECKING:
     from ortlab.bench.paper_report import PaperBench
@@ -107,8 +111,7 @@ def _add_kernelspec(commands: Any) -> None:
 
 
 def _install_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    from ortlab.engines import doctor
-    from ortlab.notebook import kernelspec
+    from ortlab.notebook import kernelspec  # heavy: jupyter_client
 
     try:
         kernel = kernelspec.install(
@@ -131,14 +134,14 @@ def _install_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) 
 
 
 def _list_kernels(given: argparse.Namespace) -> int:  # noqa: ARG001 - it has no options
-    from ortlab.notebook import kernelspec
+    from ortlab.notebook import kernelspec  # heavy: jupyter_client
 
     print(kernelspec.installed())
     return 0
 
 
 def _remove_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    from ortlab.notebook import kernelspec
+    from ortlab.notebook import kernelspec  # heavy: jupyter_client
 
     try:
         print(f"removed {kernelspec.remove(given.name)}")
@@ -268,8 +271,6 @@ def _add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> N
 
 
 def _bench_kernels(given: argparse.Namespace) -> int:  # noqa: ARG001 - it has no options
-    from ortlab.engines import caches
-
     print(caches.kernel_timings())
     return 0
 
@@ -291,8 +292,6 @@ def _bench(
 
     What cannot be done with the options is said before anything is measured.
     """
-    from ortlab import bench
-
     chosen = _chosen(parser, given, settings)
     measure: Callable[..., EngineBench | PaperBench]
     try:
@@ -306,8 +305,6 @@ def _bench(
 
 def _bench_step(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     """130 where Ctrl-C ended it, with nothing told: half of a step's parts say nothing."""
-    from ortlab import bench
-
     chosen = _chosen(parser, given, StepSettings)
     try:
         result = bench.step(**chosen)
@@ -332,8 +329,6 @@ def _chosen(
 
     A value that cannot be read, or a file that cannot be written, ends the program.
     """
-    from ortlab.engines.base import progress
-
     file = _file(given)
     if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
         parser.error(f"--json {file}: cannot be written there")
@@ -360,16 +355,11 @@ def _tell(result: EngineBench | PaperBench | StepBench, given: argparse.Namespac
 
 
 def _cache(*, clear: bool) -> int:
-    from ortlab.engines import caches
-
     print(f"removed {caches.clear_graphs()}" if clear else caches.graphs())
     return 0
 
 
 def _doctor(*, build: bool) -> int:
-    from ortlab.engines import doctor
-    from ortlab.utils.findings import findings_table
-
     if build and (failure := doctor.build(print)) is not None:
         print(failure, file=sys.stderr)
     findings = doctor.checks()

@@ -19,7 +19,7 @@ from torch import nn
 
 from ortlab.api import wrap
 from ortlab.engines.base import tell
-from ortlab.engines.ortmodule import options
+from ortlab.engines.ortmodule import compat, options
 from ortlab.engines.ortmodule.engine import is_wrapped
 from ortlab.session import session
 
@@ -104,8 +104,6 @@ class ORTModule(nn.Module, metaclass=_Wrapping):
 
 def set_seed(seed: int) -> None:
     """Restarts ORT's own random numbers, of dropout on a GPU, which torch.manual_seed misses."""
-    from ortlab.engines.ortmodule import compat
-
     compat.ortmodule(on_progress=tell).set_seed(seed)
 
 

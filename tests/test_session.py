@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
 import re
 import subprocess
@@ -23,6 +24,7 @@ from ortlab.session import Session
 from ortlab.session import session as the_session
 from ortlab.settings import ENGINES, EngineSettings
 from ortlab.utils.tables import Column, Table
+from tests.support import reference
 from tests.support.waiting import HANGS_S
 
 # torch.compile wraps without compiling before the first call, so it is the quick engine whose
@@ -464,6 +466,28 @@ assert {"wrap", "unwrap", "models", "finetune", "track", "last_run", "data"} <= 
 assert ortlab.last_run is None and ortlab.models and not heavy & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_only_the_public_names_are_listed() -> None:
+    assert dir(ortlab) == sorted(ortlab.__all__)
+
+
+@pytest.mark.parametrize("path", [*reference.RESULTS, "session.Session"])
+def test_what_functions_return_says_what_it_is(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    kind = getattr(importlib.import_module(f"ortlab.{module}"), name)
+    assert issubclass(kind, BaseException) or kind.__repr__ is not object.__repr__
+
+
+def test_the_session_and_a_tracker_say_how_they_stand(session: Session) -> None:
+    assert repr(session) == "<Session: 0 wrapped models, 0 runs, 0 Trainer runs, 0 searches>"
+    bind(session, model=Net(), loss=nn.MSELoss())
+    assert repr(session.wrapped) == "<WrappedModels: 1 wrapped, 1 not wrapped>"
+    tracker = session.track([1, 2], name="mine")
+    assert repr(tracker) == "<Tracker mine: starting, step 0/2>"
+    assert list(tracker) == [1, 2]
+    assert repr(tracker) == "<Tracker mine: finished, step 2/2>"
+    assert repr(tracker.recorder) == "<Recorder: 2 steps, 1 events>"
 
 
 @pytest.fixture

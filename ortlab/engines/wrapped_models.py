@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
+from ortlab.engines import base
 from ortlab.engines.base import wrapped_model
+from ortlab.engines.registry import engine as engine_called
 from ortlab.settings import EngineSettings, unknown_name
 from ortlab.utils.tables import Column, Table
 
@@ -133,6 +135,9 @@ class WrappedModels:
         self._entries: list[WrappedEntry] = []
         self._left: dict[str, NotWrapped] = {}
 
+    def __repr__(self) -> str:
+        return f"<WrappedModels: {len(self.entries)} wrapped, {len(self.left)} not wrapped>"
+
     @property
     def entries(self) -> list[WrappedEntry]:
         """The wrapped models that somebody still holds, in the order of wrapping."""
@@ -163,8 +168,6 @@ class WrappedModels:
         return known or self._adopt(model)
 
     def _adopt(self, model: nn.Module) -> WrappedEntry | None:
-        from ortlab.engines.registry import engine as engine_called
-
         wrapped = wrapped_model(model)
         if wrapped is None:
             return None
@@ -353,8 +356,6 @@ class WrappedModels:
         The eager engine's wrapper is the model itself. A cell that binds such a model again
         (`rebound`) may give it another engine, and another model may contain it.
         """
-        from ortlab.engines import base
-
         entry = self.entry(model)
         if entry is not None and not (rebound and entry.original is model):
             return f"is already wrapped (engine {entry.settings.engine!r})"
@@ -370,8 +371,6 @@ class WrappedModels:
         """Wraps all of `groups`; nothing is recorded when one of them fails."""
         if not groups:
             return []
-        from ortlab.engines.registry import engine as engine_called
-
         engine = engine_called(settings.engine)
         made = []
         for group in groups:
@@ -458,12 +457,12 @@ def _is_container(value: object) -> TypeGuard[Iterable[object]]:
 
 def _role(model: nn.Module) -> str | None:
     """What else than the model to train `model` is; such modules are wrapped only when named."""
-    from torch.nn.modules.loss import _Loss
+    from torch.nn.modules.loss import _Loss  # heavy: torch
 
     kind = type(model)
     if isinstance(model, _Loss) or _LOSS.search(kind.__name__):
         return f"is a loss ({kind.__name__})"
-    if any(base.__module__.partition(".")[0] == "torchmetrics" for base in kind.__mro__):
+    if any(each.__module__.partition(".")[0] == "torchmetrics" for each in kind.__mro__):
         return f"is a metric ({kind.__name__})"
     return None
 

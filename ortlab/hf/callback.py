@@ -42,6 +42,9 @@ class OrtLabCallback(TrainerCallback):
         """The run that goes on, or the last one."""
         self._name = name
 
+    def __repr__(self) -> str:
+        return f"OrtLabCallback(run={self.run!r})"
+
     # What the Trainer calls gets its arguments, state and control, and by name what it holds.
 
     def on_train_begin(self, *told: Any, **held: Any) -> None:

@@ -90,6 +90,10 @@ class Trainer(transformers.Trainer):
             for kind in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
                 self.remove_callback(kind)
 
+    def __repr__(self) -> str:
+        kind = type(self.accelerator.unwrap_model(self.model)).__name__
+        return f"<Trainer of a {kind}: engine {self._settings.engine!r}, run {self.run!r}>"
+
     @property
     def run(self) -> TrainerRun | None:
         """The run of the last ``train``: its state, its numbers, its folder; None before."""

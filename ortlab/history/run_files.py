@@ -33,6 +33,9 @@ class StoredRun:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
     @property
     def name(self) -> str:
         """The run's name, unique among the runs that are kept: that of its folder."""

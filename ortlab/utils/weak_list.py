@@ -17,6 +17,9 @@ class Recent(Generic[T]):
         self._last: T | None = None
         self._known: list[weakref.ref[T]] = []
 
+    def __repr__(self) -> str:
+        return repr([*self])
+
     def append(self, begun: T) -> None:
         """Adds the newest; the one before stays as long as somebody has it: a name, a thread."""
         self._known = [*map(weakref.ref, self), weakref.ref(begun)]
