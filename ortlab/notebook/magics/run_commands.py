@@ -103,7 +103,7 @@ class RunCommands:
         if not run.interactive:
             raise ValueError(
                 f"{run.name} occupies the main thread and cannot pause; "
-                "await trainer.train_async() to make it interactive"
+                "await trainer.train_async()"
             )
         run.pause()
         print(f"{run.name} pauses after the step in flight; %ort resume continues it")
