@@ -126,7 +126,7 @@ def test_only_the_outermost_module_is_wrapped(session: Session) -> None:
     assert names is not None
     assert names["model"] is not model
     assert names["part"] is model.inner
-    assert reasons(session) == {"part": "is a part of model", "deeper": "is a part of model"}
+    assert reasons(session) == {"part": "is part of model", "deeper": "is part of model"}
 
 
 def test_a_part_of_a_model_wrapped_before_stays_torch(session: Session) -> None:
@@ -134,7 +134,7 @@ def test_a_part_of_a_model_wrapped_before_stays_torch(session: Session) -> None:
     bind(session, model=model)
     report = bind(session, part=model.inner)
     assert not report.wrapped
-    assert reasons(session) == {"part": "is a part of model"}
+    assert reasons(session) == {"part": "is part of model"}
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_a_part_of_a_model_wrapped_before_stays_torch(session: Session) -> None:
             nn.Linear(2, 2, device="meta"),
             "is on the meta device, without weights; use to_empty() and load them first",
         ),
-        ([Net(), Net()], "holds 2 models and is not a model itself"),
-        ({"a": Net()}, "holds 1 model and is not a model itself"),
-        ({"a": {"b": Net()}, "c": [(1, Net())]}, "holds 2 models and is not a model itself"),
+        ([Net(), Net()], "contains 2 models and is not a model itself"),
+        ({"a": Net()}, "contains 1 model and is not a model itself"),
+        ({"a": {"b": Net()}, "c": [(1, Net())]}, "contains 2 models and is not a model itself"),
     ],
 )
 def test_what_is_left_as_it_is_and_why(session: Session, value: object, reason: str) -> None:
@@ -159,7 +159,7 @@ def test_what_is_left_as_it_is_and_why(session: Session, value: object, reason: 
     assert not report.wrapped
     assert session.wrapped.namespace == {"thing": value}
     assert reasons(session) == {"thing": reason}
-    assert f"left as it is: thing {reason}" in repr(session.wrapped.table())
+    assert f"not wrapped: thing ({reason})" in repr(session.wrapped.table())
 
 
 def test_values_that_are_no_modules_are_not_worth_a_word(session: Session) -> None:
@@ -175,7 +175,7 @@ def test_a_container_in_itself_and_a_deep_one_come_to_an_end(session: Session) -
         deep = [deep]
     wide = [[0] * 1000] * 1000
     bind(session, cycle=cycle, deep=deep, wide=wide, huge=[range(10**12)])
-    assert reasons(session) == {"cycle": "holds 1 model and is not a model itself"}
+    assert reasons(session) == {"cycle": "contains 1 model and is not a model itself"}
 
 
 def test_what_was_left_is_forgotten_with_its_name(session: Session) -> None:
@@ -212,11 +212,11 @@ def test_named_models_are_wrapped_and_no_others(session: Session) -> None:
             "nett",
             "'nett': choose from net, criterion, part, hollow; did you mean 'net'?",
         ),
-        ("Net", "Net is the class Net; make an instance of it"),
+        ("Net", "Net is the class Net; create an instance of it"),
         ("many", "many is a list, not a torch.nn.Module; bind one of its models to a name"),
         ("x", "x is an int, not a torch.nn.Module"),
         ("criterion", "cannot wrap criterion: it has no parameter that requires a gradient"),
-        ("part", "cannot wrap part: it is a part of net; wrap one of them"),
+        ("part", "cannot wrap part: it is part of net; wrap one of them"),
         ("hollow", "cannot wrap hollow: it is on the meta device"),
     ],
 )
@@ -350,7 +350,7 @@ def test_the_table_is_escaped_and_reads_as_text_and_as_html(session: Session) ->
         "model  engine asked  engine used  device  precision  parameters  export"
     )
     assert re.split(" {2,}", row) == ["model", *["compile"] * 2, "cpu", "float32", "58", *["-"] * 3]
-    assert note.startswith("left as it is: a<b> has no parameter")
+    assert note.startswith("not wrapped: a<b> (has no parameter")
     assert ">compile</td>" in page
     assert "a&lt;b&gt;" in page
     assert "<b>" not in page
@@ -561,7 +561,7 @@ def test_a_loss_of_the_user_s_own(data: Any) -> None:
     ("arguments", "options", "message"),
     [
         (lambda net, data: (data, net), {}, "the first argument is a list, not a torch.nn.Module"),
-        (lambda net, data: (Net, data), {}, "the first argument is the class Net; make an inst"),
+        (lambda net, data: (Net, data), {}, "the first argument is the class Net; create an inst"),
         (lambda net, data: (nn.MSELoss(), data), {}, "cannot fine-tune this MSELoss: it has no"),
         (
             lambda net, data: (net, data),

@@ -69,6 +69,7 @@ class OrtMagics(Magics):
 
     @line_cell_magic
     def ort(self, line: str, cell: str | None = None) -> object:
+        """Run a command, or a cell; `overview` replaces this text."""
         if cell is not None:
             return self._run_cell(line, cell)
         words = split(line)

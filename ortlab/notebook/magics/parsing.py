@@ -18,7 +18,10 @@ HELP: Final = ("--help", "-h")
 
 @dataclass(frozen=True)
 class Positional:
-    """A word that a command takes. ``kind`` says what it names; else it is one of ``choices``."""
+    """A word that a command takes.
+
+    ``kind`` says what it names; without a kind it is one of ``choices``.
+    """
 
     name: str
     kind: str
@@ -29,7 +32,10 @@ class Positional:
 
 @dataclass(frozen=True)
 class Option:
-    """A flag that a command takes. ``kind`` says what its value names; ``choices`` are offered."""
+    """A flag that a command takes.
+
+    ``kind`` says what its value names; completion offers ``choices``.
+    """
 
     flag: str
     help: str
@@ -39,18 +45,18 @@ class Option:
 
     @property
     def name(self) -> str:
-        """What the parser calls it: ``--eval-data`` is ``eval_data``."""
+        """Name of the option in the parser: ``--eval-data`` is ``eval_data``."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag alone means ``on``."""
+        """Whether the flag without a value means ``on``."""
         return self.declaration is not None and self.declaration.type is bool
 
 
 @dataclass(frozen=True)
 class ParsedCommand:
-    """What a user typed after a command: its words by name, and the settings that were chosen."""
+    """What a user typed after a command: its words by name, and the chosen settings."""
 
     words: dict[str, Any]
     settings: dict[str, Any]
@@ -58,7 +64,17 @@ class ParsedCommand:
 
 @dataclass(frozen=True)
 class Command:
-    """One command of ``%ort``."""
+    """A command of ``%ort``.
+
+    Attributes:
+        name: Name of the command.
+        summary: First sentence of the help text.
+        more: Rest of the help text.
+        positionals: Words that it takes.
+        settings: Settings that it takes as options.
+        besides: Settings of another set that it takes, too.
+        extra: Options that are not settings.
+    """
 
     name: str
     summary: str
@@ -66,7 +82,6 @@ class Command:
     positionals: tuple[Positional, ...] = ()
     settings: type[Settings] | None = None
     besides: tuple[Declaration, ...] = ()
-    """Settings that it takes of another set."""
     extra: tuple[Option, ...] = ()
     parser: MagicArgumentParser = field(init=False, repr=False, compare=False)
 
@@ -96,19 +111,27 @@ class Command:
 
     @property
     def help(self) -> str:
-        """What ``--help`` shows."""
+        """Text of ``--help``."""
         return _plain(self.parser.format_help())
 
     @property
     def usage(self) -> str:
-        """How it is typed."""
+        """Usage line of the command."""
         return _plain(self.parser.format_usage())
 
     def read(self, words: list[str], variables: Mapping[str, Any]) -> ParsedCommand | None:
-        """What `words` say; None when they ask for help, which is printed.
+        """Parse the words after the command.
 
-        A loss is one of the user's `variables`, also where that is called none or off. UsageError,
-        offering the nearest, for what the command does not know.
+        Args:
+            words: What was typed.
+            variables: The user's variables. The loss may be a function among them, even one that is
+                called none or off.
+
+        Returns:
+            The parsed words and settings; None if they ask for help, which is printed.
+
+        Raises:
+            UsageError: If a word or a value is unknown; the message offers the nearest.
         """
         if any(word in HELP for word in words):
             print(self.help)
@@ -143,14 +166,14 @@ class Command:
 
 
 class _Parser(MagicArgumentParser):
-    """IPython's parser, with argparse's own word for a missing argument made one line."""
+    """IPython's parser, with argparse's message for a missing argument on one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"%{self.prog}: {message}; %{self.prog} --help shows what it takes")
 
 
 def _plain(text: str) -> str:
-    """`text` without the mark that IPython's formatter writes for the documentation's markup."""
+    """Return `text` without the markup that IPython's formatter adds."""
     return text.removeprefix("::\n\n").rstrip()
 
 
@@ -190,7 +213,14 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
 
 
 def split(line: str) -> list[str]:
-    """The words of a magic's line, quotes honoured and a comment left out."""
+    """Return the words of a magic's line, with quotes removed and a comment left out.
+
+    Args:
+        line: The line.
+
+    Raises:
+        UsageError: If a quote is not closed.
+    """
     try:
         return shlex.split(line, comments=True)
     except ValueError as error:
@@ -198,7 +228,7 @@ def split(line: str) -> list[str]:
 
 
 def asks_for_help(line: str) -> bool:
-    """Whether a word of `line` is ``--help``; a line that cannot be split asks for nothing."""
+    """Return whether a word of `line` is ``--help``; False for a line that cannot be split."""
     try:
         return any(word in HELP for word in split(line))
     except UsageError:

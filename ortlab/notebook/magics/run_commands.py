@@ -102,8 +102,7 @@ class RunCommands:
         run = self._active_run(given)
         if not run.interactive:
             raise ValueError(
-                f"{run.name} occupies the main thread and cannot pause; "
-                "await trainer.train_async()"
+                f"{run.name} occupies the main thread and cannot pause; await trainer.train_async()"
             )
         run.pause()
         print(f"{run.name} pauses after the step in flight; %ort resume continues it")

@@ -128,7 +128,7 @@ def test_a_cell_s_model_is_wrapped_in_ort_and_listed(ip: Typist) -> None:
     assert set(times[1::2]) <= {"s", "ms"}
     assert fallback == "-"
     assert out.splitlines()[4] == (
-        "left as it is: criterion has no parameter that requires a gradient"
+        "not wrapped: criterion (has no parameter that requires a gradient)"
     )
     ip("%ort unwrap model")
     assert type(ip["model"]) is ip["Net"]
@@ -272,7 +272,7 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
         ("%ort net", "%ort has no command 'net'; to wrap it: %ort wrap net"),
         ("%ort wrap", "%ort wrap: name a model"),
         ("%ort wrap nett", "no model is called 'nett': choose from net, loss; did you mean 'net'?"),
-        ("%ort wrap Net", "Net is the class Net; make an instance of it"),
+        ("%ort wrap Net", "Net is the class Net; create an instance of it"),
         ("%ort wrap data", "data is a list, not a torch.nn.Module"),
         ("%ort wrap loss", "cannot wrap loss: it has no parameter that requires a gradient"),
         ("%ort unwrap net", "net is not wrapped"),
