@@ -425,7 +425,7 @@ class Session:
 
     def start_workers(self, count: int, *, profile: str | None = None) -> Workers:
         """See `ortlab.api.workers`."""
-        from ortlab.cluster.workers import Workers, refuse_too_many  # optional: ipyparallel
+        from ortlab.cluster.workers import Workers, refuse_too_many  # heavy: psutil
 
         if count < 1:
             raise ValueError(f"workers={count} must be at least 1")
@@ -462,7 +462,7 @@ class Session:
 
     def _check_workers(self, model: nn.Module, loss: LossFunction | None) -> None:
         """Check that workers can train `model`, before anything is started."""
-        from ortlab.cluster import launch  # optional: ipyparallel
+        from ortlab.cluster import launch  # heavy: psutil
 
         launch.installed()
         from ortlab.cluster import remote  # heavy: torch

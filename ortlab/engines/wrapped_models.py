@@ -268,7 +268,6 @@ class WrappedModels:
         Raises:
             ValueError: If the model is not wrapped in that engine, or a setting is wrong.
         """
-
         entry = self.entry(model)
         wrapped = wrapped_model(model)
         if entry is None or wrapped is None:

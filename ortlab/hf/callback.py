@@ -50,10 +50,10 @@ class OrtLabCallback(TrainerCallback):
 
     # The Trainer passes its arguments, state and control, and by name the objects that it uses.
 
-    def on_train_begin(self, *told: Any, **held: Any) -> None:
+    def on_train_begin(self, *arguments: Any, **objects: Any) -> None:
         """Begin a run."""
-        args, state, _ = told
-        model = held["model"]
+        args, state, _ = arguments
+        model = objects["model"]
         _restart_dropout(model, args, state)
         if not state.is_world_process_zero:
             return
@@ -72,35 +72,35 @@ class OrtLabCallback(TrainerCallback):
             self.run.tell("warning", f"fp16=True has no effect: {FP16_ON_CPU}")
         session.show(self.run)
 
-    def on_step_begin(self, *_: Any, **held: Any) -> None:
+    def on_step_begin(self, *_: Any, **objects: Any) -> None:
         """Begin an optimizer step."""
         if self.run is not None:
-            scaler = getattr(held.get("optimizer"), "scaler", None)
+            scaler = getattr(objects.get("optimizer"), "scaler", None)
             self.run.begin_step(scaled=scaler is not None and scaler.is_enabled())
 
-    def on_step_end(self, *told: Any, **_: Any) -> None:
+    def on_step_end(self, *arguments: Any, **_: Any) -> None:
         """End an optimizer step."""
-        _, state, control = told
+        _, state, control = arguments
         if self.run is not None:
             self.run.end_step(state.global_step, float(state.epoch or 0.0))
             if self.run.stopping:
                 control.should_training_stop = True
 
-    def on_log(self, *_: Any, **held: Any) -> None:
+    def on_log(self, *_: Any, **objects: Any) -> None:
         """Add what the Trainer logs."""
         if self.run is not None and not self.run.over():
-            self.run.log(held["logs"])
+            self.run.log(objects["logs"])
             self.run.free()
 
-    def on_evaluate(self, *_: Any, **held: Any) -> None:
+    def on_evaluate(self, *_: Any, **objects: Any) -> None:
         """Record an evaluation."""
         if self.run is not None:
-            self.run.evaluated(held["metrics"])
+            self.run.evaluated(objects["metrics"])
 
-    def on_save(self, *told: Any, **held: Any) -> None:
+    def on_save(self, *arguments: Any, **objects: Any) -> None:
         """Record that a checkpoint was written."""
-        args, state, _ = told
-        _restart_dropout(held["model"], args, state)
+        args, state, _ = arguments
+        _restart_dropout(objects["model"], args, state)
         if self.run is not None:
             self.run.tell("note", f"checkpoint-{state.global_step} was written")
             self.run.free()
@@ -170,5 +170,5 @@ def _settings(model: nn.Module, args: TrainingArguments, state: TrainerState) ->
 
 def _arguments(args: TrainingArguments) -> dict[str, Any]:
     """Return the Trainer's own arguments without folders and tokens."""
-    told: dict[str, Any] = args.to_sanitized_dict()
-    return {name: value for name, value in told.items() if not name.endswith(("_dir", "_token"))}
+    found: dict[str, Any] = args.to_sanitized_dict()
+    return {name: value for name, value in found.items() if not name.endswith(("_dir", "_token"))}
