@@ -1,7 +1,7 @@
 """Training in ONNX Runtime, live in JupyterLab.
 
-Importing ortlab imports neither torch nor ONNX Runtime and changes nothing; the public names are
-loaded when they are first asked for.
+Importing ortlab imports neither torch nor ONNX Runtime and changes nothing. The public names are
+loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -103,18 +103,28 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """What ``%load_ext ortlab`` calls: gives `shell` the magics, completion and the charts."""
-    from ortlab.notebook.magics import magics
+    """Add the magics, their completion and the charts to a shell; ``%load_ext ortlab`` calls it.
 
-    magics.load(shell)
+    Args:
+        shell: The IPython shell. Loading twice changes nothing.
+    """
+    from ortlab.notebook.magics import extension
+
+    extension.load(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """What ``%unload_ext ortlab`` calls: takes back all that loading gave."""
-    from ortlab.notebook.magics import magics
+    """Remove everything that loading added; ``%unload_ext ortlab`` calls it.
 
-    magics.unload(shell)
+    Models stay wrapped and runs continue.
+
+    Args:
+        shell: The IPython shell. Without loading before, nothing changes.
+    """
+    from ortlab.notebook.magics import extension
+
+    extension.unload(shell)

@@ -1,17 +1,19 @@
-"""The public functions: each a few lines over the session of this process."""
+"""Public functions of ortlab, each a few lines over the session of this process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
-from ortlab.engines import wrapped_models
+from ortlab.engines import doctor, wrapped_models
+from ortlab.plan import zero_memory
 from ortlab.session import session
 from ortlab.settings import (
     EngineSettings,
     HistorySettings,
     PruneSettings,
 )
+from ortlab.utils import hardware
 from ortlab.utils.errors import brief
 from ortlab.utils.tables import Column, Table
 
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
 
 B = TypeVar("B")
-"""A batch, whatever a loader gives."""
+"""Type of a batch."""
 _SIGNS: Final = {True: "ok", False: "MISSING", None: "-"}
 
 
@@ -65,51 +67,100 @@ _FACT_COLUMNS: Final[tuple[Column[Fact], ...]] = (
 
 @brief
 def wrap(model: nn.Module, **settings: Any) -> nn.Module:
-    """`model` as an engine executes it, ORTModule unless ``engine=`` says otherwise.
+    """Wrap a model so that an engine executes it.
 
-    The result behaves as the model does and shares its parameters: bind it to the model's name and
-    train on. The settings are those of `ortlab.settings.EngineSettings`. ValueError for what cannot
-    be wrapped, `ortlab.engines.base.EngineUnavailable` where the engine cannot run.
+    The result behaves like `model` and shares its parameters. Bind it to the model's name and
+    train as before.
+
+    Args:
+        model: The model to wrap. It needs a parameter that requires a gradient.
+        **settings: Settings of `ortlab.settings.EngineSettings`, such as ``engine="compile"``; the
+            default engine is ``"ort"`` (ORTModule).
+
+    Returns:
+        The wrapper. With ``engine="eager"`` it is the model itself.
+
+    Raises:
+        ValueError: If the model cannot be wrapped, or a setting is wrong.
+        ortlab.engines.base.EngineUnavailable: If the engine cannot run on this machine.
+
+    Example:
+        >>> model = ortlab.wrap(model)
+        >>> loss_function(model(x), y).backward()
     """
     return session.wrapped.wrap(model, EngineSettings.of(settings))
 
 
 @brief
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside the wrapped `model`.
+    """Return the user's own module inside a wrapped model.
 
-    In a notebook every name that held the wrapper holds the module again.
+    In a notebook every name that is bound to the wrapper is bound to the module again.
+
+    Args:
+        model: A wrapped model.
+
+    Raises:
+        ValueError: If `model` is not wrapped.
     """
     return session.wrapped.unwrap(model)
 
 
 def models() -> Table[wrapped_models.ModelRow]:
-    """The wrapped models: engine asked for and used, device, precision, size, time to export.
+    """Return a table of the wrapped models.
 
-    Below them which could not be checked, and what ``%%ort`` left as it was, and why.
+    A row shows the engine that was asked for and the one in use, device, precision, number of
+    parameters, export time and the reason of a fallback. Notes below the table name what could not
+    be checked, and the models that ``%%ort`` did not wrap, with the reasons.
     """
     return session.wrapped.table()
 
 
 @brief
 def graphs(model: nn.Module, batch: Any = None) -> Graphs:
-    """The graphs that ORT made of the wrapped `model`, stage by stage; nothing is trained for it.
+    """Return the graphs that ORT built of a wrapped model, stage by stage.
 
-    ``graphs(model).gradient`` is one of them, ``graphs(model).diff("exported", "forward")`` what
-    became of the operators. What `profile` measured of the model goes with them. A model that was
-    not called yet is exported for `batch`: a dictionary, a tuple or a tensor. ValueError where it
-    is not wrapped in engine ort, or neither called nor given a batch.
+    Nothing is trained for it. ``graphs(model).gradient`` is one of the graphs, and
+    ``graphs(model).diff("exported", "forward")`` shows how the operators changed. The last results
+    of `profile` and `memory_plan` for the model are drawn over the graphs.
+
+    Args:
+        model: A model wrapped in engine ``"ort"``.
+        batch: Input to export the model for if it has not been called yet: a dictionary, a tuple
+            or a tensor.
+
+    Raises:
+        ValueError: If the model is not wrapped in engine ``"ort"``, or has not been called and
+            there is no batch.
+
+    Example:
+        >>> graphs = ortlab.graphs(model, batch)
+        >>> graphs.diff("exported", "execution")
     """
     return session.graphs(model, batch)
 
 
 @brief
 def memory_plan(model: nn.Module, batch: Any = None, *, optimizer: str = "adamw") -> MemoryPlan:
-    """What a training step of the wrapped `model` takes of memory, for any batch; nothing is run.
+    """Return the memory that a training step of a wrapped model needs, for any batch size.
 
-    ``memory_plan(model).peak_bytes(batch=32, seq=256)`` is the peak, with parameters, gradients and
-    the state of the `optimizer` ("adamw" or "sgd"); ``.max_batch("16GiB", seq=256)`` the largest
-    batch that fits; ``.dims`` are the names of the sizes. `batch` is as in `graphs`.
+    Nothing is executed; the plan is computed from the graph. It counts parameters, gradients,
+    activations and the state of the optimizer.
+
+    Args:
+        model: A model wrapped in engine ``"ort"``.
+        batch: Input to export the model for if it has not been called yet, as in `graphs`.
+        optimizer: Optimizer whose state is counted, ``"adamw"`` or ``"sgd"``.
+
+    Returns:
+        The plan. ``plan.dims`` are the names of the sizes that may vary.
+
+    Raises:
+        ValueError: As for `graphs`.
+
+    Example:
+        >>> plan = ortlab.memory_plan(model)
+        >>> plan.peak_bytes(batch=32, seq=256), plan.max_batch("16GiB", seq=256)
     """
     return session.memory_plan(model, batch, optimizer=optimizer)
 
@@ -118,59 +169,109 @@ def memory_plan(model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
 def recompute_plans(
     model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
 ) -> RecomputePlans:
-    """What the backward pass of the wrapped `model` could compute again, and what that saves.
+    """Return what the backward pass of a wrapped model could recompute, and the memory that saves.
 
-    ``recompute_plans(model).measure()`` times what it costs, ``.at(batch=32)`` is for other sizes,
-    ``.choose("layers")`` lets a plan hold from the next step on, ``.least_time("2GiB")`` names the
-    cheapest that fits. `batch` is as in `graphs`. ValueError where the model is not wrapped in
-    engine ort, or has no graph of a training step yet.
+    Args:
+        model: A model wrapped in engine ``"ort"``.
+        batch: Input to export the model for if it has not been called yet, as in `graphs`.
+        optimizer: Optimizer whose state is counted, ``"adamw"`` or ``"sgd"``.
+
+    Returns:
+        The plans. ``.at(batch=32)`` is for other sizes, ``.measure()`` times each plan,
+        ``.least_time("2GiB")`` names the fastest that fits, and ``.choose("layers")`` applies a
+        plan from the next step on.
+
+    Raises:
+        ValueError: If the model is not wrapped in engine ``"ort"``, or has no graph of a training
+            step yet.
+
+    Example:
+        >>> plans = ortlab.recompute_plans(model).at(batch=32)
+        >>> plans.choose(plans.least_time("2GiB"))
     """
     return session.recompute_plans(model, batch, optimizer=optimizer)
 
 
 @brief
 def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
-    """What a step of the wrapped `model` takes: by phase, module, operator and node, beside torch.
+    """Time a training step of a wrapped model by phase, module, operator and node, next to torch.
 
-    `batch` is what the model takes: a dictionary, a tuple or a tensor; without it made-up values in
-    the form of the last call. ``steps=5`` is how many steps are timed. Forward and backward from
-    the model's own loss, or from all its outputs, in sessions of its own, without the optimizer;
-    under `torch.autocast` where the model trains so. A model in evaluation mode is called alone.
-    Weights, ``.grad``, buffers and random states stay as they are; meanwhile there is a second
-    session, with the memory that it takes. ValueError where the model is not wrapped in engine ort,
-    is in training in a run, or the batch does not fit.
+    A step is forward and backward from the model's own loss, or from the sum of all its outputs,
+    without the optimizer, and under `torch.autocast` if the model trains that way. A model in
+    evaluation mode is only called. Weights, ``.grad``, buffers and random states do not change.
+    The measurement uses a session of its own, which needs additional memory.
+
+    Args:
+        model: A model wrapped in engine ``"ort"``.
+        batch: Input of the model: a dictionary, a tuple or a tensor. Without one, random values in
+            the shapes of the last call are used.
+        **settings: Settings of `ortlab.settings.ProfileSettings`; ``steps=5`` is the number of
+            steps to time.
+
+    Raises:
+        ValueError: If the model is not wrapped in engine ``"ort"``, a run is training it, or the
+            batch does not fit.
+
+    Example:
+        >>> profile = ortlab.profile(model, batch)
+        >>> profile.by_module(depth=3)
     """
     return session.profile(model, batch, **settings)
 
 
 @brief
 def list_runs(**settings: Any) -> History:
-    """The runs that are kept, of this process and all others: what ``%ort runs`` shows.
+    """Return the saved runs of this process and of all others.
 
-    `settings` are those of `HistorySettings`: ``sort="loss"``, ``engine="ort"``,
-    ``state="finished"``, ``model="Bert"``, ``tag="paper"``, ``limit=50``. It is a sequence of
-    `ortlab.history.entry.RunEntry`, the runs of this process that go on first; metrics are not
-    read. ValueError for an unknown setting.
+    Args:
+        **settings: Settings of `ortlab.settings.HistorySettings`, which sort and filter:
+            ``sort="loss"``, ``engine="ort"``, ``state="finished"``, ``model="Bert"``,
+            ``tag="paper"``, ``limit=50``.
+
+    Returns:
+        A sequence of `ortlab.history.entry.RunEntry`, active runs of this process first. Metrics
+        are not read.
+
+    Raises:
+        ValueError: If a setting is unknown or wrong.
     """
     return session.history(**settings)
 
 
 @brief
 def open_run(run: str | int) -> Run | SavedRun:
-    """A run by its name or number (3 is that of "run-3"): its numbers, charts and notes.
+    """Open a run by its name or number.
 
-    One of this process is the run itself; any other is read from its folder. Both have
-    ``to_frame()``, ``metrics``, ``notes``, ``tags``, ``checkpoints``, ``environment``,
-    ``to_tensorboard(folder)`` and ``to_mlflow()``. ValueError where there is none.
+    Args:
+        run: Name of the run, or its number; 3 means "run-3".
+
+    Returns:
+        The run itself if it is one of this process, otherwise one that is read from its folder.
+        Both have ``metrics``, ``notes``, ``tags``, ``checkpoints``, ``environment``,
+        ``to_frame()``, ``to_tensorboard(folder)`` and ``to_mlflow()``.
+
+    Raises:
+        ValueError: If there is no such run.
+
+    Example:
+        >>> run = ortlab.open_run(3)
+        >>> run.to_frame().plot("step", "loss")
     """
     return session.open_run(run)
 
 
 @brief
 def compare_runs(*runs: str | int | StoredRun) -> RunComparison:
-    """Two to eight runs side by side: curves, and what differs in settings, versions and results.
+    """Compare two to eight runs: their curves, settings, versions and results.
 
-    By names or numbers, of this process or of the history. ValueError where one is not found.
+    Args:
+        *runs: Names, numbers or runs, of this process or saved.
+
+    Raises:
+        ValueError: If a run is not found, or there are fewer than two or more than eight.
+
+    Example:
+        >>> ortlab.compare_runs(3, 5).differences
     """
     return session.compare_runs(*runs)
 
@@ -184,23 +285,33 @@ def prune_runs(
     yes: bool = False,
     **filters: Any,
 ) -> Pruning:
-    """Removes old runs: those that began longer ago than ``"30d"``, beyond the newest `keep`, or
-    beyond the size that the newest take together.
+    """Remove old runs.
 
-    Without `yes` nothing is removed, and what would go is shown. `filters` (engine, state, model,
-    tag) choose which runs are looked at. Runs in training, in any process, stay. ValueError where
-    nothing says what is to go.
+    A run is removed if any of `older_than`, `keep` and `max_size` selects it. Runs in training, in
+    any process, are never removed.
+
+    Args:
+        older_than: Remove runs that started longer ago, such as ``"30d"`` or ``"8w"``.
+        keep: Remove all but this many of the newest runs.
+        max_size: Remove the oldest runs beyond this total size, such as ``"10GiB"``.
+        yes: Remove the runs. By default the function only returns what would be removed.
+        **filters: Settings of `ortlab.settings.HistorySettings` that select the runs to look at:
+            ``engine``, ``state``, ``model``, ``tag``.
+
+    Returns:
+        The runs that were removed or, without `yes`, would be.
+
+    Raises:
+        ValueError: If neither `older_than`, `keep` nor `max_size` is given.
     """
-    from ortlab.history.prune import prune
+    from ortlab.history.prune import prune  # heavy: numpy
 
     given = {"older_than": older_than, "keep": keep, "max_size": max_size, "yes": yes}
     return prune(PruneSettings.of(given), HistorySettings.of(filters))
 
 
 def check_setup() -> Table[Finding]:
-    """What this machine has, what it lacks for ORTModule and the charts, and how to mend it."""
-    from ortlab.engines import doctor
-
+    """Return a table of checks: what this machine has, what it lacks and how to fix it."""
     findings = doctor.checks()
     return Table(
         findings,
@@ -210,10 +321,7 @@ def check_setup() -> Table[Finding]:
 
 
 def device() -> Table[Fact]:
-    """Where this kernel computes: processor, threads, memory and its limits, GPUs, engines."""
-    from ortlab.engines import doctor
-    from ortlab.utils import hardware
-
+    """Return a table of what this kernel runs on: CPU, threads, memory limits, GPUs, engines."""
     facts = doctor.facts()
     return Table(facts, _FACT_COLUMNS, notes=hardware.advice())
 
@@ -229,28 +337,42 @@ def finetune(
     hold: bool | None = None,
     **settings: Any,
 ) -> Run:
-    """Trains `model` in the background, in place, and returns the `Run` at once.
+    """Train a model in the background, in place, and return the run at once.
 
-    `train` and `eval_data` are loaders, datasets or any iterables of batches. `loss` is a function
-    ``loss(output, target)`` or a name of `ortlab.settings.LOSSES`; without it the model returns its
-    own. The other settings are those of `ortlab.settings.FinetuneSettings`; a wrapped model runs on
-    own engine unless ``engine=`` is given. In a notebook ``await run``, in a script
-    ``run.result()``; both raise what the run raised.
+    In a notebook wait with ``await run``, in a script with ``run.result()``. Both raise the error
+    that ended the run.
 
-    With `hold`, as in a notebook, a run is not ended by data that raises, by numbers that are not
-    finite, or by memory that does not suffice: it waits as in a pause, the wait for it raises the
-    error with what to do, and ``run.resume()`` goes on. Without, as in a script, it ends there with
-    the last good weights. Before a first step is done there is nothing to keep, and what is wrong
-    with data or numbers ends it anyhow; so it does where data can be read only once.
+    Args:
+        model: The model to train. A wrapped model runs on its own engine unless ``engine=`` is
+            given.
+        train: Training data: a loader, a dataset, or any iterable of batches.
+        eval_data: Evaluation data, in the same forms.
+        loss: A function ``loss(output, target)`` or one of the names in `ortlab.settings.LOSSES`;
+            None if the model returns its own loss.
+        resume_from: A checkpoint file (``run.checkpoint()`` writes one, and every run saves
+            ``checkpoints/final.safetensors`` in its folder when it ends), or a run by its name,
+            number or folder, whose newest intact checkpoint is used. The new run uses the same
+            settings except those that are given; settings that name files or skip checks are never
+            taken from a checkpoint. It continues at the same place of the same data (see
+            `ortlab.training.data_loading.batches`). If the engine runs the same kernels, losses
+            and weights equal those of an uninterrupted run bit for bit.
+        hold: Whether the run waits, as if paused, when data raises an error, a loss is not finite
+            or memory runs out. Waiting for the run then raises the error with advice, and
+            ``run.resume()`` continues. False ends the run with the last good weights. The default
+            is True in a notebook and False in a script. A run that has not finished its first step
+            ends in any case if data or values are wrong, and so does one whose data can be read
+            only once.
+        **settings: Settings of `ortlab.settings.FinetuneSettings`, such as ``epochs=3``.
 
-    `resume_from` is the file of a checkpoint (``run.checkpoint()`` writes one, and each run ends
-    with ``checkpoints/final.safetensors`` in its folder), or a run, by its name, number or folder:
-    of that the newest checkpoint that is whole. The run goes on there, with the same
-    settings where no others are given (but for those that name files or leave out a check, which
-    are this session's own), on the same data (see `ortlab.training.data_loading.batches` for how
-    its place is found again). Weights and losses are, to the last bit, those of the run that took
-    it and went on, where the engine computes with the same kernels. ValueError for a file that is
-    damaged or foreign, and for another model, optimizer, order or amount of data.
+    Raises:
+        ValueError: If a setting, the model or the data is wrong, if another run trains the model,
+            or if the checkpoint is damaged or belongs to another model, optimizer, order or amount
+            of data.
+        ortlab.engines.base.EngineUnavailable: If the engine cannot run on this machine.
+
+    Example:
+        >>> run = ortlab.finetune(model, loader, loss="cross_entropy", epochs=3, lr=3e-5)
+        >>> result = await run
     """
     return session.finetune(
         model,
@@ -273,13 +395,30 @@ def resume(
     loss: str | LossFunction | None = None,
     **settings: Any,
 ) -> Run:
-    """Lets a run go on: one that is paused, or one of the history that did not finish.
+    """Resume a paused run, or continue a saved run that did not finish.
 
-    The latter, whose kernel died or that was stopped or failed, goes on as a new run, from the
-    newest checkpoint that is whole; it has the numbers up to there and is linked with it. Model,
-    data and loss are what the user calls as they were called then, where they are not given; they
-    may be on another engine (``engine=``). ValueError says which name is missing, and where model,
-    data or loss do not fit, as `finetune` does.
+    A saved run whose kernel died, or that was stopped or failed, continues as a new run from its
+    newest intact checkpoint. The new run includes the metrics up to there and is linked with the
+    old one.
+
+    Args:
+        run: Name or number of the run, or the run.
+        model: The model; None for the variable that has the same name as at that time.
+        train: Training data; None as for `model`.
+        eval_data: Evaluation data; None as for `model`.
+        loss: Loss function or its name; None as for `model`.
+        **settings: Settings to change, such as ``engine="eager"``.
+
+    Returns:
+        The paused run, or the new run.
+
+    Raises:
+        ValueError: If a variable is missing, the run has finished or is in training in another
+            process, or for the reasons given in `finetune`.
+
+    Example:
+        >>> run = ortlab.resume("run-3")
+        >>> result = await run
     """
     return session.resume(run, model, train, eval_data=eval_data, loss=loss, **settings)
 
@@ -292,19 +431,34 @@ def race(
     loss: str | LossFunction | None = None,
     **settings: Any,
 ) -> Race:
-    """Trains copies of `model` in several set-ups side by side, in the background: a `Race`.
+    """Train copies of a model in several set-ups side by side, in the background.
 
-    ``engines="eager,ort"`` and ``precisions="fp32,bf16"`` say which; ``preset="examples"`` is
-    another field. The other settings are those of `ortlab.settings.RaceSettings`, and those of a
-    run that all set-ups share (``batch_size``, ``lr``, ORT's options). `data` and `loss` are as in
-    `finetune`; what can be read only once is refused. In a notebook ``await race``, in a script
-    ``race.result()`` waits for the `ortlab.search.result.RaceResult`; ``race.stop()`` and an
-    interrupt end it with what was measured. ``ortlab.finetune(model, data, **race.settings)``
-    trains with the best, ``race.apply()`` has it hold in the model's run, or in its next ones.
+    The set-ups are combinations of engines and precisions. The model itself does not change.
+    Meanwhile each set-up needs memory for a copy of the model, its gradients and its optimizer,
+    and compiled code of torch.compile is dropped. In a notebook wait with ``await race``, in a
+    script with ``race.result()``. ``race.stop()`` or an interrupt ends the race with what was
+    measured.
 
-    The model stays as it is; meanwhile there is a copy of it for each set-up, with gradients and
-    optimizer. What torch.compile has in memory is dropped. ValueError where something is in
-    training just now, or for what `finetune` refuses; a set-up that cannot run says why in its row.
+    Args:
+        model: The model, wrapped or not.
+        data: Training data as in `finetune`; an iterable that can be read only once is refused.
+        loss: Loss as in `finetune`.
+        **settings: Settings of `ortlab.settings.RaceSettings`, such as ``engines="eager,ort"``,
+            ``precisions="fp32,bf16"`` or ``preset="examples"``, and settings of a run that all
+            set-ups share, such as ``batch_size`` and ``lr``.
+
+    Returns:
+        The race. ``race.settings`` are the best settings, and ``race.apply()`` applies them to the
+        model's active run or makes them the defaults of its next runs.
+
+    Raises:
+        ValueError: If a run or another search is active, or for the reasons given in `finetune`. A
+            set-up that cannot run does not raise; its row shows the reason.
+
+    Example:
+        >>> race = ortlab.race(model, loader, engines="eager,ort")
+        >>> await race
+        >>> run = ortlab.finetune(model, loader, **race.settings)
     """
     return session.race(model, data, loss=loss, **settings)
 
@@ -317,43 +471,82 @@ def tune(
     loss: str | LossFunction | None = None,
     **settings: Any,
 ) -> Tune:
-    """Searches the settings that train `model` fastest here, in the background: a `Tune`.
+    """Search the settings that train a model fastest on this machine, in the background.
 
-    Engine, precision and micro-batch at a fixed ``global_batch`` (with accumulation for the rest),
-    and recomputation where a micro-batch does not fit into ``memory="16GiB"``, or into what is
-    free. What cannot fit by its memory plan is skipped, what cannot win is left out early; see
-    `ortlab.search.prune`. Micro-batches are searched for a Dataset; a loader keeps its own batches.
-    ``target="tokens"`` counts tokens in the place of samples. The other settings are those of
-    `ortlab.settings.TuneSettings`, and those of a run that all candidates share. ``await tune`` or
-    ``tune.result()`` waits for the `ortlab.search.result.TuneResult`;
-    ``ortlab.finetune(model, data, **tune.settings)`` trains with the best, ``tune.apply()`` has it
-    hold in the model's next runs. The model stays as it is. ValueError as in `race`.
+    The search varies engine, precision and micro-batch size at a fixed ``global_batch``, using
+    gradient accumulation for the rest, and recomputes activations where a micro-batch does not fit
+    into memory. Candidates that cannot fit according to their memory plan are skipped, and
+    candidates that cannot win are dropped early (see `ortlab.search.prune`). Micro-batch sizes are
+    searched for a Dataset only; a loader keeps its own batches. The model itself does not change.
+
+    Args:
+        model: The model, wrapped or not.
+        data: Training data as in `race`.
+        loss: Loss as in `finetune`.
+        **settings: Settings of `ortlab.settings.TuneSettings`, such as ``memory="16GiB"`` (default:
+            the free memory) or ``target="tokens"`` to count tokens instead of samples, and settings
+            of a run that all candidates share.
+
+    Returns:
+        The search; wait with ``await tune`` or ``tune.result()``. ``tune.settings`` are the best
+        settings, and ``tune.apply()`` makes them the defaults of the model's next runs.
+
+    Raises:
+        ValueError: As for `race`.
+
+    Example:
+        >>> tune = ortlab.tune(model, dataset, global_batch=64, memory="16GiB")
+        >>> await tune
+        >>> run = ortlab.finetune(model, dataset, **tune.settings)
     """
     return session.tune(model, data, loss=loss, **settings)
 
 
 @brief
 def workers(count: int | None = None, *, profile: str | None = None) -> Workers:
-    """`count` processes that train together, on this machine or where an ipyparallel profile says.
+    """Start worker processes that train together, or return the running ones.
 
-    They are started, or those that run are given again where number and profile are the same; with
-    others they end and are started anew. Without `count` those that run. ``workers(2).run(f, x)``
-    calls ``f(x)`` on both, by value; see `ortlab.cluster.workers.Workers`. ValueError for no number
-    where none run, RuntimeError where they cannot be started: without ipyparallel it says how to
-    install it.
+    Args:
+        count: Number of workers. If as many are running under the same profile, they are returned;
+            otherwise they are stopped and new ones start. None returns the running workers.
+        profile: An ipyparallel profile that defines where workers run; None for this machine.
+
+    Returns:
+        The workers. ``workers(2).run(f, x)`` calls ``f(x)`` on both, with copies of ``f`` and
+        ``x``.
+
+    Raises:
+        ValueError: If `count` is None and no workers are running, or if the running ones are busy.
+        RuntimeError: If workers cannot be started. If ipyparallel is missing, the message says how
+            to install it.
+
+    Example:
+        >>> workers = ortlab.workers(2)
+        >>> workers.run(os.getpid)
     """
     if count is not None:
         return session.start_workers(count, profile=profile)
     if session.workers is None:
-        raise ValueError("there are no workers yet; %ort workers 2, or ortlab.workers(2)")
+        raise ValueError(
+            "there are no workers yet; start some with %ort workers 2, or ortlab.workers(2)"
+        )
     return session.workers
 
 
 @brief
 def track(loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
-    """Iterates over `loader` and shows the user's own training loop, live.
+    """Iterate over a loader and show the user's own training loop live.
 
-    The loss is what ``t.log(loss=...)`` is given, or the scalar that ``backward`` is called on.
+    The loss is the value given to ``t.log(loss=...)``, or else the scalar that ``backward`` is
+    called on.
+
+    Args:
+        loader: An iterable of batches.
+        name: Title of the charts; None for one made from the type of the loader.
+
+    Example:
+        >>> for x, y in ortlab.track(loader):
+        ...     step(x, y)
     """
     return session.track(loader, name=name)
 
@@ -398,38 +591,54 @@ def export(
     weight_decay: float = 0.0,
     **settings: Any,
 ) -> Exported | TrainingArtifacts:
-    """Writes the graph of `model` for inference into the folder `path`, and says how far it is off.
+    """Write a model for inference, or for on-device training, into a folder.
 
-    `model` may be wrapped or not; it is exported as it evaluates (dropout gone, BatchNorm by its
-    running statistics) and stays in the mode that it is in. `batch` is an example of what it is
-    called with: a dictionary, a tuple, a tensor, or a loader, whose first batch it is; without it
-    the last one that ortlab saw for this model. Labels are left out. Inputs are called as forward's
-    parameters, outputs as the fields of the model's result, weights as in its state_dict.
+    For inference the model is exported in evaluation mode, with dropout removed and BatchNorm on
+    its running statistics; its own mode does not change. Inputs are named after the parameters of
+    forward, outputs after the fields of the result, weights as in the state_dict. Labels are left
+    out. Sizes may vary if `second` differs in them or, without `second`, if eager torch accepts
+    other values. Every file is then compared with torch in onnxruntime: on the example, on random
+    and extreme values, on other sizes and on padded rows. A size at which only the graph is wrong
+    is fixed in the graph, with a note. The folder appears when every check has passed; it replaces
+    a folder only if that holds nothing but an earlier export.
 
-    Sizes that may vary are those in which a `second` batch differs, or else those that eager torch
-    takes otherwise. Before anything is done the file is run in onnxruntime beside torch: on the
-    example, random values, each other size, padded rows, and values at the ends of their range.
-    `ortlab.deploy.check.CheckFailed` names the output that is off by more than 1e-4 of its size
-    (1e-2 where parameters have 16 bits); a size at which the graph alone is wrong is fixed in it,
-    with a note.
+    With `trainable` the folder gets the files of ORT's on-device training API instead: graphs of a
+    training step, of an evaluation and of the optimizer, and the weights. Loss and gradients are
+    compared with eager torch.
 
-    ``fp16=True`` and ``int8=True`` write further files, whose difference is told, and with labelled
-    `eval_data` their accuracy beside torch's. ``opset=17`` is the version of ONNX's operators, 14
-    to 20; ``external_data=True`` writes the weights into a file of their own, as is done for those
-    of 2 GiB and more. The folder appears when all is checked; one that holds an earlier export
-    alone is replaced.
+    Args:
+        model: The model, wrapped or not.
+        path: Folder to write.
+        batch: Example input: a dictionary, a tuple, a tensor, or a loader whose first batch is
+            taken. None for the last batch that ortlab saw for this model. With `trainable` it must
+            contain the labels.
+        second: Another input; the sizes in which the two differ may vary.
+        eval_data: Labeled data, to report the accuracy of each file next to torch's.
+        trainable: Parameters to train on the device: names or patterns such as
+            ``"classifier.*"``, or ``"*"`` for all.
+        loss: Loss for `trainable`, a function or a name; None if the model returns its own.
+        optimizer: Optimizer for `trainable`: ``"adamw"``, with torch's update rule, or ``"sgd"``.
+        weight_decay: Weight decay of that optimizer.
+        **settings: Settings of `ortlab.settings.ExportSettings` for inference. ``fp16=True`` and
+            ``int8=True`` write further files and report their differences. ``opset=17`` is the
+            ONNX opset, 14 to 20. ``external_data=True`` writes weights to a file of their own, as
+            always happens from 2 GiB on.
 
-    With `trainable`, names of parameters or patterns such as "classifier.*" (or "*"), the folder
-    gets what ORT's on-device training API trains those with instead: graphs of a training step, of
-    an evaluation and of the `optimizer` ("adamw" as torch has it, or "sgd"), and the weights. The
-    `batch` has the labels then, and `loss` is a name or a function where the model has none of its
-    own. Loss and gradients are compared with eager torch's before it is done.
+    Returns:
+        The written files with their sizes and differences.
 
-    ValueError for what cannot be exported as it is given, `NotInGraph` (a RuntimeError) where
-    forward does what no graph can, RuntimeError where the folder cannot be written.
+    Raises:
+        ValueError: If the model cannot be exported as given.
+        ortlab.deploy.check.CheckFailed: If an output differs from torch by more than 1e-4 of its
+            size, or 1e-2 where parameters have 16 bits.
+        NotInGraph: If forward does something that a graph cannot express; a RuntimeError.
+        RuntimeError: If the folder cannot be written.
+
+    Example:
+        >>> exported = ortlab.export(model, "out", batch, fp16=True)
+        >>> ortlab.export(model, "device", batch, trainable="classifier.*", loss="cross_entropy")
     """
-    # Heavy: onnx.
-    from ortlab.deploy import inference
+    from ortlab.deploy import inference  # heavy: onnx
 
     return inference.export(
         session,
@@ -457,21 +666,34 @@ def script(
     loss: Any = None,
     **settings: Any,
 ) -> Script:
-    """Writes the fine-tuning of `model` on `data` as a plain script into the folder `to`.
+    """Write the fine-tuning of a model as a plain training script.
 
-    Stages 0 and 1 of ZeRO are torch's (DistributedDataParallel, ZeroRedundancyOptimizer), 2 and 3
-    DeepSpeed's; the other settings are those of `finetune`. ``train.py`` has the source of classes
-    and functions that cells define, ``model.safetensors`` the weights. A model of transformers, a
-    Sequential of torch's layers and a class without arguments are made anew by themselves; of
-    another one `make_model` is the expression that makes it, as in ``"Net(6, 4)"``. A Dataset whose
-    samples make batches, and a list of batches, are written beside the script, up to 1 GiB;
-    `make_data` is an expression for other data, whose value is an iterable of batches of all
-    processes together. What cannot be known is a line to fill in, and the `Script` says which.
+    The folder gets ``train.py`` with the source of classes and functions that cells define, and
+    ``model.safetensors`` with the weights. ZeRO stages 0 and 1 use torch (DistributedDataParallel,
+    ZeroRedundancyOptimizer), stages 2 and 3 use DeepSpeed. The script trains and writes
+    ``trained.safetensors``; it does not evaluate.
 
-    The script trains and writes ``trained.safetensors``; it evaluates nothing. ValueError for
-    settings that it has no lines for, and for a folder that holds another script.
+    Args:
+        model: The model. The script creates models of transformers, a Sequential of torch layers
+            and classes without arguments by itself; others need `make_model`.
+        data: Training data. A Dataset and a list of batches are written next to the script, up to
+            1 GiB; other data needs `make_data`.
+        to: Folder to write.
+        make_model: Expression that creates the model, such as ``"Net(6, 4)"``.
+        make_data: Expression for an iterable of the batches of all processes together.
+        loss: Loss as in `finetune`.
+        **settings: Settings of `finetune`.
+
+    Returns:
+        The script, which lists the lines that the user must fill in.
+
+    Raises:
+        ValueError: If the script cannot express a setting, or the folder holds another script.
+
+    Example:
+        >>> ortlab.script(model, dataset, loss="cross_entropy", workers=2, epochs=3)
     """
-    from ortlab.deploy import torchrun_script
+    from ortlab.deploy import torchrun_script  # heavy: torch
 
     return torchrun_script.script(
         session,
@@ -487,15 +709,21 @@ def script(
 
 @brief
 def zero_plan(model: str | int | nn.Module, **settings: Any) -> ZeroPlan:
-    """What training `model` takes of each of ``gpus`` devices, at ZeRO's stages 0 to 3.
+    """Return the memory that training needs on each GPU at ZeRO stages 0 to 3.
 
-    `model` is a number of parameters (``"2.7B"``, ``350_000_000``) or a module, wrapped or not;
-    ``memory="40GiB"`` marks what fits. Activations are counted where ``hidden``, ``layers``,
-    ``sequence`` and ``batch`` are given, and for a model that engine ort has made a graph of. The
-    other settings are those of `ortlab.settings.FleetSettings`. Nothing is run, and nothing is
-    imported for a number. ValueError for what is no number of parameters, and for sizes without
-    the others that they need.
+    Nothing is executed, and for a number of parameters nothing is imported. Activations are
+    counted if ``hidden``, ``layers``, ``sequence`` and ``batch`` are given, or if engine ``"ort"``
+    has a graph of the model.
+
+    Args:
+        model: Number of parameters (``"2.7B"``, ``350_000_000``), or a model, wrapped or not.
+        **settings: Settings of `ortlab.settings.FleetSettings`, such as ``gpus=16``;
+            ``memory="40GiB"`` marks the stages that fit.
+
+    Raises:
+        ValueError: If `model` is not a number of parameters, or only some of the sizes are given.
+
+    Example:
+        >>> ortlab.zero_plan("2.7B", gpus=16, memory="40GiB")
     """
-    from ortlab.plan import zero_memory
-
     return zero_memory.zero_plan(session, model, **settings)

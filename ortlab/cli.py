@@ -1,4 +1,4 @@
-"""The command line: ``ortlab doctor``, ``cache``, ``kernelspec``, ``bench``, ``--version``."""
+"""Command line: ``ortlab doctor``, ``cache``, ``kernelspec``, ``bench`` and ``--version``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ortlab import bench
 from ortlab._version import __version__
 from ortlab.bench import BenchSettings, PaperSettings, StepSettings
 from ortlab.bench.models import MODELS
 from ortlab.bench.papers import PAPERS
+from ortlab.engines import caches, doctor
+from ortlab.engines.base import progress
 from ortlab.settings import Declaration, Settings
 from ortlab.utils import warn_once
 from ortlab.utils.errors import Concise
+from ortlab.utils.findings import findings_table
 
 if TYPE_CHECKING:
     from ortlab.bench.paper_report import PaperBench
@@ -26,11 +30,18 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
+    """Run one command.
+
+    Args:
+        arguments: Words of the command line; None for those of this process.
+
+    Returns:
+        The exit status.
+    """
     given = parser().parse_args(arguments)
     if given.command == "cache":
         return _cache(clear=given.action == "clear")
-    warn_once.are_seen()  # a benchmark's table has them
+    warn_once.are_seen()  # the tables of benchmarks show these warnings
     if given.command in ("bench", "kernelspec"):
         run: Callable[[argparse.Namespace], int] = given.run
         return run(given)
@@ -38,22 +49,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of ``ortlab`` with all its commands."""
+    """Return the parser of ``ortlab`` with all its commands."""
     parser = argparse.ArgumentParser(
         "ortlab", description="Training in ONNX Runtime, live in JupyterLab."
     )
     parser.add_argument("--version", action="version", version=f"ortlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    about = "list what this machine has, what it lacks and how to mend it"
+    about = "list what this machine has, what it lacks and how to fix it"
     doctor = commands.add_parser(
         "doctor",
         help=about,
         description=f"{about.capitalize()}; the exit status is 1 when ORTModule cannot run.",
     )
     doctor.add_argument(
-        "--build", action="store_true", help="first build ORT's torch extension, where it is not"
+        "--build", action="store_true", help="build ORT's torch extension first, if it is missing"
     )
-    about = "say how many exported graphs are cached, and where"
+    about = "show how many exported graphs are cached, and where"
     cache = commands.add_parser("cache", help=about, description=f"{about.capitalize()}.")
     cache.add_argument("action", nargs="?", choices=["clear"], help="remove them all")
     _add_kernelspec(commands)
@@ -64,14 +75,14 @@ def parser() -> argparse.ArgumentParser:
 _KERNELSPEC = """\
 Make a Jupyter kernel that runs in this environment, for JupyterLab, Notebook and VS Code.
 
-It has this Python, as many threads as there are cores for it, and %ort without %load_ext. The one
-on the CPU sees no GPU. With --gpu torch's allocator has segments that grow, and what this shell
-says of CUDA's libraries (LD_LIBRARY_PATH, CUDA_HOME, PYTORCH_CUDA_ALLOC_CONF) holds in the kernel.
+The kernel uses this Python, as many threads as it has cores, and %ort without %load_ext. A kernel
+for the CPU sees no GPU. With --gpu, torch's allocator uses expandable segments, and the kernel gets
+this shell's settings of CUDA (LD_LIBRARY_PATH, CUDA_HOME, PYTORCH_CUDA_ALLOC_CONF).
 """
 
 
 def _add_kernelspec(commands: Any) -> None:
-    about = "make, list and remove Jupyter kernels with this environment"
+    about = "make, list and remove Jupyter kernels of this environment"
     parser = commands.add_parser("kernelspec", help=about, description=f"M{about[1:]}.")
     parts = parser.add_subparsers(dest="what", required=True)
     install = parts.add_parser(
@@ -80,21 +91,23 @@ def _add_kernelspec(commands: Any) -> None:
         description=_KERNELSPEC,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    install.add_argument("--name", help="what notebooks store (default: ortlab, or ortlab-gpu)")
-    install.add_argument("--display-name", metavar="TEXT", help="what the launcher shows")
+    install.add_argument(
+        "--name", help="name that notebooks store (default: ortlab, or ortlab-gpu)"
+    )
+    install.add_argument("--display-name", metavar="TEXT", help="name that the launcher shows")
     install.add_argument("--gpu", action="store_true", help="train on the GPU; not tested")
     install.add_argument(
-        "--threads", type=int, metavar="N", help="what torch computes with (default: the cores)"
+        "--threads", type=int, metavar="N", help="threads of torch (default: the number of cores)"
     )
     place = install.add_mutually_exclusive_group()
-    place.add_argument("--user", action="store_true", help="for this user; so it is without any")
+    place.add_argument("--user", action="store_true", help="for this user; the default")
     place.add_argument("--prefix", metavar="FOLDER", help="in FOLDER/share/jupyter/kernels")
     place.add_argument(
         "--sys-prefix",
         dest="prefix",
         action="store_const",
         const=sys.prefix,
-        help="in the environment of this Python",
+        help="in this Python's environment",
     )
     install.set_defaults(run=functools.partial(_install_kernel, install))
     about = "list the kernels that ortlab made"
@@ -102,13 +115,12 @@ def _add_kernelspec(commands: Any) -> None:
     listed.set_defaults(run=_list_kernels)
     about = "remove a kernel that ortlab made"
     remove = parts.add_parser("remove", help=about, description=f"{about.capitalize()}.")
-    remove.add_argument("name", help="as `ortlab kernelspec list` has it")
+    remove.add_argument("name", help="its name in `ortlab kernelspec list`")
     remove.set_defaults(run=functools.partial(_remove_kernel, remove))
 
 
 def _install_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    from ortlab.engines import doctor
-    from ortlab.notebook import kernelspec
+    from ortlab.notebook import kernelspec  # heavy: jupyter_client
 
     try:
         kernel = kernelspec.install(
@@ -123,7 +135,7 @@ def _install_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) 
     print(f"{kernel.display_name!r}, the kernel {kernel.name}, is in {kernel.folder}")
     print(" ".join(f"{name}={value}" for name, value in kernel.environment.items()))
     if kernel.name not in (each.name for each in kernelspec.installed()):
-        print(f"Jupyter looks there where JUPYTER_PATH names {kernel.folder.parents[1]}")
+        print(f"Jupyter finds it only if JUPYTER_PATH contains {kernel.folder.parents[1]}")
     provider = doctor.cuda_provider() if given.gpu else None
     if provider is not None and provider.ok is False:
         print(f"{provider.name}: {provider.found}\n-> {provider.fix}")
@@ -131,14 +143,14 @@ def _install_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) 
 
 
 def _list_kernels(given: argparse.Namespace) -> int:  # noqa: ARG001 - it has no options
-    from ortlab.notebook import kernelspec
+    from ortlab.notebook import kernelspec  # heavy: jupyter_client
 
     print(kernelspec.installed())
     return 0
 
 
 def _remove_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    from ortlab.notebook import kernelspec
+    from ortlab.notebook import kernelspec  # heavy: jupyter_client
 
     try:
         print(f"removed {kernelspec.remove(given.name)}")
@@ -148,55 +160,55 @@ def _remove_kernel(parser: argparse.ArgumentParser, given: argparse.Namespace) -
 
 
 def _refused(parser: argparse.ArgumentParser, error: Exception) -> int:
-    """The reason alone, as the doctor's; the exit status is 1."""
+    """Print the reason only, as the doctor does, and return exit status 1."""
     print(f"{parser.prog}: {error}", file=sys.stderr)
     return 1
 
 
 _ENGINES = """\
-Train fixed models in every engine and precision, side by side, and say how fast each is.
+Train fixed models in every engine and precision, side by side, and show how fast each one is.
 
-All cells of a model take turns, in an order that is shuffled in each round, and each is compared
-with eager torch in fp32 within the round: what else the machine does meets all of them. Every cell
-has a copy of the same weights, the same batch, dropout of 0.1, sdpa attention and fused AdamW.
-Told are medians and quartiles, the seconds to the first step (with nothing cached on disk, the
-libraries loaded), and how far loss and gradients are from eager torch's, by which a fast engine
-that computes something else shows. A cell that cannot run says why.
+All cells of a model take turns in an order that is shuffled in each round, and each one is compared
+with eager torch in fp32 within the round, so that other load on the machine affects all of them.
+Every cell has a copy of the same weights, the same batch, dropout of 0.1, sdpa attention and fused
+AdamW. The table shows medians and quartiles, the seconds to the first step (with empty caches on
+disk and loaded libraries), and the differences of loss and gradients from eager torch, which reveal
+a fast engine that computes something else. A cell that cannot run shows the reason.
 
-The whole takes minutes for each model, most of them torch.compile's; it needs about 10 GB of memory
-and a machine that does nothing else. Ctrl-C ends it with what was measured so far.
+It takes minutes for each model, most of them for torch.compile, and needs about 10 GB of memory and
+an otherwise idle machine. Ctrl-C ends it with the results so far.
 """
 
 
 _PAPERS = """\
-Run the benchmarks that ORT's training was published with, and set both tables side by side.
+Run the benchmarks that were published for ORT's training, and show both tables side by side.
 
-BERT-Large's pre-training in both phases, GPT-2 Medium at sequence 1024, and the fine-tuning table
-of ORT's training examples. On a GPU in the published shapes and fp16, which is not tested; on a CPU
-scaled down, so that only the gains compare, and those with care. Measured as by `ortlab bench
-engines`. Each published figure is quoted with its address, and "not found" where it was not.
+They are the pre-training of BERT-Large in both phases, GPT-2 Medium at sequence 1024, and the
+fine-tuning table of ORT's training examples. A GPU uses the published shapes and fp16, which is not
+tested; a CPU uses smaller models, so that only speedups can be compared, and with care. The method
+is that of `ortlab bench engines`. Each published figure is quoted with its address, or "not found".
 """
 
 
 _STEP = """\
-Say where the time of one training step in ONNX Runtime goes on this machine's CPU.
+Show where the time of one training step in ONNX Runtime goes on this machine's CPU.
 
-A step as a whole beside eager torch's, in turn, as medians and quartiles; of ORT's what its session
-takes, what is around that in Python and torch, and what of it is what; from ORT's own profile the
-time of kernels, of copies among them, between them and by operator, beside torch's kernels where
-`ortlab bench kernels` knows them; and what it costs that ORT's idle workers spin, or sleep.
+It compares a whole step with eager torch in turn, as medians and quartiles; splits ORT's step into
+its session and the Python and torch code around it; shows from ORT's own profile the time of
+kernels, of copies, between kernels and by operator, next to torch's kernels where `ortlab bench
+kernels` has them; and measures the cost of ORT's idle threads, spinning or sleeping.
 
-It takes some minutes, 4 GB of memory and a machine that does nothing else. The exit status is 1
-where ORT cannot train here.
+It takes some minutes, 4 GB of memory and an otherwise idle machine. The exit status is 1 if ORT
+cannot train on this machine.
 """
 
 
 def _add_bench(commands: Any) -> None:
-    """Adds what `ortlab bench` measures; ``run`` of what is parsed then does it."""
-    about = "say how fast each engine trains here, and where a step's time goes"
+    """Add the benchmarks; ``run`` of the parsed arguments executes them."""
+    about = "show how fast each engine trains here, and where the time of a step goes"
     bench = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.")
     parts = bench.add_subparsers(dest="what", required=True)
-    about = "ORT's operators beside the kernels that may take their place, as measured here so far"
+    about = "ORT's operators next to the kernels that may replace them, as measured here so far"
     kernels = parts.add_parser("kernels", help=about, description=f"{about}.")
     kernels.set_defaults(run=_bench_kernels)
     _add_benchmark(
@@ -211,7 +223,7 @@ def _add_bench(commands: Any) -> None:
     _add_benchmark(
         parts,
         "papers",
-        about="the published benchmarks of ORT's training, beside the published figures",
+        about="the published benchmarks of ORT's training, next to the published figures",
         description=_PAPERS,
         call="bench.papers(rounds=5)",
         settings=PaperSettings,
@@ -240,7 +252,7 @@ def _add_benchmark(
     run: Callable[[argparse.ArgumentParser, argparse.Namespace], int],
     models: Mapping[str, str] | None = None,
 ) -> None:
-    """Adds one of `models`, with an option for each of `settings`; `call` is its twin."""
+    """Add one benchmark with an option for each of `settings`; `call` is the same in Python."""
     about_models = models or {name: model.about for name, model in MODELS.items()}
     width = max(map(len, about_models)) + 2
     listed = "\n".join(f"  {name:{width}}{about_models[name]}" for name in about_models)
@@ -256,26 +268,26 @@ def _add_benchmark(
 
 
 def _add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
-    """An option for each of `settings`, and ``--json``."""
+    """Add an option for each of `settings`, and ``--json``."""
     for name, declaration in settings.declarations().items():
         if declaration.type is bool:
             parser.add_argument(declaration.flag, action="store_true", help=declaration.help)
         else:
             parser.add_argument(declaration.flag, metavar=name.upper(), help=_help(declaration))
     parser.add_argument(
-        "--json", metavar="FILE", help="write every figure to FILE too; - prints them, and no table"
+        "--json",
+        metavar="FILE",
+        help="also write all figures to FILE; - prints them instead of the table",
     )
 
 
 def _bench_kernels(given: argparse.Namespace) -> int:  # noqa: ARG001 - it has no options
-    from ortlab.engines import caches
-
     print(caches.kernel_timings())
     return 0
 
 
 def _help(declaration: Declaration) -> str:
-    """What it chooses, from what, and what holds where nothing is chosen."""
+    """Return the help text of an option with its choices and its default."""
     default, choices = declaration.default, ", ".join(declaration.choices)
     below = declaration.choices in (tuple(MODELS), tuple(PAPERS))
     listed = f": {choices}" if choices and not below else ""
@@ -287,12 +299,10 @@ def _help(declaration: Declaration) -> str:
 def _bench(
     settings: type[BenchSettings], parser: argparse.ArgumentParser, given: argparse.Namespace
 ) -> int:
-    """130, as of a program that Ctrl-C ended, where it did; what was measured is told all the same.
+    """Run a benchmark; return 130, like a program ended by Ctrl-C, if it was interrupted.
 
-    What cannot be done with the options is said before anything is measured.
+    Results up to the interrupt are printed. Wrong options are reported before anything is measured.
     """
-    from ortlab import bench
-
     chosen = _chosen(parser, given, settings)
     measure: Callable[..., EngineBench | PaperBench]
     try:
@@ -305,9 +315,7 @@ def _bench(
 
 
 def _bench_step(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    """130 where Ctrl-C ended it, with nothing told: half of a step's parts say nothing."""
-    from ortlab import bench
-
+    """Run the step benchmark; return 130 without results if Ctrl-C interrupted it."""
     chosen = _chosen(parser, given, StepSettings)
     try:
         result = bench.step(**chosen)
@@ -319,7 +327,7 @@ def _bench_step(parser: argparse.ArgumentParser, given: argparse.Namespace) -> i
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted before all was measured", file=sys.stderr)
+        print("interrupted before the measurement was complete", file=sys.stderr)
         return 130
     _tell(result, given)
     return 0
@@ -328,15 +336,13 @@ def _bench_step(parser: argparse.ArgumentParser, given: argparse.Namespace) -> i
 def _chosen(
     parser: argparse.ArgumentParser, given: argparse.Namespace, settings: type[Settings]
 ) -> dict[str, Any]:
-    """The options that were typed, of a benchmark that tells standard error how far it is.
+    """Return the typed options of a benchmark, whose progress goes to standard error.
 
     A value that cannot be read, or a file that cannot be written, ends the program.
     """
-    from ortlab.engines.base import progress
-
     file = _file(given)
     if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-        parser.error(f"--json {file}: cannot be written there")
+        parser.error(f"--json {file}: the file cannot be written")
     progress.set(lambda line: print(line, file=sys.stderr, flush=True))
     declared = settings.declarations()
     typed = {name: getattr(given, name) for name in declared if getattr(given, name) is not None}
@@ -351,7 +357,7 @@ def _file(given: argparse.Namespace) -> Path | None:
 
 
 def _tell(result: EngineBench | PaperBench | StepBench, given: argparse.Namespace) -> None:
-    """Prints the tables or the figures, and writes the figures to the file that was named."""
+    """Print the tables or the figures, and write the figures to the file that was named."""
     figures = json.dumps(result.as_dict(), indent=1)
     print(figures if given.json == "-" else result.markdown(), flush=True)
     file = _file(given)
@@ -360,16 +366,11 @@ def _tell(result: EngineBench | PaperBench | StepBench, given: argparse.Namespac
 
 
 def _cache(*, clear: bool) -> int:
-    from ortlab.engines import caches
-
     print(f"removed {caches.clear_graphs()}" if clear else caches.graphs())
     return 0
 
 
 def _doctor(*, build: bool) -> int:
-    from ortlab.engines import doctor
-    from ortlab.utils.findings import findings_table
-
     if build and (failure := doctor.build(print)) is not None:
         print(failure, file=sys.stderr)
     findings = doctor.checks()

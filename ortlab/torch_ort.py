@@ -1,9 +1,9 @@
-"""The names of the package torch_ort, on ortlab's engine: a script changes its import line alone.
+"""The names of the package torch_ort, on ortlab's engine: a script changes only its import line.
 
     from ortlab.torch_ort import ORTModule, DebugOptions, LogLevel
 
-What ORT cannot train right raises an error here, where torch_ort let plain torch go on after a line
-in the log; ``ORTModule(model, fallback=True)`` lets it.
+Where torch_ort logs a line and continues in plain torch because ORT cannot train a model correctly,
+this module raises an error. ``ORTModule(model, fallback=True)`` allows the fallback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from ortlab.api import wrap
 from ortlab.engines.base import tell
-from ortlab.engines.ortmodule import options
+from ortlab.engines.ortmodule import compat, options
 from ortlab.engines.ortmodule.engine import is_wrapped
 from ortlab.session import session
 
@@ -27,7 +27,7 @@ __all__ = ["DebugOptions", "LogLevel", "ORTModule", "load_from_json", "set_seed"
 
 
 class LogLevel(enum.IntEnum):
-    """How severe a message of ORT's must be to be printed."""
+    """Lowest severity of ORT's messages that is printed."""
 
     VERBOSE = 0
     DEVINFO = 1
@@ -39,13 +39,20 @@ class LogLevel(enum.IntEnum):
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """What ORTModule says and saves; the arguments are those of torch_ort.
+    """Messages and files of ORTModule; the arguments are those of torch_ort.
 
-    With ``save_onnx`` the newest graph is written to files that begin with ``onnx_prefix``, stage
-    by stage, in ``save_path`` or the working directory. As in torch_ort the variables
-    ORTMODULE_LOG_LEVEL and ORTMODULE_SAVE_ONNX_PATH come before what is given here.
+    As in torch_ort, the environment variables ORTMODULE_LOG_LEVEL and ORTMODULE_SAVE_ONNX_PATH take
+    precedence over the arguments.
 
-    TypeError for arguments of other types, ValueError for ``save_onnx`` without a prefix.
+    Args:
+        log_level: Lowest severity of the messages that are printed.
+        save_onnx: Whether to write the newest graph, stage by stage, to files.
+        onnx_prefix: Beginning of the names of these files.
+        save_path: Folder of these files; empty for the working directory.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``save_onnx`` is given without a prefix.
     """
 
     log_level: LogLevel = LogLevel.WARNING
@@ -55,14 +62,16 @@ class DebugOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.log_level, LogLevel):
-            raise TypeError(f"log_level={self.log_level!r}: give a LogLevel, as LogLevel.INFO")
+            raise TypeError(
+                f"log_level={self.log_level!r} must be a LogLevel, such as LogLevel.INFO"
+            )
         if not isinstance(self.onnx_prefix, str):
-            raise TypeError(f"onnx_prefix={self.onnx_prefix!r} is no text")
+            raise TypeError(f"onnx_prefix={self.onnx_prefix!r} must be a string")
         if self.save_onnx and not self.onnx_prefix:
-            raise ValueError("save_onnx=True needs an onnx_prefix, which the files begin with")
+            raise ValueError("save_onnx=True needs an onnx_prefix, with which file names begin")
 
     def settings(self) -> dict[str, Any]:
-        """The settings of `ortlab.wrap` that say the same."""
+        """Return the equivalent settings of `ortlab.wrap`."""
         found: dict[str, Any] = {}
         if not os.environ.get("ORTMODULE_LOG_LEVEL"):
             found["log_level"] = self.log_level.name.lower()
@@ -73,16 +82,18 @@ class DebugOptions:
 
 
 class _Wrapping(type):
-    """Makes a class of what is really a function: what `ORTModule(model)` gives is its instance."""
+    """Metaclass that makes wrapped models the instances of `ORTModule`."""
 
     def __call__(
         cls, module: nn.Module, debug_options: DebugOptions | None = None, **settings: Any
     ) -> nn.Module:
         debug = DebugOptions() if debug_options is None else debug_options
         if not isinstance(debug, DebugOptions):
-            raise TypeError(f"debug_options is a {type(debug).__name__}; import DebugOptions here")
+            raise TypeError(
+                f"debug_options is a {type(debug).__name__}; give an ortlab.torch_ort.DebugOptions"
+            )
         wrapped = wrap(module, engine="ort", **{**debug.settings(), **settings})
-        # torch_ort has torch.manual_seed reach ORT's dropout too; here it does so far.
+        # In torch_ort torch.manual_seed seeds ORT's dropout, too; here, the seed so far does.
         set_seed(torch.initial_seed() % sys.maxsize)
         return wrapped
 
@@ -91,30 +102,47 @@ class _Wrapping(type):
 
 
 class ORTModule(nn.Module, metaclass=_Wrapping):
-    """``ORTModule(model)`` behaves as `model` does and runs in ONNX Runtime.
+    """A model that runs in ONNX Runtime and otherwise behaves as before.
 
-    It shares the model's parameters and gives its attributes; ``state_dict`` has the model's own
-    names. ORT's own dropout, on a GPU, starts from torch's seed as it is by then. Further keyword
-    arguments are settings of `ortlab.wrap`, which also says what is raised.
+    It shares the parameters of the model and exposes its attributes; ``state_dict`` has the model's
+    own names. On a GPU, ORT's dropout starts from torch's current seed.
+
+    Args:
+        module: The model to wrap.
+        debug_options: Messages and files; None for the defaults.
+        **settings: Settings of `ortlab.wrap`, which documents the errors, too.
+
+    Example:
+        >>> model = ORTModule(model, DebugOptions(log_level=LogLevel.INFO))
+        >>> loss_function(model(x), y).backward()
     """
 
     def __init_subclass__(cls) -> None:
-        raise TypeError("ORTModule cannot be inherited from: wrap the module that does the work")
+        raise TypeError("ORTModule cannot be subclassed; subclass nn.Module and wrap the instance")
 
 
 def set_seed(seed: int) -> None:
-    """Restarts ORT's own random numbers, of dropout on a GPU, which torch.manual_seed misses."""
-    from ortlab.engines.ortmodule import compat
+    """Reset ORT's random numbers of dropout on a GPU, which `torch.manual_seed` does not reset.
 
+    Args:
+        seed: The seed.
+    """
     compat.ortmodule(on_progress=tell).set_seed(seed)
 
 
 def load_from_json(model: nn.Module, path: str | None = None) -> None:
-    """Sets a wrapped `model`'s options from a file of ORTModule's JSON form, for its next call on.
+    """Set the options of a wrapped model from a file in ORTModule's JSON form.
 
-    As in ``torch_ort.experimental.json_config`` the variable ORTMODULE_JSON_CONFIG_PATH comes
-    before `path`. ValueError without either, or for what `ortlab.engines.ortmodule.options`
-    refuses.
+    They take effect at its next call. As in ``torch_ort.experimental.json_config``, the environment
+    variable ORTMODULE_JSON_CONFIG_PATH takes precedence over `path`.
+
+    Args:
+        model: A model wrapped in engine ``"ort"``.
+        path: Path of the file; None for the environment variable.
+
+    Raises:
+        ValueError: If there is neither, or `ortlab.engines.ortmodule.options` does not accept the
+            file.
     """
     path = os.environ.get("ORTMODULE_JSON_CONFIG_PATH") or path
     if path is None:

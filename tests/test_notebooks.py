@@ -142,7 +142,7 @@ def test_zero_trains_the_same_and_holds_what_the_paper_says() -> None:
         "workers=1 (was 2), zero_stage=0 (was 1)",
     ]
     assert "stage 1 is the cheapest that fits into 40.00 GiB" in printed
-    assert "the workers ended" in printed
+    assert "workers stopped" in printed
 
 
 def test_orttrainer_is_plain_torch_and_the_model_leaves() -> None:

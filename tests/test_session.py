@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
 import re
 import subprocess
@@ -23,6 +24,7 @@ from ortlab.session import Session
 from ortlab.session import session as the_session
 from ortlab.settings import ENGINES, EngineSettings
 from ortlab.utils.tables import Column, Table
+from tests.support import reference
 from tests.support.waiting import HANGS_S
 
 # torch.compile wraps without compiling before the first call, so it is the quick engine whose
@@ -124,7 +126,7 @@ def test_only_the_outermost_module_is_wrapped(session: Session) -> None:
     assert names is not None
     assert names["model"] is not model
     assert names["part"] is model.inner
-    assert reasons(session) == {"part": "is a part of model", "deeper": "is a part of model"}
+    assert reasons(session) == {"part": "is part of model", "deeper": "is part of model"}
 
 
 def test_a_part_of_a_model_wrapped_before_stays_torch(session: Session) -> None:
@@ -132,7 +134,7 @@ def test_a_part_of_a_model_wrapped_before_stays_torch(session: Session) -> None:
     bind(session, model=model)
     report = bind(session, part=model.inner)
     assert not report.wrapped
-    assert reasons(session) == {"part": "is a part of model"}
+    assert reasons(session) == {"part": "is part of model"}
 
 
 @pytest.mark.parametrize(
@@ -147,9 +149,9 @@ def test_a_part_of_a_model_wrapped_before_stays_torch(session: Session) -> None:
             nn.Linear(2, 2, device="meta"),
             "is on the meta device, without weights; use to_empty() and load them first",
         ),
-        ([Net(), Net()], "holds 2 models and is not a model itself"),
-        ({"a": Net()}, "holds 1 model and is not a model itself"),
-        ({"a": {"b": Net()}, "c": [(1, Net())]}, "holds 2 models and is not a model itself"),
+        ([Net(), Net()], "contains 2 models and is not a model itself"),
+        ({"a": Net()}, "contains 1 model and is not a model itself"),
+        ({"a": {"b": Net()}, "c": [(1, Net())]}, "contains 2 models and is not a model itself"),
     ],
 )
 def test_what_is_left_as_it_is_and_why(session: Session, value: object, reason: str) -> None:
@@ -157,7 +159,7 @@ def test_what_is_left_as_it_is_and_why(session: Session, value: object, reason: 
     assert not report.wrapped
     assert session.wrapped.namespace == {"thing": value}
     assert reasons(session) == {"thing": reason}
-    assert f"left as it is: thing {reason}" in repr(session.wrapped.table())
+    assert f"not wrapped: thing ({reason})" in repr(session.wrapped.table())
 
 
 def test_values_that_are_no_modules_are_not_worth_a_word(session: Session) -> None:
@@ -173,7 +175,7 @@ def test_a_container_in_itself_and_a_deep_one_come_to_an_end(session: Session) -
         deep = [deep]
     wide = [[0] * 1000] * 1000
     bind(session, cycle=cycle, deep=deep, wide=wide, huge=[range(10**12)])
-    assert reasons(session) == {"cycle": "holds 1 model and is not a model itself"}
+    assert reasons(session) == {"cycle": "contains 1 model and is not a model itself"}
 
 
 def test_what_was_left_is_forgotten_with_its_name(session: Session) -> None:
@@ -210,11 +212,11 @@ def test_named_models_are_wrapped_and_no_others(session: Session) -> None:
             "nett",
             "'nett': choose from net, criterion, part, hollow; did you mean 'net'?",
         ),
-        ("Net", "Net is the class Net; make an instance of it"),
+        ("Net", "Net is the class Net; create an instance of it"),
         ("many", "many is a list, not a torch.nn.Module; bind one of its models to a name"),
         ("x", "x is an int, not a torch.nn.Module"),
         ("criterion", "cannot wrap criterion: it has no parameter that requires a gradient"),
-        ("part", "cannot wrap part: it is a part of net; wrap one of them"),
+        ("part", "cannot wrap part: it is part of net; wrap one of them"),
         ("hollow", "cannot wrap hollow: it is on the meta device"),
     ],
 )
@@ -348,7 +350,7 @@ def test_the_table_is_escaped_and_reads_as_text_and_as_html(session: Session) ->
         "model  engine asked  engine used  device  precision  parameters  export"
     )
     assert re.split(" {2,}", row) == ["model", *["compile"] * 2, "cpu", "float32", "58", *["-"] * 3]
-    assert note.startswith("left as it is: a<b> has no parameter")
+    assert note.startswith("not wrapped: a<b> (has no parameter")
     assert ">compile</td>" in page
     assert "a&lt;b&gt;" in page
     assert "<b>" not in page
@@ -466,6 +468,28 @@ assert ortlab.last_run is None and ortlab.models and not heavy & set(sys.modules
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_only_the_public_names_are_listed() -> None:
+    assert dir(ortlab) == sorted(ortlab.__all__)
+
+
+@pytest.mark.parametrize("path", [*reference.RESULTS, "session.Session"])
+def test_what_functions_return_says_what_it_is(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    kind = getattr(importlib.import_module(f"ortlab.{module}"), name)
+    assert issubclass(kind, BaseException) or kind.__repr__ is not object.__repr__
+
+
+def test_the_session_and_a_tracker_say_how_they_stand(session: Session) -> None:
+    assert repr(session) == "<Session: 0 wrapped models, 0 runs, 0 Trainer runs, 0 searches>"
+    bind(session, model=Net(), loss=nn.MSELoss())
+    assert repr(session.wrapped) == "<WrappedModels: 1 wrapped, 1 not wrapped>"
+    tracker = session.track([1, 2], name="mine")
+    assert repr(tracker) == "<Tracker mine: starting, step 0/2>"
+    assert list(tracker) == [1, 2]
+    assert repr(tracker) == "<Tracker mine: finished, step 2/2>"
+    assert repr(tracker.recorder) == "<Recorder: 2 steps, 1 events>"
+
+
 @pytest.fixture
 def data() -> Iterator[list[Any]]:
     """Batches for `Net`; the runs that were started on them are ended afterwards."""
@@ -509,7 +533,7 @@ def test_a_run_that_is_over_is_let_go_but_the_last(data: Any) -> None:
     gc.collect()
     assert kept in the_session.runs
     assert before not in {run.name for run in the_session.runs}
-    with pytest.raises(ValueError, match=f"ortlab.open_run.'{before}'. shows what it left"):
+    with pytest.raises(ValueError, match=f"ortlab.open_run.'{before}'. opens its saved folder"):
         the_session.run(before)
     assert ortlab.open_run(before).state == "finished"
     with pytest.raises(ValueError, match="no run is called 'run-x': choose from"):
@@ -537,9 +561,13 @@ def test_a_loss_of_the_user_s_own(data: Any) -> None:
     ("arguments", "options", "message"),
     [
         (lambda net, data: (data, net), {}, "the first argument is a list, not a torch.nn.Module"),
-        (lambda net, data: (Net, data), {}, "the first argument is the class Net; make an inst"),
+        (lambda net, data: (Net, data), {}, "the first argument is the class Net; create an inst"),
         (lambda net, data: (nn.MSELoss(), data), {}, "cannot fine-tune this MSELoss: it has no"),
-        (lambda net, data: (net, data), {"loss": 3}, "loss=3 is no function; give loss(output, ta"),
+        (
+            lambda net, data: (net, data),
+            {"loss": 3},
+            "loss=3 is not a function; give loss(output, target) or",
+        ),
         (lambda net, data: (net, data), {"loss": "mes"}, "did you mean 'mse'?"),
         (lambda net, data: (net, data), {"epoch": 3}, "did you mean 'epochs'?"),
         (lambda net, data: (net, data), {"lr": 0.0}, "lr=0.0 must be above 0"),

@@ -359,7 +359,7 @@ def test_more_settings(net: Net) -> None:
         (lambda: ORTModule(Net(), LogLevel.INFO), TypeError, "debug_options is a LogLevel"),
         (lambda: ORTModule(nn.ReLU()), ValueError, "no parameter that requires a gradient"),
         (lambda: ORTModule(ORTModule(Net())), ValueError, "already"),
-        (lambda: type("Mine", (ORTModule,), {}), TypeError, "cannot be inherited from"),
+        (lambda: type("Mine", (ORTModule,), {}), TypeError, "cannot be subclassed"),
         (lambda: load_from_json(ORTModule(Net())), ValueError, "ORTMODULE_JSON_CONFIG_PATH"),
         (lambda: load_from_json(Net(), "x.json"), ValueError, "x.json cannot be read"),
     ],

@@ -118,6 +118,10 @@ class Checkpoint:
     versions: Mapping[str, Any] = dataclasses.field(default_factory=environment)
     shards: sharded.Shards | None = None
 
+    def __repr__(self) -> str:
+        engine = self.settings.get("engine")
+        return f"<Checkpoint: step {self.position.step}, engine {engine!r}>"
+
     def copy(self) -> Checkpoint:
         """Return a copy of the state on the CPU; tied tensors stay tied."""
         if self.shards is not None:

@@ -1,4 +1,4 @@
-"""Which models are wrapped: what may be, what was left as it is and why."""
+"""Registry of the wrapped models: what may be wrapped, and what was not wrapped and why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
+from ortlab.engines import base
 from ortlab.engines.base import wrapped_model
+from ortlab.engines.registry import engine as engine_called
 from ortlab.settings import EngineSettings, unknown_name
 from ortlab.utils.tables import Column, Table
 
@@ -24,22 +26,29 @@ if TYPE_CHECKING:
 Namespace = MutableMapping[str, Any]
 
 _HISTORY = re.compile(r"_{1,3}|_\d+|_ih|_oh|_dh|_i{1,3}|_i\d+")
-"""The names under which IPython keeps what cells gave; a wrapper's own names are not among them."""
+"""Names under which IPython keeps results of cells; they are not names of a wrapper."""
 
 _LOSS = re.compile(r"(?<!With)(?<!And)Loss$")
-"""The name of a loss, not of a model that gives its own loss."""
+"""Class name of a loss, as opposed to a model that returns its own loss."""
 
 _DEEPEST = 8
 _MOST_ITEMS = 100_000
-"""How far containers are searched for models."""
+"""How deep, and up to how many items, containers are searched for models."""
 
 _MOST_REMARKS = 5
-"""That the table shows of a model."""
+"""Remarks on a model that the table shows."""
 
 
 @dataclass(frozen=True)
 class WrappedEntry:
-    """A wrapped model. It keeps neither wrapper nor model alive."""
+    """A wrapped model; the entry keeps neither the wrapper nor the model alive.
+
+    Attributes:
+        names: Names that the model was wrapped under.
+        settings: Settings that it was wrapped with.
+        engine: Engine that made the wrapper.
+        reference: Weak reference to the wrapper.
+    """
 
     names: tuple[str, ...]
     settings: EngineSettings
@@ -48,19 +57,25 @@ class WrappedEntry:
 
     @property
     def wrapper(self) -> nn.Module | None:
-        """What the engine made of the model; None when nobody holds it any more."""
+        """Wrapper that the engine made; None once nothing refers to it."""
         return self.reference()
 
     @property
     def original(self) -> nn.Module | None:
-        """The user's own module."""
+        """The user's own module; None once nothing refers to the wrapper."""
         wrapper = self.reference()
         return None if wrapper is None else self.engine.unwrap(wrapper)
 
 
 @dataclass(frozen=True)
 class NotWrapped:
-    """A name that a cell bound to something that was left as it is, and why."""
+    """A name that a cell bound to a value that was not wrapped, and the reason.
+
+    Attributes:
+        name: The name.
+        reason: Why it was not wrapped, to follow "it".
+        is_value: Return whether an object is the value that the name had.
+    """
 
     name: str
     reason: str
@@ -69,7 +84,12 @@ class NotWrapped:
 
 @dataclass(frozen=True)
 class CellReport:
-    """What became of the modules that a cell bound."""
+    """Result of wrapping the modules that a cell bound.
+
+    Attributes:
+        wrapped: The wrapped models.
+        left: Names that were not wrapped.
+    """
 
     wrapped: tuple[WrappedEntry, ...]
     left: tuple[NotWrapped, ...]
@@ -77,9 +97,19 @@ class CellReport:
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A wrapped model as the table shows it; `parameters` is how many numbers it has.
+    """Row of a wrapped model in the table.
 
-    `remarks` say where the engine does not do what eager torch does.
+    Attributes:
+        name: Names of the wrapper, joined by commas.
+        engine_asked: Engine that was asked for.
+        engine_used: Engine in use.
+        device: Devices of the parameters.
+        precision: Types of the parameters.
+        parameters: Number of parameters, counted as single values.
+        export_s: Time of the exports, in seconds.
+        check_s: Time of the self-checks, in seconds.
+        fallback_reason: Why another engine is in use; None without a fallback.
+        remarks: Where the engine does not do what eager torch does.
     """
 
     name: str
@@ -115,7 +145,7 @@ _COLUMNS: Final[tuple[Column[ModelRow], ...]] = (
 
 @dataclass
 class _Group:
-    """One module and the names that it is to be wrapped under."""
+    """A module and the names that it is wrapped under."""
 
     module: nn.Module
     names: list[str]
@@ -124,8 +154,8 @@ class _Group:
 class WrappedModels:
     """The wrapped models of a session.
 
-    ``namespace`` is where the user's names live: the notebook's once the extension is loaded, None
-    in a script.
+    Attributes:
+        namespace: The user's variables; None outside a notebook.
     """
 
     def __init__(self) -> None:
@@ -133,15 +163,18 @@ class WrappedModels:
         self._entries: list[WrappedEntry] = []
         self._left: dict[str, NotWrapped] = {}
 
+    def __repr__(self) -> str:
+        return f"<WrappedModels: {len(self.entries)} wrapped, {len(self.left)} not wrapped>"
+
     @property
     def entries(self) -> list[WrappedEntry]:
-        """The wrapped models that somebody still holds, in the order of wrapping."""
+        """Wrapped models that still exist, in the order of wrapping."""
         self._entries = [entry for entry in self._entries if entry.wrapper is not None]
         return list(self._entries)
 
     @property
     def left(self) -> list[NotWrapped]:
-        """What cells bound and was left as it is, while the name still holds the same value."""
+        """Values of cells that were not wrapped, as long as their names are bound to them."""
         held = self.namespace
         if held is not None:
             self._left = {
@@ -152,10 +185,16 @@ class WrappedModels:
         return list(self._left.values())
 
     def entry(self, model: object) -> WrappedEntry | None:
-        """The entry whose wrapper is `model`.
+        """Return the entry of a wrapper.
 
-        An ORT wrapper that came to be without the session, a copy or one that was unpickled, gets
-        its entry now.
+        An ORT wrapper that was created without the session, such as a copy or an unpickled one,
+        gets its entry now.
+
+        Args:
+            model: Any object.
+
+        Returns:
+            The entry; None if `model` is not a wrapper.
         """
         if not is_model(model):
             return None
@@ -163,12 +202,10 @@ class WrappedModels:
         return known or self._adopt(model)
 
     def _adopt(self, model: nn.Module) -> WrappedEntry | None:
-        from ortlab.engines.registry import engine as engine_called
-
         wrapped = wrapped_model(model)
         if wrapped is None:
             return None
-        # After a run those are the run's own settings.
+        # After a run the wrapper has the settings of the run.
         settings = wrapped.settings.as_dict()
         settings = {name: settings[name] for name in EngineSettings.declarations()}
         entry = WrappedEntry(
@@ -181,7 +218,18 @@ class WrappedModels:
         return entry
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
-        """`model` in its wrapper. ValueError says why a value cannot be wrapped."""
+        """Wrap a model.
+
+        Args:
+            model: The model.
+            settings: Engine and its options.
+
+        Returns:
+            The wrapper.
+
+        Raises:
+            ValueError: If the model cannot be wrapped; the message gives the reason.
+        """
         reason = self.unfit(check_model("the argument", model))
         if reason is not None:
             raise ValueError(f"cannot wrap this {type(model).__name__}: it {reason}")
@@ -189,11 +237,19 @@ class WrappedModels:
         return wrapper
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's own module inside `model`; every name that held the wrapper gets it back."""
+        """Return the user's own module inside a wrapper and bind the wrapper's names to it again.
+
+        Args:
+            model: A wrapper.
+
+        Raises:
+            ValueError: If `model` is not wrapped.
+        """
         entry = self.entry(model)
         if entry is None:
             raise ValueError(
-                f"this {type(model).__name__} is not wrapped; ortlab.models() lists what is"
+                f"this {type(model).__name__} is not wrapped; ortlab.models() lists the wrapped "
+                "models"
             )
         original = entry.engine.unwrap(model)
         self._entries.remove(entry)
@@ -203,11 +259,15 @@ class WrappedModels:
         return original
 
     def configure(self, model: nn.Module, changes: Mapping[str, Any]) -> None:
-        """Changes settings of the wrapped `model`, from its next call on.
+        """Change settings of a wrapped model from its next call on.
 
-        ValueError for one that is not on engine ort, or for what `EngineSettings` refuse.
+        Args:
+            model: A model wrapped in engine ``"ort"``.
+            changes: New values by setting.
+
+        Raises:
+            ValueError: If the model is not wrapped in that engine, or a setting is wrong.
         """
-
         entry = self.entry(model)
         wrapped = wrapped_model(model)
         if entry is None or wrapped is None:
@@ -235,12 +295,15 @@ class WrappedModels:
                 namespace[name] = wrapper
                 self._left.pop(name, None)
         self._left |= {one.name: one for one in left}
-        # The models of the cell's last run, should it run again; memory that is not left to chance.
+        # Release the models of the cell's previous execution now, not at some later collection.
         self._forget_unreachable()
         return CellReport(tuple(entry for entry, _ in wrapped), tuple(left))
 
     def table(self) -> Table[ModelRow]:
-        """The wrapped models; below them what is to be known of each, and what was left and why."""
+        """Return a table of the wrapped models.
+
+        Notes below it give remarks on each model, and the values that were not wrapped.
+        """
         for name, value in list((self.namespace or {}).items()):
             if is_own_name(name):
                 self.entry(value)
@@ -251,7 +314,7 @@ class WrappedModels:
             _COLUMNS,
             notes=[
                 *(f"{row.name}: {note}" for row in rows for note in row.remarks),
-                *(f"left as it is: {one.name} {one.reason}" for one in self.left),
+                *(f"not wrapped: {one.name} ({one.reason})" for one in self.left),
             ],
             empty="no model is wrapped",
         )
@@ -276,7 +339,7 @@ class WrappedModels:
         )
 
     def _forget_unreachable(self) -> None:
-        """Wrappers hold themselves in cycles: one that has lost its names may be gone in truth."""
+        """Collect garbage if a wrapper has no name; only reference cycles may keep it alive."""
         if not all(
             entry.wrapper is None or self._names_of(entry.wrapper) for entry in self.entries
         ):
@@ -292,7 +355,7 @@ class WrappedModels:
     def _found(
         self, namespace: Namespace, bound: Iterable[str]
     ) -> tuple[list[_Group], list[NotWrapped]]:
-        """What is to be wrapped among the values of `bound`, and what is not."""
+        """Return the models to wrap among the values of `bound`, and those not to wrap."""
         groups: dict[int, _Group] = {}
         left: list[NotWrapped] = []
         for name in dict.fromkeys(bound):
@@ -300,7 +363,7 @@ class WrappedModels:
             if not is_model(value):
                 count = _models_inside(value)
                 if count:
-                    left.append(_left(name, value, f"holds {count} and is not a model itself"))
+                    left.append(_left(name, value, f"contains {count} and is not a model itself"))
                 continue
             reason = self.unfit(value, rebound=True) or _role(value)
             if reason is not None:
@@ -310,13 +373,11 @@ class WrappedModels:
         owners = self._owners(groups.values())
         for key in [key for key in groups if key in owners]:
             inner = groups.pop(key)
-            left += [
-                _left(name, inner.module, f"is a part of {owners[key]}") for name in inner.names
-            ]
+            left += [_left(name, inner.module, f"is part of {owners[key]}") for name in inner.names]
         return list(groups.values()), left
 
     def _named(self, namespace: Namespace, names: Sequence[str]) -> list[_Group]:
-        """What `names` name; ValueError for the first that cannot be wrapped."""
+        """Return the models that `names` refer to."""
         groups: dict[int, _Group] = {}
         for name in dict.fromkeys(names):
             model = model_called(name, namespace)
@@ -328,12 +389,12 @@ class WrappedModels:
         for key, group in groups.items():
             if key in owners:
                 raise ValueError(
-                    f"cannot wrap {group.names[0]}: it is a part of {owners[key]}; wrap one of them"
+                    f"cannot wrap {group.names[0]}: it is part of {owners[key]}; wrap one of them"
                 )
         return list(groups.values())
 
     def _owners(self, groups: Iterable[_Group]) -> dict[int, str]:
-        """Of every inner module of `groups` and of the wrapped models: its id, its owner's name."""
+        """Return the name of the owner of each inner module, by the id of the module."""
         owners = [(group.names[0], group.module) for group in groups]
         for entry in self.entries:
             original = entry.original
@@ -348,13 +409,18 @@ class WrappedModels:
         }
 
     def unfit(self, model: nn.Module, *, rebound: bool = False) -> str | None:
-        """Why no engine may wrap `model`; None when one may. Goes on from 'it'.
+        """Return why no engine may wrap a model.
 
-        The eager engine's wrapper is the model itself. A cell that binds such a model again
-        (`rebound`) may give it another engine, and another model may contain it.
+        The wrapper of the eager engine is the model itself. Another model may contain it, and a
+        cell that binds it again may give it another engine.
+
+        Args:
+            model: The model.
+            rebound: Whether a cell has bound the model again.
+
+        Returns:
+            The reason, to follow "it"; None if the model may be wrapped.
         """
-        from ortlab.engines import base
-
         entry = self.entry(model)
         if entry is not None and not (rebound and entry.original is model):
             return f"is already wrapped (engine {entry.settings.engine!r})"
@@ -367,11 +433,9 @@ class WrappedModels:
     def _wrap(
         self, groups: Sequence[_Group], settings: EngineSettings
     ) -> list[tuple[WrappedEntry, nn.Module]]:
-        """Wraps all of `groups`; nothing is recorded when one of them fails."""
+        """Wrap all of `groups`; if one of them fails, nothing is recorded."""
         if not groups:
             return []
-        from ortlab.engines.registry import engine as engine_called
-
         engine = engine_called(settings.engine)
         made = []
         for group in groups:
@@ -381,13 +445,13 @@ class WrappedModels:
             entry = WrappedEntry(tuple(group.names), settings, engine, weakref.ref(wrapper))
             made.append((entry, wrapper, group.module))
         for entry, wrapper, module in made:
-            # The entry of the same wrapper, or of the model itself on the eager engine.
+            # Replaces the entry of the same wrapper, or of the model itself on the eager engine.
             self._entries = [old for old in self.entries if old.wrapper not in (wrapper, module)]
             self._entries.append(entry)
         return [(entry, wrapper) for entry, wrapper, _ in made]
 
     def _wrapper_of(self, model: nn.Module, settings: EngineSettings) -> nn.Module | None:
-        """The wrapper that `model` has already, with the same settings: a cell that runs again."""
+        """Return the wrapper of `model` with the same settings, if a cell runs again."""
         for entry in self.entries:
             if entry.original is model and entry.settings == settings:
                 return entry.wrapper
@@ -395,18 +459,34 @@ class WrappedModels:
 
 
 def is_model(value: object) -> TypeGuard[nn.Module]:
-    """Whether `value` is a torch.nn.Module; does not import torch for it."""
+    """Return whether a value is a `torch.nn.Module`, without importing torch.
+
+    Args:
+        value: Any object.
+    """
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def is_own_name(name: str) -> bool:
-    """Whether `name` is one that a user gave, not one under which IPython keeps results."""
+    """Return whether a name is the user's, not one under which IPython keeps results.
+
+    Args:
+        name: Name of a variable.
+    """
     return _HISTORY.fullmatch(name) is None
 
 
 def model_called(name: str, namespace: Mapping[str, Any]) -> nn.Module:
-    """The module called `name` in `namespace`; ValueError says what there is instead."""
+    """Return the model called `name`.
+
+    Args:
+        name: Name of a variable.
+        namespace: The user's variables.
+
+    Raises:
+        ValueError: If there is none; the message lists the models.
+    """
     if name not in namespace:
         known = [
             other for other, value in namespace.items() if is_model(value) and is_own_name(other)
@@ -416,11 +496,19 @@ def model_called(name: str, namespace: Mapping[str, Any]) -> nn.Module:
 
 
 def check_model(name: str, value: object) -> nn.Module:
-    """`value` where it is a module; else ValueError says what `name` is."""
+    """Return a value that must be a model.
+
+    Args:
+        name: What to call the value in the error.
+        value: The value.
+
+    Raises:
+        ValueError: If it is not a `torch.nn.Module`.
+    """
     if is_model(value):
         return value
     if isinstance(value, type):
-        raise ValueError(f"{name} is the class {value.__name__}; make an instance of it")
+        raise ValueError(f"{name} is the class {value.__name__}; create an instance of it")
     advice = "; bind one of its models to a name" if _models_inside(value) else ""
     kind = type(value).__name__
     article = "an" if kind[0] in "aeiouAEIOU" else "a"
@@ -428,9 +516,9 @@ def check_model(name: str, value: object) -> nn.Module:
 
 
 def _models_inside(value: object) -> str:
-    """How many trainable models a plain container holds, in words; empty for none.
+    """Return how many trainable models a container holds, in words; empty for none.
 
-    Containers in it are searched, too, the outer ones first.
+    Nested containers are searched after the outer ones.
     """
     if not _is_container(value):
         return ""
@@ -457,20 +545,21 @@ def _is_container(value: object) -> TypeGuard[Iterable[object]]:
 
 
 def _role(model: nn.Module) -> str | None:
-    """What else than the model to train `model` is; such modules are wrapped only when named."""
-    from torch.nn.modules.loss import _Loss
+    """Return what `model` is if not a model to train; such modules are wrapped only by name."""
+    from torch.nn.modules.loss import _Loss  # heavy: torch
 
     kind = type(model)
     if isinstance(model, _Loss) or _LOSS.search(kind.__name__):
         return f"is a loss ({kind.__name__})"
-    if any(base.__module__.partition(".")[0] == "torchmetrics" for base in kind.__mro__):
+    if any(each.__module__.partition(".")[0] == "torchmetrics" for each in kind.__mro__):
         return f"is a metric ({kind.__name__})"
     return None
 
 
 def _left(name: str, value: object, reason: str) -> NotWrapped:
+    """Return the record of a value that was not wrapped."""
     if is_model(value):
         reference = weakref.ref(value)
         return NotWrapped(name, reason, lambda other: other is reference())
-    address = id(value)  # a list takes no weak reference, and must not be kept alive either
+    address = id(value)  # lists allow no weak reference, and must not be kept alive either
     return NotWrapped(name, reason, lambda other: id(other) == address)

@@ -1,7 +1,7 @@
-"""Hugging Face: transformers' Trainer in ONNX Runtime, its run as live charts and in the history.
+"""Hugging Face's Trainer on ortlab's engines, with live charts and the history of runs.
 
-A plain `transformers.Trainer` takes a model of `ortlab.wrap` as it is; `Trainer` wraps it, and
-`OrtLabCallback` shows the run of either.
+A plain `transformers.Trainer` accepts a model of `ortlab.wrap`; `Trainer` wraps its model itself,
+and `OrtLabCallback` shows the run of either.
 """
 
 from ortlab.hf.callback import OrtLabCallback

@@ -1,4 +1,4 @@
-"""A transformers callback: a Trainer's run as live charts and in the history."""
+"""Callback of transformers that shows a Trainer's run as live charts and saves its history."""
 
 from __future__ import annotations
 
@@ -16,42 +16,48 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainerState, TrainingArguments
 
-FP16_ON_CPU = "accelerate trains in float32 on a CPU, without a word"
-"""What becomes of ``fp16=True`` there."""
+FP16_ON_CPU = "accelerate silently trains in float32 on a CPU"
+"""Effect of ``fp16=True`` on a CPU."""
 
 _OPTIMIZERS = {"adamw": "adamw", "sgd": "sgd"}
 _SCHEDULES = ("linear", "constant", "cosine")
 
 
 class OrtLabCallback(TrainerCallback):
-    """Shows each run of a `transformers.Trainer` live and keeps it: ``callbacks=[OrtLabCallback]``.
+    """Shows each run of a `transformers.Trainer` live and saves it: ``callbacks=[OrtLabCallback]``.
 
-    Loss, learning rate, throughput, times and memory of every step, whatever the Trainer logs, its
-    evaluations, and the gradient norm where it is logged. The model may be wrapped or not. `name`
-    names the run. Of several processes the first one tells.
+    It records loss, learning rate, throughput, times and memory of every step regardless of what
+    the Trainer logs, its evaluations, and the gradient norm if it is logged. The model may be
+    wrapped or not. With several processes only the first one reports.
 
-    A Trainer whose ``train`` raises does not say so: the run then counts as failed when the next
-    one begins, or Python ends. `ortlab.hf.Trainer` tells.
+    A Trainer whose ``train`` raises does not tell its callbacks. The run then counts as failed when
+    the next one begins or Python exits. `ortlab.hf.Trainer` reports the error at once.
 
-    ORT's own dropout, on a GPU, goes on from a seed of its own at the beginning and at each
-    checkpoint, so that a run that is resumed there draws what the undisturbed one did.
+    On a GPU, ORT's dropout is reseeded at the beginning and at each checkpoint, so that a run that
+    resumes there draws the same masks as an uninterrupted one.
+
+    Args:
+        name: Name of the run; None for the next run-N.
     """
 
     def __init__(self, name: str | None = None) -> None:
         self.run: TrainerRun | None = None
-        """The run that goes on, or the last one."""
+        """The active run, or the last one."""
         self._name = name
 
-    # What the Trainer calls gets its arguments, state and control, and by name what it holds.
+    def __repr__(self) -> str:
+        return f"OrtLabCallback(run={self.run!r})"
 
-    def on_train_begin(self, *told: Any, **held: Any) -> None:
-        """A run begins."""
-        args, state, _ = told
-        model = held["model"]
+    # The Trainer passes its arguments, state and control, and by name the objects that it uses.
+
+    def on_train_begin(self, *arguments: Any, **objects: Any) -> None:
+        """Begin a run."""
+        args, state, _ = arguments
+        model = objects["model"]
         _restart_dropout(model, args, state)
         if not state.is_world_process_zero:
             return
-        self.ended(None, why="train ended without a word: it raised, or was interrupted")
+        self.ended(None, why="train ended without on_train_end: it raised or was interrupted")
         self.run = TrainerRun(
             model,
             total_steps=state.max_steps,
@@ -66,51 +72,56 @@ class OrtLabCallback(TrainerCallback):
             self.run.tell("warning", f"fp16=True has no effect: {FP16_ON_CPU}")
         session.show(self.run)
 
-    def on_step_begin(self, *_: Any, **held: Any) -> None:
-        """An optimizer step begins."""
+    def on_step_begin(self, *_: Any, **objects: Any) -> None:
+        """Begin an optimizer step."""
         if self.run is not None:
-            scaler = getattr(held.get("optimizer"), "scaler", None)
+            scaler = getattr(objects.get("optimizer"), "scaler", None)
             self.run.begin_step(scaled=scaler is not None and scaler.is_enabled())
 
-    def on_step_end(self, *told: Any, **_: Any) -> None:
-        """It is over."""
-        _, state, control = told
+    def on_step_end(self, *arguments: Any, **_: Any) -> None:
+        """End an optimizer step."""
+        _, state, control = arguments
         if self.run is not None:
             self.run.end_step(state.global_step, float(state.epoch or 0.0))
             if self.run.stopping:
                 control.should_training_stop = True
 
-    def on_log(self, *_: Any, **held: Any) -> None:
-        """What the Trainer logs."""
+    def on_log(self, *_: Any, **objects: Any) -> None:
+        """Add what the Trainer logs."""
         if self.run is not None and not self.run.over():
-            self.run.log(held["logs"])
+            self.run.log(objects["logs"])
             self.run.free()
 
-    def on_evaluate(self, *_: Any, **held: Any) -> None:
-        """An evaluation is over."""
+    def on_evaluate(self, *_: Any, **objects: Any) -> None:
+        """Record an evaluation."""
         if self.run is not None:
-            self.run.evaluated(held["metrics"])
+            self.run.evaluated(objects["metrics"])
 
-    def on_save(self, *told: Any, **held: Any) -> None:
-        """A checkpoint was written."""
-        args, state, _ = told
-        _restart_dropout(held["model"], args, state)
+    def on_save(self, *arguments: Any, **objects: Any) -> None:
+        """Record that a checkpoint was written."""
+        args, state, _ = arguments
+        _restart_dropout(objects["model"], args, state)
         if self.run is not None:
-            self.run.tell("note", f"checkpoint-{state.global_step} is written")
+            self.run.tell("note", f"checkpoint-{state.global_step} was written")
             self.run.free()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """``train`` is about to return."""
+        """End the run; ``train`` is about to return."""
         self.ended(None)
 
     def ended(self, error: BaseException | None, why: str | None = None) -> None:
-        """The run is over, if one goes on: with an `error`, or for a reason that `why` tells."""
+        """End the active run, if there is one.
+
+        Args:
+            error: What ``train`` raised; None if it did not raise.
+            why: Reason of a failure whose error is not known.
+        """
         if self.run is not None:
             atexit.unregister(self._with_python)
             self.run.end(error, why)
 
     def _with_python(self) -> None:
-        self.ended(None, why="Python ended before train did")
+        self.ended(None, why="Python exited before train ended")
 
 
 def _is_idle_fp16(args: TrainingArguments) -> bool:
@@ -123,7 +134,7 @@ def _restart_dropout(model: nn.Module, args: TrainingArguments, state: TrainerSt
 
 
 def _settings(model: nn.Module, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """The settings that the Trainer's arguments come to, as far as there are such."""
+    """Return the settings that correspond to the Trainer's arguments, as far as there are any."""
     known: dict[str, Any] = {"engine": "eager"}
     if (wrapped := wrapped_model(model)) is not None:
         known = wrapped.settings.as_dict()
@@ -158,6 +169,6 @@ def _settings(model: nn.Module, args: TrainingArguments, state: TrainerState) ->
 
 
 def _arguments(args: TrainingArguments) -> dict[str, Any]:
-    """The Trainer's own arguments without its folders; tokens are not among them."""
-    told: dict[str, Any] = args.to_sanitized_dict()
-    return {name: value for name, value in told.items() if not name.endswith(("_dir", "_token"))}
+    """Return the Trainer's own arguments without folders and tokens."""
+    found: dict[str, Any] = args.to_sanitized_dict()
+    return {name: value for name, value in found.items() if not name.endswith(("_dir", "_token"))}

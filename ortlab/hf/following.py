@@ -1,4 +1,4 @@
-"""A Trainer's run as it is seen from outside: its numbers, its state, its folder."""
+"""A Trainer's run as seen from outside: its metrics, its state, its folder."""
 
 from __future__ import annotations
 
@@ -34,8 +34,12 @@ _WAIT_S = 0.1
 class Step(Turn):
     """An optimizer step of one or more batches.
 
-    The loss is the sum of what ``backward`` was called on: the Trainer divides before that. Where
-    a loss scale multiplied it, it is left out (`scaled`).
+    The loss is the sum of the values that ``backward`` was called on, because the Trainer divides
+    before that. It is left out if a loss scale multiplied it.
+
+    Args:
+        began: Start of the step, in seconds of `time.perf_counter`.
+        scaled: Whether a loss scale multiplies the loss.
     """
 
     def __init__(self, began: float, *, scaled: bool = False) -> None:
@@ -44,7 +48,7 @@ class Step(Turn):
         self._scaled = scaled
 
     def after_backward(self, loss: torch.Tensor) -> None:
-        """See `Turn.after_backward`; what follows is the next batch's forward."""
+        """See `Turn.after_backward`; the forward of the next batch may follow."""
         before = self.loss
         super().after_backward(loss)
         if self._scaled:
@@ -53,18 +57,32 @@ class Step(Turn):
             self.loss = before + self.loss
 
     def count(self, batch: Any) -> None:
-        """Of a batch that goes into the model."""
+        """Count the samples and tokens of a batch that goes into the model.
+
+        Args:
+            batch: Arguments of the model.
+        """
         samples, tokens = count(batch)
         self.samples += samples
         self.tokens += tokens
 
 
 class TrainerRun(StoredRun):
-    """What `OrtLabCallback` knows of one call of ``train``; a `telemetry.Watched`.
+    """The run of one call of ``train``, recorded by `OrtLabCallback`.
 
-    It is kept as a run is (see `history.run_folder`), with ``trainer.json`` for the Trainer's own
-    arguments and without checkpoints, which lie where the Trainer puts them. Pause and stop work
-    where ``train`` was called in a thread of its own: a kernel busy with it hears no button.
+    It is a `metrics.recorder.Watched` and is saved like any run (see `history.run_folder`), with
+    the Trainer's own arguments in ``trainer.json`` and without checkpoints, which the Trainer saves
+    elsewhere. Pause and stop work only if ``train`` was called in a thread of its own: a kernel
+    that is busy with it receives no message of a button.
+
+    Args:
+        model: The model that the Trainer trains.
+        total_steps: Number of optimizer steps of the whole training.
+        step: Optimizer steps that were done before, if it resumes from a checkpoint.
+        settings: Settings that correspond to the Trainer's arguments.
+        arguments: The Trainer's arguments.
+        name: Name of the run; None for the next run-N.
+        root: Folder of the runs; None for the default.
     """
 
     def __init__(
@@ -79,9 +97,9 @@ class TrainerRun(StoredRun):
         root: Path | None = None,
     ) -> None:
         self.interactive = threading.current_thread() is not threading.main_thread()
-        """Whether pause and stop do something."""
+        """Whether pause and stop have an effect."""
         self.error: BaseException | None = None
-        """What ``train`` raised, as far as it was told."""
+        """Error that ``train`` raised, if it is known."""
         self._kind = model.__class__.__name__
         self._model = weakref.ref(model)
         self._engine = wrapped_model(model)
@@ -107,45 +125,54 @@ class TrainerRun(StoredRun):
         self._write_about(None)
         sqlite_index.note(self.folder)
         self.recorder = Recorder(sinks=[self._folder.metrics()])
-        """The numbers of the run."""
+        """Metrics of the run."""
         self._meter: Meter = SAMPLER.start()
         self._began = self._free = time.perf_counter()
         self.turn = Step(self._began)
         self._hook = model.register_forward_pre_hook(self._meet, with_kwargs=True)
         self.tell("state", "running")
         if step:
-            self.tell("note", f"goes on from a checkpoint at step {step}")
+            self.tell("note", f"resumed from a checkpoint at step {step}")
 
     @property
     def title(self) -> str:
-        """What stands above the charts."""
+        """Title of the charts."""
         return f"{self.name}: {self._kind} in a Trainer on {self.engine_used}"
 
     @property
     def model(self) -> nn.Module | None:
-        """What it trains, as long as somebody holds it."""
+        """Model in training; None once nothing else refers to it."""
         return self._model()
 
     @property
     def engine_used(self) -> str:
-        """The engine that executes the model; another than was asked for after a fallback."""
+        """Engine that executes the model; after a fallback not the one that was asked for."""
         return self._report.engine_used
 
     def __repr__(self) -> str:
         state = self.status().state
         return f"<TrainerRun {self.name}: {state}, step {self._step}/{self._total}>"
 
-    # ---- what the callback tells -----------------------------------------------------------------
+    # ---- calls of the callback -------------------------------------------------------------------
 
     def begin_step(self, *, scaled: bool) -> None:
-        """An optimizer step begins."""
+        """Begin an optimizer step.
+
+        Args:
+            scaled: Whether a loss scale multiplies the loss.
+        """
         self.flush()
         self.turn = Step(self._free, scaled=scaled)
-        INTERCEPTION.leave(self)  # where the step before raised, and train was called again
+        INTERCEPTION.leave(self)  # still entered if the last step raised and train was called again
         INTERCEPTION.enter(self)
 
     def end_step(self, step: int, epoch: float) -> None:
-        """It is over; waits while the run is paused."""
+        """End an optimizer step; block while the run is paused.
+
+        Args:
+            step: Number of optimizer steps so far.
+            epoch: Epoch, with its fraction.
+        """
         INTERCEPTION.leave(self)
         turn, now = self.turn, time.perf_counter()
         step_s = now - turn.began
@@ -173,7 +200,11 @@ class TrainerRun(StoredRun):
             self._free = time.perf_counter()
 
     def log(self, logs: Mapping[str, Any]) -> None:
-        """What the Trainer logs of the step that ended last."""
+        """Add the values that the Trainer logs for the last step.
+
+        Args:
+            logs: Values by the Trainer's names.
+        """
         if self._due is None:
             return
         if isinstance(norm := logs.get("grad_norm"), int | float):
@@ -183,13 +214,17 @@ class TrainerRun(StoredRun):
             self._due["loss"] = float(logs["loss"])
 
     def flush(self) -> None:
-        """Records the step that ended last: its log has been heard by now, if there is one."""
+        """Record the last step; the Trainer has logged its values by now, if it logs any."""
         if self._due is not None:
             self.recorder.add(Sample(**self._due))
             self._due = None
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
-        """An evaluation, with the Trainer's names: ``eval_loss``, ``eval_accuracy``, ..."""
+        """Record an evaluation.
+
+        Args:
+            metrics: Values by the Trainer's names: ``eval_loss``, ``eval_accuracy`` and others.
+        """
         if self.over():
             return
         self.flush()
@@ -202,17 +237,25 @@ class TrainerRun(StoredRun):
         self.free()
 
     def free(self) -> None:
-        """What the Trainer did since the last step was no part of the next one."""
+        """Start the next step's time now, leaving out the Trainer's work since the last step."""
         self._free = time.perf_counter()
 
     def tell(self, kind: str, text: str, values: Mapping[str, float] | None = None) -> None:
-        """Makes an event, see `telemetry.Event`."""
+        """Record an event, see `metrics.recorder.Event`.
+
+        Args:
+            kind: Kind of the event.
+            text: Text of the event.
+            values: Numbers of the event.
+        """
         self.recorder.event(Event(kind, self._step, self._elapsed_s(), text, dict(values or {})))
 
     def end(self, error: BaseException | None = None, why: str | None = None) -> None:
-        """``train`` is over: with an `error`, or for a reason that is known no better than `why`.
+        """End the run; calling it twice is fine.
 
-        Twice is fine.
+        Args:
+            error: What ``train`` raised; None if it did not raise.
+            why: Reason of a failure whose error is not known.
         """
         if self.over():
             return
@@ -237,13 +280,13 @@ class TrainerRun(StoredRun):
         self.recorder.close()
         self._folder.release()
         sqlite_index.note(self.folder)
-        self._engine = None  # which holds the model
+        self._engine = None  # it refers to the model
         self._over.set()
 
-    # ---- what a view asks ------------------------------------------------------------------------
+    # ---- calls of views --------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """See `telemetry.Watched.status`."""
+        """See `metrics.recorder.Watched.status`."""
         state = self._state
         if not self.over():
             if self._stopping:
@@ -266,36 +309,43 @@ class TrainerRun(StoredRun):
         )
 
     def pause(self) -> None:
-        """Pauses after the step in flight, where `interactive`; not waited for."""
+        """Pause after the step in flight, without waiting; no effect unless `interactive`."""
         if self.interactive:
             self._going.clear()
 
     def resume(self) -> None:
-        """Goes on after a pause."""
+        """Resume after a pause."""
         self._going.set()
 
     def stop(self) -> None:
-        """Has ``train`` return after the step in flight, from a pause too; not waited for."""
+        """Make ``train`` return after the step in flight, also from a pause, without waiting."""
         self._stopping = True
         self._going.set()
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was asked for."""
+        """Whether `stop` was called."""
         return self._stopping
 
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """Return whether the run has ended."""
         return self._over.is_set()
 
     def wait_over(self, timeout: float | None = None) -> bool:
-        """Blocks until `over`, at most `timeout` seconds; returns `over`."""
+        """Wait for the end of the run.
+
+        Args:
+            timeout: Longest wait in seconds; None for no limit.
+
+        Returns:
+            Whether the run has ended.
+        """
         return self._over.wait(timeout)
 
-    # ---- what is made of it ----------------------------------------------------------------------
+    # ---- recording -------------------------------------------------------------------------------
 
     def _meet(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before forward: counts what is trained on, in the thread that trains."""
+        """Count a training batch before forward, in the training thread."""
         if model.training and torch.is_grad_enabled() and not self.over():
             self.turn.count(kwargs or args)
 
@@ -303,7 +353,7 @@ class TrainerRun(StoredRun):
         return Report(self._engine_asked) if self._engine is None else self._engine.report()
 
     def _hear(self) -> None:
-        """Makes events of what the engine says for the first time."""
+        """Record what the engine reports for the first time."""
         known, self._report = self._report, self._now()
         for note in self._report.notes[len(known.notes) :]:
             self.tell("note", note)
@@ -327,7 +377,7 @@ class TrainerRun(StoredRun):
         ]
 
     def _spent(self) -> tuple[float, float]:
-        """Seconds of this run on exports, and on their checks."""
+        """Return the seconds of this run spent on exports and on self-checks."""
         before, now = self._before, self._report
         return now.export_s - before.export_s, now.check_s - before.check_s
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer with the engines of ortlab as arguments."""
+"""Trainer of transformers with ortlab's engines as arguments."""
 
 from __future__ import annotations
 
@@ -27,21 +27,31 @@ if TYPE_CHECKING:
 class Trainer(transformers.Trainer):
     """A `transformers.Trainer` that wraps its model and shows its runs.
 
-    All arguments of the Trainer, and those of `ortlab.settings.EngineSettings`: ``engine``
-    (ORTModule unless another is named), ``recompute``, ``precision``, ``fallback`` and so on. A
-    model that is wrapped already stays as it is. In a notebook with the extension loaded the charts
-    take the progress bar's place.
+    In a notebook with the extension loaded, charts replace the progress bar. With several
+    processes, the loss of a model that ignores ``num_items_in_batch`` stays the mean, which
+    transformers would multiply by the number of processes.
 
-    ``zero_stage``, 1 to 3, shares out the optimizer's state, the gradients, the weights between the
-    processes of ``torchrun``, by DeepSpeed (see `ortlab.hf.zero`): 1 and 2 in engines ``ort`` and
-    ``eager``, 3 in ``eager``. On several processes the loss of a model that takes no notice of
-    ``num_items_in_batch`` stays the mean, which transformers would multiply by their number.
+    Args:
+        model: The model; wrapped unless it is wrapped already.
+        args: Arguments of the training.
+        *more: Further arguments of `transformers.Trainer`.
+        **keywords: Further arguments of `transformers.Trainer`; settings of
+            `ortlab.settings.EngineSettings`, such as ``engine`` (default ``"ort"``, ORTModule),
+            ``recompute``, ``precision`` and ``fallback``; and ``zero_stage``, 1 to 3, which
+            partitions optimizer state (1), gradients too (2) and weights too (3) across the
+            processes of ``torchrun`` by DeepSpeed (see `ortlab.hf.zero`). Stages 1 and 2 work with
+            engines ``"ort"`` and ``"eager"``, stage 3 with ``"eager"``.
 
-    ValueError for what cannot go together: settings for a model that is wrapped already, a
-    ``precision`` with an engine of torch's (there ``bf16=True`` of TrainingArguments is the way),
-    ``torch_compile=True`` with engine ``ort``, ``fp16=True`` on a CPU, ``zero_stage`` in a single
-    process, with an optimizer that does not step element by element, or with a checkpoint to go
-    on from.
+    Raises:
+        ValueError: If arguments exclude each other: engine settings with a model that is already
+            wrapped; ``precision`` with an engine of torch, which takes ``bf16=True`` of
+            TrainingArguments; ``torch_compile=True`` with engine ``"ort"``; ``fp16=True`` on a
+            CPU; ``zero_stage`` in a single process, with an optimizer that does not update element
+            by element, or when resuming from a checkpoint.
+
+    Example:
+        >>> trainer = ortlab.hf.Trainer(model, args, train_dataset=data, engine="ort")
+        >>> await trainer.train_async()
     """
 
     def __init__(
@@ -58,11 +68,11 @@ class Trainer(transformers.Trainer):
         self._settings = EngineSettings.of({"engine": "ort", **given})
         if self._settings.engine == "ort" and args is not None and args.torch_compile:
             raise ValueError(
-                "torch_compile=True and engine='ort' both replace forward; leave one of them out"
+                "torch_compile=True and engine='ort' both replace forward; remove one of them"
             )
         if args is not None and args.fp16 and args.device.type == "cpu":
             raise ValueError(
-                f"fp16=True: {FP16_ON_CPU}; choose bf16=True, or leave it out for float32"
+                f"fp16=True: {FP16_ON_CPU}; choose bf16=True, or remove it for float32"
             )
         if self._settings.engine != "ort" and self._settings.precision != "fp32":
             raise ValueError(
@@ -86,13 +96,17 @@ class Trainer(transformers.Trainer):
         if self._watch not in self.callback_handler.callbacks:
             self.add_callback(self._watch)
         if session.viewers:
-            # In a notebook the first is a table, elsewhere a bar.
+            # The first is a table in a notebook and a bar elsewhere.
             for kind in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
                 self.remove_callback(kind)
 
+    def __repr__(self) -> str:
+        kind = type(self.accelerator.unwrap_model(self.model)).__name__
+        return f"<Trainer of a {kind}: engine {self._settings.engine!r}, run {self.run!r}>"
+
     @property
     def run(self) -> TrainerRun | None:
-        """The run of the last ``train``: its state, its numbers, its folder; None before."""
+        """Run of the last ``train``: its state, metrics and folder; None before the first one."""
         return self._watch.run
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -100,7 +114,7 @@ class Trainer(transformers.Trainer):
         return self._wrapped(super().call_model_init(trial), {})
 
     def create_optimizer(self, *args: Any, **keywords: Any) -> torch.optim.Optimizer:
-        """See `transformers.Trainer.create_optimizer`; checked where ZeRO cuts tensors up."""
+        """See `transformers.Trainer.create_optimizer`; checked if ZeRO partitions tensors."""
         found = super().create_optimizer(*args, **keywords)
         if self._stage:
             zero.check_optimizer(self._stage, found)
@@ -113,7 +127,7 @@ class Trainer(transformers.Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """See `transformers.Trainer.compute_loss`; the mean also where several processes train."""
+        """See `transformers.Trainer.compute_loss`; with several processes it is the mean, too."""
         if (
             not self._is_count_checked
             and num_items_in_batch is not None
@@ -121,13 +135,13 @@ class Trainer(transformers.Trainer):
         ):
             self._is_count_checked = True
             if self._ignores_count(model, inputs, num_items_in_batch):
-                # The Trainer then divides by the micro-batches itself, and multiplies by nothing.
+                # The Trainer then divides by the number of micro-batches and does not multiply.
                 self.model_accepts_loss_kwargs = False
                 num_items_in_batch = None
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def train(self, *args: Any, **keywords: Any) -> TrainOutput:
-        """See `transformers.Trainer.train`; the run's state says how it ended."""
+        """See `transformers.Trainer.train`; the state of the run records how it ended."""
         if self._stage and (args[:1] or keywords.get("resume_from_checkpoint")):
             zero.refuse_checkpoint(self._stage, "resume_from_checkpoint")
         try:
@@ -137,10 +151,19 @@ class Trainer(transformers.Trainer):
             raise
 
     async def train_async(self, *args: Any, **keywords: Any) -> TrainOutput:
-        """`train` in a thread of its own, so that the charts' buttons work: ``await`` it.
+        """Run `train` in a thread of its own, so that the buttons of the charts work: ``await`` it.
 
-        Raises what ``train`` raised. An interrupt of the wait ends the run after the step in
-        flight.
+        An interrupt of the wait stops the run after the step in flight.
+
+        Args:
+            *args: Arguments of `train`.
+            **keywords: Arguments of `train`.
+
+        Returns:
+            The result of `train`.
+
+        Raises:
+            BaseException: What `train` raised.
         """
         over = threading.Event()
         found: list[TrainOutput] = []
@@ -158,7 +181,7 @@ class Trainer(transformers.Trainer):
             if self.run is not None:
                 self.run.stop()
 
-        context = contextvars.copy_context()  # what the thread prints stays with its own cell
+        context = contextvars.copy_context()  # output of the thread appears below its own cell
         thread = threading.Thread(target=context.run, args=(drive,), name="ortlab-trainer")
         thread.start()
         await until(over, stop)
@@ -168,7 +191,7 @@ class Trainer(transformers.Trainer):
         return found[0]
 
     def _ignores_count(self, model: nn.Module, inputs: dict[str, Any], count: Any) -> bool:
-        """Whether the loss of `model` is one to `zero.ignores_count`: two evaluations tell."""
+        """Return whether the loss ignores ``num_items_in_batch``; evaluates the model twice."""
         if not self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
             return False
         module = self.accelerator.unwrap_model(model)
@@ -193,7 +216,7 @@ class Trainer(transformers.Trainer):
             return session.wrapped.wrap(model, self._settings)
         if given:
             raise ValueError(
-                f"the model is wrapped already (engine {entry.settings.engine!r}); give "
+                f"the model is already wrapped (engine {entry.settings.engine!r}); pass "
                 f"{', '.join(given)} to ortlab.wrap"
             )
         return model

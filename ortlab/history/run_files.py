@@ -45,6 +45,9 @@ class StoredRun:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
     @property
     def name(self) -> str:
         """Name of the run and of its folder, unique among the stored runs."""

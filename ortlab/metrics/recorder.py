@@ -448,6 +448,9 @@ class Recorder:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def __repr__(self) -> str:
+        return f"<Recorder: {self.count} steps, {len(self.events())} events>"
+
     def add(self, sample: Sample) -> None:
         """Record the metrics of a step.
 

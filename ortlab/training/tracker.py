@@ -79,6 +79,10 @@ class Tracker(Generic[B]):
         self.turn = Turn()
         self._over = threading.Event()
 
+    def __repr__(self) -> str:
+        total = "" if self._length is None else f"/{self._length * max(self._passes, 1)}"
+        return f"<Tracker {self.title}: {self._state}, step {self._step}{total}>"
+
     def __len__(self) -> int:
         if self._length is None:
             raise TypeError("the loader has no length")

@@ -21,6 +21,9 @@ class Recent(Generic[T]):
         self._last: T | None = None
         self._known: list[weakref.ref[T]] = []
 
+    def __repr__(self) -> str:
+        return repr([*self])
+
     def append(self, begun: T) -> None:
         """Append the newest object; the one before it is no longer kept alive.
 

@@ -287,7 +287,7 @@ def test_interrupted() -> None:
     assert running.returncode == 130
     assert printed == ""
     assert "Traceback" not in complaints
-    assert complaints.splitlines()[-1] == "interrupted before all was measured"
+    assert complaints.splitlines()[-1] == "interrupted before the measurement was complete"
 
 
 # ---- what is told --------------------------------------------------------------------------------

@@ -310,8 +310,8 @@ def test_from_start_to_stop(
     assert typist("%ort workers") == "no workers yet; %ort workers 2 starts two\n"
     assert typist.completions("%ort workers st") == ["stop"]
     assert typist.completions("%ort workers --p") == ["--profile"]
-    assert "no number" in typist.refused("%ort workers many")
-    assert "at least one" in typist.refused("%ort workers 0")
+    assert "not a number" in typist.refused("%ort workers many")
+    assert "at least 1" in typist.refused("%ort workers 0")
     with pytest.raises(ValueError, match="no workers yet"):
         ortlab.workers()
 
@@ -352,7 +352,7 @@ def test_from_start_to_stop(
         assert (output.item(), name) == (6, "Twice")
 
     out = typist("w = %ort workers 1")
-    assert out.startswith("the 2 workers before end\nstarting 1 worker\n")
+    assert out.startswith("ending the 2 previous workers\nstarting 1 worker\n")
     assert eventually(lambda: not running(first))
     assert len(typist["w"]) == 1
 
@@ -525,7 +525,7 @@ def test_a_profile_s_workers_may_be_on_another_host(
     )
     error = typist.refused("%ort workers --profile fare 2")
     assert error.endswith("no profile is called 'fare': choose from far; did you mean 'far'?")
-    assert "goes with a number" in typist.refused("%ort workers --profile far")
+    assert "--profile needs a number of workers" in typist.refused("%ort workers --profile far")
     here = family(os.getpid())
     typist("w = %ort workers --profile far 2")
     workers = typist["w"]

@@ -34,7 +34,8 @@ from ortlab.history.entry import read_entry
 from ortlab.history.listing import history
 from ortlab.history.run_folder import read_metrics
 from ortlab.metrics.recorder import COLUMNS
-from ortlab.notebook.magics.commands import COMMANDS, command_called, split
+from ortlab.notebook.magics.commands import COMMANDS, command_called
+from ortlab.notebook.magics.parsing import split
 from ortlab.settings import HistorySettings
 from ortlab.utils.rng import RandomStates
 

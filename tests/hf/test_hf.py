@@ -230,8 +230,8 @@ def test_the_callback_shows_and_keeps_a_run(
     evaluations = [event.values["loss"] for event in run.recorder.events("eval")]
     assert evaluations == logged(trainer, "eval_loss")
     assert [event.text for event in run.recorder.events("note")] == [
-        "checkpoint-4 is written",
-        "checkpoint-8 is written",
+        "checkpoint-4 was written",
+        "checkpoint-8 was written",
     ]
     assert run.status().state == "finished"
     assert run.over()
@@ -275,7 +275,7 @@ def test_a_trainer_that_raised_is_told_of_at_the_next_run(tmp_path: Path, data: 
     trainer.data_collator = collate
     trainer.train()
     assert broken.status().state == "failed"
-    assert "train ended without a word" in (broken.status().error or "")
+    assert "train ended without on_train_end" in (broken.status().error or "")
     assert watch.run is not None
     assert watch.run.status().state == "finished"
 
@@ -288,7 +288,7 @@ def test_fp16_on_a_cpu_is_told_of(tmp_path: Path, data: Dataset) -> None:
     run = watch.run
     assert run is not None
     assert [e.text for e in run.recorder.events("warning")] == [
-        "fp16=True has no effect: accelerate trains in float32 on a CPU, without a word"
+        "fp16=True has no effect: accelerate silently trains in float32 on a CPU"
     ]
     assert RunFolder(run.folder).read_json("settings")["precision"] == "fp32"
     assert logged(halved) == logged(trained(bert(), tmp_path, data, **more))
@@ -346,7 +346,7 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match=r"precision='bf16' with engine='eager'.*bf16=True"):
         hf.Trainer(bert(), args, engine="eager", precision="bf16")
-    with pytest.raises(ValueError, match=r"wrapped already \(engine 'ort'\); give recompute to"):
+    with pytest.raises(ValueError, match=r"already wrapped \(engine 'ort'\); pass recompute to"):
         hf.Trainer(ortlab.wrap(bert()), args, recompute="layers")
     with pytest.raises(ValueError, match=r"fp16=True: accelerate trains in float32 on a CPU"):
         hf.Trainer(bert(), arguments(tmp_path, fp16=True))
@@ -424,7 +424,7 @@ def test_dropout_goes_on_after_a_resume(tmp_path: Path, data: Dataset) -> None:
     assert logged(resumed) == logged(whole)
     assert resumed.run is not None
     assert any(
-        "goes on from a checkpoint at step 4" in e.text for e in resumed.run.recorder.events()
+        "resumed from a checkpoint at step 4" in e.text for e in resumed.run.recorder.events()
     )
     assert resumed.run.recorder.rows()[0, INDEX["step"]] == 5
 

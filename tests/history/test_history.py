@@ -31,6 +31,7 @@ from ortlab.notebook.static_views import curves
 from ortlab.notebook.views import charts, comparison_view
 from ortlab.session import session
 from ortlab.settings import HistorySettings, PruneSettings
+from ortlab.utils.weak_list import Recent
 from tests.support.past_runs import end, kept, spoil, steps, wait_for
 from tests.support.waiting import HANGS_S, until
 
@@ -39,7 +40,7 @@ from tests.support.waiting import HANGS_S, until
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where runs are kept, for this test alone."""
     monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
-    monkeypatch.setattr(session, "runs", [])
+    monkeypatch.setattr(session.registry, "runs", Recent(last=True))
     return tmp_path / "runs"
 
 
@@ -399,7 +400,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two runs of the same model that differ in their learning rate."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORTLAB_HOME", str(tmp_path_factory.mktemp("trained")))
-        patch.setattr(session, "runs", [])
+        patch.setattr(session.registry, "runs", Recent(last=True))
         torch.manual_seed(0)
         data = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(12)]
         found = []

@@ -122,8 +122,8 @@ def test_the_table_is_rich(kernel: Kernel) -> None:
     (data,) = kernel("%ort").shown
     assert ">model</td>" in data["text/html"]
     assert "var(--jp-" in data["text/html"]
-    assert "left as it is: criterion" in data["text/html"]
-    assert "left as it is: criterion" in data["text/plain"]
+    assert "not wrapped: criterion" in data["text/html"]
+    assert "not wrapped: criterion" in data["text/plain"]
     (data,) = kernel("%ort doctor").shown
     assert "onnxruntime-training" in data["text/html"]
 

@@ -349,12 +349,12 @@ def test_one_at_a_time_and_not_beside_a_run() -> None:
     run = ortlab.finetune(
         model, pairs(), loss="cross_entropy", engine="eager", epochs=100_000, device="cpu"
     )
-    with pytest.raises(ValueError, match=f"{run.name} is at work"):
+    with pytest.raises(ValueError, match=f"{run.name} is active"):
         ortlab.race(model, pairs(), loss="cross_entropy")
     run.stop()
     run.result(60)
     made = ortlab.race(model, pairs(), loss="cross_entropy", **{**FAST, "rounds": 100_000})
-    with pytest.raises(ValueError, match=f"{made.name} is at work"):
+    with pytest.raises(ValueError, match=f"{made.name} is active"):
         ortlab.race(model, pairs(), loss="cross_entropy")
 
 
@@ -441,7 +441,7 @@ def test_the_best_settings_train_the_model() -> None:
     assert best is not None
     assert made.settings["loss"] is nn.functional.cross_entropy
     assert made.settings["lr"] == 1e-3
-    assert "finetune of this Net takes engine=eager" in made.apply()
+    assert "the next finetune of this Net uses engine=eager, precision=" in made.apply()
     run = ortlab.finetune(model, pairs(), loss="cross_entropy", epochs=100_000)
     assert run.settings.precision == best.settings["precision"]
     assert (run.settings.engine, run.settings.lr) == ("eager", 1e-3)

@@ -266,7 +266,7 @@ def test_a_search_ends_with_settings_that_train() -> None:
     assert f"{best.label} is fastest" in shown
     again = TuneResult.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False)))
     assert again.to_dict() == result.to_dict()
-    assert "takes engine=" in tune.apply()
+    assert "uses engine=" in tune.apply()
     run = ortlab.finetune(model, dataset(), loss="cross_entropy", max_steps=1)
     assert run.result(60).steps == 1
     assert run.settings.batch_size == best.settings["batch_size"]

@@ -24,6 +24,7 @@ from ortlab.training import resume
 from ortlab.training.checkpoint_writer import CheckpointWriter
 from ortlab.training.run import Run
 from ortlab.training.trainer import Evaluation, better
+from ortlab.utils.weak_list import Recent
 from tests.support import killing
 from tests.support.resuming import Gated, examples, network
 from tests.support.waiting import Turns, until
@@ -364,7 +365,7 @@ def died(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedRu
     model.turns.give()
     run.result()
     monkeypatch.setenv("ORTLAB_HOME", str(after))
-    monkeypatch.setattr(session, "runs", [])  # those of another process
+    monkeypatch.setattr(session.registry, "runs", Recent(last=True))  # those of another process
     return SavedRun(after / "runs" / "run-1")
 
 
@@ -500,7 +501,9 @@ def test_the_best_of_the_run_before_goes_along(
 
 def test_a_note_that_cannot_be_written_leaves_the_run_that_goes_on(died: SavedRun) -> None:
     (died.folder / "notes.jsonl").symlink_to("/dev/null")
-    with pytest.warns(UserWarning, match="run-1 does not say that it goes on: .*symbolic links"):
+    with pytest.warns(
+        UserWarning, match="run-1 does not record that run-2 continues it: .*symbolic links"
+    ):
         run = ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
     assert run.result().steps == 12
 

@@ -662,11 +662,11 @@ def test_a_checkpoint_chooses_no_files_and_leaves_out_no_check(home: Path) -> No
     own = {name: declared[name].default for name in of_others}
     assert held == own | {"tuning_results": "mine"}
     assert run.settings.lr == 0.03
-    (told,) = [event.text for event in run.recorder.events("warning") if "choose" in event.text]
+    (told,) = [event.text for event in run.recorder.events("warning") if "restore" in event.text]
     assert told.startswith("self_check=True, not False; ")
     assert told.endswith(
-        ": a checkpoint does not choose self_check, save_onnx, memory_plans, skip_checks; "
-        "give what is to hold"
+        ": a checkpoint does not restore self_check, save_onnx, memory_plans, skip_checks; "
+        "give the value you want"
     )
     assert told in run.status().badges
 

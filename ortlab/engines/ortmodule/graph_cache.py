@@ -223,6 +223,7 @@ def _refuse_shared(path: Path) -> None:
     status = path.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
         raise Unusable(
-            f"other users can write to {path}, so graphs are not cached there; run chmod 700 {path}, or "
+            f"other users can write to {path}, so graphs are not cached there; "
+            f"run chmod 700 {path}, or "
             "set XDG_CACHE_HOME to your own folder"
         )

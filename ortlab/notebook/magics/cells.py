@@ -1,13 +1,13 @@
-"""How a ``%%ort`` cell runs: as a plain cell, with a call before its body and one at its end.
+"""Execution of a ``%%ort`` cell: as a plain cell, with a call before its body and one at its end.
 
-A cell magic gets its body as text and would have to run it itself: without top-level ``await``,
-with line numbers that are off by one and a display of its own. So the magic's line becomes a
-string, before IPython looks for cell magics, and the tree of the cell is changed instead:
+A cell magic gets its body as text and would have to execute it itself: without top-level ``await``,
+with line numbers that are off by one, and with a display of its own. Instead the magic's line
+becomes a string before IPython looks for cell magics, and the tree of the cell is changed:
 
-    '%%ort net'                 <- was %%ort net; the line numbers stay
+    '%%ort net'                 <- was %%ort net; the line numbers do not change
     begin(1, 'net', True)
     net = make()                <- the body
-    finish(1, ('net',), net)    <- its last expression was net, and is still the one displayed
+    finish(1, ('net',), net)    <- its last expression was net, which is still displayed
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from typing import Any
 
 from IPython.core.inputtransformer2 import cell_magic
 
-from ortlab.notebook.magics.commands import asks_for_help
+from ortlab.notebook.magics.parsing import asks_for_help
 
 _FIRST_LINE = re.compile(r"%%ort(?:[ \t](.*))?$")
 _MARK = "%%ort "
 
 
 def mark(lines: list[str]) -> list[str]:
-    """An IPython input transformer: the line ``%%ort ...`` becomes a string expression."""
+    """Turn the line ``%%ort ...`` into a string expression; an IPython input transformer.
+
+    Args:
+        lines: Lines of a cell.
+
+    Returns:
+        The lines; unchanged if the first one is not ``%%ort``.
+    """
     match = _FIRST_LINE.match(lines[0].rstrip()) if lines else None
     if match is None:
         return lines
@@ -33,15 +40,16 @@ def mark(lines: list[str]) -> list[str]:
     return [repr(_MARK + (match[1] or "")) + "\n", *body]
 
 
-# IPython then asks the unchanged lines whether the cell is complete: cell magics end by a blank
-# line in a terminal.
+# IPython then checks the unchanged lines for completeness: in a terminal a blank line ends a cell
+# magic.
 mark.has_side_effects = True  # type: ignore[attr-defined]
 
 
 class Calls(ast.NodeTransformer):
-    """An IPython tree transformer: puts the two calls into a cell that `mark` has marked.
+    """Puts the two calls into a cell that `mark` has marked; an IPython AST transformer.
 
-    `magics` is the name of the class whose ``begin`` and ``finish`` are called.
+    Args:
+        magics: Name of the class whose ``begin`` and ``finish`` are called.
     """
 
     def __init__(self, magics: str) -> None:
@@ -49,13 +57,17 @@ class Calls(ast.NodeTransformer):
         self._number = 0
 
     def visit(self, node: ast.AST) -> ast.AST:
-        """`node`, a cell, with the calls; any other cell as it is."""
+        """Return the tree of a cell with the calls added; other cells do not change.
+
+        Args:
+            node: The tree of a cell.
+        """
         if not isinstance(node, ast.Module) or (line := _marked(node)) is None:
             return node
         self._number += 1
         first, *body = node.body
         begin, _ = self._call("begin", self._number, line, bool(body), at=first)
-        # Without a body, or where help was asked for, `begin` says all there is to say.
+        # Without a body, or if help was asked for, `begin` prints everything.
         if not body or asks_for_help(line):
             node.body = [begin]
             return node
@@ -68,7 +80,7 @@ class Calls(ast.NodeTransformer):
         return node
 
     def _call(self, name: str, *values: Any, at: ast.stmt) -> tuple[ast.Expr, ast.Call]:
-        """``get_ipython().magics_manager.registry[...].name(*values)``, at the place of `at`."""
+        """Return the call ``get_ipython().magics_manager.registry[...].name(*values)``."""
         source = f"get_ipython().magics_manager.registry[{self._magics!r}].{name}{values!r}"
         call = ast.parse(source, mode="eval").body
         assert isinstance(call, ast.Call)
@@ -79,7 +91,7 @@ class Calls(ast.NodeTransformer):
 
 
 def _marked(tree: ast.Module) -> str | None:
-    """What stood after ``%%ort`` in the first line of a marked cell; None for any other."""
+    """Return the words after ``%%ort`` of a marked cell; None for any other cell."""
     first = tree.body[0] if tree.body else None
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         text = first.value.value
@@ -89,7 +101,11 @@ def _marked(tree: ast.Module) -> str | None:
 
 
 def bound_names(tree: ast.AST) -> tuple[str, ...]:
-    """The names that a cell binds at its top level, in order."""
+    """Return the names that a cell binds at its top level, in order.
+
+    Args:
+        tree: The tree of the cell.
+    """
     finder = _Bound()
     finder.visit(tree)
     return tuple(finder.names)
@@ -121,12 +137,12 @@ class _Bound(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _scope(self, node: ast.AST) -> None:
-        """A scope of its own: a function, a class. What it binds is not the cell's."""
+        """Skip a function or a class: it has a scope of its own."""
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = _scope  # noqa: N815
 
     def _comprehension(self, node: ast.AST) -> None:
-        """Its loop names stay inside; a walrus binds outside."""
+        """Skip the loop names, which stay inside; a walrus binds in the cell."""
         for inner in ast.walk(node):
             if isinstance(inner, ast.NamedExpr):
                 self.visit(inner.target)

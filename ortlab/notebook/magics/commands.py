@@ -1,19 +1,12 @@
-"""The words after ``%ort``: its commands and options, made from the settings' declarations."""
+"""The commands of ``%ort``: their words, options and help texts."""
 
 from __future__ import annotations
 
-import argparse
-import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
-
 from IPython.core.error import UsageError
-from IPython.core.magic_arguments import MagicArgumentParser
 
 from ortlab.graph import STAGES
+from ortlab.notebook.magics.parsing import Command, Option, Positional
 from ortlab.settings import (
-    LOSSES,
     OPTIMIZERS,
     Declaration,
     EngineSettings,
@@ -25,202 +18,25 @@ from ortlab.settings import (
     PruneSettings,
     RaceSettings,
     RecomputeSettings,
-    Settings,
     TuneSettings,
     unknown_name,
 )
 
-HELP = ("--help", "-h")
-
-
-@dataclass(frozen=True)
-class Positional:
-    """A word that a command takes. ``kind`` says what it names; else it is one of ``choices``."""
-
-    name: str
-    kind: str
-    help: str
-    nargs: str | None = None
-    choices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Option:
-    """A flag that a command takes. ``kind`` says what its value names; ``choices`` are offered."""
-
-    flag: str
-    help: str
-    kind: str = ""
-    choices: tuple[str, ...] = ()
-    declaration: Declaration | None = None
-
-    @property
-    def name(self) -> str:
-        """What the parser calls it: ``--eval-data`` is ``eval_data``."""
-        return self.flag.removeprefix("--").replace("-", "_")
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether the flag alone means ``on``."""
-        return self.declaration is not None and self.declaration.type is bool
-
-
-@dataclass(frozen=True)
-class ParsedCommand:
-    """What a user typed after a command: its words by name, and the settings that were chosen."""
-
-    words: dict[str, Any]
-    settings: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command of ``%ort``."""
-
-    name: str
-    summary: str
-    more: str = ""
-    positionals: tuple[Positional, ...] = ()
-    settings: type[Settings] | None = None
-    besides: tuple[Declaration, ...] = ()
-    """Settings that it takes of another set."""
-    extra: tuple[Option, ...] = ()
-    parser: MagicArgumentParser = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        parser = _Parser(  # type: ignore[no-untyped-call]
-            f"ort {self.name}", description=f"{self.summary} {self.more}".strip()
-        )
-        parser.allow_abbrev = False
-        for word in self.positionals:
-            parser.add_argument(
-                word.name,
-                nargs=word.nargs,
-                choices=word.choices or None,
-                metavar="|".join(word.choices) if word.choices else word.name.upper(),
-                help=word.help,
-            )
-        for option in self.options.values():
-            _add(parser, option)
-        object.__setattr__(self, "parser", parser)
-
-    @property
-    def options(self) -> dict[str, Option]:
-        """Every option by its flag."""
-        declared = () if self.settings is None else self.settings.declarations().values()
-        options = (*self.extra, *map(_option, (*declared, *self.besides)))
-        return {option.flag: option for option in options}
-
-    @property
-    def help(self) -> str:
-        """What ``--help`` shows."""
-        return _plain(self.parser.format_help())
-
-    @property
-    def usage(self) -> str:
-        """How it is typed."""
-        return _plain(self.parser.format_usage())
-
-    def read(self, words: list[str], variables: Mapping[str, Any]) -> ParsedCommand | None:
-        """What `words` say; None when they ask for help, which is printed.
-
-        A loss is one of the user's `variables`, also where that is called none or off. UsageError,
-        offering the nearest, for what the command does not know.
-        """
-        if any(word in HELP for word in words):
-            print(self.help)
-            return None
-        known, unknown = self.parser.parse_known_args(words)
-        if unknown:
-            self._refuse(unknown)
-        values = vars(known)
-        settings = {}
-        for option in self.options.values():
-            text = values.pop(option.name) if option.declaration else None
-            if option.kind == "loss" and text is not None and callable(variables.get(text)):
-                settings[option.name] = text
-            elif option.declaration is not None and text is not None:
-                try:
-                    settings[option.name] = option.declaration.parse(text)
-                except ValueError as error:
-                    raise UsageError(str(error)) from None
-        return ParsedCommand(values, settings)
-
-    def _refuse(self, unknown: list[str]) -> NoReturn:
-        flag = next((word for word in unknown if word.startswith("-")), None)
-        if flag is None:
-            raise UsageError(
-                f"%ort {self.name} does not know what to do with {' '.join(unknown)!r}; "
-                f"%ort {self.name} --help shows what it takes"
-            )
-        flags = [*self.options, HELP[0]]
-        raise UsageError(
-            f"%ort {self.name} has no option {flag}: {unknown_name(flag.partition('=')[0], flags)}"
-        )
-
-
-class _Parser(MagicArgumentParser):
-    """IPython's parser, with argparse's own word for a missing argument made one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%{self.prog}: {message}; %{self.prog} --help shows what it takes")
-
-
-def _plain(text: str) -> str:
-    """`text` without the mark that IPython's formatter writes for the documentation's markup."""
-    return text.removeprefix("::\n\n").rstrip()
-
-
-def _option(declaration: Declaration) -> Option:
-    choices = declaration.choices
-    if declaration.type is bool:
-        choices = ("on", "off")
-    return Option(
-        declaration.flag,
-        _with_default(declaration),
-        kind="loss" if declaration.name == "loss" else "",
-        choices=LOSSES if declaration.name == "loss" else choices,
-        declaration=declaration,
-    )
-
-
-def _with_default(declaration: Declaration) -> str:
-    default = declaration.default
-    if isinstance(default, bool):
-        default = "on" if default else "off"
-    parts = [declaration.help.replace("%", "%%")]
-    if default is not None:
-        parts.append(f"default {default} {declaration.unit}".rstrip())
-    return "; ".join(parts)
-
-
-def _add(parser: argparse.ArgumentParser, option: Option) -> None:
-    declaration = option.declaration
-    if option.is_switch:
-        parser.add_argument(option.flag, nargs="?", const="on", metavar="on|off", help=option.help)
-    elif declaration is not None and declaration.choices:
-        metavar = "|".join(declaration.choices)
-        parser.add_argument(option.flag, metavar=metavar, help=option.help)
-    else:
-        number = declaration is not None and declaration.type in (int, float)
-        parser.add_argument(option.flag, metavar="N" if number else "NAME", help=option.help)
-
-
 WRAP = Command(
     "wrap",
     "Wrap models in an engine.",
-    "Their names are bound to the wrappers. %%ort [NAME ...], as the first line of a cell, takes "
-    "the same options and wraps the models that the cell binds, or those that it names.",
+    "Their names are bound to the wrappers. %%ort [NAME ...] as the first line of a cell takes the "
+    "same options and wraps the models that the cell binds, or only the named ones.",
     (Positional("name", "model", "a model", "*"),),
     settings=EngineSettings,
 )
 
 _COPIED = (
-    Positional("model", "model", "the model, wrapped or not; it stays as it is"),
-    Positional("data", "loader", "its data: a loader, a dataset, a list of batches"),
+    Positional("model", "model", "the model, wrapped or not; it does not change"),
+    Positional("data", "loader", "training data: a loader, a dataset, a list of batches"),
 )
 
-_RUN = (Positional("run", "run", "a run's name; without it the last run", "?"),)
+_RUN = (Positional("run", "run", "name of a run; by default the last run", "?"),)
 
 COMMANDS = {
     command.name: command
@@ -228,7 +44,7 @@ COMMANDS = {
         WRAP,
         Command(
             "unwrap",
-            "Give names their own module back.",
+            "Bind names to their own modules again.",
             positionals=(Positional("name", "wrapped", "a wrapped model", "+"),),
         ),
         Command(
@@ -237,42 +53,42 @@ COMMANDS = {
             "`run = %ort finetune model data` returns at once, `await run` waits for the end.",
             (
                 Positional("model", "model", "the model, wrapped or not"),
-                Positional("train", "loader", "its data: a loader, a dataset, any iterable"),
+                Positional("train", "loader", "training data: a loader, a dataset, any iterable"),
             ),
             settings=FinetuneSettings,
             extra=(
-                Option("--eval-data", "the data that it is evaluated on", kind="loader"),
-                Option("--resume-from", "a checkpoint's file, or a run, to go on from"),
+                Option("--eval-data", "evaluation data", kind="loader"),
+                Option("--resume-from", "a checkpoint file, or a run, to resume from"),
             ),
         ),
         Command(
             "race",
-            "Train copies of a model in several set-ups side by side: which is fastest here.",
+            "Train copies of a model in several set-ups side by side, to find the fastest.",
             "`race = %ort race model data` returns at once, `await race` waits for the end; "
-            "race.settings are the best one's, race.apply() has its run take them.",
+            "race.settings are the best settings, race.apply() applies them to the model's run.",
             _COPIED,
             settings=RaceSettings,
             besides=tuple(RaceSettings.besides().values()),
         ),
         Command(
             "tune",
-            "Search engine, precision and micro-batch for those that train a model fastest here.",
-            "The global batch stays the same; micro-batches are searched for a Dataset. "
-            "`tune = %ort tune model data` returns at once, `await tune` waits; tune.settings are "
-            "the best, tune.apply() has its next run take them.",
+            "Search the engine, precision and micro-batch size that train a model fastest here.",
+            "The global batch does not change; micro-batch sizes are searched for a Dataset only. "
+            "`tune = %ort tune model data` returns at once, `await tune` waits for the end; "
+            "tune.settings are the best settings, tune.apply() applies them to the next run.",
             _COPIED,
             settings=TuneSettings,
             besides=tuple(TuneSettings.besides().values()),
         ),
         Command(
             "graph",
-            "Show the graphs that ORT made of a model.",
-            "A notebook has forward and gradient side by side, with an outline of the modules. "
-            "With --stage one of the graphs, with --since too what became of another's operators.",
+            "Show the graphs that ORT built of a model.",
+            "A notebook shows forward and gradient side by side, with an outline of the modules. "
+            "--stage shows one graph; --since compares its operators with those of another stage.",
             (Positional("model", "wrapped", "a wrapped model"),),
             extra=(
                 Option(
-                    "--batch", "what the model is exported for, if it was not called", kind="batch"
+                    "--batch", "input to export the model for, if it was not called", kind="batch"
                 ),
                 Option("--stage", f"one of {', '.join(STAGES)}", choices=tuple(STAGES)),
                 Option("--since", "the stage to compare it with", choices=tuple(STAGES)),
@@ -280,113 +96,117 @@ COMMANDS = {
         ),
         Command(
             "memory",
-            "Show what a training step of a model takes of memory, for any batch; nothing is run.",
-            "A size is NAME=NUMBER (batch=32 seq=256); those left out are the last call's. With "
-            "--budget the largest batch that fits.",
+            "Show the memory that a training step of a model needs, for any batch; nothing is run.",
+            "A size is NAME=NUMBER (batch=32 seq=256); sizes that are left out are those of the "
+            "last call. --budget finds the largest batch that fits.",
             (
                 Positional("model", "wrapped", "a wrapped model"),
-                Positional("sizes", "size", "NAME=NUMBER: a size, as in batch=32", "*"),
+                Positional("sizes", "size", "a size as NAME=NUMBER, such as batch=32", "*"),
             ),
             extra=(
-                Option("--budget", "memory that there is, as in 16GiB"),
+                Option("--budget", "available memory, such as 16GiB"),
                 Option(
-                    "--batch", "what the model is exported for, if it was not called", kind="batch"
+                    "--batch", "input to export the model for, if it was not called", kind="batch"
                 ),
-                Option("--optimizer", "whose state counts", choices=OPTIMIZERS),
+                Option("--optimizer", "optimizer whose state is counted", choices=OPTIMIZERS),
             ),
         ),
         Command(
             "recompute",
-            "Show what recompute saves and costs a model, plan by plan, or choose a plan.",
-            "A size is NAME=NUMBER, as in %ort memory. --measure times the model's steps, for the "
-            "cost; --budget chooses what costs least time of what fits; --choose takes a plan from "
-            "the table, several with commas, layers, or off, from the next step on.",
+            "Show the memory that each recompute plan saves and the time it costs, or choose one.",
+            "A size is NAME=NUMBER, as in %ort memory. --measure times steps to get the cost; "
+            "--budget chooses the fastest plan that fits; --choose applies a plan of the table "
+            "from the next step on: a name, several with commas, layers, or off.",
             (
                 Positional("model", "wrapped", "a wrapped model"),
-                Positional("sizes", "size", "NAME=NUMBER: a size, as in batch=32", "*"),
+                Positional("sizes", "size", "a size as NAME=NUMBER, such as batch=32", "*"),
             ),
             settings=RecomputeSettings,
             extra=(
-                Option("--budget", "memory that there is, as in 16GiB"),
-                Option("--choose", "the plan to hold from the next step on", kind="plan"),
+                Option("--budget", "available memory, such as 16GiB"),
+                Option("--choose", "plan to apply from the next step on", kind="plan"),
                 Option(
-                    "--batch", "what the model is exported for, if it was not called", kind="batch"
+                    "--batch", "input to export the model for, if it was not called", kind="batch"
                 ),
-                Option("--optimizer", "whose state counts", choices=OPTIMIZERS),
+                Option("--optimizer", "optimizer whose state is counted", choices=OPTIMIZERS),
             ),
         ),
         Command(
             "profile",
             "Time a step of a model in ORT and in eager torch.",
-            "By phase, module and operator; without a batch on made-up values in the form of the "
-            "last call. `p = %ort profile model` keeps it: p.by_node(), p.by_module(depth=3).",
+            "By phase, module and operator; without a batch, random values in the shapes of the "
+            "last call are used. `p = %ort profile model` gives p.by_node(), p.by_module(depth=3).",
             (Positional("model", "wrapped", "a wrapped model"),),
             settings=ProfileSettings,
-            extra=(Option("--batch", "what the model is called with", kind="batch"),),
+            extra=(Option("--batch", "input of the model", kind="batch"),),
         ),
         Command(
             "panel",
-            "Show the settings of a run, or of a model before one, as controls.",
-            "Each says what a change costs and why what cannot be had cannot. With data a model's "
-            "panel has a button that starts a run; without a name it is the last run's.",
+            "Show the settings of a run, or of a model before its run, as controls.",
+            "Each shows what a change costs, or why a value is not available. With data, the panel "
+            "of a model has a button that starts a run; without a name it is for the last run.",
             (
                 Positional("target", "target", "a model or a run", "?"),
-                Positional("data", "loader", "what the model is to be trained on", "?"),
+                Positional("data", "loader", "training data of the model", "?"),
             ),
         ),
         Command(
             "apply",
-            "Change settings while a run trains, from the next step on.",
-            "A change that fails leaves the run with what it had; %ort undo goes back.",
+            "Change settings of an active run, from the next step on.",
+            "If a change fails, the run keeps its settings; %ort undo reverts the last change.",
             _RUN,
             settings=FinetuneSettings,
         ),
         Command(
             "checkpoint",
-            "Keep a run's exact state in a file, after the step in flight.",
-            "`path = %ort checkpoint` holds the file's name, for %ort finetune --resume-from; of a "
-            "run that is over it is what it ended with.",
+            "Save the exact state of a run to a file, after the step in flight.",
+            "`path = %ort checkpoint` returns the path for %ort finetune --resume-from; for a run "
+            "that is over it is the state at its end.",
             positionals=_RUN,
-            extra=(Option("--to", "the file; without it one in the run's folder"),),
+            extra=(Option("--to", "the file; by default one in the folder of the run"),),
         ),
-        Command("undo", "Go back to what held before a run's last change.", positionals=_RUN),
+        Command("undo", "Revert the last change of settings of a run.", positionals=_RUN),
         Command(
             "runs",
-            "List the runs that are kept, of this kernel and all others, to sort and search.",
-            "With --prune those go that --older-than, --keep or --max-size say: shown first, and "
-            "removed with --yes. With --tensorboard they are written as event files.",
+            "List, sort and filter saved runs of this kernel and of all others.",
+            "--prune selects old runs by --older-than, --keep or --max-size and shows them; --yes "
+            "removes them. --tensorboard writes runs as event files.",
             settings=HistorySettings,
             besides=(
-                Declaration("prune", bool, False, "remove old runs: see --older-than and others"),
+                Declaration(
+                    "prune",
+                    bool,
+                    False,
+                    "remove old runs; needs --older-than, --keep or --max-size",
+                ),
                 *PruneSettings.declarations().values(),
             ),
-            extra=(Option("--tensorboard", "the folder that gets their event files"),),
+            extra=(Option("--tensorboard", "folder for the event files"),),
         ),
         Command(
             "compare",
-            "Lay runs over one another: curves, and what differs in settings, versions, results.",
-            "Two to eight, by name or number, as in %ort compare 3 5; `c = %ort compare 3 5` "
-            "keeps it: c.differences.",
-            (Positional("runs", "kept", "a run's name, or the number of run-N", "+"),),
+            "Compare the curves, settings, versions and results of runs.",
+            "Two to eight, by name or number, as in %ort compare 3 5; `c = %ort compare 3 5` gives "
+            "c.differences.",
+            (Positional("runs", "kept", "name of a run, or the number of run-N", "+"),),
         ),
         Command("pause", "Pause a run after the step in flight.", positionals=_RUN),
         Command(
             "resume",
-            "Let a run go on: one that is paused, or one whose kernel died, that was stopped or "
-            "failed.",
-            "The latter goes on as a new run, linked with it and with its charts, from the newest "
-            "checkpoint that is whole, on what model, data and loss were called, or on those that "
-            "are named here.",
+            "Resume a paused run, or continue one whose kernel died or that was stopped or failed.",
+            "The latter continues as a new run from its newest intact checkpoint, linked with the "
+            "old run and including its charts. Model, data and loss are the variables of the same "
+            "names as before, or those that are named here.",
             (
                 Positional(
-                    "run", "resumable", "a run's name or number; without it the last run", "?"
+                    "run", "resumable", "name or number of a run; by default the last run", "?"
                 ),
-                Positional("model", "model", "the model, where it is called otherwise", "?"),
-                Positional("train", "loader", "its data, where that is called otherwise", "?"),
+                Positional("model", "model", "the model, if its name has changed", "?"),
+                Positional("train", "loader", "training data, if its name has changed", "?"),
             ),
             extra=(
-                Option("--eval-data", "the data that it is evaluated on", kind="loader"),
-                Option("--loss", "its loss, a function of the notebook", kind="loss"),
+                Option("--eval-data", "evaluation data", kind="loader"),
+                Option("--loss", "the loss, a function of the notebook", kind="loss"),
             ),
         ),
         Command(
@@ -394,59 +214,66 @@ COMMANDS = {
         ),
         Command(
             "workers",
-            "Start processes that train together, or show those that run.",
-            "Each is shown with its device, threads and memory, and every socket they listen on. "
-            "Without --profile they are on this machine; `w = %ort workers 2` keeps them: "
-            "w.run(f, x) calls f(x) on each.",
-            (Positional("count", "workers", "how many, or stop; without it they are shown", "?"),),
-            extra=(Option("--profile", "an ipyparallel profile that says where they run"),),
+            "Start worker processes that train together, or show the running ones.",
+            "The table shows device, threads and memory of each, and every socket they listen on. "
+            "Without --profile they run on this machine. `w = %ort workers 2` gives w.run(f, x), "
+            "which calls f(x) on each.",
+            (Positional("count", "workers", "how many, or stop; by default they are shown", "?"),),
+            extra=(Option("--profile", "an ipyparallel profile that defines where they run"),),
         ),
         Command(
             "script",
             "Write a model's fine-tuning as a plain script for torchrun.",
-            "Classes of cells go along, weights and data lie beside it, and what cannot be known "
-            "is told, to be filled in.",
+            "It includes the classes of cells; weights and data are saved next to it. The output "
+            "lists what must be filled in by hand.",
             (
                 Positional("model", "model", "the model, wrapped or not"),
-                Positional("data", "loader", "its data: a dataset, a list of batches", "?"),
+                Positional("data", "loader", "training data: a dataset, a list of batches", "?"),
             ),
             settings=FinetuneSettings,
             extra=(
-                Option("--to", "the folder; without it standalone"),
-                Option("--make-model", "the expression that makes the model, as in 'Net(6, 4)'"),
-                Option("--make-data", "the expression that makes batches, as in 'loader()'"),
+                Option("--to", "the folder (default: standalone)"),
+                Option("--make-model", "expression that creates the model, such as 'Net(6, 4)'"),
+                Option("--make-data", "expression that creates the batches, such as 'loader()'"),
             ),
         ),
         Command(
             "export",
-            "Write a trained model for inference anywhere, checked beside torch.",
-            "`exported = %ort export model out/` gives its files, sizes and differences; out/ gets "
-            "a README.md with programs that run it. Without --batch it is exported for the last "
-            "batch that was seen.",
+            "Write a trained model for inference anywhere, checked against torch.",
+            "`exported = %ort export model out/` gives files, sizes and differences; out/ gets a "
+            "README.md with programs that run the model. Without --batch the model is exported for "
+            "the last batch that it was called with.",
             (
-                Positional("model", "model", "the model, wrapped or not; it stays as it is"),
-                Positional("path", "", "the folder that it gets into"),
+                Positional("model", "model", "the model, wrapped or not; it does not change"),
+                Positional("path", "", "folder to write"),
             ),
             settings=ExportSettings,
             extra=(
-                Option("--batch", "what it is called with: a batch, or a loader", kind="batch"),
-                Option("--second", "another batch: the sizes that differ may vary", kind="batch"),
-                Option("--eval-data", "labelled data, for the files' accuracy", kind="loader"),
+                Option("--batch", "example input: a batch, or a loader", kind="batch"),
+                Option("--second", "another batch; the sizes that differ may vary", kind="batch"),
+                Option(
+                    "--eval-data",
+                    "labeled data, to report the accuracy of the files",
+                    kind="loader",
+                ),
                 Option(
                     "--trainable",
-                    "parameters that a device trains on, with commas, as in 'classifier.*'",
+                    "parameters to train on a device, separated by commas, such as 'classifier.*'",
                 ),
-                Option("--loss", "for --trainable, where the model has none", kind="loss"),
+                Option("--loss", "loss for --trainable, if the model returns none", kind="loss"),
             ),
             besides=(
                 Declaration(
-                    "web", bool, False, "a form that runs it in this page, beside the kernel"
+                    "web",
+                    bool,
+                    False,
+                    "show a form that runs the model in this page and in the kernel",
                 ),
             ),
         ),
         Command(
             "zero",
-            "Plan a fleet: what training takes of each GPU at ZeRO's stages, and which fit.",
+            "Plan a fleet: the memory that training needs on each GPU at ZeRO's stages.",
             "`%ort zero plan --params 2.7B --gpus 16 --memory 40GiB` is for a number of "
             "parameters, `%ort zero plan model --gpus 4` for a model; nothing is run.",
             (
@@ -454,49 +281,40 @@ COMMANDS = {
                 Positional("model", "model", "the model, wrapped or not", "?"),
             ),
             settings=FleetSettings,
-            extra=(Option("--params", "how many parameters, as in 350M or 2.7B"),),
+            extra=(Option("--params", "number of parameters, such as 350M or 2.7B"),),
         ),
         Command(
             "cache",
             "Show how many exported graphs are cached, and where.",
-            positionals=(Positional("action", "", "removes them all", "?", ("clear",)),),
+            positionals=(Positional("action", "", "clear removes them all", "?", ("clear",)),),
         ),
         Command(
             "device",
-            "Show where this kernel computes: processor, threads, memory, GPUs, engines.",
+            "Show what this kernel runs on: CPU, threads, memory, GPUs, engines.",
         ),
-        Command("doctor", "Check what this machine has, what it lacks and how to mend it."),
+        Command("doctor", "Check what this machine has, what it lacks and how to fix it."),
     )
 }
 
 
-def split(line: str) -> list[str]:
-    """The words of a magic's line, quotes honoured and a comment left out."""
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError as error:
-        raise UsageError(f"%ort: {error} in {line!r}") from None
-
-
-def asks_for_help(line: str) -> bool:
-    """Whether a word of `line` is ``--help``; a line that cannot be split asks for nothing."""
-    try:
-        return any(word in HELP for word in split(line))
-    except UsageError:
-        return False
-
-
 def command_called(name: str) -> Command:
-    """The command called `name`; UsageError lists them and offers the nearest."""
+    """Return the command called `name`.
+
+    Args:
+        name: Name of the command.
+
+    Raises:
+        UsageError: If there is none; the message lists the commands and offers the nearest.
+    """
     if name in COMMANDS:
         return COMMANDS[name]
     raise UsageError(f"%ort has no command {name!r}: {unknown_name(name, COMMANDS)}")
 
 
 def overview() -> str:
-    """What ``%ort?`` shows."""
+    """Return the text of ``%ort?``: all commands with their usage."""
     width = max(map(len, COMMANDS))
-    lines = [("", "Show the wrapped models, what was left as it is, and why.")]
+    lines = [("", "Show the wrapped models, and which were not wrapped and why.")]
     lines += [(command.name, command.summary) for command in COMMANDS.values()]
     return "\n".join(
         [

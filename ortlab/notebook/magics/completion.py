@@ -1,4 +1,4 @@
-"""What the Tab key offers after ``%ort``: commands, options, choices and the user's own names."""
+"""Completion after ``%ort``: commands, options, choices and the user's own names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from ortlab.engines.wrapped_models import is_model
 from ortlab.history import sqlite_index
-from ortlab.notebook.magics.commands import COMMANDS, HELP, WRAP, Command, Option
+from ortlab.notebook.magics.commands import COMMANDS, WRAP
+from ortlab.notebook.magics.parsing import HELP, Command, Option
 from ortlab.session import session
 
 _LINE = re.compile(r"^\s*(?:[^#\"']*=\s*)?%ort\s+(.*)$")
@@ -26,21 +27,33 @@ _NO_LOADER = (str, bytes, Mapping, type, types.ModuleType, types.FunctionType)
 
 
 class Names:
-    """The user's own names by what they hold."""
+    """Names of the user's variables and runs, by kind.
+
+    Args:
+        shell: The IPython shell.
+    """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
 
     def sizes(self, model: str) -> list[str]:
-        """The beginnings of sizes that a batch of the wrapped model of this name has: "batch="."""
+        """Return the sizes of a batch of a wrapped model as typed beginnings, such as "batch=".
+
+        Args:
+            model: Name of the model.
+        """
         try:
             found = session.memory_plan(self._shell.user_ns[model]).dims
-        except (KeyError, ValueError):  # nothing is offered for what has no graph yet
+        except (KeyError, ValueError):  # no such model, or it has no graph yet
             return []
         return [f"{dim}=" for dim in found]
 
     def plans(self, model: str) -> list[str]:
-        """What the wrapped model of this name can compute again: "layers" and so on, and "off"."""
+        """Return the recompute plans of a wrapped model: "off", "layers" and others.
+
+        Args:
+            model: Name of the model.
+        """
         try:
             found = session.recompute_plans(self._shell.user_ns[model]).names
         except (KeyError, ValueError):
@@ -48,10 +61,12 @@ class Names:
         return ["off", "layers", *found] if found else ["off"]
 
     def of(self, kind: str) -> list[str]:
-        """The names of every `kind`: model, wrapped, loader, batch, loss, run, kept, target, or
-        resumable, what `%ort resume` takes.
+        """Return the names of every variable or run of a kind.
 
-        Of workers it is the word that may stand for their number.
+        Args:
+            kind: One of model, wrapped, loader, batch, loss, run (active runs), kept (saved runs),
+                target (of the panel), resumable (of ``%ort resume``), or workers, whose only name
+                is the word that may replace their number.
         """
         if kind == "workers":
             return ["stop"]
@@ -92,7 +107,7 @@ def _is_loader(value: object) -> bool:
 
 
 def _is_batch(value: object) -> bool:
-    """A tensor, or a dictionary, tuple or list with tensors in it."""
+    """Return whether `value` is a tensor, or a dictionary, tuple or list that contains tensors."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
@@ -111,7 +126,14 @@ def _is_loss(value: object) -> bool:
 
 
 def matcher(names: Names) -> Callable[[CompletionContext], SimpleMatcherResult]:
-    """A matcher for ``Completer.custom_matchers``; in other lines it offers nothing."""
+    """Return a matcher for ``Completer.custom_matchers``.
+
+    Args:
+        names: The names to offer.
+
+    Returns:
+        The matcher; in lines without ``%ort`` it offers nothing.
+    """
 
     @context_matcher()  # type: ignore[untyped-decorator]
     def ort_matcher(context: CompletionContext) -> SimpleMatcherResult:
@@ -126,7 +148,12 @@ def matcher(names: Names) -> Callable[[CompletionContext], SimpleMatcherResult]:
 
 
 def offers(text: str, names: Names) -> list[str]:
-    """What may follow `text`, the line before the cursor: its last word, completed."""
+    """Return the completions of the last word of a line.
+
+    Args:
+        text: The line before the cursor.
+        names: The names to offer.
+    """
     cell, line = _CELL.match(text), _LINE.match(text)
     match = cell or line
     if match is None:
@@ -155,7 +182,7 @@ def _values(option: Option, names: Names, words: list[str]) -> list[str]:
 
 
 def _words(command: Command, words: list[str], names: Names) -> Iterable[str]:
-    """The names that may stand at the next place of `command`."""
+    """Return the names that may stand at the next place of `command`."""
     before = []
     follows_flag = False
     for word in words:

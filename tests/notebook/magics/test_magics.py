@@ -128,7 +128,7 @@ def test_a_cell_s_model_is_wrapped_in_ort_and_listed(ip: Typist) -> None:
     assert set(times[1::2]) <= {"s", "ms"}
     assert fallback == "-"
     assert out.splitlines()[4] == (
-        "left as it is: criterion has no parameter that requires a gradient"
+        "not wrapped: criterion (has no parameter that requires a gradient)"
     )
     ip("%ort unwrap model")
     assert type(ip["model"]) is ip["Net"]
@@ -266,13 +266,13 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
         ),
         ("%%ort --self-check maybe\nbound = Net()", "--self-check takes on or off, not 'maybe'"),
         ("%%ort 'net\nbound = Net()", '%ort: No closing quotation in "\'net"'),
-        ("%%ort", "%%ort is the first line of a cell that makes a model"),
-        ("%%ort\n\n", "%%ort is the first line of a cell that makes a model"),
+        ("%%ort", "%%ort must be the first line of a cell that makes a model"),
+        ("%%ort\n\n", "%%ort must be the first line of a cell that makes a model"),
         ("%ort finetun net data", "did you mean 'finetune'?"),
         ("%ort net", "%ort has no command 'net'; to wrap it: %ort wrap net"),
         ("%ort wrap", "%ort wrap: name a model"),
         ("%ort wrap nett", "no model is called 'nett': choose from net, loss; did you mean 'net'?"),
-        ("%ort wrap Net", "Net is the class Net; make an instance of it"),
+        ("%ort wrap Net", "Net is the class Net; create an instance of it"),
         ("%ort wrap data", "data is a list, not a torch.nn.Module"),
         ("%ort wrap loss", "cannot wrap loss: it has no parameter that requires a gradient"),
         ("%ort unwrap net", "net is not wrapped"),
@@ -294,7 +294,7 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
         ("%ort stop", "there is no run yet"),
         ("%ort zero", "the following arguments are required: plan"),
         ("%ort zero plan", "name a model or a number of parameters"),
-        ("%ort zero plan net --params 2.7B", "as in --params 2.7B; one of them"),
+        ("%ort zero plan net --params 2.7B", "as in --params 2.7B; not both"),
         (
             "%ort zero plan --params 2.7X",
             "'2.7X' is not a number of parameters; use one such as 350M",
@@ -452,7 +452,7 @@ def test_a_model_is_trained_by_one_run_at_a_time_and_runs_are_stopped(ip: Typist
     assert f"{name} is training this model" in ip.refused(again.format("bigger"))
     assert f"no run is called 'run-x': choose from {name}" in ip.refused("%ort pause run-x")
     ip(f"%ort pause {name}\ngate.set()")
-    assert ip("%ort resume run") == f"{name} goes on\n"
+    assert ip("%ort resume run") == f"{name} resumed\n"
     assert ip("%ort stop") == f"{name} stops after the step in flight and keeps its weights\n"
     assert ip["run"].wait_over(60)
     assert ip["run"].state == "stopped"
@@ -711,7 +711,7 @@ def test_recompute(ip: Typist) -> None:
     assert "a step takes at least" in ip.refused("%ort recompute model --budget 1KiB")
     assert "did you mean 'layers'" in ip.refused("%ort recompute model --choose layer")
     both = "%ort recompute model --choose off --budget 1GiB"
-    assert "chooses a plan, and so does" in ip.refused(both)
+    assert "--budget and --choose both choose a plan" in ip.refused(both)
     assert "%ort recompute: 'many'" in ip.refused("%ort recompute model many")
 
 
@@ -800,9 +800,13 @@ def test_runs_are_pruned_when_it_is_said_twice(ip: Typist, history: Path) -> Non
     assert "2 of 3 runs" in ip("%ort runs --prune --older-than 30d")
     assert left() == ["run-1", "run-2", "run-3"]
     assert "no limit for removing runs is set" in ip.refused("%ort runs --prune --yes")
-    assert "which --prune asks for" in ip.refused("%ort runs --keep 1 --yes")
-    assert "--limit does not go with --prune" in ip.refused("%ort runs --prune --keep 1 --limit 1")
-    assert "does not go with --prune" in ip.refused("%ort runs --prune --keep 1 --tensorboard x")
+    assert "--yes removes runs; add --prune" in ip.refused("%ort runs --keep 1 --yes")
+    assert "--limit cannot be combined with --prune" in ip.refused(
+        "%ort runs --prune --keep 1 --limit 1"
+    )
+    assert "--tensorboard cannot be combined with --prune" in ip.refused(
+        "%ort runs --prune --keep 1 --tensorboard x"
+    )
     assert left() == ["run-1", "run-2", "run-3"]
     assert "removed 1 of 3 runs" in ip("%ort runs --prune --older-than 8w --yes")
     assert left() == ["run-2", "run-3"]
@@ -841,11 +845,11 @@ def test_a_trainer_s_run_is_paused_and_stopped_by_name(ip: Typist, tmp_path: Pat
     assert run.name in completion.Names(ip.shell).of("run")
     assert ip("%ort pause").startswith(f"{run.name} pauses after the step in flight")
     assert run.status().state == "paused"
-    assert ip(f"%ort resume {run.name}") == f"{run.name} goes on\n"
+    assert ip(f"%ort resume {run.name}") == f"{run.name} resumed\n"
     assert run.status().state == "running"
     own = f"{run.name} is a Trainer's run: "
     assert ip.refused("%ort apply --lr 1e-4") == own + "stop it, and train with other arguments"
-    assert ip.refused("%ort undo") == own + "its arguments hold to its end"
+    assert ip.refused("%ort undo") == own + "its arguments cannot change while it trains"
     assert ip.refused("%ort checkpoint").startswith(own)
     ip("net = trainer.model")
     refused = ip.refused("%ort finetune net rows --engine eager")

@@ -433,12 +433,12 @@ def test_magics_show_apply_and_undo(types: Types, run: Run, data: Gated) -> None
     assert "run.apply(lr=1e-4)" in types(f"%ort panel {run.name}")
     assert "%ort finetune net train --lr 1e-4" in types("%ort panel net train")
     assert "name a setting, as in %ort apply --lr 1e-4" in types("%ort apply")
-    assert "takes lr after the step in flight" in types("%ort apply r --lr 0.5")
+    assert "changes lr after the step in flight" in types("%ort apply r --lr 0.5")
     data.open.set()
     page = Page(Panel(run))
     while not run.earlier_settings:
         assert not run.wait_over(0.01)
-    assert "goes back to what held before" in types("%ort undo r")
+    assert "reverts its last change" in types("%ort undo r")
     while run.earlier_settings:
         assert not run.wait_over(0.01)
     assert run.current_settings.lr == 5e-5

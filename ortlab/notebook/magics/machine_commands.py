@@ -1,0 +1,62 @@
+"""Commands for this machine: its workers, caches and hardware, and what it lacks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from IPython.core.error import UsageError
+
+from ortlab.api import check_setup, device, workers
+from ortlab.engines import caches
+from ortlab.notebook import privacy
+from ortlab.notebook.magics.reporting import progress
+from ortlab.session import session
+
+if TYPE_CHECKING:
+    from ortlab.cluster.workers import Workers
+    from ortlab.engines.doctor import Fact
+    from ortlab.notebook.magics.parsing import ParsedCommand
+    from ortlab.utils.findings import Finding
+    from ortlab.utils.tables import Table
+
+
+class MachineCommands:
+    """One method per command, named like the command."""
+
+    def workers(self, given: ParsedCommand) -> Workers | None:
+        """Start, show or stop workers."""
+        count, profile = given.words["count"], given.words["profile"]
+        if count is not None and count != "stop" and not count.isdecimal():
+            raise UsageError(
+                f"%ort workers: {count!r} is not a number; type %ort workers 2, or "
+                "%ort workers stop"
+            )
+        if profile is not None and (count is None or count == "stop"):
+            raise UsageError(
+                "%ort workers: --profile needs a number of workers, as in --profile NAME 4"
+            )
+        if count not in (None, "stop"):
+            with progress():
+                return workers(int(count), profile=profile)
+        if session.workers is None:
+            print("no workers yet; %ort workers 2 starts two")
+            return None
+        if count is None:
+            return session.workers
+        session.workers.stop()
+        print("workers stopped")
+        return None
+
+    def cache(self, given: ParsedCommand) -> None:
+        """Print or clear the cache of exported graphs."""
+        clear = given.words["action"] == "clear"
+        print(f"removed {caches.clear_graphs()}" if clear else caches.graphs())
+
+    def device(self, given: ParsedCommand) -> Table[Fact]:  # noqa: ARG002
+        """Return the hardware of this kernel."""
+        exposed = privacy.exposure()
+        return device() if exposed is None else device().noted(exposed)
+
+    def doctor(self, given: ParsedCommand) -> Table[Finding]:  # noqa: ARG002
+        """Return the checks of this machine."""
+        return check_setup()

@@ -1,0 +1,64 @@
+"""Output of a command while it runs: progress lines, and ortlab's own errors as one line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from IPython.core.error import UsageError
+
+from ortlab.engines import base
+
+if TYPE_CHECKING:
+    from ortlab.engines.wrapped_models import CellReport
+    from ortlab.settings import EngineSettings
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[None]:
+    """Print progress lines of long work, such as the build of ORT's extension."""
+    token = base.progress.set(print)
+    try:
+        yield
+    finally:
+        base.progress.reset(token)
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Show ortlab's own errors without a traceback; errors of the user's code keep theirs.
+
+    Raises:
+        UsageError: With the message of a ValueError or RuntimeError that ortlab raised.
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if not _raised_by_ortlab(error):
+            raise
+        raise UsageError(str(error)) from error
+
+
+def _raised_by_ortlab(error: BaseException) -> bool:
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("ortlab.")
+
+
+def print_wrapped(report: CellReport, settings: EngineSettings) -> None:
+    """Print which models were wrapped, or why none was.
+
+    Args:
+        report: Result of `Session.bind_cell`.
+        settings: Settings that the models were wrapped with.
+    """
+    wrapped = [", ".join(entry.names) for entry in report.wrapped]
+    if wrapped:
+        verb = "run" if len(wrapped) > 1 else "runs"
+        print(f"{' and '.join(wrapped)} {verb} on engine {settings.engine!r}")
+        return
+    print("%%ort wrapped nothing: the cell binds no trainable model of its own")
+    for skipped in report.left:
+        print(f"  {skipped.name} {skipped.reason}")

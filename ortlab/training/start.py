@@ -1,0 +1,356 @@
+"""Start of a run: choose its settings, wrap its model for each engine, create the `Run`."""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from torch import nn
+
+from ortlab.checkpoint.checkpoint import Checkpoint, check_model
+from ortlab.engines import wrapped_models
+from ortlab.engines.base import LossFunction, Stepper, tell
+from ortlab.engines.batch import loss_function
+from ortlab.engines.nonfinite import Cause, first_bad
+from ortlab.engines.registry import engine as engine_called
+from ortlab.engines.registry import engine_for
+from ortlab.settings import LOSSES, EngineSettings, FinetuneSettings
+from ortlab.training import settings_preview
+from ortlab.training.data_loading import of_samples, unevenly
+from ortlab.training.failures import FailurePolicy
+from ortlab.training.resume import Beginning, Earlier
+from ortlab.training.run import Run
+
+if TYPE_CHECKING:
+    from ortlab.graph.memory import MemoryPlan
+    from ortlab.metrics.recorder import Watched
+    from ortlab.training.run_registry import RunRegistry
+
+
+class RemoteStepper(Stepper, Protocol):
+    """A stepper that trains in worker processes."""
+
+    def first_bad(self, micro_batches: Sequence[Any], settings: FinetuneSettings) -> Cause | None:
+        """Return the first layer whose value is not finite, found on the workers."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """Arguments of one call that starts a run.
+
+    Attributes:
+        model: The model to train, wrapped or not.
+        train: Training data.
+        eval_data: Evaluation data; None for none.
+        loss: Loss function or its name; None where the model returns its own loss.
+        begin: Checkpoint to resume from; None to start from the model's current weights.
+        earlier: The run that this one continues, with its metrics; None for a new run.
+        hold: Whether a run that fails waits for the user; None for the session's default.
+        settings: Settings that the user gave by name.
+    """
+
+    model: nn.Module
+    train: Iterable[Any]
+    eval_data: Iterable[Any] | None = None
+    loss: str | LossFunction | None = None
+    begin: Beginning | Checkpoint | None = None
+    earlier: Earlier | None = None
+    hold: bool | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """Checkpoint to resume from."""
+        return self.begin.checkpoint if isinstance(self.begin, Beginning) else self.begin
+
+    def names(self, namespace: Mapping[str, Any]) -> dict[str, str]:
+        """Return the names that the user has for model, data and loss.
+
+        Args:
+            namespace: The user's variables.
+
+        Returns:
+            The names by ``model``, ``train``, ``eval_data`` and ``loss``, where there is one. A
+            loss function without a variable has its own name; a loss given by name has none here,
+            because the settings record it.
+        """
+        values = {
+            "model": self.model,
+            "train": self.train,
+            "eval_data": self.eval_data,
+            "loss": self.loss,
+        }
+        names = {id(v): n for n, v in reversed(list(namespace.items())) if n[:1] != "_"}
+        found = {each: names.get(id(value)) for each, value in values.items() if value is not None}
+        if callable(self.loss) and found["loss"] is None:
+            found["loss"] = getattr(self.loss, "__name__", None)
+        elif not callable(self.loss):
+            found.pop("loss", None)
+        return {each: name for each, name in found.items() if name is not None}
+
+
+@dataclass(frozen=True)
+class RunServices:
+    """Services of the session that a run uses.
+
+    Attributes:
+        remote: Return a stepper of the workers for a model, a loss, settings and a run's name.
+        check_workers: Raise where a model and a loss cannot be trained by workers.
+        plan_for: Return the memory plan of a model or a run under settings.
+        remote_hosts: Return whether workers may be on other machines.
+        show: Show the run to every viewer.
+        names: Return the user's variables.
+        waits: Whether a run that fails waits for the user by default.
+    """
+
+    remote: Callable[[nn.Module, LossFunction | None, FinetuneSettings, str], RemoteStepper]
+    check_workers: Callable[[nn.Module, LossFunction | None], None]
+    plan_for: Callable[[nn.Module | Run, FinetuneSettings], tuple[MemoryPlan, EngineSettings]]
+    remote_hosts: Callable[[], bool]
+    show: Callable[[Watched], None]
+    names: Callable[[], Mapping[str, Any]]
+    waits: bool
+
+
+@dataclass(frozen=True)
+class ChosenSettings:
+    """Settings of a new run, the loss function that they mean, and warnings for the user."""
+
+    settings: FinetuneSettings
+    loss: LossFunction | None
+    warnings: list[str]
+
+
+class RunModel:
+    """The model of one run: the user's module and one wrapper per engine.
+
+    The run holds it while it trains and releases it at the end. Wrappers stay alive until then, so
+    a return to an engine exports nothing again.
+    """
+
+    def __init__(
+        self,
+        request: RunRequest,
+        original: nn.Module,
+        engine: str | None,
+        loss: LossFunction | None,
+        services: RunServices,
+    ) -> None:
+        self.run: Run | None = None
+        """The run; set once it exists."""
+        self.prepared: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+        """Wrapper of each engine that the run has prepared."""
+        self._module, self._data = request.model, request.train
+        self._original = original
+        self._loss = loss
+        self._services = services
+        # A wrapped model keeps what its own engine has exported already.
+        self._wrappers = {} if engine is None else {engine: self._module}
+
+    def prepare(self, settings: FinetuneSettings) -> Stepper:
+        """Return a stepper for `settings`: in this process, or of the workers."""
+        engine = engine_for(settings)
+        if settings.elsewhere:
+            if uneven := unevenly(self._data, settings):
+                tell(uneven)
+            assert self.run is not None
+            remote = self._services.remote
+            return remote(self._original, self._loss, settings, self.run.name)
+        if engine.name not in self._wrappers:
+            plain = settings.replace(precision="fp32")  # the stepper chooses the precision
+            self._wrappers[engine.name] = engine.wrap(self._original, plain)
+        wrapper = self.prepared[engine.name] = self._wrappers[engine.name]
+        return engine.prepare(wrapper, self._loss, settings)
+
+    def first_nonfinite(
+        self, stepper: Stepper, micro_batches: Sequence[Any], settings: FinetuneSettings
+    ) -> Cause | None:
+        """Return the first layer whose value is not finite in a step; None where unknown."""
+        if settings.elsewhere:
+            return cast("RemoteStepper", stepper).first_bad(micro_batches, settings)
+        return first_bad(self._original, self._loss, micro_batches, settings)
+
+    def peak_bytes(self, settings: FinetuneSettings) -> int | None:
+        """Return the predicted memory of a step under `settings`; None without a prediction."""
+        target = self.run if self.prepared and self.run is not None else self._module
+        size = settings.batch_size if of_samples(self._data) else None
+        try:
+            plan, of = self._services.plan_for(target, settings)
+            return settings_preview.foreseen(plan, of, settings, batch=size)[0]
+        except (ValueError, MemoryError):  # no graph yet, or none that predicts it
+            return None
+
+
+class RunStarter:
+    """Creates and starts the runs of a session.
+
+    Args:
+        wrapped: The wrapped models of the session.
+        registry: Registry that new runs are added to.
+        services: What the runs use of the session.
+    """
+
+    def __init__(
+        self,
+        wrapped: wrapped_models.WrappedModels,
+        registry: RunRegistry,
+        services: RunServices,
+    ) -> None:
+        self._wrapped = wrapped
+        self._registry = registry
+        self._services = services
+
+    def start(self, request: RunRequest) -> Run:
+        """Start a run and return it at once.
+
+        Args:
+            request: What to train, on what data, with which settings.
+
+        Raises:
+            ValueError: If settings, model, data or checkpoint do not fit, or another run trains
+                the model.
+        """
+        module = wrapped_models.check_model("the first argument", request.model)
+        entry = self._wrapped.entry(module)
+        original = module if entry is None else entry.engine.unwrap(module)
+        own = {} if entry is None else entry.settings.as_dict()
+        chosen = choose_settings(request, own, self._registry.preferred(original))
+        if entry is None and (reason := self._wrapped.unfit(module)) is not None:
+            raise ValueError(f"cannot fine-tune this {type(module).__name__}: it {reason}")
+        self._registry.check_free(original)
+        if request.checkpoint is not None:
+            check_model(request.checkpoint.model, original.state_dict())
+        engine_for(chosen.settings)
+        if chosen.settings.elsewhere:
+            self._services.check_workers(original, chosen.loss)
+        engine = None if entry is None else entry.settings.engine
+        model = RunModel(request, original, engine, chosen.loss, self._services)
+        run = model.run = self._create(request, original, model, chosen)
+        self._registry.add(run, model=original, data=request.train, wrapped=model.prepared)
+        run.start()
+        return run
+
+    def _create(
+        self, request: RunRequest, original: nn.Module, model: RunModel, chosen: ChosenSettings
+    ) -> Run:
+        waits = self._services.waits if request.hold is None else request.hold
+        return Run(
+            original,
+            model.prepare,
+            request.train,
+            # Of the weak references alone: the run keeps this function when it is over.
+            kept=functools.partial(cached_bytes, model.prepared),
+            faults=FailurePolicy(
+                waits, model.first_nonfinite, model.peak_bytes, self._services.remote_hosts
+            ),
+            evaluation=request.eval_data,
+            settings=chosen.settings,
+            show=self._services.show,
+            begin=request.checkpoint,
+            warnings=chosen.warnings,
+            earlier=request.earlier,
+            names=request.names(self._services.names()),
+        )
+
+
+def cached_bytes(prepared: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Return the memory of what engines keep for a return to earlier settings.
+
+    Args:
+        prepared: Wrapped models by engine.
+
+    Returns:
+        Bytes by engine and settings.
+    """
+    return {
+        f"{name} {settings}": size
+        for name, module in list(prepared.items())
+        for settings, size in engine_called(name).kept(module).items()
+    }
+
+
+def choose_settings(
+    request: RunRequest, own: Mapping[str, Any], preferred: Mapping[str, Any]
+) -> ChosenSettings:
+    """Return the settings of a new run.
+
+    Those that the user gave take precedence, then those of the checkpoint or, for a new run, those
+    that a search chose for the model, then those that the model was wrapped with.
+
+    Args:
+        request: The call that starts the run.
+        own: Settings that the model was wrapped with; empty where it is not wrapped.
+        preferred: Settings that a race or a search chose for the model.
+
+    Raises:
+        ValueError: If settings are wrong or exclude each other.
+    """
+    begin = request.begin
+    base = dict(own)
+    if begin is not None:
+        # Another version may have written settings that no longer exist.
+        known = FinetuneSettings.declarations()
+        base |= {n: v for n, v in begin.settings.items() if n in known and not known[n].here}
+    else:
+        base |= preferred
+    function, loss = loss_called(request.loss, base.get("loss"))
+    chosen = FinetuneSettings.of({**base, **request.settings, "loss": loss})
+    warnings = [begin.damaged] if isinstance(begin, Beginning) and begin.damaged else []
+    if begin is not None and (warning := _not_restored(begin.settings, chosen, request.settings)):
+        warnings.append(warning)
+    return ChosenSettings(chosen, function, warnings)
+
+
+def loss_called(
+    loss: str | LossFunction | None, saved: str | None = None
+) -> tuple[LossFunction | None, str | None]:
+    """Return a loss function and the name that settings record it by.
+
+    Args:
+        loss: A function, a name of `ortlab.settings.LOSSES`, or None.
+        saved: Name of the checkpoint's loss, used where `loss` is None.
+
+    Returns:
+        The function and its name; both None where the model returns its own loss.
+
+    Raises:
+        ValueError: If `loss` is neither, or the checkpoint's loss is a function, which no file
+            stores.
+    """
+    if loss is None and saved is not None and saved not in LOSSES:
+        raise ValueError(
+            f"the checkpoint's loss is a function called {saved!r}, which a file cannot store; "
+            "give it once more: loss=..."
+        )
+    loss = saved if loss is None else loss
+    if loss is None:
+        return None, None
+    if isinstance(loss, str):
+        return loss_function(loss), loss
+    if not callable(loss):
+        raise ValueError(
+            f"loss={loss!r} is not a function; give loss(output, target) or one of "
+            f"{', '.join(LOSSES)}"
+        )
+    return loss, getattr(loss, "__name__", type(loss).__name__)
+
+
+def _not_restored(
+    saved: Mapping[str, Any], chosen: FinetuneSettings, given: Mapping[str, Any]
+) -> str:
+    """Return a warning about settings of this session that differ from the checkpoint's."""
+    found = {
+        name: f"{name}={getattr(chosen, name)!r}, not {reprlib.repr(saved[name])}"
+        for name, declared in chosen.declarations().items()
+        if declared.here and name in saved and name not in given
+        if saved[name] != getattr(chosen, name)
+    }
+    if not found:
+        return ""
+    differing = "; ".join(found.values())
+    return f"{differing}: a checkpoint does not restore {', '.join(found)}; give the value you want"
