@@ -246,7 +246,7 @@ class _Writer:
     def _reading(self, data: Any, code: str | None) -> str:
         """``micro_batches``, and the data in a file."""
         from ortlab.training.data_loading import batches
-        from ortlab.training.trainer import total_steps
+        from ortlab.training.schedule import total_steps
 
         begin = (
             "def micro_batches(epoch: int) -> Iterator[Any]:\n"

@@ -13,7 +13,10 @@ from ortlab.settings import FinetuneSettings
 class LiveRun(Protocol):
     """A run of this process; its folder may be behind what it says itself."""
 
-    current_settings: FinetuneSettings
+    @property
+    def current_settings(self) -> FinetuneSettings:
+        """Settings in effect."""
+        ...
 
     @property
     def name(self) -> str:

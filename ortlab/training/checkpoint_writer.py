@@ -16,10 +16,62 @@ from typing import Final
 
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.history.run_folder import RunFolder
+from ortlab.training.control import Control
+from ortlab.training.training_state import TrainingState
+from ortlab.utils.errors import out_of_memory
 from ortlab.utils.threads import Thread
 
 LAST: Final = "last"
 BEST: Final = "best"
+_WORKERS_CHECKPOINT: Final = 100
+"""Default number of steps between the checkpoints of a run on workers."""
+
+
+class CheckpointSchedule:
+    """Decides when a run saves a checkpoint, and takes it.
+
+    Args:
+        state: State of the run.
+        control: Clock of the run.
+        keep: Receives each checkpoint, in memory of its own.
+    """
+
+    def __init__(
+        self, state: TrainingState, control: Control, keep: Callable[[Checkpoint], object]
+    ) -> None:
+        self._state = state
+        self._control = control
+        self._keep = keep
+        self._kept_step = state.step
+        self._kept_s = control.elapsed_s()
+
+    def save_if_due(self) -> None:
+        """Save a checkpoint if ``checkpoint_every`` or ``checkpoint_minutes`` asks for one."""
+        settings = self._state.settings
+        of_workers = _WORKERS_CHECKPOINT if settings.elsewhere else None
+        every, minutes = settings.checkpoint_every or of_workers, settings.checkpoint_minutes
+        if every and self._state.step % every == 0:
+            self._save(self._state.checkpoint())
+        elif minutes and self._control.elapsed_s() - self._kept_s >= 60 * minutes:
+            self._save(self._state.copy())
+
+    def save_unsaved(self) -> None:
+        """Save the last step if that was not done yet and memory has room for a copy."""
+        state = self._state
+        if self._kept_step == state.step or state.lost:
+            return
+        try:
+            self._save(state.copy())
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            told = f"no checkpoint of step {state.step}: memory has no room for a copy"
+            state.tell("warning", told)
+
+    def _save(self, taken: Checkpoint) -> None:
+        self._kept_step, self._kept_s = self._state.step, self._control.elapsed_s()
+        self._state.remember(taken)
+        self._keep(taken)
 
 
 class CheckpointWriter:

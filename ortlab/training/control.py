@@ -11,10 +11,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.training.failures import PauseReason
+
+
+@dataclass(frozen=True)
+class PauseReason:
+    """Why a run waits that nobody has paused, and what lets it go on.
+
+    ``where`` and ``hint`` complete "it waits ...: ..."; ``advice`` are the settings to go on with,
+    ``skips`` says whether it can go on past the data of the step, or the evaluation, and
+    ``passes`` whether it goes on by itself when the data comes that it is in the middle of reading.
+    """
+
+    error: Exception
+    where: str
+    hint: str
+    what: str = ""
+    advice: Mapping[str, Any] = field(default_factory=dict)
+    skips: bool = False
+    passes: bool = False
 
 
 class Abandoned(BaseException):

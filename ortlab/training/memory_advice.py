@@ -165,3 +165,59 @@ def _shared_out(settings: FinetuneSettings, device: str) -> str:
     if not _can_share(settings, gpus):
         return ""
     return f"; workers={gpus}, zero_stage=1 shares batch and optimizer state out to {gpus} GPUs"
+
+
+class MemoryAdvisor:
+    """Advises settings that need less memory, and remembers what did not fit.
+
+    Args:
+        peak_bytes: Predicts the peak memory of a step under given settings.
+        own_batches: True if the data makes its own batches, whose size cannot be changed.
+    """
+
+    def __init__(self, peak_bytes: Peak, *, own_batches: bool) -> None:
+        self._peak_bytes = peak_bytes
+        self._own_batches = own_batches
+        self._too_large: tuple[int, FinetuneSettings] | None = None
+
+    def remember(self, step: int, settings: FinetuneSettings) -> None:
+        """Remember that the step after `step` ran out of memory.
+
+        Args:
+            step: Optimizer steps done.
+            settings: Settings that were in effect.
+        """
+        self._too_large = step, settings
+
+    def is_too_large(self, step: int, settings: FinetuneSettings) -> bool:
+        """Return whether the step after `step` is known to run out of memory.
+
+        Args:
+            step: Optimizer steps done.
+            settings: Settings to look up.
+
+        Returns:
+            True if exactly this was remembered last.
+        """
+        return (step, settings) == self._too_large
+
+    def advice(
+        self, settings: FinetuneSettings, device: str, held_bytes: int = 0
+    ) -> dict[str, Any]:
+        """Return changes under which a step may fit that did not fit under `settings`.
+
+        Args:
+            settings: Settings of the step that did not fit.
+            device: "cpu" or "cuda".
+            held_bytes: Memory that model and optimizer occupy already, which the prediction
+                includes.
+
+        Returns:
+            Values of settings, by name; empty if nothing smaller is known. See `advice`.
+        """
+        return advice(
+            settings,
+            own_batches=self._own_batches,
+            room_bytes=available_bytes(device) + held_bytes,
+            peak_bytes=self._peak_bytes,
+        )

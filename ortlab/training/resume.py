@@ -18,7 +18,7 @@ from ortlab.history.run_folder import RunFolder, in_checkpoints
 from ortlab.history.saved_run import SavedRun, find
 from ortlab.metrics.recorder import INDEX, NAN, Event, Rows
 from ortlab.training.checkpoint_writer import BEST, remove
-from ortlab.training.trainer import Evaluation
+from ortlab.training.evaluator import Evaluation
 from ortlab.utils.files import half_written
 
 NAMES: Final = ("model", "train", "eval_data", "loss")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ortlab.engines.base import Cost
 from ortlab.engines.registry import graph_changes, ignored, refusal
 from ortlab.settings import Declaration, FinetuneSettings
-from ortlab.training import trainer
+from ortlab.training import changes
 
 if TYPE_CHECKING:
     from ortlab.graph.memory import MemoryPlan
@@ -73,7 +73,7 @@ def refused(
     """Why `chosen` cannot take the place of `held`; None when it can."""
     if fixed is not None:
         try:
-            trainer.check_change(held, chosen, fixed)
+            changes.check_change(held, chosen, fixed)
         except ValueError as error:
             return str(error)
     return refusal(chosen)
@@ -121,7 +121,7 @@ def _costs(held: FinetuneSettings, name: str, values: Iterable[Any]) -> Iterable
     found = {}
     for value in values:
         with contextlib.suppress(ValueError):  # it does not go with the others that hold
-            found[trainer.cost(held, held.replace(**{name: value}))] = True
+            found[changes.cost(held, held.replace(**{name: value}))] = True
     return found
 
 

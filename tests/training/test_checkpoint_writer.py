@@ -21,12 +21,20 @@ from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import INDEX, Event
 from ortlab.session import session
 from ortlab.training import resume
-from ortlab.training.checkpoint_writer import CheckpointWriter
+from ortlab.training.checkpoint_writer import CheckpointSchedule, CheckpointWriter
+from ortlab.training.evaluator import Evaluation, better
 from ortlab.training.run import Run
-from ortlab.training.trainer import Evaluation, better
 from tests.support import killing
 from tests.support.resuming import Gated, examples, network
+from tests.support.training_parts import Parts
 from tests.support.waiting import Turns, until
+
+
+def newest(run: Run) -> str | None:
+    """Return the name of the last checkpoint that is on the disk."""
+    path = run._record.checkpoints.newest
+    return None if path is None else path.stem
+
 
 CHOSEN: dict[str, Any] = {
     "loss": "cross_entropy",
@@ -212,7 +220,12 @@ def on_a_full_disk(disk: Path) -> None:
     run = ortlab.finetune(model, examples(22), **CHOSEN, checkpoint_every=2, keep_checkpoints=2)
     until(lambda: {"last-2", "last-4"} & names(run.folder) != set())
     model.turns.until_asked(6)
-    until(lambda: run._keeping.newest is not None and run._keeping.newest.stem == "last-4")
+    until(
+        lambda: (
+            run._record.checkpoints.newest is not None
+            and run._record.checkpoints.newest.stem == "last-4"
+        )
+    )
     before = names(run.folder)
     filler = disk / "filler"
     with pytest.raises(OSError, match="No space"):
@@ -220,7 +233,7 @@ def on_a_full_disk(disk: Path) -> None:
     run.recorder.event(Event("note", 5, 0.0, "x" * 8192))  # the last block of a file has room yet
     for step in (6, 8):  # one after the other, so that none takes the place of the one before
         model.turns.give(2)
-        until(lambda step=step: f"step {step}" in (run._keeping.trouble or ""))  # type: ignore[misc]
+        until(lambda step=step: f"step {step}" in (run._record.checkpoints.trouble or ""))  # type: ignore[misc]
     model.turns.until_asked(10)
     until(lambda: run.recorder.trouble is not None)
     assert names(run.folder) == before, "neither half a file, nor one less"
@@ -351,7 +364,12 @@ def died(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedRu
         checkpoint_every=3,
     )
     model.turns.until_asked(9)
-    until(lambda: run._keeping.newest is not None and run._keeping.newest.stem == "last-6")
+    until(
+        lambda: (
+            run._record.checkpoints.newest is not None
+            and run._record.checkpoints.newest.stem == "last-6"
+        )
+    )
     until(lambda: "best" in names(run.folder))
     run.recorder.flush()
     after = tmp_path / "after"
@@ -634,3 +652,20 @@ def test_thirty_deaths(whole: Any, tmp_path: Path, name: str, fault: str) -> Non
             found = dies_and_goes_on(home, name, drawn, spoilt=spoilt, full=full)
         assert found == whole(name), number
         shutil.rmtree(home)
+
+
+def test_a_schedule_saves_each_step_once() -> None:
+    parts = Parts(checkpoint_every=2)
+    saved: list[int] = []
+    schedule = CheckpointSchedule(
+        parts.state, parts.control, lambda taken: saved.append(taken.position.step)
+    )
+    schedule.save_if_due()
+    saved.clear()
+    for _ in range(3):
+        parts.step()
+        schedule.save_if_due()
+    assert saved == [2]
+    for _ in range(2):
+        schedule.save_unsaved()
+    assert saved == [2, 3]

@@ -34,11 +34,14 @@ from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
-from ortlab.training import data_loading, memory_advice
-from ortlab.training import run as runs
+from ortlab.training import data_loading, memory_advice, run_worker
+from ortlab.training.control import PauseReason
+from ortlab.training.failures import FailureHandler, FailurePolicy, typed
 from ortlab.training.run import Run
+from ortlab.training.run_progress import SLOW_READ_S
 from ortlab.utils.errors import concise, out_of_memory
 from ortlab.utils.process_memory import SAMPLER, memory
+from tests.support.training_parts import Parts
 from tests.support.waiting import HANGS_S, until
 
 CHOSEN: dict[str, Any] = {
@@ -314,8 +317,8 @@ def test_samples_that_come_at_once_are_named_one_by_one() -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that does not come for a second hangs."""
-    monkeypatch.setattr(runs, "_LATE_READ_S", 0.5)
-    monkeypatch.setattr(runs, "_HANGING_READ_S", 1.0)
+    monkeypatch.setattr(run_worker, "_LATE_READ_S", 0.5)
+    monkeypatch.setattr(run_worker, "_HANGING_READ_S", 1.0)
 
 
 @pytest.mark.parametrize("loader", [False, True])
@@ -355,7 +358,7 @@ def test_a_run_held_by_data_can_be_paused(impatient: None, resumed: bool) -> Non
     until(lambda: run.status().badges == ("held: the data hangs",))
     if resumed:
         run.resume()
-        time.sleep(2 * runs._SLOW_READ_S)
+        time.sleep(2 * SLOW_READ_S)
         assert run.status().badges == ()
     run.pause()
     assert run.status().badges == ()
@@ -412,9 +415,9 @@ def test_data_that_hangs_is_told_and_stop_ends_the_run() -> None:
     assert all(torch.equal(kept.model[name], value) for name, value in model.state_dict().items())
     assert any("the data hangs" in event.text for event in run.recorder.events("warning"))
     table.hangs.set()
-    assert run._thread is not None
-    run._thread.join(HANGS_S)
-    assert not run._thread.is_alive()
+    assert run._worker.thread is not None
+    run._worker.thread.join(HANGS_S)
+    assert not run._worker.thread.is_alive()
     assert run.state == "stopped"
     assert run.error is None
 
@@ -922,3 +925,44 @@ def test_a_run_that_may_not_fit_says_so_until_its_first_step(
     (warning,) = run.recorder.events("warning")
     assert (warning.step, warning.text) == (0, badge)
     assert badge not in run.status().badges
+
+
+# --- the handler by itself
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_handler_pauses_where_somebody_waits_and_raises_elsewhere(waits: bool) -> None:
+    parts = Parts()
+    asked: list[bool] = []
+
+    def proceed() -> bool:
+        asked.append(parts.control.held is not None)
+        return True
+
+    handler = FailureHandler(
+        parts.state,
+        FailurePolicy(waits=waits),
+        control=parts.control,
+        advisor=memory_advice.MemoryAdvisor(lambda _: None, own_batches=False),
+        proceed=proceed,
+    )
+    error = KeyError("the column is gone")
+    reason = PauseReason(error, "", "")
+    if not waits:
+        with pytest.raises(KeyError):
+            handler.pause(reason)
+        assert not asked
+        return
+    assert handler.pause(reason)
+    assert asked == [True]
+    with pytest.raises(KeyError, match="column"):  # in the first step nothing is lost
+        handler.data_failed(error, 0)
+    parts.step()
+    assert handler.data_failed(error, 5)
+    assert "after 5 samples of epoch 1" in error.__notes__[-1]
+    assert handler.data_ended_early(9)
+    assert not handler.data_ended_early(9), "it ends there again"
+    nan = NotFinite("nan")
+    assert handler.not_finite(nan, None)
+    assert parts.control.held is not None
+    assert typed(parts.control.held.advice) == f"lr={parts.settings.lr / 10:g}"

@@ -21,7 +21,7 @@ from ortlab.engines.base import NotFinite, Stepper, StepResult
 from ortlab.engines.torch.stepper import Eager
 from ortlab.metrics.recorder import INDEX, Recorder
 from ortlab.settings import FinetuneSettings
-from ortlab.training import data_loading, trainer
+from ortlab.training import data_loading, evaluator, schedule
 from ortlab.training.control import Control
 from ortlab.training.trainer import Trainer
 from tests.support.waiting import HANGS_S
@@ -296,7 +296,7 @@ def test_accuracy_is_unknown_where_targets_are_no_classes() -> None:
     inputs = examples().tensors[0]
     data = TensorDataset(inputs, inputs[:, :3])
     stepper = Eager().prepare(network(), functional.mse_loss, chosen)
-    found = trainer.evaluate(stepper, data_loading.batches(data, chosen, evaluation=True), step=0)
+    found = evaluator.evaluate(stepper, data_loading.batches(data, chosen, evaluation=True), step=0)
     assert found is not None
     assert found.loss > 0
     assert math.isnan(found.accuracy)
@@ -304,7 +304,7 @@ def test_accuracy_is_unknown_where_targets_are_no_classes() -> None:
 
 def rates(total: int, **values: Any) -> list[float]:
     chosen = settings(lr=1.0, **values)
-    return [trainer.learning_rate(step, total, chosen) for step in range(total)]
+    return [schedule.learning_rate(step, total, chosen) for step in range(total)]
 
 
 def test_schedules() -> None:
@@ -327,12 +327,12 @@ def test_the_schedule_reaches_the_optimizer() -> None:
 
 def test_a_warm_up_longer_than_the_run() -> None:
     with pytest.raises(ValueError, match="warmup_steps=9 must be below the run's 8 steps"):
-        trainer.check_schedule(8, settings(warmup_steps=9))
+        schedule.check_schedule(8, settings(warmup_steps=9))
 
 
 def test_a_schedule_of_unknown_length_warns() -> None:
     with pytest.warns(UserWarning, match="schedule='linear' has no effect"):
-        trainer.check_schedule(None, settings())
+        schedule.check_schedule(None, settings())
 
 
 class Bad(nn.Module):

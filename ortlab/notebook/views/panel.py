@@ -30,7 +30,7 @@ from ortlab.notebook.views.display import bundled
 from ortlab.notebook.views.pump import Pump
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
-from ortlab.training import settings_preview, trainer
+from ortlab.training import changes, settings_preview
 from ortlab.training.run import Run
 from ortlab.training.settings_preview import Control, SettingPreview
 from ortlab.utils.process_memory import memory
@@ -276,7 +276,7 @@ class Panel:
         blocked = settings_preview.refused(held, chosen, fixed=self._fixed) if differs else None
         cost = ""
         if differs and running and not blocked:
-            cost = settings_preview.COSTS[trainer.cost(held, chosen)]
+            cost = settings_preview.COSTS[changes.cost(held, chosen)]
         earlier = self.run.earlier_settings if self.run else []
         return {
             "title": self.title,
