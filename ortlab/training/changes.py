@@ -11,7 +11,7 @@ from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines import registry
 from ortlab.engines.base import Cost, Stepper
 from ortlab.settings import EngineSettings, FinetuneSettings
-from ortlab.training.control import Control
+from ortlab.training.control import ChangeOutcome, ChangeRequest, Control
 from ortlab.training.data_loading import Batches
 from ortlab.training.training_state import TrainingState
 from ortlab.utils.errors import forget_locals
@@ -131,6 +131,8 @@ class SettingChanger:
         self._prepare = prepare
         self._fixed = fixed(state.train)
         self._wanted: dict[str, Any] = {}
+        self._requests: list[ChangeRequest] = []  # of `_wanted`, or of the change on trial
+        self._decided: list[tuple[ChangeRequest, ChangeOutcome]] = []
 
     @property
     def pending(self) -> bool:
@@ -151,7 +153,9 @@ class SettingChanger:
             The requested settings, or the settings in effect if there was no valid request.
         """
         state = self._state
-        self._wanted |= self._control.changes()
+        for request in self._control.take_requests():
+            self._wanted |= request.changes
+            self._requests.append(request)
         if not self._wanted:
             return state.settings
         try:
@@ -163,6 +167,8 @@ class SettingChanger:
             told = f"the run goes on with the settings it has: {error}"
             state.tell("warning", told, {"cost_s": 0.0})
             self._wanted, wanted = {}, state.settings
+            self._decide(ChangeOutcome("refused", told, state.step))
+            self.publish()
         return wanted
 
     def begin(self, wanted: FinetuneSettings, began: float) -> None:
@@ -175,6 +181,7 @@ class SettingChanger:
         state = self._state
         self._wanted, before = {}, state.settings
         if wanted == before:
+            self._decide(ChangeOutcome("applied", "", state.step))
             return
         if rebuilds(before, wanted):
             taken = state.checkpoint()
@@ -208,7 +215,9 @@ class SettingChanger:
         trial, self.trial = self.trial, None
         free = cost(trial.before, trial.wanted) == "free"
         cost_s = 0.0 if free else time.perf_counter() - trial.began
-        self._state.tell("change", _differences(trial.before, trial.wanted), {"cost_s": cost_s})
+        changes = _differences(trial.before, trial.wanted)
+        self._state.tell("change", changes, {"cost_s": cost_s})
+        self._decide(ChangeOutcome("applied", changes, self._state.step, cost_s))
 
     def revert(self, error: Exception) -> None:
         """Return to the settings and the state before the change, since it failed.
@@ -226,11 +235,37 @@ class SettingChanger:
             self.rebuild(trial.before, trial.taken)
         changes = _differences(trial.before, trial.wanted)
         told = f"{changes}: the run goes on without, for it failed: {error}"
-        self._state.tell("warning", told, {"cost_s": time.perf_counter() - trial.began})
+        cost_s = time.perf_counter() - trial.began
+        self._state.tell("warning", told, {"cost_s": cost_s})
+        self._decide(ChangeOutcome("refused", told, self._state.step, cost_s))
+        self.publish()
 
     def abandon(self) -> None:
-        """Forget the change on trial, since its stepper is lost."""
-        self.trial = None
+        """End the trial of a change whose stepper is lost; the settings in effect stay."""
+        if self.trial is None:
+            return
+        trial, self.trial = self.trial, None
+        step, changes = self._state.step, _differences(trial.before, trial.wanted)
+        if self._state.settings == trial.wanted:
+            self._decide(ChangeOutcome("applied", changes, step))
+        else:
+            told = f"{changes}: the workers were lost before the change was applied"
+            self._decide(ChangeOutcome("refused", told, step))
+
+    def publish(self) -> None:
+        """Resolve the requests that were decided, once the run shows the settings in effect."""
+        for request, outcome in self._decided:
+            request.resolve(outcome)
+        self._decided = []
+
+    def close(self) -> None:
+        """Resolve all requests, since the loop has ended."""
+        self.publish()
+        self._control.drop_requests()
+
+    def _decide(self, outcome: ChangeOutcome) -> None:
+        self._decided += [(request, outcome) for request in self._requests]
+        self._requests = []
 
     def _adopt(self, settings: FinetuneSettings) -> None:
         self._state.stepper.adopt(settings)

@@ -19,7 +19,7 @@ from ortlab.metrics.recorder import Recorder, State, Status, Watched
 from ortlab.settings import FinetuneSettings
 from ortlab.training import changes as setting_changes
 from ortlab.training import data_loading, training_state
-from ortlab.training.control import Control
+from ortlab.training.control import ChangeRequest, Control
 from ortlab.training.failures import FailurePolicy
 from ortlab.training.resume import Earlier
 from ortlab.training.run_progress import RunProgress
@@ -283,7 +283,7 @@ class Run(StoredRun):
             path = self._record.checkpoints.place(f"step-{taken.position.step}", taken)
         return taken.save(path)
 
-    def apply(self, **changes: Any) -> None:
+    def apply(self, **changes: Any) -> ChangeRequest:
         """Change settings from the next step on, without waiting for it.
 
         The weights, the optimizer's state, the order of the data and the random states stay.
@@ -297,6 +297,10 @@ class Run(StoredRun):
         Args:
             **changes: New values of settings.
 
+        Returns:
+            Future of the outcome: applied after which step and at which cost, refused and why, or
+            dropped because the run ended first. ``run.apply(lr=1e-4).result()`` waits for it.
+
         Raises:
             ValueError: If a setting is unknown or its value is invalid, if the engine does not
                 support it here, if it is `fixed` (seed, optimizer, loss, device, and the batch size
@@ -308,7 +312,7 @@ class Run(StoredRun):
         setting_changes.check_change(self.current_settings, wanted, self.fixed)
         self._check_best(wanted)
         engine_for(wanted)
-        self._control.apply(changes)
+        return self._control.apply(changes)
 
     def _check_best(self, settings: FinetuneSettings) -> None:
         if settings.keep_best and not self._evaluates:
@@ -317,8 +321,11 @@ class Run(StoredRun):
                 "eval_data, or leave keep_best out"
             )
 
-    def undo(self) -> None:
+    def undo(self) -> ChangeRequest:
         """Undo the last change of settings; called again, undo the one before it.
+
+        Returns:
+            Future of the outcome, as of `apply`.
 
         Raises:
             ValueError: If nothing was changed, and as in `apply`.
@@ -326,7 +333,7 @@ class Run(StoredRun):
         if not self.earlier_settings:
             raise ValueError(f"{self.name} has the settings that it began with: nothing to undo")
         before, now = self.earlier_settings[-1].as_dict(), self.current_settings.as_dict()
-        self.apply(**{name: before[name] for name in now if now[name] != before[name]})
+        return self.apply(**{name: before[name] for name in now if now[name] != before[name]})
 
     def over(self) -> bool:
         """Return whether the run has ended and its folder is complete."""

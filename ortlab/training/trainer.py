@@ -157,6 +157,7 @@ class Trainer:
                 yield from self._steps()
             finally:
                 self._state.drawn = self._state.drawn or RandomStates.now()
+                self._changes.close()
 
     def checkpoint(self) -> Checkpoint:
         """Return a checkpoint of the last step. See `TrainingState.checkpoint`."""
@@ -267,6 +268,7 @@ class Trainer:
             if not state.done:
                 self._checkpoints.save_if_due()
             yield result
+            self._changes.publish()
             if not state.done and self._evaluation_due():
                 self._evaluator.evaluate()
         if state.step == 0 and not self._control.stopping:
