@@ -31,7 +31,7 @@ def fixed(data: Batches) -> dict[str, str]:
         Reason why each setting is fixed, by the name of the setting.
     """
     found = {
-        name: f"a run keeps the {name} that it began with; finetune makes another run"
+        name: f"a run keeps the {name} that it started with; use finetune to start another run"
         for name in _FIXED_IN_A_RUN
     }
     return {**found, "batch_size": data.own} if data.own else found
@@ -54,7 +54,7 @@ def check_change(
         there, here = getattr(before, name), getattr(after, name)
         if there != here:
             raise ValueError(
-                f"{name}={here!r} cannot be applied to a run that has {name}={there!r}: {reason}"
+                f"{name}={here!r} cannot be applied to a run with {name}={there!r}: {reason}"
             )
 
 
@@ -162,9 +162,9 @@ class SettingChanger:
             wanted = state.settings.replace(**self._wanted)
             check_change(state.settings, wanted, self._fixed)
             if self._prepare is None and rebuilds(state.settings, wanted):
-                raise ValueError("nothing makes a stepper for another engine or its options")
+                raise ValueError("no stepper can be created for another engine or other options")
         except ValueError as error:
-            told = f"the run goes on with the settings it has: {error}"
+            told = f"the run continues with its current settings: {error}"
             state.tell("warning", told, {"cost_s": 0.0})
             self._wanted, wanted = {}, state.settings
             self._decide(ChangeOutcome("refused", told, state.step))
@@ -234,7 +234,7 @@ class SettingChanger:
         else:
             self.rebuild(trial.before, trial.taken)
         changes = _differences(trial.before, trial.wanted)
-        told = f"{changes}: the run goes on without, for it failed: {error}"
+        told = f"{changes}: this failed, and the run continues without it: {error}"
         cost_s = time.perf_counter() - trial.began
         self._state.tell("warning", told, {"cost_s": cost_s})
         self._decide(ChangeOutcome("refused", told, self._state.step, cost_s))

@@ -136,7 +136,7 @@ class Control:
         with self._changed:
             self._pausing = not self._stopping
             if self.held is not None and self.held.passes:
-                self.held = None  # when its data comes the loop is to wait all the same
+                self.held = None  # the loop is to stay paused even when its data arrives
                 self.settled.clear()
 
     def resume(self, *, skip: bool = False) -> None:

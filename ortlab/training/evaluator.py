@@ -161,14 +161,14 @@ class Evaluator:
             state.tell(
                 "warning",
                 f"the held-out loss is {found.loss} at step {state.step}; look for NaN in the "
-                "evaluation data, or in what the model makes of it in evaluation mode",
+                "evaluation data, or in the model's outputs in evaluation mode",
             )
 
     def _measure(self, data: Batches) -> Evaluation | None:
         """Return the scores; None if the run is to end or to continue without them.
 
-        Where memory does not suffice for as many samples as a step has, fewer at a time have the
-        same mean.
+        If memory does not suffice for as many samples as a step has, fewer at a time give the same
+        mean.
         """
         state = self._state
         while True:
@@ -184,13 +184,13 @@ class Evaluator:
                 when = f"after step {state.step}" if state.step else "before the first step"
                 error.add_note(f"the evaluation {when} failed")
                 if state.settings.pipeline_stages > 1 or state.step == state.began_at:
-                    raise  # nothing is lost by beginning again
+                    raise  # nothing is lost by starting over
                 if memory:
                     self._failures.free_memory(error)
                 if memory and data.size is not None and size > 1:
                     self._most = size // 2
-                    told = f"memory did not suffice for the evaluation of {size} samples at a time"
-                    state.tell("warning", f"{told}: it takes {size // 2} from now on")
+                    told = f"not enough memory to evaluate {size} samples at a time"
+                    state.tell("warning", f"{told}: using {size // 2} from now on")
                     continue
                 if not self._failures.evaluation_failed(error, memory=memory):
                     return None

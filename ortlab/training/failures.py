@@ -107,7 +107,7 @@ class FailureHandler:
         self._control.hold(reason)
         said = " ".join(message(error).split())
         state = self._state
-        state.tell("warning", f"held at step {state.step}: {type(error).__name__}: {said}")
+        state.tell("warning", f"paused at step {state.step}: {type(error).__name__}: {said}")
         return self._proceed()
 
     def free_memory(self, error: Exception) -> None:
@@ -143,11 +143,11 @@ class FailureHandler:
             f"epoch {state.epoch + 1}"
         )
         if state.step == state.began_at:
-            raise error  # nothing is lost by beginning again
+            raise error  # nothing is lost by starting over
         skips = train.size is not None and train.length is not None
-        hint = "mend the data, and run.resume() or its button reads on there"
+        hint = "fix the data, then run.resume() or the Resume button reads it from there"
         if skips:
-            hint += "; run.resume(skip=True) leaves the samples of that step out"
+            hint += "; run.resume(skip=True) skips the samples of that step"
         if not self.pause(
             PauseReason(error, "at step {step}", hint, "the data failed", skips=skips)
         ):
@@ -156,7 +156,9 @@ class FailureHandler:
             asked = state.settings.batch_size * state.settings.accumulation
             first, state.read = state.read, min(state.read + asked, train.length or 0)
             state.recount()
-            state.tell("note", f"{state.read - first} samples are left out, from {first + 1} on")
+            state.tell(
+                "note", f"{state.read - first} samples are skipped, from number {first + 1} on"
+            )
         return True
 
     def data_ended_early(self, read: int) -> bool:
@@ -179,7 +181,9 @@ class FailureHandler:
                 state.tell("warning", told)
             return False
         self._ended_at = state.epoch, read
-        hint = "run.resume() reads on if there is more by then, and else ends the epoch there"
+        hint = (
+            "run.resume() reads more if there is more by then, and otherwise ends the epoch there"
+        )
         return self.pause(
             PauseReason(RuntimeError(told), "at step {step}", hint, "the data ended early")
         )
@@ -212,10 +216,12 @@ class FailureHandler:
             del state_dict
         changes = self._advisor.advice(settings, self._device(), held)
         why = memory_hint(changes, settings, self._device())
-        error.add_note(f"memory did not suffice for step {state.step + 1}; {why}")
+        error.add_note(f"not enough memory for step {state.step + 1}; {why}")
         hint = "run.resume() tries the step again"
         if changes:
-            hint = f"run.resume({typed(changes)}) or its button goes on with that"
+            hint = (
+                f"run.resume({typed(changes)}) or the Resume button continues with these settings"
+            )
         return self.pause(PauseReason(error, "at step {step}", hint, "out of memory", changes))
 
     # ---- workers -------------------------------------------------------------------------------
@@ -231,17 +237,17 @@ class FailureHandler:
             True if the run continues from its last checkpoint, with new workers.
         """
         state = self._state
-        hint = "run.resume() or its button goes on from there with fresh workers"
+        hint = "run.resume() or the Resume button continues from there with new workers"
         changes: dict[str, Any] = {}
         if memory:
             self._advisor.remember(state.step, state.settings)
             changes = self._advisor.advice(state.settings, self._device())
         if changes:
             told = typed(changes)
-            hint = f"memory ran out; run.resume({told}) or its button goes on from there"
-        where = "at step {step}, that of its last checkpoint"
+            hint = f"out of memory; run.resume({told}) or the Resume button continues from there"
+        where = "at step {step}, the one of its last checkpoint"
         self._control.hold(PauseReason(error, where, hint, advice=changes))
-        state.tell("warning", f"held: {error}")
+        state.tell("warning", f"paused: {error}")
         return self._proceed()
 
     # ---- evaluation ----------------------------------------------------------------------------
@@ -260,9 +266,7 @@ class FailureHandler:
             Exception: `error` if nobody could resume the run.
         """
         what = "out of memory" if memory else "the evaluation failed"
-        hint = (
-            "run.resume() or its button evaluates again; run.resume(skip=True) goes on without it"
-        )
+        hint = "run.resume() or the Resume button evaluates again; run.resume(skip=True) skips that"
         if not self.pause(PauseReason(error, "after step {step}", hint, what, skips=True)):
             return False
         if self._control.skipping:
@@ -336,11 +340,11 @@ class FailureHandler:
         if settings.precision == "fp16":
             change = {"precision": "bf16"}
         hint = (
-            f"run.resume({typed(change)}) or its button goes on with that, run.resume() with "
-            "what it has; the data of the step is left out"
+            f"run.resume({typed(change)}) or the Resume button continues with these settings, "
+            "run.resume() with the current ones; the data of the step is skipped"
         )
         if cause is not None and cause.in_data:  # no settings would help
-            change, hint = {}, "run.resume() or its button leaves the data of the step out"
+            change, hint = {}, "run.resume() or the Resume button skips the data of the step"
         where = "with the weights of step {step}"
         resumed = self.pause(PauseReason(error, where, hint, "not finite", change))
         self.stopped_not_finite |= not resumed

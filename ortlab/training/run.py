@@ -207,11 +207,11 @@ class Run(StoredRun):
         if self._show is not None:
             try:
                 self._show(self)
-            # Raising would take the handle from the user while the training goes on.
+            # If this raised, the user would lose the handle of a run that keeps training.
             except Exception as error:  # noqa: BLE001
                 told = f"the charts cannot be shown: {type(error).__name__}: {error}"
                 self._record.event("warning", told)
-                print(f"{self.name} goes on, but {told}", flush=True)
+                print(f"{self.name} continues, but {told}", flush=True)
         return self
 
     def pause(self) -> None:
@@ -235,9 +235,8 @@ class Run(StoredRun):
         held = self._control.held
         if skip and not (held is not None and held.skips):
             raise ValueError(
-                "skip=True leaves out samples of a Dataset that failed to be read, or an "
-                f"evaluation that failed, and nothing of the kind holds {self.name}; run.resume() "
-                "goes on"
+                "skip=True skips samples of a Dataset that could not be read, or an evaluation "
+                f"that failed, but neither of these paused {self.name}; use run.resume()"
             )
         if changes:
             self.apply(**changes)
@@ -268,7 +267,9 @@ class Run(StoredRun):
         """
         self._check_started()
         if threading.current_thread() is self._worker.thread:
-            raise RuntimeError(f"{self.name} cannot wait for itself; ask from another thread")
+            raise RuntimeError(
+                f"{self.name} cannot wait for its own checkpoint; call this from another thread"
+            )
         final = self._folder.checkpoint_path("final")
         try:
             taken = self._control.checkpoint().result()
@@ -307,7 +308,7 @@ class Run(StoredRun):
                 if a loader makes its own batches), or if the run is over.
         """
         if self.over():
-            raise ValueError(f"{self.name} is over ({self.state}): nothing can be applied to it")
+            raise ValueError(f"{self.name} is over ({self.state}): its settings cannot be changed")
         wanted = self.current_settings.replace(**changes)
         setting_changes.check_change(self.current_settings, wanted, self.fixed)
         self._check_best(wanted)
@@ -317,7 +318,7 @@ class Run(StoredRun):
     def _check_best(self, settings: FinetuneSettings) -> None:
         if settings.keep_best and not self._evaluates:
             raise ValueError(
-                f"keep_best={settings.keep_best!r} is of an evaluation, and the run has none; give "
+                f"keep_best={settings.keep_best!r} needs evaluations, but the run has none; pass "
                 "eval_data, or leave keep_best out"
             )
 
@@ -331,7 +332,7 @@ class Run(StoredRun):
             ValueError: If nothing was changed, and as in `apply`.
         """
         if not self.earlier_settings:
-            raise ValueError(f"{self.name} has the settings that it began with: nothing to undo")
+            raise ValueError(f"{self.name} has the settings that it started with: nothing to undo")
         before, now = self.earlier_settings[-1].as_dict(), self.current_settings.as_dict()
         return self.apply(**{name: before[name] for name in now if now[name] != before[name]})
 
@@ -392,8 +393,8 @@ class Run(StoredRun):
 
     async def _awaited(self) -> RunResult:
         self._check_started()
-        stops = f"interrupt that wait, run.stop() or %ort stop {self.name} to stop it"
-        hint = f"await it again to wait; {stops}"
+        stops = f"interrupt that wait, or use run.stop() or %ort stop {self.name}, to stop it"
+        hint = f"await it again to wait for it; {stops}"
         while True:
             await until(self._control.settled, lambda: self._interrupted(hint))
             if (found := self._outcome()) is not None:
@@ -401,12 +402,12 @@ class Run(StoredRun):
 
     def _check_started(self) -> None:
         if self._worker.thread is None:
-            raise RuntimeError(f"{self.name} was not started: run.start() first")
+            raise RuntimeError(f"{self.name} was not started: call run.start() first")
 
     def _interrupted(self, hint: str) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
-            print(f"{self.name} goes on, {self.state} at step {self.step}: {hint}", flush=True)
+            print(f"{self.name} is still {self.state}, at step {self.step}: {hint}", flush=True)
             return
         self.stop()
         print(f"{self.name} stops after the step in flight", flush=True)

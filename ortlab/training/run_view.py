@@ -84,7 +84,7 @@ class RunView:
             The error of `held`, with a shortened traceback.
         """
         where = held.where.format(step=self._progress.step)
-        told = f"{self._name} waits {where}: {held.hint}, run.stop() ends it"
+        told = f"{self._name} is paused {where}: {held.hint}; run.stop() ends the run"
         shorten(held.error)
         if told not in getattr(held.error, "__notes__", ()):
             held.error.add_note(told)
@@ -112,7 +112,7 @@ class RunView:
         if progress.fallback_reason is not None:
             badges.append(f"fallback to {progress.engine_used}: {progress.fallback_reason}")
         if (held := progress.control.held) is not None:
-            told = held.what or f"{held.error}; resume goes on from step {progress.step}"
+            told = held.what or f"{held.error}; resume continues from step {progress.step}"
             badges.append(f"held: {told}")
         if progress.foretold is not None and progress.step == 0 and not over:
             badges.append(progress.foretold)
@@ -128,7 +128,7 @@ class RunView:
         since = progress.control.reading_since
         waited_s = 0.0 if since is None else time.perf_counter() - since
         if waited_s > SLOW_READ_S and not over:
-            lines.append(f"waiting for {progress.reading} since {waited_s:.0f} s; Stop ends it")
+            lines.append(f"waiting for {progress.reading} for {waited_s:.0f} s; Stop ends the run")
         evaluations = record.evaluations()
         if evaluations:
             before, after = evaluations[0], evaluations[-1]
@@ -145,5 +145,5 @@ class RunView:
             lines += report.remarks
         if not over and (kept := self._kept()):
             told = ", ".join(f"{settings} ({memory(size)})" for settings, size in kept.items())
-            lines.append(f"kept for a return: {told}")
+            lines.append(f"cached for earlier settings: {told}")
         return tuple(lines)

@@ -90,7 +90,9 @@ class RunWorker:
             RuntimeError: If it was started before.
         """
         if self.thread is not None:
-            raise RuntimeError(f"{self._name} was started already; finetune again makes a new run")
+            raise RuntimeError(
+                f"{self._name} was already started; call finetune again for a new run"
+            )
         context = contextvars.copy_context()  # the thread prints into the cell that started it
         earlier = self._record.earlier
         self._control.began = time.perf_counter() - (earlier.time_s if earlier else 0)
@@ -187,7 +189,7 @@ class RunWorker:
             for kind, text in record.earlier.told:
                 record.event(kind, text)
         elif progress.step:
-            record.event("note", f"goes on from a checkpoint at step {progress.step}")
+            record.event("note", f"resumed from a checkpoint at step {progress.step}")
 
     def _prepare(self, settings: FinetuneSettings) -> Stepper:
         assert self._work is not None
@@ -242,7 +244,7 @@ class RunWorker:
                     told = since
                     notes = getattr(error, "__notes__", ())
                     self._record.event("warning", "; ".join((str(error), *notes)))
-                hint = "when the data comes it goes on by itself, run.resume() waits on"
+                hint = "it resumes when the data arrives, and run.resume() keeps waiting"
                 hold = PauseReason(error, "after step {step}", hint, "the data hangs", passes=True)
                 if work.faults.waits and self._control.hold_in_read(hold, since):
                     held = since
@@ -253,19 +255,19 @@ class RunWorker:
                 return
             try:
                 trainer.keep_in_read()
-            # A hook of the user's, for one: it may fail here, and not where the training does.
+            # A user's hook, for example: it may fail here although it does not fail in training.
             except Exception as error:  # noqa: BLE001
                 self._record.event("warning", f"no checkpoint while the data hangs: {error}")
 
     def _hanging(self) -> Exception:
         """Return an error that names the data that hangs and the place where it does."""
         frames = list(self._frames())
-        told = f"{self._progress.reading} has not come for {_HANGING_READ_S:.0f} s"
+        told = f"{self._progress.reading} has not arrived for {_HANGING_READ_S:.0f} s"
         error = RuntimeError(told)
         if (place := data_loading.being_read(frames)) is not None:
-            error.add_note(f"it reads {place}")
+            error.add_note(f"reading {place}")
         if (line := users_line(frames)) is not None:
-            error.add_note(f"it stands at {line}")
+            error.add_note(f"at {line}")
         return error
 
     def _frames(self) -> Iterator[FrameType]:
@@ -280,7 +282,7 @@ class RunWorker:
         """Wait until a stopped run has trained; end it if its thread hangs in a read of data."""
         while not self._trained.wait(_READ_WAIT_S / 4):
             if self._control.abandon(_READ_WAIT_S):
-                told = "the data hangs: the run ends without what it was to give"
+                told = "the data hangs: the run ends without waiting for it"
                 self._record.event("warning", told)
                 self._end()
                 return
@@ -295,8 +297,8 @@ class RunWorker:
         for part in (self._keep_state, self._record.conclude, self._record.release):
             try:
                 part()
-            # SystemExit in the user's code, a disk that is full: whatever is raised is the run's
-            # outcome, kept here and raised where the run is awaited.
+            # SystemExit in the user's code, a full disk: whatever is raised is the outcome of the
+            # run, stored here and raised where the run is awaited.
             except BaseException as error:  # noqa: BLE001
                 self._fail(error)
         self._control.close()
@@ -322,7 +324,7 @@ class RunWorker:
         except StepperLost as error:
             record.checkpoints.close()
             if (last := record.checkpoints.newest) is not None:
-                error.add_note(f"resume_from={str(last)!r} goes on from its last checkpoint")
+                error.add_note(f"resume_from={str(last)!r} continues from its last checkpoint")
             raise
         self._hear(trainer.stepper)
         trainer.stepper.close()
@@ -335,7 +337,7 @@ class RunWorker:
             self._progress.error = error
             shorten(error)
         else:
-            first.add_note(f"and the run's folder is not complete: {error}")
+            first.add_note(f"the run's folder is incomplete too: {error}")
 
     def _end_with_python(self) -> None:
         """End the run before Python ends, so that its thread is not cut off in a write."""

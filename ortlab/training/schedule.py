@@ -74,11 +74,11 @@ def check_schedule(total: int | None, settings: FinetuneSettings) -> None:
     """
     if total is not None and settings.warmup_steps >= total:
         raise ValueError(
-            f"warmup_steps={settings.warmup_steps} must be below the run's {total} steps"
+            f"warmup_steps={settings.warmup_steps} must be less than the run's {total} steps"
         )
     if total is None and settings.schedule != "constant":
         warnings.warn(
-            f"schedule={settings.schedule!r} has no effect on data of unknown length; give "
+            f"schedule={settings.schedule!r} has no effect on data of unknown length; set "
             "max_steps, or schedule='constant'",
             stacklevel=3,
         )

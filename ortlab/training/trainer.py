@@ -32,6 +32,9 @@ from ortlab.utils.rng import RandomStates, seeded
 class Trainer:
     """Steps of one run, and its exact state between two of them.
 
+    A stepper that is lost pauses the run. When it is resumed, another stepper continues from the
+    last checkpoint.
+
     Args:
         stepper: Stepper that trains first.
         train: The training data.
@@ -57,9 +60,6 @@ class Trainer:
 
     Raises:
         ValueError: If `begin` does not match the settings or the data.
-
-    A stepper that is lost pauses the run. When it is resumed, another stepper continues from the
-    last checkpoint.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Trainer:
             wanted = self._changes.requested()
             try:
                 group = self._read(data, wanted)
-            except Exception as error:  # noqa: BLE001 - a Dataset raises what it likes
+            except Exception as error:  # noqa: BLE001 - a Dataset may raise anything
                 data = self._after_failed_read(error, data, wanted)
                 continue
             data_s = time.perf_counter() - began
@@ -242,8 +242,8 @@ class Trainer:
                 continue
             try:
                 result = self._step(group, wanted, began)
-            # An engine raises all kinds of exceptions. If the change is not at fault but a batch,
-            # for example, the same is raised again when the old settings take the step.
+            # An engine may raise any exception. If the change is not at fault but a batch, for
+            # example, the same is raised again when the step is made under the old settings.
             except Exception as error:
                 remedy = self._remedy(error)
                 if remedy == "none":
@@ -272,12 +272,12 @@ class Trainer:
             if not state.done and self._evaluation_due():
                 self._evaluator.evaluate()
         if state.step == 0 and not self._control.stopping:
-            raise ValueError("the training data is empty: it gave no batch")
+            raise ValueError("the training data is empty: it yielded no batch")
 
     def _read(self, data: Epoch, wanted: FinetuneSettings) -> list[Batch]:
         """Read the micro-batches of the next step."""
         state = self._state
-        if state.read == 0:  # a sampler may draw its order: in the middle of that no state holds
+        if state.read == 0:  # a sampler may draw its order: no state amid that is valid
             state.drawn = RandomStates.now()
         group = data.take(wanted.accumulation, wanted.batch_size, keep=self._changes.pending)
         state.drawn = None
@@ -292,7 +292,7 @@ class Trainer:
 
     def _remedy(self, error: Exception) -> Literal["none", "make room", "revert"]:
         """Return what can be done about a step that failed."""
-        # A lost stepper tries no step again, and cannot adopt earlier settings: see `_recover`.
+        # A lost stepper can neither try a step again nor adopt other settings: see `_recover`.
         lost = isinstance(error, StepperLost)
         memory = out_of_memory(error) and not lost
         trial = self._changes.trial
@@ -319,7 +319,7 @@ class Trainer:
         self._changes.abandon()
         self.stepper.close()
         if by_itself:
-            state.tell("warning", f"begins again in another process: {error}")
+            state.tell("warning", f"restarting in a new process: {error}")
             if self._control.stopping:
                 return False
         elif not self._failures.workers_lost(error, memory=out_of_memory(error)):
@@ -329,14 +329,14 @@ class Trainer:
         except StepperLost as again:
             return self._recover(again)
         state.lost, self._begin = False, state.recovery
-        state.tell("note", f"goes on from the checkpoint of step {state.step}")
+        state.tell("note", f"resumed from the checkpoint of step {state.step}")
         return True
 
     def _opened(self, begin: Callable[[], Epoch]) -> Epoch | None:
         """Return the epoch that `begin` opens; None if that fails and the run is to end."""
         try:
             return begin()
-        except Exception as error:  # noqa: BLE001 - a Dataset raises what it likes
+        except Exception as error:  # noqa: BLE001 - a Dataset may raise anything
             return self._again() if self._failures.data_failed(error, self._state.read) else None
 
     def _again(self) -> Epoch | None:
@@ -380,12 +380,12 @@ class Trainer:
         if not self._failures.not_finite(error, cause):
             return False
         taken = state.checkpoint()
-        self._recorder.count  # noqa: B018 - the recorder knows of the bad losses after this
+        self._recorder.count  # noqa: B018 - makes the recorder find the bad losses
         self._recorder.not_finite_step = None
         state.step = made
         self._changes.rebuild(self.settings, taken)
         span = f"step {first}" if first == made else f"steps {first} to {made}"
-        state.tell("note", f"{span} changed no weight; the run goes on after that")
+        state.tell("note", f"{span} changed no weights; the run continues after that")
         return True
 
     def _evaluation_due(self) -> bool:
@@ -393,7 +393,7 @@ class Trainer:
         return every is not None and self.step % every == 0
 
     def _proceed(self) -> bool:
-        # A pause may be the last that this process does: a laptop that closes, a kernel that ends.
+        # A pause may be the last action of this process: a laptop closes, a kernel ends.
         if self._control.pausing:
             self._checkpoints.save_unsaved()
         return self._control.proceed(self.checkpoint)
@@ -419,7 +419,7 @@ class Trainer:
             for rank, told in enumerate(result.ranks):
                 sample = rank_sample(told, step=state.step, epoch=epoch, time_s=now)
                 self._recorder.rank(rank).add(sample)
-        # Asking the stepper waits for a device; there the recorder tells a moment later.
+        # On another device the stepper would have to wait; the recorder finds out a moment later.
         on_host = result.loss.device.type == "cpu"
         if (on_host and not self.stepper.finite()) or self._recorder.not_finite_step is not None:
             self._failures.raise_not_finite()

@@ -217,8 +217,8 @@ def place(begin: Checkpoint, data: Batches, settings: FinetuneSettings) -> Posit
         there, here = begin.settings.get(name), getattr(settings, name)
         if there != here:
             raise ValueError(
-                f"{name}={here!r}, and the checkpoint is of a run with {name}={there!r}: its "
-                f"place in the data and its optimizer's state hold for that; leave {name} out"
+                f"{name}={here!r} does not match the checkpoint, which has {name}={there!r}: its "
+                f"place in the data and its optimizer's state depend on it; leave {name} out"
             )
     position = begin.position
     size = begin.settings.get("batch_size")
@@ -231,15 +231,15 @@ def place(begin: Checkpoint, data: Batches, settings: FinetuneSettings) -> Posit
         position = _in_samples(position, data.length, size)
     if (position.unit, position.length) != (data.unit, data.length):
         raise ValueError(
-            f"the data has {count_of(data.length, data.unit)} an epoch, and the checkpoint's had "
-            f"{count_of(position.length, position.unit)}; go on with the data that it was trained "
-            "on"
+            f"the data has {count_of(data.length, data.unit)} per epoch, but the checkpoint's had "
+            f"{count_of(position.length, position.unit)}; pass the data that the checkpoint was "
+            "trained on"
         )
     order = position.order
     if order is not None and len(order.generators) != len(data.generators):
         raise ValueError(
-            f"the loader has {len(data.generators)} generators of its own, and the checkpoint's "
-            f"had {len(order.generators)}; make the loader as it was made then"
+            f"the loader has {len(data.generators)} generators of its own, but the checkpoint's "
+            f"had {len(order.generators)}; create the loader as it was created then"
         )
     return position
 

@@ -184,12 +184,12 @@ def test_better() -> None:
 
 
 def test_the_best_of_no_evaluation_is_refused(home: Path) -> None:
-    with pytest.raises(ValueError, match="keep_best='eval_loss' is of an evaluation, and the run"):
+    with pytest.raises(ValueError, match="keep_best='eval_loss' needs evaluations, but the run"):
         ortlab.finetune(network(), examples(22), **CHOSEN, keep_best="eval_loss")
     assert not (home / "runs").exists()
     model = Gated(turns=1)
     run = ortlab.finetune(model, examples(22), **CHOSEN)
-    with pytest.raises(ValueError, match="give eval_data, or leave keep_best out"):
+    with pytest.raises(ValueError, match="pass eval_data, or leave keep_best out"):
         run.apply(keep_best="eval_accuracy")
     model.turns.give()
     run.result()
@@ -280,7 +280,7 @@ def test_the_one_before_is_used_where_the_newest_is_damaged(stopped: Run, how: s
     assert steps(run) == list(range(7, 13))
     assert losses(run) == losses(undisturbed())[6:]
     (warning,) = warnings_of(run)
-    assert warning.startswith("final.safetensors is no use (damaged")
+    assert warning.startswith("final.safetensors cannot be used (damaged")
     assert warning.endswith("last-6.safetensors of step 6, the one before, is used")
     assert run.status().badges == (warning,)
 
@@ -304,7 +304,7 @@ def test_one_that_another_kernel_trims_meanwhile_is_passed_over(
     monkeypatch.setattr(safetensors, "safe_open", trimmed)
     begin = resume.newest(stopped.folder)
     assert begin.path.name == "last-6.safetensors"
-    assert begin.damaged.startswith("final.safetensors is no use (there is no checkpoint at")
+    assert begin.damaged.startswith("final.safetensors cannot be used (there is no checkpoint at")
 
 
 def test_one_that_another_kernel_trims_meanwhile_is_not_listed(
@@ -326,11 +326,13 @@ def test_one_that_another_kernel_trims_meanwhile_is_not_listed(
 def test_none_that_is_whole(stopped: Run) -> None:
     for path in (stopped.folder / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"no checkpoint of run-1 is whole: final\.safetensors is"):
+    with pytest.raises(
+        ValueError, match=r"no checkpoint of run-1 is complete: final\.safetensors cannot be used"
+    ):
         ortlab.resume(1, Gated(), examples(22))
     shutil.rmtree(stopped.folder / "checkpoints")
     (stopped.folder / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match="run-1 has kept no checkpoint"):
+    with pytest.raises(ValueError, match="run-1 has no checkpoint"):
         ortlab.resume(1, Gated(), examples(22))
 
 
@@ -414,7 +416,7 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
     assert step_of(run.folder, "best") == step_of(whole.folder, "best")
     told = [event.text for event in run.recorder.events("note")]
     assert told[-1:] == [
-        "goes on with run-1, which had come to step 8, from last-6.safetensors of step 6"
+        "continues run-1, which had reached step 8, from last-6.safetensors of step 6"
     ]
     times = run.recorder.rows()[:, INDEX["time_s"]]
     assert (times[1:] >= times[:-1]).all(), "the clock goes on too"
@@ -441,7 +443,9 @@ def test_checkpoints_that_are_a_link_are_not_the_run_s(died: SavedRun, elsewhere
     resume.clear(died)
     assert sorted(elsewhere.rglob("*")) == before
     assert len(died.checkpoints) == SavedRun(died.folder).entry.checkpoints == 0
-    with pytest.raises(ValueError, match=r"checkpoints is a link, .* takes the path of a check"):
+    with pytest.raises(
+        ValueError, match=r"checkpoints is a symbolic link, .* resume_from the path of a check"
+    ):
         ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
     taken = resume.beginning(elsewhere / "last-6.safetensors")
     assert taken.checkpoint.position.step == 6
@@ -490,10 +494,10 @@ def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_the_one_before
     assert losses(run)[:6] == pytest.approx(losses(died)[:6], rel=1e-8)
     assert run.settings.lr == 0.01, "as run-2 had it"
     assert warnings_of(run) == [
-        "run-2 had come to no checkpoint of its own: run-1's last-6.safetensors of step 6 is used"
+        "run-2 has no checkpoint of its own: run-1's last-6.safetensors of step 6 is used"
     ]
     notes = [event.text for event in run.recorder.events("note")]
-    assert "goes on with run-2, from run-1's last-6.safetensors of step 6" in notes
+    assert "continues run-2 from run-1's last-6.safetensors of step 6" in notes
     evaluated = [event.step for event in run.recorder.events("eval")]
     assert evaluated == [0, 2, 4, 6, 8, 10, 12], "each once"
     assert ortlab.list_runs().hint == ""
@@ -526,7 +530,7 @@ def test_a_note_that_cannot_be_written_leaves_the_run_that_goes_on(died: SavedRu
 def test_of_a_run_that_is_gone_nothing_goes_on(died: SavedRun, died_again: SavedRun) -> None:
     shutil.rmtree(died.folder)
     RunFolder(died_again.folder).checkpoint_path("best").unlink()
-    told = "run-2 has kept no checkpoint, nor is one left of run-1, which it went on with"
+    told = "run-2 has no checkpoint, and neither has run-1, which it continued"
     with pytest.raises(ValueError, match=told):
         ortlab.resume(2, Gated(), examples(22), eval_data=examples(9))
 
@@ -539,11 +543,11 @@ def test_runs_that_say_that_they_went_on_with_one_another(died: SavedRun) -> Non
 def test_what_is_missing_is_named(died: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session.wrapped, "namespace", {"data": examples(22)})
     before = names(died.folder)
-    with pytest.raises(ValueError, match="cannot go on without") as raised:
+    with pytest.raises(ValueError, match="cannot continue without") as raised:
         ortlab.resume("run-1")
     assert str(raised.value) == (
-        "run-1 cannot go on without model (the model) and held_out (the data it is evaluated on): "
-        "run the cells that make them, or name others, as in %ort resume run-1 MODEL DATA, or "
+        "run-1 cannot continue without model (the model) and held_out (its evaluation data): "
+        "run the cells that create them, or pass others, as in %ort resume run-1 MODEL DATA, or "
         "ortlab.resume('run-1', model, data)"
     )
     assert names(died.folder) == before
@@ -553,7 +557,7 @@ def test_another_model_and_other_data_are_refused(died: SavedRun) -> None:
     data, held_out = examples(22), examples(9)
     with pytest.raises(ValueError, match="the checkpoint is of another model"):
         ortlab.resume(1, network()[:3], data, eval_data=held_out)
-    with pytest.raises(ValueError, match="30 samples an epoch, and the checkpoint's had 22"):
+    with pytest.raises(ValueError, match="30 samples per epoch, but the checkpoint's had 22"):
         ortlab.resume(1, Gated(), examples(30), eval_data=held_out)
     assert len(ortlab.list_runs()) == 1
 
@@ -564,12 +568,12 @@ def test_a_run_that_finished_or_trains_elsewhere_is_refused(
     folder = RunFolder(died.folder)
     folder.hold()
     try:
-        with pytest.raises(ValueError, match="run-1 is in training in another kernel"):
+        with pytest.raises(ValueError, match="run-1 is training in another kernel"):
             ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
     finally:
         folder.release()
     monkeypatch.setenv("ORTLAB_HOME", str(home))
-    with pytest.raises(ValueError, match="run-1 finished after 12 steps: nothing is left of it"):
+    with pytest.raises(ValueError, match="run-1 finished after 12 steps: nothing is left to do"):
         ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
 
 

@@ -103,5 +103,5 @@ def test_a_worker_trains_and_releases_the_model(made: Made) -> None:
     assert made.progress.step == made.progress.total == 4 * settings.epochs
     assert not torch.equal(parts.model.weight, before)
     assert made.folder.read_checkpoint().position.step == made.progress.step
-    with pytest.raises(RuntimeError, match="started already"):
+    with pytest.raises(RuntimeError, match="already started"):
         worker.start()

@@ -122,7 +122,7 @@ def test_two_settings_that_exclude_each_other_are_told_apart() -> None:
 
 def test_batches_of_a_loaders_own_keep_their_size() -> None:
     own = fixed(data_loading.batches(DataLoader(examples()), EAGER))
-    reason = "the DataLoader makes its own batches; give the Dataset itself"
+    reason = "the DataLoader makes its own batches; pass the Dataset itself"
     assert control("batch_size", EAGER, fixed=own).reason.startswith(reason)
     assert not control("batch_size", EAGER).reason
     assert control("batch_size", EAGER).costs == ("free",)

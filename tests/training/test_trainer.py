@@ -326,7 +326,7 @@ def test_the_schedule_reaches_the_optimizer() -> None:
 
 
 def test_a_warm_up_longer_than_the_run() -> None:
-    with pytest.raises(ValueError, match="warmup_steps=9 must be below the run's 8 steps"):
+    with pytest.raises(ValueError, match="warmup_steps=9 must be less than the run's 8 steps"):
         schedule.check_schedule(8, settings(warmup_steps=9))
 
 
@@ -557,7 +557,7 @@ def test_an_iterator_can_be_read_once() -> None:
     "data", [[], TensorDataset(torch.zeros(0, 4)), DataLoader(TensorDataset(torch.zeros(0, 4)))]
 )
 def test_data_that_is_empty(data: Any) -> None:
-    with pytest.raises(ValueError, match=r"the data is empty: the \w+ has no element"):
+    with pytest.raises(ValueError, match=r"the data is empty: the \w+ has no elements"):
         data_loading.batches(data, settings())
 
 
@@ -568,7 +568,7 @@ def test_a_stream_that_is_empty() -> None:
 
 @pytest.mark.parametrize("data", [torch.zeros(8, 4), {"inputs": torch.zeros(8, 4)}, "text", 5])
 def test_what_is_no_data(data: Any) -> None:
-    with pytest.raises(ValueError, match=r"the data is one \w+; give a Dataset, a DataLoader"):
+    with pytest.raises(ValueError, match=r"the data is a single \w+; pass a Dataset, a DataLoader"):
         data_loading.batches(data, settings())
 
 
@@ -578,7 +578,7 @@ def test_samples_of_different_shapes() -> None:
 
 
 def test_samples_that_are_no_numbers() -> None:
-    with pytest.raises(ValueError, match="item 0 of a sample is str, which is no tensor"):
+    with pytest.raises(ValueError, match="item 0 of a sample is str, which cannot be a tensor"):
         data_loading.collate([("a", 1), ("b", 0)])
 
 
