@@ -183,7 +183,7 @@ class _Writer:
     def _steps(self, data: Any) -> int | None:
         """Return the number of optimizer steps; None if it depends on data that is not given."""
         from ortlab.training.data_loading import batches  # heavy: torch
-        from ortlab.training.trainer import total_steps  # heavy: torch
+        from ortlab.training.schedule import total_steps  # heavy: torch
 
         if data is None:
             return self._settings.max_steps

@@ -19,9 +19,9 @@ from ortlab.history import sqlite_index
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
-from ortlab.training.run import RunResult
+from ortlab.training.evaluator import Evaluation, best
+from ortlab.training.run_result import RunResult
 from ortlab.training.tracker import INTERCEPTION, Turn
-from ortlab.training.trainer import Evaluation, best
 from ortlab.utils.environment import environment
 from ortlab.utils.process_memory import SAMPLER, Meter
 

@@ -13,7 +13,10 @@ from ortlab.settings import FinetuneSettings
 class LiveRun(Protocol):
     """Run of this process; its own state may be newer than its folder."""
 
-    current_settings: FinetuneSettings
+    @property
+    def current_settings(self) -> FinetuneSettings:
+        """Settings in effect."""
+        ...
 
     @property
     def name(self) -> str:

@@ -1,1 +1,1 @@
-"""Training runs: the steps, what watches over them and what they keep."""
+"""Training runs: the steps, the threads around them, and what they save."""

@@ -1,8 +1,8 @@
-"""Which checkpoints of a run stay, and the thread that writes them while the run goes on.
+"""Checkpoints of a run: when they are saved, which ones are kept, and the thread that writes them.
 
 ``last-N`` are the last ones, N the step; ``best`` is that of the best evaluation. Each is written
-beside its name and takes its place when it is on the disk, and only then an older one goes: what a
-crash or a full disk leaves is whole.
+to a temporary file and renamed once it is on the disk, and only then an older one is deleted:
+after a crash, or on a full disk, the checkpoints that exist are complete.
 """
 
 from __future__ import annotations
@@ -16,18 +16,74 @@ from typing import Final
 
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.history.run_folder import RunFolder
+from ortlab.training.control import Control
+from ortlab.training.training_state import TrainingState
+from ortlab.utils.errors import out_of_memory
 from ortlab.utils.threads import Thread
 
 LAST: Final = "last"
 BEST: Final = "best"
+_WORKERS_CHECKPOINT: Final = 100
+"""Default number of steps between the checkpoints of a run on workers."""
+
+
+class CheckpointSchedule:
+    """Decides when a run saves a checkpoint, and takes it.
+
+    Args:
+        state: State of the run.
+        control: Clock of the run.
+        keep: Receives each checkpoint, in memory of its own.
+    """
+
+    def __init__(
+        self, state: TrainingState, control: Control, keep: Callable[[Checkpoint], object]
+    ) -> None:
+        self._state = state
+        self._control = control
+        self._keep = keep
+        self._kept_step = state.step
+        self._kept_s = control.elapsed_s()
+
+    def save_if_due(self) -> None:
+        """Save a checkpoint if ``checkpoint_every`` or ``checkpoint_minutes`` asks for one."""
+        settings = self._state.settings
+        of_workers = _WORKERS_CHECKPOINT if settings.elsewhere else None
+        every, minutes = settings.checkpoint_every or of_workers, settings.checkpoint_minutes
+        if every and self._state.step % every == 0:
+            self._save(self._state.checkpoint())
+        elif minutes and self._control.elapsed_s() - self._kept_s >= 60 * minutes:
+            self._save(self._state.copy())
+
+    def save_unsaved(self) -> None:
+        """Save the last step if that was not done yet and memory has room for a copy."""
+        state = self._state
+        if self._kept_step == state.step or state.lost:
+            return
+        try:
+            self._save(state.copy())
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            told = f"no checkpoint of step {state.step}: not enough memory for a copy"
+            state.tell("warning", told)
+
+    def _save(self, taken: Checkpoint) -> None:
+        self._kept_step, self._kept_s = self._state.step, self._control.elapsed_s()
+        self._state.remember(taken)
+        self._keep(taken)
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of the run in `folder`, and takes away those that are too many.
+    """Writer of a run's checkpoints, in a thread of its own, that deletes those beyond the limit.
 
-    `first` is called before each is written: the run's metrics are to be as far as it is. `tell`
-    takes the kind and the text of an event. Of what comes while another one is being written the
-    newest is kept in memory, and the disk gets that next.
+    While one checkpoint is being written, the newest one after it waits in memory and is written
+    next; those in between are skipped.
+
+    Args:
+        folder: The run's folder.
+        first: Called before each write, to bring the run's metrics up to date.
+        tell: Receives the kind and the text of events.
     """
 
     def __init__(
@@ -45,34 +101,55 @@ class CheckpointWriter:
 
     @property
     def trouble(self) -> str | None:
-        """Why the last one could not be written, in a line; None where it was."""
+        """Reason why the last checkpoint could not be written; None if it was written."""
         return self._trouble
 
     @property
     def newest(self) -> Path | None:
-        """The last one that is on the disk; None before the first."""
+        """Path of the last checkpoint that is on the disk; None before the first."""
         return self._last[-1] if self._last else None
 
     def keep(self, taken: Checkpoint, many: int) -> None:
-        """Has `taken` written, as one of the last `many`; returns at once."""
+        """Write a checkpoint as one of the last ones, in the background.
+
+        Args:
+            taken: The checkpoint.
+            many: Number of last checkpoints to keep.
+        """
         self._ask(LAST, taken, many)
 
     def keep_best(self, taken: Checkpoint) -> None:
-        """Has `taken` written in the place of the best one before; returns at once."""
+        """Write a checkpoint in place of the best one so far, in the background.
+
+        Args:
+            taken: The checkpoint.
+        """
         self._ask(BEST, taken, 1)
 
     def place(self, name: str, taken: Checkpoint) -> Path:
-        """A file in the run's folder, or a folder there for the shards of several ranks."""
+        """Return the path of a checkpoint in the run's folder.
+
+        Args:
+            name: Name of the checkpoint, without a suffix.
+            taken: The checkpoint.
+
+        Returns:
+            A file, or a folder for the shards of several ranks.
+        """
         file = self._folder.checkpoint_path(name)
         return file if taken.shards is None else file.with_suffix("")
 
     def trim(self, many: int) -> None:
-        """Takes away the oldest of the last ones until there are `many`."""
+        """Delete the oldest of the last checkpoints.
+
+        Args:
+            many: Number of last checkpoints to keep.
+        """
         while len(self._last) > many:
             remove(self._last.pop(0))
 
     def close(self) -> None:
-        """Writes what waits, and ends the thread. Twice is fine."""
+        """Write what waits, and end the thread. A second call does nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -96,7 +173,7 @@ class CheckpointWriter:
                 name = next(iter(self._waiting))
                 taken, many = self._waiting.pop(name)
             self._write(name, taken, many)
-            del taken  # which is as large as model and optimizer
+            del taken  # as large as model and optimizer
 
     def _write(self, name: str, taken: Checkpoint, many: int) -> None:
         step = taken.position.step
@@ -104,22 +181,26 @@ class CheckpointWriter:
         try:
             self._first()
             taken.save(place)
-        # A disk that is full, memory that does not suffice: the run goes on, those before are whole
-        # the next one is tried.
+        # A full disk, not enough memory: the run continues, the earlier checkpoints are complete,
+        # and the next one is tried.
         except Exception as error:  # noqa: BLE001
             before, self._trouble = self._trouble, f"no checkpoint of step {step}: {error}"
             if before is None:
-                self._tell("warning", f"{self._trouble}; the run goes on, the next one is tried")
+                self._tell("warning", f"{self._trouble}; the run continues and tries the next one")
             return
         if self._trouble is not None:
             self._trouble = None
-            self._tell("note", f"checkpoints are kept again: {place.name}")
+            self._tell("note", f"checkpoints are saved again: {place.name}")
         if name == LAST:
             self._last = [path for path in self._last if path != place] + [place]
             self.trim(many)
 
 
 def remove(checkpoint: Path) -> None:
-    """Takes a checkpoint away, a file or a folder; nothing where it is gone, or has to stay."""
-    with contextlib.suppress(OSError):  # somebody took it away
+    """Delete a checkpoint. One that is gone already, or cannot be deleted, is ignored.
+
+    Args:
+        checkpoint: A file or a folder.
+    """
+    with contextlib.suppress(OSError):  # deleted by somebody else
         shutil.rmtree(checkpoint) if checkpoint.is_dir() else checkpoint.unlink()

@@ -1,6 +1,7 @@
-"""What a run trains on, as batches: of samples, of a loader's own, of a stream.
+"""Data of a run as batches: of samples, of a loader's own, or of a stream.
 
-Where an epoch was left it goes on, in the same order; samples in batches of another size, too.
+An epoch that was interrupted resumes at the same place, in the same order; samples also in batches
+of another size.
 """
 
 from __future__ import annotations
@@ -26,19 +27,24 @@ from ortlab.settings import FinetuneSettings
 from ortlab.utils.rng import RandomStates
 
 Read = Callable[[int], list[Any]]
-"""Gives the next items of an epoch: as many as it is asked for, or those that are left."""
+"""Returns the next items of an epoch: the requested number of them, or the rest."""
 
 
 class Epoch(Iterator[Batch]):
-    """What is left of an epoch, of which `done` items are read: a micro-batch after the other.
+    """Rest of an epoch, as micro-batches.
 
-    Items are samples, and iterating gives batches of `size` of them; without a `size` they are
+    Items are samples, and iterating yields batches of `size` of them; without a `size`, items are
     batches already.
+
+    Args:
+        read: Reads the next items.
+        size: Samples in a micro-batch; None if the items are batches.
+        done: Items of the epoch that were read before.
     """
 
     def __init__(self, read: Read, size: int | None, done: int) -> None:
         self.done = done
-        """Items of the epoch that are read."""
+        """Items of the epoch that were read."""
         self._read = read
         self._size = size
         self._kept: list[Any] = []
@@ -50,9 +56,15 @@ class Epoch(Iterator[Batch]):
         raise StopIteration
 
     def take(self, number: int, size: int | None = None, *, keep: bool = False) -> list[Batch]:
-        """The next `number` micro-batches of `size` samples; at the epoch's end fewer and smaller.
+        """Return the next micro-batches; at the end of the epoch fewer and smaller ones.
 
-        With `keep`, `put_back` can follow. A `size` is nothing to batches that are made already.
+        Args:
+            number: Number of micro-batches.
+            size: Samples in each; None for the default. Ignored if the items are batches.
+            keep: Keep the items, so that `put_back` can follow.
+
+        Returns:
+            The micro-batches; empty at the end of the epoch.
         """
         found: list[Batch] = []
         self._kept = []
@@ -65,7 +77,7 @@ class Epoch(Iterator[Batch]):
         return found
 
     def put_back(self) -> None:
-        """The next `take` begins where the last one did: with the same items, not read again."""
+        """Return the items of the last `take`, for the next one to use without reading again."""
         self.done -= len(self._kept)
         self._kept, self._again = [], self._kept + self._again
 
@@ -76,14 +88,15 @@ class Epoch(Iterator[Batch]):
 
 @dataclass(frozen=True)
 class Batches:
-    """Data as micro-batches: ``open(n, k)`` reads epoch `n`, counted from 0, without `k` items.
+    """Data as micro-batches.
 
-    Items are samples, and ``size`` is how many make a micro-batch where nobody says otherwise; of
-    data that makes its own batches those are the items, ``size`` is None, and ``own`` says why.
-    ``length`` is the number of items in an epoch, None where only reading tells. ``generators`` are
-    those that the user's loader draws its order from, where it has any of its own;
-    ``workers_stay`` says whether its workers outlive an epoch, and ``once`` whether what was read
-    cannot be read again. ``names(n, places)`` says which samples of a Dataset epoch `n` has there.
+    ``open(n, k)`` reads epoch `n`, counted from 0, without its first `k` items. Items are samples,
+    and ``size`` is the default number of them in a micro-batch. If the data makes its own batches,
+    these are the items, ``size`` is None, and ``own`` says why. ``length`` is the number of items
+    in an epoch; None if unknown before it is read. ``generators`` are the generators from which the
+    user's loader draws its order, if it has its own. ``workers_stay`` is True if the loader's
+    workers outlive an epoch, and ``once`` if the data can be read only once. ``names(n, places)``
+    names the samples of a Dataset at these places of epoch `n`.
     """
 
     open: Callable[[int, int], Read]
@@ -96,7 +109,14 @@ class Batches:
     names: Callable[[int, Sequence[int]], str] | None = None
 
     def within(self, around: Callable[[], AbstractContextManager[None]]) -> Batches:
-        """The same data, each read of it within what `around` gives."""
+        """Return the same data, with each read inside a context.
+
+        Args:
+            around: Creates the context manager of a read.
+
+        Returns:
+            The data.
+        """
 
         def begin(number: int, skip: int) -> Read:
             with around():
@@ -112,26 +132,41 @@ class Batches:
 
     @property
     def unit(self) -> Unit:
-        """What the items are."""
+        """Unit of the items."""
         return "micro-batches" if self.size is None else "samples"
 
     def epoch(self, number: int, skip: int = 0, *, size: int | None = None) -> Epoch:
-        """Epoch `number` without its first `skip` items, in micro-batches of `size` samples."""
+        """Return an epoch.
+
+        Args:
+            number: Number of the epoch, counted from 0.
+            skip: Items to skip at its beginning.
+            size: Samples in a micro-batch; None for the default.
+
+        Returns:
+            The epoch.
+        """
         return Epoch(self.open(number, skip), self.size and (size or self.size), skip)
 
     def order(self) -> Order:
-        """What the order of an epoch that begins now is drawn from."""
+        """Return the random states from which the order of an epoch is drawn that begins now."""
         return Order(RandomStates.now(), [each.get_state() for each in self.generators])
 
     def again(self, position: Position) -> Epoch:
-        """The epoch of `position` as it began then, from its place on.
+        """Return the epoch of a position as it began then, from that position on.
 
-        What was read before it is read again and dropped; a Dataset that is batched here skips it
-        unread. Leaves the random states changed.
+        The items before the position are read again and dropped; for a Dataset that is batched here
+        they are skipped without a read. The random states change.
+
+        Args:
+            position: Position of a checkpoint.
+
+        Returns:
+            The rest of the epoch.
         """
         assert position.order is not None
         if self.workers_stay and position.epoch > 0:
-            self.open(0, 0)  # such a loader draws its workers' seed in its first epoch alone
+            self.open(0, 0)  # such a loader draws its workers' seed only in its first epoch
         position.order.random.give_back()
         for generator, state in zip(self.generators, position.order.generators, strict=True):
             generator.set_state(state)
@@ -139,44 +174,53 @@ class Batches:
 
 
 def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) -> Batches:
-    """`data` as micro-batches, for training or for `evaluation`.
+    """Return data as micro-batches.
 
-    A DataLoader or another iterable of batches is used as it is. A torch or ``datasets`` Dataset is
-    made of samples: they are batched by ``batch_size`` (see `collate`), and in training those that
-    can be indexed come in an order of their own each epoch, drawn from the seed and the epoch's
-    number alone.
+    A DataLoader or another iterable of batches is used as it is. A torch or ``datasets`` Dataset
+    consists of samples, which are batched by ``batch_size`` (see `collate`). For training, a
+    Dataset with indices is shuffled in each epoch, by the seed and the number of the epoch alone. A
+    ``batch_size`` that has no effect warns.
 
-    ValueError for what is empty, is no iterable, or can be read once but is needed for several
-    epochs; a ``batch_size`` that has no effect warns.
-
-    A run that goes on from a checkpoint reaches its place in the user's own loader or iterable by
-    reading what came before it once more, from the random states and those of the loader's
-    generators at the beginning of the epoch. So data must come in the same order for the same
-    states: what a sampler or a stream remembers apart from them, or draws in the middle of an epoch
-    from generators that others draw from too, is not found again; neither are the random numbers of
+    A run that resumes from a checkpoint reaches its place in the user's own loader or iterable by
+    reading the items before it again, from the random states and those of the loader's generators
+    at the beginning of the epoch. So the data must come in the same order for the same states.
+    State that a sampler or a stream keeps elsewhere, and numbers that it draws in the middle of an
+    epoch from generators that others use too, are not restored; neither are the random numbers of
     workers that outlive an epoch (``persistent_workers``).
+
+    Args:
+        data: A Dataset, a DataLoader, or another iterable of batches.
+        settings: Batch size, seed and epochs of the run.
+        evaluation: True for held-out data, which is not shuffled.
+
+    Returns:
+        The data.
+
+    Raises:
+        ValueError: If the data is empty or not iterable, or can be read only once and is needed for
+            several epochs.
     """
     made_of_samples = of_samples(data)
     single = isinstance(data, torch.Tensor | Mapping | str | bytes)
     if not made_of_samples and (single or not hasattr(data, "__iter__")):
         raise ValueError(
-            f"the data is one {type(data).__name__}; give a Dataset, a DataLoader or a list of "
-            "batches, as in DataLoader(TensorDataset(inputs, targets), batch_size=16)"
+            f"the data is a single {type(data).__name__}; pass a Dataset, a DataLoader or a list "
+            "of batches, as in DataLoader(TensorDataset(inputs, targets), batch_size=16)"
         )
     length = length_of(data)
     once = settings.epochs == 1 and not evaluation
     if length == 0:
-        raise ValueError(f"the data is empty: the {type(data).__name__} has no element")
+        raise ValueError(f"the data is empty: the {type(data).__name__} has no elements")
     if made_of_samples:
         return _batched(data, length, settings, shuffle=not evaluation)
     if isinstance(data, Iterator) and not once:
         raise ValueError(
-            f"a {type(data).__name__} can be read only once, and this data is read several times; "
-            "give a list or a DataLoader (to train on it once: epochs=1)"
+            f"a {type(data).__name__} can be read only once, but this data is read several times; "
+            "pass a list or a DataLoader, or use epochs=1 to train on it once"
         )
     own = (
-        f"the {type(data).__name__} makes its own batches; give the Dataset itself, or set the "
-        "loader's batch_size"
+        f"the {type(data).__name__} makes its own batches; pass the Dataset itself, or set "
+        "the loader's batch_size"
     )
     _warn_of_batch_size(data, settings, own)
     stay = getattr(data, "persistent_workers", False) and getattr(data, "num_workers", 0) > 0
@@ -192,15 +236,15 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
 
 
 def _reader(data: Any, unit: Unit) -> Callable[[int, int], Read]:
-    """Epochs of what can only be read on: what is to be skipped is read as well."""
+    """Return a function that opens epochs of data without indices, and reads what it skips."""
 
     def begin(_: int, skip: int) -> Read:
         items = iter(data)
         read = sum(1 for _ in itertools.islice(items, skip))
         if read < skip:
             raise ValueError(
-                f"the data ended after {read} {unit}, and the checkpoint was taken after {skip}; "
-                "go on with the data that it was trained on"
+                f"the data ended after {read} {unit}, but the checkpoint was taken after {skip}; "
+                "pass the data that the checkpoint was trained on"
             )
 
         def reading(count: int) -> list[Any]:
@@ -218,9 +262,13 @@ def _reader(data: Any, unit: Unit) -> Callable[[int, int], Read]:
 
 
 def being_read(frames: Iterable[FrameType]) -> str | None:
-    """What of a Dataset is being read in `frames`, the innermost first: "index 7 of the Table".
+    """Return the item of a Dataset that is being read, such as "index 7 of the Table".
 
-    None where they do not tell, as those of a DataLoader whose workers read.
+    Args:
+        frames: Frames of a thread, the innermost first.
+
+    Returns:
+        The item, or None if the frames do not tell, as those of a DataLoader whose workers read.
     """
     place = None
     for frame in frames:
@@ -236,13 +284,13 @@ def being_read(frames: Iterable[FrameType]) -> str | None:
 
 
 _FETCHERS = "torch.utils.data._utils.fetch"
-"""Where a DataLoader without workers reads its Dataset, that in `_MapDatasetFetcher.fetch`."""
+"""Module in which a DataLoader without workers reads its Dataset."""
 _INDICES = ("index", "idx", "indices", "possibly_batched_index")
-"""What `_item` and `_fetched` call what they read, and torch's fetchers."""
+"""Names of the indices in `_item`, in `_fetched`, and in torch's fetchers."""
 
 
 def _told(place: Any) -> str | None:
-    """An index, or the first of several; None for others, as a stream's fetcher is told."""
+    """Return an index, or the first of several, in words; None for a stream, which has none."""
     if isinstance(place, int):
         return f"index {place}"
     if not isinstance(place, list) or not place or not isinstance(place[0], int):
@@ -254,7 +302,7 @@ def _told(place: Any) -> str | None:
 
 
 def _generators(data: Any) -> tuple[torch.Generator, ...]:
-    """The generators of a DataLoader and of its samplers, each once."""
+    """Return the generators of a DataLoader and of its samplers, each once."""
     batch_sampler = getattr(data, "batch_sampler", None)
     places = (data, getattr(data, "sampler", None), batch_sampler)
     found = [getattr(each, "generator", None) for each in (*places, _sampler(batch_sampler))]
@@ -267,28 +315,50 @@ def _sampler(batch_sampler: Any) -> Any:
 
 
 def of_samples(data: Any) -> bool:
-    """Whether `data` yields samples, not batches."""
-    # Only who imported it can have made one, and importing it takes a second.
+    """Return whether data consists of samples, not of batches.
+
+    Args:
+        data: The data.
+
+    Returns:
+        True for a Dataset of torch or of the package ``datasets``.
+    """
+    # Such a Dataset exists only if the package was imported, and an import takes a second.
     hub = sys.modules.get("datasets")
     hub_types = (hub.Dataset, hub.IterableDataset) if hub is not None else ()
     return isinstance(data, (Dataset, *hub_types))
 
 
 def unevenly(data: Any, settings: FinetuneSettings) -> str | None:
-    """What is to be said where workers have micro-batches of different sizes; None elsewhere."""
+    """Return a note if workers have micro-batches of different sizes.
+
+    Args:
+        data: The training data.
+        settings: Batch size and workers of the run.
+
+    Returns:
+        The note, or None if all sizes are equal.
+    """
     places = compatibility.data_parallel_size(settings, settings.workers)
     least, more = divmod(settings.batch_size, places)
     if not more or not of_samples(data):
         return None
     return (
-        f"batch_size={settings.batch_size} is shared out unevenly: {least + 1} samples to {more} "
-        f"and {least} to {places - more} of {places} workers, who wait for the larger; losses stay "
-        "those of one process"
+        f"batch_size={settings.batch_size} is split unevenly: {least + 1} samples for {more} and "
+        f"{least} for {places - more} of {places} workers, which wait for the larger shares; the "
+        "losses equal those of one process"
     )
 
 
 def length_of(data: Any) -> int | None:
-    """``len(data)``; None where it has no length."""
+    """Return the length of data.
+
+    Args:
+        data: The data.
+
+    Returns:
+        ``len(data)``, or None if it has no length.
+    """
     try:
         return len(data)
     except (TypeError, NotImplementedError):
@@ -318,15 +388,15 @@ def _batched(
 def _shuffled(length: int, seed: int, epoch: int) -> list[int]:
     order = torch.Generator()
     order.manual_seed(int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0]))
-    # A DataLoader draws its workers' seed first, and checkpoints of runs that had one go on here.
+    # A DataLoader draws its workers' seed first, and its checkpoints must resume here.
     torch.empty((), dtype=torch.int64).random_(generator=order)
     return torch.randperm(length, generator=order).tolist()
 
 
 def _fetched(data: Any, indices: list[int]) -> list[Any]:
-    """The samples at `indices`, at once where the Dataset can, as torch's DataLoader has them.
+    """Return the samples at `indices`, in one call if the Dataset supports it.
 
-    A note of what a Dataset raises says at which of them.
+    A DataLoader does the same. A note on an exception of the Dataset names the index.
     """
     at_once = getattr(data, "__getitems__", None)
     if at_once is None or not indices:
@@ -335,7 +405,7 @@ def _fetched(data: Any, indices: list[int]) -> list[Any]:
         return list(at_once(indices))
     except Exception:
         for index in indices:
-            _item(data, index)  # one by one the bad one is found
+            _item(data, index)  # finds the bad one
         raise
 
 
@@ -343,7 +413,7 @@ def _item(data: Any, index: int) -> Any:
     try:
         return data[index]
     except Exception as error:
-        error.add_note(f"the {type(data).__name__} raised it at index {index}")
+        error.add_note(f"the {type(data).__name__} raised this at index {index}")
         raise
 
 
@@ -357,10 +427,17 @@ def _warn_of_batch_size(data: Any, settings: FinetuneSettings, own: str) -> None
 
 
 def collate(samples: Sequence[Any]) -> Batch:
-    """One batch of `samples`: mappings, tuples, or values that torch can make a tensor of.
+    """Return a batch of samples. Text in a mapping is left out, since no model takes it.
 
-    Text in a mapping is left out, since no model takes it. ValueError for samples of different
-    shapes: padding them is the tokenizer's affair.
+    Args:
+        samples: Mappings, tuples, or values that torch can convert to a tensor.
+
+    Returns:
+        The samples, stacked along a new first dimension.
+
+    Raises:
+        ValueError: If a value is not a tensor, or the samples have different shapes: padding is up
+            to the tokenizer.
     """
     first = samples[0]
     if isinstance(first, Mapping):
@@ -384,14 +461,14 @@ def _stack(name: str, values: Sequence[Any]) -> Batch:
         tensors = [torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{name} of a sample is {type(values[0]).__name__}, which is no tensor: {error}; "
-            "give a DataLoader with a collate_fn"
+            f"{name} of a sample is {type(values[0]).__name__}, which cannot be a tensor: {error}; "
+            "pass a DataLoader with a collate_fn"
         ) from error
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
         some = ", ".join(str(list(shape)) for shape in sorted(shapes)[:3])
         raise ValueError(
             f"{name} has different shapes in one batch ({some}); pad the samples, as with "
-            "tokenizer(..., padding='max_length'), or give a DataLoader with a collate_fn"
+            "tokenizer(..., padding='max_length'), or pass a DataLoader with a collate_fn"
         )
     return torch.stack(tensors)

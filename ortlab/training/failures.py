@@ -1,27 +1,39 @@
-"""What need not end a run: which errors, who can let it go on, and what it is told with."""
+"""Failures that need not end a run: data that raises, values that are not finite, low memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
+from ortlab.engines import batch as batches
+from ortlab.engines.base import Batch, NotFinite, Stepper, StepperLost
 from ortlab.engines.nonfinite import Cause
+from ortlab.engines.torch.stepper import training_device
+from ortlab.settings import LOWEST_LOSS_SCALE, FinetuneSettings
+from ortlab.training.control import PauseReason
+from ortlab.training.memory_advice import hint as memory_hint
+from ortlab.training.training_state import count_of
+from ortlab.utils.errors import forget_locals, message
+from ortlab.utils.threads import trim
 
 if TYPE_CHECKING:
-    from ortlab.engines.base import Batch, Stepper
-    from ortlab.settings import FinetuneSettings
+    from ortlab.training.control import Control
+    from ortlab.training.memory_advice import MemoryAdvisor
+    from ortlab.training.training_state import TrainingState
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What a run does about errors that need not end it.
+    """Treatment of failures that need not end a run.
 
-    With ``waits`` somebody is there who can let it go on, as in a notebook: it then waits where a
-    script's run ends with the error. ``examine`` is given the micro-batches of a step of the
-    stepper that was not finite, and says where that began; None where it cannot tell.
-    ``peak_bytes`` predicts what a step takes under settings, on workers of each; None where nothing
-    does. ``far`` says whether workers may be on other machines, whose memory nobody knows here.
+    With ``waits``, somebody can resume the run, as in a notebook: it pauses where a script's run
+    ends with the error. ``examine`` receives the stepper and the micro-batches of a step that was
+    not finite, and returns the cause, or None if it cannot tell. ``peak_bytes`` predicts the peak
+    memory of a step under given settings, per worker; None if there is no prediction. ``far``
+    returns whether workers may run on other machines, whose memory is unknown here.
     """
 
     waits: bool = False
@@ -30,24 +42,329 @@ class FailurePolicy:
     far: Callable[[], bool] = lambda: False
 
 
-@dataclass(frozen=True)
-class PauseReason:
-    """Why a run waits that nobody has paused, and what lets it go on.
+def typed(advice: Mapping[str, Any]) -> str:
+    """Return settings as a user types them.
 
-    ``where`` and ``hint`` complete "it waits ...: ..."; ``advice`` are the settings to go on with,
-    ``skips`` says whether it can go on past the data of the step, or the evaluation, and
-    ``passes`` whether it goes on by itself when the data comes that it is in the middle of reading.
+    Args:
+        advice: Values of settings, by name.
+
+    Returns:
+        Text such as ``lr=1e-05, clip_norm=1.0``.
+    """
+    return ", ".join(f"{name}={value!r}" for name, value in advice.items())
+
+
+class FailureHandler:
+    """Pauses a run after a failure, or raises the error where nobody could resume the run.
+
+    Args:
+        state: State of the run.
+        policy: Treatment of failures.
+        control: Control that pauses the run.
+        advisor: Advisor for settings that need less memory.
+        proceed: Waits while the run is paused, and returns False if the run is to end.
     """
 
-    error: Exception
-    where: str
-    hint: str
-    what: str = ""
-    advice: Mapping[str, Any] = field(default_factory=dict)
-    skips: bool = False
-    passes: bool = False
+    def __init__(
+        self,
+        state: TrainingState,
+        policy: FailurePolicy,
+        *,
+        control: Control,
+        advisor: MemoryAdvisor,
+        proceed: Callable[[], bool],
+    ) -> None:
+        self.stopped_not_finite = False
+        """True if the run was stopped while it was paused for values that are not finite."""
+        self._state = state
+        self._policy = policy
+        self._control = control
+        self._advisor = advisor
+        self._proceed = proceed
+        self._ended_at: tuple[int, int] | None = None  # epoch and item of an early end of the data
+
+    @property
+    def waits(self) -> bool:
+        """True if a failure pauses the run instead of ending it."""
+        return self._policy.waits and not self._state.train.once
+
+    def pause(self, reason: PauseReason) -> bool:
+        """Pause the run and wait.
+
+        Args:
+            reason: Reason of the pause, with the error.
+
+        Returns:
+            True if the run was resumed, False if it is to end.
+
+        Raises:
+            Exception: The error of `reason` if nobody could resume the run.
+        """
+        error = reason.error
+        if not self.waits:
+            raise error
+        forget_locals(error)  # the interrupted computation uses memory
+        self._control.hold(reason)
+        said = " ".join(message(error).split())
+        state = self._state
+        state.tell("warning", f"paused at step {state.step}: {type(error).__name__}: {said}")
+        return self._proceed()
+
+    def free_memory(self, error: Exception) -> None:
+        """Release the memory of an interrupted computation.
+
+        Args:
+            error: Exception whose frames still reference tensors.
+        """
+        forget_locals(error)
+        self._state.stepper.rest()
+        trim()
+        if self._device() == "cuda":
+            torch.cuda.empty_cache()
+
+    # ---- data ----------------------------------------------------------------------------------
+
+    def data_failed(self, error: Exception, read: int) -> bool:
+        """Pause a run whose data raised an exception.
+
+        Args:
+            error: The exception.
+            read: Items of the epoch that were read before it.
+
+        Returns:
+            True if the epoch is to be read again from the end of the last step.
+
+        Raises:
+            Exception: `error` if nobody could resume the run, or in the first step of the run.
+        """
+        state, train = self._state, self._state.train
+        error.add_note(
+            f"the data failed in step {state.step + 1}, after {count_of(read, train.unit)} of "
+            f"epoch {state.epoch + 1}"
+        )
+        if state.step == state.began_at:
+            raise error  # nothing is lost by starting over
+        skips = train.size is not None and train.length is not None
+        hint = "fix the data, then run.resume() or the Resume button reads it from there"
+        if skips:
+            hint += "; run.resume(skip=True) skips the samples of that step"
+        if not self.pause(
+            PauseReason(error, "at step {step}", hint, "the data failed", skips=skips)
+        ):
+            return False
+        if skips and self._control.skipping:
+            asked = state.settings.batch_size * state.settings.accumulation
+            first, state.read = state.read, min(state.read + asked, train.length or 0)
+            state.recount()
+            state.tell(
+                "note", f"{state.read - first} samples are skipped, from number {first + 1} on"
+            )
+        return True
+
+    def data_ended_early(self, read: int) -> bool:
+        """Pause a run whose data ended before its stated length.
+
+        Args:
+            read: Items of the epoch that were read.
+
+        Returns:
+            True if the epoch is to be read again. False if it ends here, as it does if the data
+            ends at the same item once more.
+        """
+        state = self._state
+        told = (
+            f"epoch {state.epoch + 1} of the data ended after {read} of {state.train.length} "
+            f"{state.train.unit}, in step {state.step + 1}"
+        )
+        if self._ended_at is not None or not self.waits:
+            if self._ended_at != (state.epoch, read):
+                state.tell("warning", told)
+            return False
+        self._ended_at = state.epoch, read
+        hint = (
+            "run.resume() reads more if there is more by then, and otherwise ends the epoch there"
+        )
+        return self.pause(
+            PauseReason(RuntimeError(told), "at step {step}", hint, "the data ended early")
+        )
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def out_of_memory(self, error: Exception, settings: FinetuneSettings) -> bool:
+        """Pause a run whose next step ran out of memory.
+
+        Args:
+            error: The exception.
+            settings: Settings of the step that failed.
+
+        Returns:
+            True if the step is to be tried again.
+
+        Raises:
+            Exception: `error` if nobody could resume the run, or with pipeline stages, which the
+                failure leaves in the middle of their schedule.
+        """
+        state = self._state
+        if state.settings.pipeline_stages > 1:
+            raise error
+        self.free_memory(error)
+        self._advisor.remember(state.step, state.settings)
+        held = 0
+        if state.settings.workers == 1:  # with several workers, parts of the state lie elsewhere
+            state_dict = state.stepper.state_dict()
+            held = sum(_bytes(each) for each in (state_dict["model"], state_dict["optimizer"]))
+            del state_dict
+        changes = self._advisor.advice(settings, self._device(), held)
+        why = memory_hint(changes, settings, self._device())
+        error.add_note(f"not enough memory for step {state.step + 1}; {why}")
+        hint = "run.resume() tries the step again"
+        if changes:
+            hint = (
+                f"run.resume({typed(changes)}) or the Resume button continues with these settings"
+            )
+        return self.pause(PauseReason(error, "at step {step}", hint, "out of memory", changes))
+
+    # ---- workers -------------------------------------------------------------------------------
+
+    def workers_lost(self, error: StepperLost, *, memory: bool) -> bool:
+        """Pause a run that lost its workers, whatever the policy.
+
+        Args:
+            error: The exception.
+            memory: True if the workers ran out of memory.
+
+        Returns:
+            True if the run continues from its last checkpoint, with new workers.
+        """
+        state = self._state
+        hint = "run.resume() or the Resume button continues from there with new workers"
+        changes: dict[str, Any] = {}
+        if memory:
+            self._advisor.remember(state.step, state.settings)
+            changes = self._advisor.advice(state.settings, self._device())
+        if changes:
+            told = typed(changes)
+            hint = f"out of memory; run.resume({told}) or the Resume button continues from there"
+        where = "at step {step}, the one of its last checkpoint"
+        self._control.hold(PauseReason(error, where, hint, advice=changes))
+        state.tell("warning", f"paused: {error}")
+        return self._proceed()
+
+    # ---- evaluation ----------------------------------------------------------------------------
+
+    def evaluation_failed(self, error: Exception, *, memory: bool) -> bool:
+        """Pause a run whose evaluation raised an exception.
+
+        Args:
+            error: The exception.
+            memory: True if the evaluation ran out of memory.
+
+        Returns:
+            True if the evaluation is to be made again.
+
+        Raises:
+            Exception: `error` if nobody could resume the run.
+        """
+        what = "out of memory" if memory else "the evaluation failed"
+        hint = "run.resume() or the Resume button evaluates again; run.resume(skip=True) skips that"
+        if not self.pause(PauseReason(error, "after step {step}", hint, what, skips=True)):
+            return False
+        if self._control.skipping:
+            self._state.evaluated = self._state.step
+            return False
+        return True
+
+    # ---- values that are not finite ------------------------------------------------------------
+
+    def raise_not_finite(self) -> NoReturn:
+        """Set the step back to the last finite one and raise.
+
+        Raises:
+            NotFinite: Always, with the step, the settings and advice.
+        """
+        state, settings = self._state, self._state.settings
+        state.recorder.count  # noqa: B018 - fetches the losses that are still on the device
+        step = state.recorder.not_finite_step or state.step
+        state.step = step - 1
+        ends = "has" if self._policy.waits and state.step > state.began_at else "ends with"
+        if settings.precision == "fp16":
+            raise NotFinite(
+                f"the loss or its gradient overflows float16 at step {step} although the loss "
+                f"scale has fallen to {LOWEST_LOSS_SCALE:g}; the run {ends} the last good "
+                f"weights. Choose precision='bf16', lower lr={settings.lr:g}, or look for "
+                "NaN in the data"
+            )
+        raise NotFinite(
+            f"the loss or its gradient is not finite at step {step}; the run {ends} the weights "
+            f"of step {step - 1}. Lower lr={settings.lr:g}, or look for NaN in the data"
+        )
+
+    def explain_not_finite(self, error: NotFinite, group: Sequence[Batch]) -> Cause | None:
+        """Find the first value that is not finite, and add a note to the error.
+
+        Args:
+            error: The exception.
+            group: Micro-batches of the step.
+
+        Returns:
+            The cause, or None if the policy cannot tell.
+
+        Raises:
+            StepperLost: If the workers are lost while they look for the cause.
+        """
+        try:
+            cause = self._policy.examine(self._state.stepper, group, self._state.settings)
+        except StepperLost:
+            raise
+        except Exception as again:  # noqa: BLE001 - it may fail as the step did, in any way
+            cause = Cause.unknown(again)
+        if cause is not None:
+            error.add_note(f"in eager torch {cause.told}{self._names(cause.rows, group)}")
+        return cause
+
+    def not_finite(self, error: NotFinite, cause: Cause | None) -> bool:
+        """Pause a run after a step that was not finite.
+
+        Args:
+            error: The exception.
+            cause: Result of `explain_not_finite`.
+
+        Returns:
+            True if the run continues without the step.
+
+        Raises:
+            NotFinite: `error` if nobody could resume the run.
+        """
+        settings = self._state.settings
+        change: dict[str, Any] = {"lr": float(f"{settings.lr / 10:.3g}")}
+        if settings.precision == "fp16":
+            change = {"precision": "bf16"}
+        hint = (
+            f"run.resume({typed(change)}) or the Resume button continues with these settings, "
+            "run.resume() with the current ones; the data of the step is skipped"
+        )
+        if cause is not None and cause.in_data:  # no settings would help
+            change, hint = {}, "run.resume() or the Resume button skips the data of the step"
+        where = "with the weights of step {step}"
+        resumed = self.pause(PauseReason(error, where, hint, "not finite", change))
+        self.stopped_not_finite |= not resumed
+        return resumed
+
+    def _names(self, rows: Sequence[int], group: Sequence[Batch]) -> str:
+        """Name the samples at `rows` of a step's micro-batches as the user's Dataset does."""
+        state = self._state
+        if state.train.names is None or not rows:
+            return ""
+        first = state.read - sum(batches.count(batch)[0] for batch in group)
+        return f": {state.train.names(state.epoch, [first + row for row in rows])}"
+
+    def _device(self) -> str:
+        return training_device(self._state.settings.device).type
 
 
-def typed(advice: Mapping[str, Any]) -> str:
-    """Settings as they are typed: ``lr=1e-05, clip_norm=1.0``."""
-    return ", ".join(f"{name}={value!r}" for name, value in advice.items())
+def _bytes(state: Any) -> int:
+    """Sum the sizes of all tensors in a state."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    parts = state.values() if isinstance(state, Mapping) else state
+    return sum(map(_bytes, parts)) if isinstance(state, Mapping | list | tuple) else 0

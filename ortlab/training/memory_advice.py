@@ -1,4 +1,4 @@
-"""What of a step fits into memory: said before the first one, and what would fit after all."""
+"""Memory of a training step: a warning before the first one, and settings that need less."""
 
 from __future__ import annotations
 
@@ -15,31 +15,37 @@ if TYPE_CHECKING:
     from ortlab.settings import FinetuneSettings
 
 _MARGIN: Final = 0.01
-"""Of the memory that there is, what a step leaves free."""
+"""Fraction of the available memory that a step leaves free."""
 _STATE_WORDS: Final = {"adamw": 2, "lamb": 2, "sgd": 1}
-"""What an optimizer keeps of each number that it trains."""
+"""Numbers that an optimizer keeps for each number that it trains."""
 
 Peak = Callable[["FinetuneSettings"], "int | None"]
-"""Predicts the bytes of a step under settings, weights and optimizer included; None if unknown."""
+"""Predicts the peak bytes of a step, weights and optimizer included; None if unknown."""
 
 
 def available_bytes(device: str) -> int:
-    """What this process may still take of the memory of `device`, "cpu" or "cuda".
+    """Return the bytes that this process may still allocate.
 
-    On the host within the limits of its control group and its own address space (RLIMIT_AS).
+    On the host, the limits of its control group and its own address space (RLIMIT_AS) count too.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Returns:
+        Free bytes.
     """
     free = free_bytes(device)
     if device == "cuda":
         return free
-    import psutil
+    import psutil  # heavy: psutil
 
-    from ortlab.utils.hardware import host_memory
+    from ortlab.utils.hardware import host_memory  # heavy: psutil
 
     own = psutil.Process().memory_info()
     limit = host_memory().limit_bytes
     rooms = [free] if limit is None else [free, limit - own.rss]
-    with contextlib.suppress(ImportError):  # Windows
-        import resource
+    with contextlib.suppress(ImportError):
+        import resource  # optional: not on Windows
 
         most, _ = resource.getrlimit(resource.RLIMIT_AS)
         rooms += [] if most == resource.RLIM_INFINITY else [most - own.vms]
@@ -49,13 +55,22 @@ def available_bytes(device: str) -> int:
 def advice(
     settings: FinetuneSettings, *, own_batches: bool, room_bytes: int, peak_bytes: Peak
 ) -> dict[str, Any]:
-    """The settings by name under which a step may fit; nothing where there are none.
+    """Return changes of settings under which a step may fit into memory.
 
-    First smaller micro-batches, with as many more of them for a step, so that it has the samples
-    that it had: the largest of which the prediction fits into `room_bytes`, or half as many where
-    nothing predicts. Where batches are the loader's own or of one sample for each of the workers,
-    engine 'ort' can compute activations again, and several workers can share out the optimizer's
-    state.
+    The first advice is smaller micro-batches, with as many more of them in a step, so that its
+    number of samples stays: the largest whose predicted peak fits into `room_bytes`, or half the
+    size if there is no prediction. If the batches are the loader's own, or have one sample for
+    each of the workers, engine 'ort' can recompute activations, and several workers can shard the
+    optimizer's state.
+
+    Args:
+        settings: Settings of the step that does not fit.
+        own_batches: True if the data makes its own batches, whose size cannot be changed.
+        room_bytes: Available bytes, including those that model and optimizer occupy already.
+        peak_bytes: Predicts the peak bytes of a step.
+
+    Returns:
+        Values of settings, by name; empty if nothing smaller is known.
     """
     if not own_batches:
         smaller = list(_smaller(settings))
@@ -71,24 +86,25 @@ def advice(
 
 
 _MOST_PARTS: Final = 64
-"""The micro-batches of a step that are advised at once; where it has them, twice as many are.
+"""Largest number of micro-batches in a step that is advised, unless the step has more than half.
 
-Thousands of one sample would take minutes, and more memory than fewer: each has its own.
+Thousands of micro-batches of one sample would take minutes, and more memory than fewer: each has
+its own.
 """
 
 
 def _smaller(settings: FinetuneSettings) -> Iterator[dict[str, Any]]:
-    """Micro-batches of which a whole number makes one of now, from half the size down."""
+    """Yield smaller micro-batches that divide the current one, the largest first."""
     now, parts = settings.batch_size, settings.accumulation
     most = max(_MOST_PARTS, 2 * parts)
-    least = compatibility.data_parallel_size(settings, settings.workers)  # which have a sample each
+    least = compatibility.data_parallel_size(settings, settings.workers)  # each needs a sample
     for size in range(now // 2, least - 1, -1):
         if now % size == 0 and parts * (now // size) <= most:
             yield {"batch_size": size, "accumulation": parts * (now // size)}
 
 
 def _can_share(settings: FinetuneSettings, workers: int) -> bool:
-    """Whether ZeRO's first stage would share out among `workers` what nothing shares out yet."""
+    """Return whether ZeRO's first stage would shard optimizer state that nothing shards yet."""
     from ortlab.engines.registry import refusal
 
     if workers < 2 or settings.zero_stage:
@@ -99,11 +115,21 @@ def _can_share(settings: FinetuneSettings, workers: int) -> bool:
 def foretold(
     model: nn.Module, settings: FinetuneSettings, device: str, peak_bytes: Peak
 ) -> str | None:
-    """Why a step of `model` will not fit, before one was made; None where it may.
+    """Return a warning if a step of a model will not fit into memory.
 
-    By the graph's memory plan where there is one, and else by what is there whatever the batch:
-    weights, gradients and the optimizer's state. Processes of their own have that beside the
-    weights that are here: on the host all of them, each on a GPU of its own.
+    The prediction is the graph's memory plan if there is one, and otherwise a lower bound for any
+    batch size: weights, gradients and the optimizer's state. Separate processes have these in
+    addition to the weights in this process: on the host all of them together, on GPUs one process
+    each.
+
+    Args:
+        model: The model.
+        settings: Settings of the run.
+        device: "cpu" or "cuda".
+        peak_bytes: Predicts the peak bytes of a step.
+
+    Returns:
+        The warning, or None if a step may fit.
     """
     whole, what = peak_bytes(settings), "a step, by the memory plan,"
     if whole is None:
@@ -117,14 +143,14 @@ def foretold(
         what += f" on {settings.workers} workers"
     if whole <= room:
         return None
-    told = f"{what} take {memory(whole)}, and there are {memory(room)}: it will not fit"
+    told = f"{what} need {memory(whole)} of memory, and {memory(room)} are available"
     return told + _shared_out(settings, device)
 
 
 def _state_bytes(model: nn.Module, settings: FinetuneSettings, device: str) -> int:
-    """What a process has of weights, gradients and the optimizer's state on `device`.
+    """Return the bytes of weights, gradients and optimizer state of one process on `device`.
 
-    ZeRO's stages share them out one after the other (arXiv:1910.02054, section 5).
+    ZeRO's stages shard them one after the other (arXiv:1910.02054, section 5).
     """
     model_parts = settings.tensor_parallel * settings.pipeline_stages
     sharing = settings.workers // model_parts
@@ -139,29 +165,94 @@ def _state_bytes(model: nn.Module, settings: FinetuneSettings, device: str) -> i
 
 
 def hint(changes: Mapping[str, Any], settings: FinetuneSettings, device: str) -> str:
-    """What `changes` that were advised would do, in words; without any, what may help `device`."""
+    """Return the effect of advised changes in words.
+
+    Args:
+        changes: Result of `advice`.
+        settings: Settings of the step that does not fit.
+        device: "cpu" or "cuda".
+
+    Returns:
+        The effect, or without changes what else may help.
+    """
     if "batch_size" in changes:
         size, times = changes["batch_size"], changes["accumulation"]
         each = size * times
         return f"{times} micro-batches of {size} make the same {each} samples of a step"
     if "zero_stage" in changes:
-        return "each worker keeps its share of the optimizer's state alone"
+        return "each worker keeps only its shard of the optimizer's state"
     if changes:
-        return "the layers' activations are computed again rather than kept"
+        return "the layers' activations are recomputed instead of stored"
     return (
-        f"nothing smaller is known than this ({settings.batch_size} at a time): free memory, or "
-        f"give a Dataset, whose batches can be made smaller{_shared_out(settings, device)}"
+        f"no smaller step is known than batch_size={settings.batch_size}: free memory, or pass a "
+        f"Dataset, whose batches can be smaller{_shared_out(settings, device)}"
     )
 
 
 def _shared_out(settings: FinetuneSettings, device: str) -> str:
-    """What ZeRO does on a machine with several GPUs; nothing where it cannot, or would not help.
+    """Return advice to use ZeRO on a machine with several GPUs; "" if it is impossible or no help.
 
-    On the host it would not: all shares lie in one memory, beside the weights of every rank.
+    On the host it is no help: all shards lie in one memory, next to the weights of every rank.
     """
-    import torch
+    import torch  # heavy: torch
 
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if not _can_share(settings, gpus):
         return ""
-    return f"; workers={gpus}, zero_stage=1 shares batch and optimizer state out to {gpus} GPUs"
+    return f"; workers={gpus}, zero_stage=1 shards batch and optimizer state across {gpus} GPUs"
+
+
+class MemoryAdvisor:
+    """Advice on settings that need less memory, with the step that did not fit last.
+
+    Args:
+        peak_bytes: Predicts the peak memory of a step under given settings.
+        own_batches: True if the data makes its own batches, whose size cannot be changed.
+    """
+
+    def __init__(self, peak_bytes: Peak, *, own_batches: bool) -> None:
+        self._peak_bytes = peak_bytes
+        self._own_batches = own_batches
+        self._too_large: tuple[int, FinetuneSettings] | None = None
+
+    def remember(self, step: int, settings: FinetuneSettings) -> None:
+        """Remember that the step after `step` ran out of memory.
+
+        Args:
+            step: Optimizer steps done.
+            settings: Settings that were in effect.
+        """
+        self._too_large = step, settings
+
+    def is_too_large(self, step: int, settings: FinetuneSettings) -> bool:
+        """Return whether the step after `step` is known to run out of memory.
+
+        Args:
+            step: Optimizer steps done.
+            settings: Settings to look up.
+
+        Returns:
+            True if exactly this was remembered last.
+        """
+        return (step, settings) == self._too_large
+
+    def advice(
+        self, settings: FinetuneSettings, device: str, held_bytes: int = 0
+    ) -> dict[str, Any]:
+        """Return changes under which a step may fit that did not fit under `settings`.
+
+        Args:
+            settings: Settings of the step that did not fit.
+            device: "cpu" or "cuda".
+            held_bytes: Memory that model and optimizer occupy already, which the prediction
+                includes.
+
+        Returns:
+            Values of settings, by name; empty if nothing smaller is known. See `advice`.
+        """
+        return advice(
+            settings,
+            own_batches=self._own_batches,
+            room_bytes=available_bytes(device) + held_bytes,
+            peak_bytes=self._peak_bytes,
+        )

@@ -1,4 +1,4 @@
-"""What a run of the history goes on from: its newest checkpoint that is whole, and its numbers."""
+"""Start of a run that continues another one: its newest complete checkpoint, and its metrics."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ortlab.history.run_folder import RunFolder, in_checkpoints
 from ortlab.history.saved_run import SavedRun, find
 from ortlab.metrics.recorder import INDEX, NAN, Event, Rows
 from ortlab.training.checkpoint_writer import BEST, remove
-from ortlab.training.trainer import Evaluation
+from ortlab.training.evaluator import Evaluation
 from ortlab.utils.files import half_written
 
 NAMES: Final = ("model", "train", "eval_data", "loss")
-"""What of a run has names of the user's."""
+"""Parts of a run that have names in the user's code."""
 _STEP = re.compile(r"(?:last|step)-(\d+)")
 _NEWS: Final = ("eval", "change", "note", "warning")
 
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """A checkpoint that a run goes on from, with its ``path`` and the ``settings`` that held last.
+    """Checkpoint that a run resumes from, with its ``path`` and the last ``settings`` in effect.
 
-    ``damaged`` says where it is not the newest that the run should have, and why.
+    ``damaged`` says why it is not the newest checkpoint of the run; "" if it is.
     """
 
     checkpoint: Checkpoint
@@ -42,41 +42,53 @@ class Beginning:
 
 @dataclass(frozen=True, eq=False)
 class Earlier:
-    """A run that another one goes on with: its numbers up to the checkpoint, and how it stood."""
+    """Run that another one continues: its metrics up to the checkpoint, and its history."""
 
     name: str
     line: tuple[Path, ...]
-    """Its folder, and those of the runs that it went on with."""
+    """Folder of the run, and those of the runs that it continued."""
     step: int
     rows: Rows
     events: tuple[Event, ...]
     told: tuple[tuple[str, str], ...]
-    """What is to be said of it, as the kinds and texts of events."""
+    """Kinds and texts of events that describe the start of the new run."""
 
     @property
     def time_s(self) -> float:
-        """How long it had trained at the checkpoint; 0 where that is not known."""
+        """Training time at the checkpoint, in seconds; 0 if unknown."""
         times = self.rows[-1:, INDEX["time_s"]]
         return float(times[0]) if len(times) and math.isfinite(times[0]) else 0.0
 
     @property
     def evaluated(self) -> bool:
-        """Whether it was evaluated."""
+        """True if the run was evaluated."""
         return any(event.kind == "eval" for event in self.events)
 
     def saying(self, warning: str) -> Earlier:
-        """The same, with a warning."""
+        """Return a copy with a warning.
+
+        Args:
+            warning: Text of the warning.
+
+        Returns:
+            The copy.
+        """
         return dataclasses.replace(self, told=(*self.told, ("warning", warning)))
 
     def carry_best(self, folder: RunFolder) -> Evaluation | None:
-        """Takes its best checkpoint along to `folder`, and says of what evaluation it is.
+        """Copy the best checkpoint to another run's folder.
 
-        None where it has none that is whole, or those of steps that are to be done again.
+        Args:
+            folder: Folder of the new run.
+
+        Returns:
+            The evaluation of the checkpoint, or None if there is no complete one, or its step is to
+            be done again.
         """
         for each in (each for run in self.line for each in StoredRun(RunFolder(run)).checkpoints):
             if each.name != BEST:
                 continue
-            with contextlib.suppress(ValueError, RuntimeError):  # damaged, or there is no room
+            with contextlib.suppress(ValueError, RuntimeError):  # damaged, or the disk is full
                 best = Checkpoint.load(each.path)
                 if best.position.step <= self.step:
                     best.save(folder.checkpoint_path(BEST))
@@ -92,10 +104,17 @@ class Earlier:
 
 
 def beginning(resume_from: str | int | Path | StoredRun) -> Beginning:
-    """The checkpoint that ``resume_from`` means: of a run the newest that is whole.
+    """Return the checkpoint that ``resume_from`` stands for.
 
-    A run is given by itself, its name or number, or its folder; a file, or the folder of a
-    checkpoint of workers, is that one. ValueError where there is none, or none is whole.
+    Args:
+        resume_from: A run, its name or number, or its folder, for its newest complete checkpoint;
+            or a checkpoint's file, or its folder for one of several workers.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        ValueError: If there is no checkpoint, or none is complete.
     """
     if isinstance(resume_from, StoredRun):
         return newest(resume_from.folder)
@@ -110,23 +129,32 @@ def beginning(resume_from: str | int | Path | StoredRun) -> Beginning:
 
 
 def newest(folder: Path) -> Beginning:
-    """The newest checkpoint of the run in `folder` that is whole; that of its best evaluation last.
+    """Return the newest complete checkpoint of a run; that of its best evaluation comes last.
 
-    A run that died before its first one has those of the run that it went on with. ValueError
-    where none is.
+    For a run that ended before its first checkpoint, the checkpoints of the run that it continued
+    count.
+
+    Args:
+        folder: Folder of the run.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        ValueError: If there is no checkpoint, or none is complete.
     """
     line = _line(folder)
     found = [path for run in line for path in _kept(run)]
     if not found:
         if (kept := folder / "checkpoints").is_symlink():
             raise ValueError(
-                f"{kept} is a link, which is not followed; resume_from takes the path of a "
-                "checkpoint where it leads"
+                f"{kept} is a symbolic link, which is not followed; pass resume_from the path of a "
+                "checkpoint in its target"
             )
-        before = f", nor is one left of {line[1].name}, which it went on with" if line[1:] else ""
+        before = f", and neither has {line[1].name}, which it continued" if line[1:] else ""
         raise ValueError(
-            f"{folder.name} has kept no checkpoint{before}: it had not come to the first one; "
-            "checkpoint_every=N or checkpoint_minutes=M keep more of them"
+            f"{folder.name} has no checkpoint{before}: it ended before the first one; use "
+            "checkpoint_every=N or checkpoint_minutes=M to save more of them"
         )
     found.sort(key=lambda path: _age(path)[0] < 0)  # the best of all runs after all others
     wrong: list[str] = []
@@ -135,7 +163,7 @@ def newest(folder: Path) -> Beginning:
         try:
             taken = Checkpoint.load(path)
         except ValueError as error:
-            wrong.append(f"{called} is no use ({_short(error, path)})")
+            wrong.append(f"{called} cannot be used ({_short(error, path)})")
             continue
         own = path.parent.parent == folder
         settings = taken.settings if own else StoredRun(RunFolder(folder)).began_with
@@ -143,13 +171,13 @@ def newest(folder: Path) -> Beginning:
         if wrong:
             told = f"{'; '.join(wrong)}: {used}, the one before, is used"
         elif not own:
-            told = f"{folder.name} had come to no checkpoint of its own: {used} is used"
+            told = f"{folder.name} has no checkpoint of its own: {used} is used"
         return Beginning(taken, path, settings, told)
-    raise ValueError(f"no checkpoint of {folder.name} is whole: {'; '.join(wrong)}")
+    raise ValueError(f"no checkpoint of {folder.name} is complete: {'; '.join(wrong)}")
 
 
 def _line(folder: Path) -> tuple[Path, ...]:
-    """The run in `folder`, the one that it went on with, the one that this went on with, ..."""
+    """Return the folder of a run, of the run that it continued, and so on."""
     line = [folder]
     while (entry := read_entry(line[-1])) is not None and entry.continues:
         before = folder.parent / Path(entry.continues).name
@@ -165,25 +193,33 @@ def _kept(folder: Path) -> list[Path]:
 
 
 def _called(path: Path, folder: Path) -> str:
-    """A checkpoint's name, and whose it is where that is not the run in `folder`."""
+    """Return a checkpoint's name, with its run if that is not the one in `folder`."""
     run = path.parent.parent
     return path.name if run == folder else f"{run.name}'s {path.name}"
 
 
 def _short(error: ValueError, path: Path) -> str:
-    """What is wrong, without the path and without what to do."""
+    """Return the reason of an error, without the path and the advice."""
     return str(error).removeprefix(f"{path} ").removeprefix("is ").partition(";")[0]
 
 
 def _age(path: Path) -> tuple[float, str]:
-    """By step, as the names tell it: the end is the newest, the best one may be of any step."""
+    """Return a key that sorts by step: the final checkpoint is the newest, the best one unknown."""
     name = path.name.removesuffix(".safetensors")
     match = _STEP.fullmatch(name)
     return (int(match[1]) if match else math.inf if name == "final" else -1.0), name
 
 
 def earlier(run: SavedRun, begin: Beginning) -> Earlier:
-    """What another run, which goes on from `begin`, has of `run`."""
+    """Return the part of a run that a new run includes.
+
+    Args:
+        run: The run.
+        begin: Checkpoint of `run` that the new run resumes from.
+
+    Returns:
+        The metrics and events up to the checkpoint.
+    """
     position = begin.checkpoint.position
     metrics = run.metrics
     steps = metrics.rows[:, INDEX["step"]]
@@ -194,37 +230,56 @@ def earlier(run: SavedRun, begin: Beginning) -> Earlier:
         and event.step <= (position.evaluated if event.kind == "eval" else position.step)
     ]
     came = int(steps.max(initial=0))
-    lost = f", which had come to step {came}" if came > position.step else ""
+    lost = f", which had reached step {came}," if came > position.step else ""
     called = _called(begin.path, run.folder)
-    told = (("note", f"goes on with {run.name}{lost}, from {called} of step {position.step}"),)
+    told = (("note", f"continues {run.name}{lost} from {called} of step {position.step}"),)
     rows = metrics.rows[steps <= position.step]
     return Earlier(run.name, _line(run.folder), position.step, rows, tuple(events), told)
 
 
 def resumable(name: str | int) -> SavedRun:
-    """The run of the history that is to go on; ValueError says why one cannot."""
+    """Return a run of the history that can be continued.
+
+    Args:
+        name: Name or number of the run.
+
+    Returns:
+        The run.
+
+    Raises:
+        ValueError: If the run trains in another kernel, or has finished.
+    """
     run = SavedRun(find(name).folder)
     if run.entry.at_work:
-        raise ValueError(
-            f"{run.name} is in training in another kernel: stop it there, and resume it then"
-        )
+        raise ValueError(f"{run.name} is training in another kernel: stop it there, then resume it")
     if run.state == "finished":
         raise ValueError(
-            f"{run.name} finished after {run.entry.steps} steps: nothing is left of it; "
-            f"finetune(model, data, resume_from={run.name!r}, epochs=...) trains on"
+            f"{run.name} finished after {run.entry.steps} steps: nothing is left to do; use "
+            f"finetune(model, data, resume_from={run.name!r}, epochs=...) to train further"
         )
     return run
 
 
 def clear(run: SavedRun) -> None:
-    """Takes away the checkpoint that a process was writing when it died; nobody else will."""
+    """Delete the incomplete checkpoint of a process that ended in the middle of a write.
+
+    Args:
+        run: The run.
+    """
     for path in in_checkpoints(run.folder):
         if half_written(path) and not path.is_symlink():
             remove(path)
 
 
 def names_of(run: SavedRun) -> dict[str, str]:
-    """What the user called model, data and loss of `run`, by `NAMES`; those that are known."""
+    """Return the user's names of model, data and loss of a run.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Known names, by the entries of `NAMES`.
+    """
     kept = run.about.get("names")
     kept = kept if isinstance(kept, dict) else {}
     return {each: kept[each] for each in NAMES if isinstance(kept.get(each), str) and kept[each]}
@@ -233,9 +288,18 @@ def names_of(run: SavedRun) -> dict[str, str]:
 def found_by_name(
     run: SavedRun, given: Mapping[str, Any], namespace: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`given`, and in the place of each that is None what the user calls as it was called.
+    """Complete the arguments of a resumed run from the user's variables.
 
-    ValueError names all that are not there.
+    Args:
+        run: The run.
+        given: Arguments, by the entries of `NAMES`; None for those to look up.
+        namespace: The user's variables.
+
+    Returns:
+        `given`, with the variables that have the names of the run in place of None.
+
+    Raises:
+        ValueError: If variables are missing; the message names all of them.
     """
     known = names_of(run)
     found, missing = dict(given), []
@@ -248,11 +312,11 @@ def found_by_name(
         elif name is not None:
             missing.append(f"{name} ({_CALLED[each]})")
         elif each in ("model", "train"):
-            missing.append(f"{_CALLED[each]}, whose name is not known")
+            missing.append(f"{_CALLED[each]}, whose name is unknown")
     if missing:
         raise ValueError(
-            f"{run.name} cannot go on without {' and '.join(missing)}: run the cells that make "
-            f"them, or name others, as in %ort resume {run.name} MODEL DATA, or "
+            f"{run.name} cannot continue without {' and '.join(missing)}: run the cells that "
+            f"create them, or pass others, as in %ort resume {run.name} MODEL DATA, or "
             f"ortlab.resume({run.name!r}, model, data)"
         )
     return found
@@ -261,6 +325,6 @@ def found_by_name(
 _CALLED: Final = {
     "model": "the model",
     "train": "its data",
-    "eval_data": "the data it is evaluated on",
+    "eval_data": "its evaluation data",
     "loss": "its loss",
 }

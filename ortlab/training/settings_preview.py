@@ -1,4 +1,4 @@
-"""What other settings would mean, before they hold: whether they can, their cost, their memory."""
+"""Preview of other settings before they are applied: validity, cost and memory."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 from ortlab.engines.base import Cost
 from ortlab.engines.registry import graph_changes, ignored, refusal
 from ortlab.settings import Declaration, FinetuneSettings
-from ortlab.training import trainer
+from ortlab.training import changes
 
 if TYPE_CHECKING:
     from ortlab.graph.memory import MemoryPlan
     from ortlab.settings import EngineSettings
 
 FEW = 8
-"""Whole numbers that are offered one by one."""
+"""Largest number of whole numbers that are offered one by one."""
 COSTS: Mapping[Cost, str] = {
-    "free": "free: the next step has it",
-    "rebuild": "rebuild: the engine is made anew around the same weights",
+    "free": "free: takes effect in the next step",
+    "rebuild": "rebuild: the engine is rebuilt around the same weights",
     "recompile": "recompile: torch compiles the model, which takes seconds to minutes",
-    "re-export": "re-export: ORT's graph is made anew, or comes from the cache",
+    "re-export": "re-export: ORT's graph is exported again, or loaded from the cache",
 }
 
 
 @dataclass(frozen=True)
 class SettingPreview:
-    """A value of a setting as it is typed, and why it cannot be had; "" where it can."""
+    """Value of a setting as a user types it; ``reason`` says why it is unavailable, "" if not."""
 
     text: str
     reason: str = ""
@@ -37,11 +37,11 @@ class SettingPreview:
 
 @dataclass(frozen=True)
 class Control:
-    """How one setting can be chosen now.
+    """Choices of one setting.
 
-    ``choices`` are all its values; none where any value of its type may be typed. ``reason`` says
-    why it cannot be changed at all. ``costs`` are what it takes a run to change it: to the value
-    that is chosen, or to any other where that is the one that holds; none before a run.
+    ``choices`` are all its values; empty if any value of its type is possible. ``reason`` says why
+    it cannot be changed at all. ``costs`` are the costs of changing it during a run: to the chosen
+    value, or to any other if the value in effect is chosen; empty before a run.
     """
 
     declaration: Declaration
@@ -54,11 +54,18 @@ class Control:
 def controls(
     held: FinetuneSettings, chosen: FinetuneSettings, *, fixed: Mapping[str, str] | None
 ) -> list[Control]:
-    """Every setting, in the order of declaration, where `held` holds and `chosen` is looked at.
+    """Return the choices of every setting, in the order of declaration.
 
-    What cannot be had is what an engine refuses or makes nothing of, or what is `fixed` in a run
-    (see `Run.fixed`; None before a run). A reason that stands against `chosen` anyhow is no reason
-    against each of its settings.
+    A value is unavailable if an engine refuses or ignores it, or if the setting is `fixed` in a
+    run. A reason against the chosen settings as a whole is not repeated for each setting.
+
+    Args:
+        held: Settings in effect.
+        chosen: Settings to look at.
+        fixed: Fixed settings of the run, as in `Run.fixed`; None before a run.
+
+    Returns:
+        One control for each setting.
     """
     known = refused(held, chosen, fixed=fixed)
     return [
@@ -70,10 +77,19 @@ def controls(
 def refused(
     held: FinetuneSettings, chosen: FinetuneSettings, *, fixed: Mapping[str, str] | None
 ) -> str | None:
-    """Why `chosen` cannot take the place of `held`; None when it can."""
+    """Return the reason why settings cannot be applied.
+
+    Args:
+        held: Settings in effect.
+        chosen: Requested settings.
+        fixed: Fixed settings of the run, as in `Run.fixed`; None before a run.
+
+    Returns:
+        The reason, or None if they can be applied.
+    """
     if fixed is not None:
         try:
-            trainer.check_change(held, chosen, fixed)
+            changes.check_change(held, chosen, fixed)
         except ValueError as error:
             return str(error)
     return refusal(chosen)
@@ -117,16 +133,16 @@ def _control(
 
 
 def _costs(held: FinetuneSettings, name: str, values: Iterable[Any]) -> Iterable[Cost]:
-    """What it takes to go on with each of these values of one setting, each cost once."""
+    """Return the distinct costs of changing one setting to each of the values."""
     found = {}
     for value in values:
-        with contextlib.suppress(ValueError):  # it does not go with the others that hold
-            found[trainer.cost(held, held.replace(**{name: value}))] = True
+        with contextlib.suppress(ValueError):  # it conflicts with the other settings in effect
+            found[changes.cost(held, held.replace(**{name: value}))] = True
     return found
 
 
 def _offered(declaration: Declaration) -> Iterator[Any]:
-    """All values that a setting may have, where they are few."""
+    """Yield all values of a setting, if there are few."""
     low, high = declaration.minimum, declaration.maximum
     if declaration.choices and not declaration.many:
         yield from declaration.choices
@@ -141,7 +157,7 @@ def _offered(declaration: Declaration) -> Iterator[Any]:
 
 
 def _beside(declaration: Declaration, value: Any) -> Iterator[Any]:
-    """Other values, for a setting that has many. Which texts are right nobody can guess."""
+    """Yield other values of a setting that has many. Valid texts cannot be guessed."""
     if declaration.type is str:
         yield from (name for name in declaration.choices if name != value)
         return
@@ -149,7 +165,7 @@ def _beside(declaration: Declaration, value: Any) -> Iterator[Any]:
     for other in (number + 1, number - 1):
         try:
             yield declaration.check(other)
-        except ValueError:  # beyond the setting's own bounds
+        except ValueError:  # outside the setting's bounds
             continue
 
 
@@ -160,22 +176,29 @@ def foreseen(
     *,
     batch: int | None = None,
 ) -> tuple[int | None, str]:
-    """The peak of a step under `settings` in bytes, by a `plan` of a graph that `of` made.
+    """Return the predicted peak memory of a step.
 
-    On workers that of each of them, which has its share of the batch. None where that graph does
-    not tell, with the reason. `batch` is the size of a micro-batch where it is not the last call's.
+    Args:
+        plan: Memory plan of a graph.
+        of: Settings with which the graph was exported.
+        settings: Settings of the step.
+        batch: Samples in a micro-batch; None for those of the graph's last call.
+
+    Returns:
+        The peak in bytes, per worker with its part of the batch, and "". If the graph cannot
+        predict it, None and the reason.
     """
     if ignored(settings, "kernels") is not None:  # an option of ORT's graph
-        return None, f"engine {settings.engine!r} has no graph to read it from"
+        return None, f"engine {settings.engine!r} has no graph to predict it from"
     differs = graph_changes(of, settings)
     if of.recompute != settings.recompute:
         differs = ", ".join(filter(None, (differs, f"recompute={settings.recompute!r}")))
     if differs:
-        return None, f"{differs} makes another graph, which tells once it is exported"
+        return None, f"{differs} needs another graph, which has to be exported first"
     if settings.tensor_parallel > 1 or settings.pipeline_stages > 1:
-        return None, "each worker has a part of the model, and the graph is of all of it"
+        return None, "each worker has a part of the model, and the graph covers all of it"
     if settings.param_dtype != "fp32" or settings.offload_optimizer:
-        return None, "the graph is of fp32 weights that are updated where they are"
+        return None, "the graph has fp32 weights that are updated in place"
     whole = plan.dims.get("batch") if batch is None else batch
     sizes = {}
     if whole is not None and "batch" in plan.dims:

@@ -1,4 +1,4 @@
-"""A training loop of the user's own, watched from outside: its loss, rates, times and memory."""
+"""Tracker of a user's own training loop: its loss, rates, times and memory."""
 
 from __future__ import annotations
 
@@ -28,22 +28,30 @@ _LOGGED = ("loss", "lr", "grad_norm", "samples", "tokens")
 
 
 class Tracker(Generic[B]):
-    """Yields the batches of `loader` and records every turn of the loop as a step.
+    """Loop over the batches of a loader that records every turn as a step.
 
-    The loss is what `log` is given, else the scalar that ``backward`` was last called on in this
-    thread; where that was scaled (a GradScaler, a division for accumulation), log the loss itself.
-    Forward is the time before ``backward``, optimizer that of ``optimizer.step``. The learning rate
-    is that of the optimizer's first group.
+    The loss is the value given to `log`, or else the scalar on which ``backward`` was last called
+    in this thread; if that was scaled (by a GradScaler, or divided for accumulation), log the loss
+    itself. The forward time is the time before ``backward``, the optimizer time that of
+    ``optimizer.step``. The learning rate is that of the optimizer's first parameter group.
 
-    One pass over the loader is the whole, and one goes on at a time; for several, one after the
-    other, use it as a context::
+    By default the loop is one pass over the loader. For several passes, one after the other, use
+    the tracker as a context::
 
         with ortlab.track(loader) as t:
             for epoch in range(3):
                 for data, target in t: ...
 
-    ``torch.Tensor.backward`` and torch's optimizer hooks are taken while a pass goes on and given
-    back however it ends: at the end, by ``break``, by an exception, by an interrupt.
+    During a pass, ``torch.Tensor.backward`` and torch's optimizer hooks are intercepted. They are
+    restored however it ends: at the end, by ``break``, by an exception, by an interrupt.
+
+    Args:
+        loader: The loader, or a list of batches.
+        name: Title of the charts; None for one made from the loader's class.
+        show: Shows the tracker when the first pass begins.
+
+    Raises:
+        ValueError: If `loader` is not iterable.
     """
 
     interactive = False
@@ -57,14 +65,14 @@ class Tracker(Generic[B]):
     ) -> None:
         if not hasattr(loader, "__iter__"):
             raise ValueError(
-                f"cannot loop over a {type(loader).__name__}; give a loader or a list of batches"
+                f"cannot loop over a {type(loader).__name__}; pass a loader or a list of batches"
             )
         self._loader: Iterable[B] | None = loader
         self._length = length_of(loader)
         self.title = name or f"loop over {type(loader).__name__}"
-        """What stands above the charts."""
+        """Title of the charts."""
         self.recorder = Recorder()
-        """The numbers of the loop."""
+        """Metrics and events of the loop."""
         self._show = show
         self._state: State = "starting"
         self._error: str | None = None
@@ -109,14 +117,19 @@ class Tracker(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         if self.over():
             raise RuntimeError(
-                f"{self.title} is over; for several passes: with ortlab.track(loader) as t: ..."
+                f"{self.title} is over; for several passes use: with ortlab.track(loader) as t: ..."
             )
         return self._pass()
 
     def log(self, **values: float | torch.Tensor) -> None:
-        """Sets numbers of the step that is going on: loss, lr, grad_norm, samples, tokens.
+        """Set values of the current step.
 
-        A tensor on a device is fetched later, by another thread.
+        Args:
+            **values: Any of loss, lr, grad_norm, samples and tokens. A tensor on a device is
+                fetched later, by another thread.
+
+        Raises:
+            ValueError: If a name is unknown.
         """
         for name, value in values.items():
             if name not in _LOGGED:
@@ -124,7 +137,7 @@ class Tracker(Generic[B]):
             self.turn.logged[name] = _number(value)
 
     def status(self) -> Status:
-        """See `telemetry.Watched.status`."""
+        """Return the current status. See `ortlab.metrics.recorder.Watched.status`."""
         now = self._ended or time.perf_counter()
         total = self._length if self._length is None else self._length * max(self._passes, 1)
         left_s = None
@@ -141,29 +154,36 @@ class Tracker(Generic[B]):
         )
 
     def pause(self) -> None:
-        """Nothing: the loop is the user's, and a kernel busy with it hears no button."""
+        """Do nothing: the loop is the user's, and a busy kernel cannot react to a button."""
 
     def resume(self) -> None:
-        """Nothing, as `pause`."""
+        """Do nothing, as `pause`."""
 
     def stop(self) -> None:
-        """Ends the loop after the turn that is going on, as if the loader were exhausted."""
+        """End the loop after the current turn, as if the loader were exhausted."""
         self._stopping = True
 
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """Return whether the loop has ended."""
         return self._over.is_set()
 
     def wait_over(self, timeout: float | None = None) -> bool:
-        """Blocks until `over`, at most `timeout` seconds; returns `over`."""
+        """Wait until the loop has ended.
+
+        Args:
+            timeout: Seconds to wait at most; None to wait without a limit.
+
+        Returns:
+            True if the loop has ended.
+        """
         return self._over.wait(timeout)
 
     def _pass(self) -> Iterator[B]:
         assert self._loader is not None
         if self._passing:
             raise RuntimeError(
-                f"{self.title} is being looped over already, and one tracker records one pass at a "
-                "time; for two at once, as in zip, track each loader with ortlab.track"
+                f"{self.title} is in a loop already, and a tracker records one pass at a time; for "
+                "two at once, as in zip, track each loader with ortlab.track"
             )
         self._passing = True
         ended: State = "stopped"
@@ -173,7 +193,7 @@ class Tracker(Generic[B]):
             INTERCEPTION.enter(self)
             yield from self._turns(iter(self._loader))
             ended = "stopped" if self._stopping else "finished"
-        # The loader's or the viewer's: what the loop's body raises never comes here.
+        # Only the loader and the viewer can raise here: the loop's body runs in the caller.
         except Exception as raised:
             ended, error = "failed", f"{type(raised).__name__}: {raised}"
             raise
@@ -248,16 +268,21 @@ class Tracker(Generic[B]):
 
 
 class Watching(Protocol):
-    """Who sees torch's backward and optimizer steps."""
+    """Receiver of torch's backward and optimizer steps."""
 
     @property
     def turn(self) -> Turn:
-        """The turn that is going on."""
+        """Current turn of the loop."""
         ...
 
 
 class Turn:
-    """One turn of a loop: when it began, what it took, what was seen of it."""
+    """One turn of a loop: its start, its times, and the values that were seen.
+
+    Args:
+        began: Start on the clock of `time.perf_counter`; 0 for a turn that has not begun.
+        batch: The turn's batch, from which samples and tokens are counted.
+    """
 
     def __init__(self, began: float = 0.0, batch: Any = None) -> None:
         self.began = began
@@ -273,13 +298,17 @@ class Turn:
         self.trained = False
 
     def before_backward(self) -> None:
-        """Forward is over."""
+        """Record the end of the forward pass."""
         now = time.perf_counter()
         self.forward_s += now - self.mark
         self.mark = now
 
     def after_backward(self, loss: torch.Tensor) -> None:
-        """Of this loss."""
+        """Record the end of a backward pass.
+
+        Args:
+            loss: Tensor on which ``backward`` was called.
+        """
         now = time.perf_counter()
         self.backward_s += now - self.mark
         self.mark = now
@@ -288,14 +317,18 @@ class Turn:
             self.loss = _number(loss)
 
     def before_optimizer(self) -> None:
-        """Its step begins."""
-        # A subclass whose step calls its base's is heard twice, one inside the other.
+        """Record the start of an optimizer step."""
+        # A subclass whose step calls its base class's step triggers the hook twice, nested.
         self.depth += 1
         if self.depth == 1:
             self.mark = time.perf_counter()
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
-        """Its step is over."""
+        """Record the end of an optimizer step.
+
+        Args:
+            optimizer: The optimizer.
+        """
         self.depth -= 1
         if self.depth:
             return
@@ -306,26 +339,33 @@ class Turn:
 
 
 class Interception:
-    """torch's backward and optimizer steps, for who entered last of the calling thread."""
+    """Hooks on torch's backward and optimizer steps, for the last tracker of each thread."""
 
     def __init__(self) -> None:
-        # Taken again by the thread that has it, where gc finalizes a dropped loop inside. The list
+        # Reentrant, since gc may finalize a dropped loop while this thread owns the lock. The list
         # is changed in single operations for the same reason, and because `_turn` takes no lock.
         self._lock = threading.RLock()
         self._entered: list[tuple[int, Watching]] = []
         self._give_back: Callable[[], None] | None = None
 
     def enter(self, tracker: Watching) -> None:
-        """From now on, until `leave`."""
+        """Begin to report the calling thread's steps to a tracker.
+
+        Args:
+            tracker: The tracker.
+        """
         with self._lock:
             self._entered.append((threading.get_ident(), tracker))
             if self._give_back is None:
                 self._give_back = self._take()
 
     def leave(self, tracker: Watching) -> None:
-        """Also from another thread: a loop dropped half way ends with its last reference.
+        """Stop reporting to a tracker. One that has not entered is ignored.
 
-        Nothing for a tracker that has not entered.
+        Another thread may call this: a loop that was dropped halfway ends with its last reference.
+
+        Args:
+            tracker: The tracker.
         """
         with self._lock:
             for entry in [entry for entry in self._entered if entry[1] is tracker]:
@@ -369,7 +409,7 @@ class Interception:
         def give_back() -> None:
             for hook in hooks:
                 hook.remove()
-            # Who replaced it after us calls ours, which then does nothing: leave theirs alone.
+            # If somebody replaced it after us, theirs calls ours, which then does nothing.
             if torch.Tensor.backward is backward:
                 torch.Tensor.backward = original  # type: ignore[method-assign]
 
@@ -377,11 +417,11 @@ class Interception:
 
 
 INTERCEPTION = Interception()
-"""That of this process."""
+"""Interception of this process."""
 
 
 def _number(value: float | torch.Tensor) -> float | torch.Tensor:
-    """A float where that waits for nothing; else a copy that later steps do not change."""
+    """Return a float if that needs no wait, and otherwise a copy that later steps do not change."""
     if not isinstance(value, torch.Tensor):
         return float(value)
     value = value.detach()

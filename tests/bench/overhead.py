@@ -91,7 +91,7 @@ async def watched():
     before = cpu_s()
     began = time.perf_counter()
     run = ortlab.finetune(model, data, **{{**settings.as_dict(), "loss": None}})
-    training = run._thread.native_id
+    training = run._worker.thread.native_id
     await run
     wall_s = time.perf_counter() - began
     while any(t.name == "ortlab-view" for t in threading.enumerate()):

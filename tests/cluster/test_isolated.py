@@ -168,9 +168,9 @@ def test_a_crash_of_native_code_costs_steps_alone(whole: Any, tmp_path: Path) ->
     run = begin(Crashing(tmp_path / "crashed", 17), isolated=True, checkpoint_every=5)
     assert run.result(HANGS_S).steps == 50
     (warning,) = told(run)
-    assert warning.startswith("begins again in another process: ")
+    assert warning.startswith("restarting in a new process: ")
     assert "SIGSEGV" in warning
-    assert "goes on from the checkpoint of step 5" in told(run, "note")
+    assert "resumed from the checkpoint of step 5" in told(run, "note")
     assert (losses(run) == whole).all()
 
 
@@ -181,8 +181,8 @@ def test_what_crashes_again_holds_the_run() -> None:
         run.result(HANGS_S)
     assert run.state == "paused"
     first, second = told(run)
-    assert first.startswith("begins again in another process: ")
-    assert second.startswith("held: ")
+    assert first.startswith("restarting in a new process: ")
+    assert second.startswith("paused: ")
     run.stop()
     assert run.result(HANGS_S).state == "stopped"
 
@@ -214,7 +214,7 @@ def test_memory_that_does_not_suffice_holds_the_run(
     with pytest.raises(MemoryError if says == "data" else RankError) as raised:
         run.result(HANGS_S)
     assert run.state == "paused"
-    told = "memory did not suffice for step 1; 26 micro-batches of 1 make the same 26 samples"
+    told = "not enough memory for step 1; 26 micro-batches of 1 make the same 26 samples"
     assert any(told in note for note in raised.value.__notes__)
     assert run.advice == {"batch_size": 1, "accumulation": 26}
     trains = rank()
@@ -226,7 +226,7 @@ def test_memory_that_does_not_suffice_holds_the_run(
 
 def test_memory_that_does_not_suffice_for_an_evaluation_there() -> None:
     run = train(Wide("evaluation"), isolated=True, hold=True, eval_data=data(26), max_steps=4)
-    at_most = "memory did not suffice for the evaluation of {} samples at a time: it takes {}"
+    at_most = "not enough memory to evaluate {} samples at a time: using {}"
     assert [each.removesuffix(" from now on") for each in told(run)] == [
         at_most.format(13, 6), at_most.format(6, 3)
     ]  # fmt: skip

@@ -196,7 +196,7 @@ def test_fifty_steps_are_those_of_one_process(alone: dict[str, Any], stage: int)
         assert one.step == other.step
     notes = "".join(e.text for e in run.recorder.events("note"))
     assert f"ZeRO stage {stage}" in notes
-    assert "batch_size=13 is shared out unevenly: 7 samples to 1 and 6 to 1 of 2 workers" in notes
+    assert "batch_size=13 is split unevenly: 7 samples for 1 and 6 for 1 of 2 workers" in notes
     assert run.recorder.last is not None
     assert run.recorder.last.communication_ms > 0
 
@@ -438,7 +438,7 @@ def test_an_evaluation_that_does_not_fit_takes_fewer_samples_at_a_time() -> None
     chosen = {"batch_size": 12, "accumulation": 1, "max_steps": 4, "eval_data": data(24)}
     expected = train(Network(), **chosen).result(HANGS_S)
     run = train(Wide("evaluation", (1,)), workers=2, hold=True, **chosen)
-    told = "memory did not suffice for the evaluation of 12 samples at a time: it takes 6"
+    told = "not enough memory to evaluate 12 samples at a time: using 6"
     assert [event.text for event in run.recorder.events("warning")] == [f"{told} from now on"]
     found = run.result(HANGS_S)
     assert found.after is not None
@@ -606,7 +606,7 @@ def test_a_rank_that_dies_holds_the_run_and_fresh_ones_go_on() -> None:
     assert kept % 10 == 0
     assert kept >= 20
     note = "".join(raised.value.__notes__)
-    assert f"waits at step {kept}" in note
+    assert f"is paused at step {kept}" in note
     assert "run.resume()" in note
     assert run.state == "paused"
     assert "rank 1 of 2 died" in run.status().badges[0]

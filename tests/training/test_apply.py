@@ -369,7 +369,7 @@ def test_what_fails_with_another_size_gives_its_samples_back(data: Any) -> None:
     plain = Course(NoAutocast(), data(), loss=plain_of, **chosen)
     act = apply(precision="bf16", batch_size=5, accumulation=1)
     tried = Course(NoAutocast(), samples, loss=tried_of, act=act, stop=1, **chosen)
-    assert "the run goes on without, for it failed" in tried.told("warning")[0]
+    assert "this failed, and the run continues without it" in tried.told("warning")[0]
     assert tried.loop.settings.batch_size == 4
     assert tried_of.batches == plain_of.batches
     assert tried.column("samples") == plain.column("samples")
@@ -403,8 +403,8 @@ def test_a_size_that_does_not_fit_leaves_no_trace() -> None:
     tried = Course(Cramped(), data, loss=tried_of, act=act, stop=1, **chosen)
     (text,) = tried.told("warning")
     assert text == (
-        "batch_size=5 (was 4), weight_decay=0.5 (was 0.01): the run goes on without, for it "
-        "failed: out of memory"
+        "batch_size=5 (was 4), weight_decay=0.5 (was 0.01): this failed, and the run "
+        "continues without it: out of memory"
     )
     assert not tried.told("change")
     assert tried.made == 1
@@ -455,7 +455,7 @@ def test_an_engine_that_cannot_run_the_model_leaves_no_trace(accumulation: int) 
     (warning,) = tried.recorder.events("warning")
     assert warning.step == 4
     assert warning.text.startswith("engine=ort (was eager), kernels=ort (was measured)")
-    assert "the run goes on without, for it failed" in warning.text
+    assert "this failed, and the run continues without it" in warning.text
     assert "from Python or numpy" in warning.text
     assert not tried.told("change")
     assert tried.loop.settings == plain.loop.settings
@@ -486,7 +486,8 @@ def test_a_step_that_fails_half_way_leaves_no_trace() -> None:
     tried = Course(NoAutocast(), examples(22), act=apply(precision="bf16"), **chosen)
     (text,) = tried.told("warning")
     assert text == (
-        "precision=bf16 (was fp32): the run goes on without, for it failed: this model has no bf16"
+        "precision=bf16 (was fp32): this failed, and the run continues without it: "
+        "this model has no bf16"
     )
     (refusal,) = refusals(tried.recorder)
     assert refusal.values["cost_s"] > 0, "the time that it lost"
@@ -579,7 +580,7 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
     ]
     kept = Checkpoint.load(run.checkpoint())
     assert kept.settings["lr"] == 0.02
-    with pytest.raises(ValueError, match=r"is over \(finished\): nothing can be applied"):
+    with pytest.raises(ValueError, match=r"is over \(finished\): its settings cannot be changed"):
         run.apply(lr=1.0)
 
 
@@ -627,8 +628,8 @@ def test_a_loader_keeps_the_sizes_of_its_batches(threads_end: None) -> None:
     loader = DataLoader(examples(), batch_size=4)
     run = ortlab.finetune(network(), loader, loss="cross_entropy", engine="eager", epochs=100_000)
     message = (
-        r"^batch_size=8 cannot be applied to a run that has batch_size=16: the DataLoader makes "
-        r"its own batches; give the Dataset itself, or set the loader's batch_size$"
+        r"^batch_size=8 cannot be applied to a run with batch_size=16: the DataLoader makes "
+        r"its own batches; pass the Dataset itself, or set the loader's batch_size$"
     )
     with pytest.raises(ValueError, match=message):
         run.apply(batch_size=8, lr=0.1)
@@ -641,7 +642,7 @@ def test_a_loader_keeps_the_sizes_of_its_batches(threads_end: None) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 3}, "seed=3 cannot be applied to a run that has seed=0: a run keeps the seed"),
+        ({"seed": 3}, "seed=3 cannot be applied to a run with seed=0: a run keeps the seed"),
         ({"optimizer": "sgd"}, "optimizer='sgd' cannot be applied"),
         ({"lrr": 1.0}, "unknown setting 'lrr': .*did you mean 'lr'"),
         ({"precision": "fp8"}, "precision='fp8'"),

@@ -21,13 +21,21 @@ from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import INDEX, Event
 from ortlab.session import session
 from ortlab.training import resume
-from ortlab.training.checkpoint_writer import CheckpointWriter
+from ortlab.training.checkpoint_writer import CheckpointSchedule, CheckpointWriter
+from ortlab.training.evaluator import Evaluation, better
 from ortlab.training.run import Run
-from ortlab.training.trainer import Evaluation, better
 from ortlab.utils.weak_list import Recent
 from tests.support import killing
 from tests.support.resuming import Gated, examples, network
+from tests.support.training_parts import Parts
 from tests.support.waiting import Turns, until
+
+
+def newest(run: Run) -> str | None:
+    """Return the name of the last checkpoint that is on the disk."""
+    path = run._record.checkpoints.newest
+    return None if path is None else path.stem
+
 
 CHOSEN: dict[str, Any] = {
     "loss": "cross_entropy",
@@ -177,12 +185,12 @@ def test_better() -> None:
 
 
 def test_the_best_of_no_evaluation_is_refused(home: Path) -> None:
-    with pytest.raises(ValueError, match="keep_best='eval_loss' is of an evaluation, and the run"):
+    with pytest.raises(ValueError, match="keep_best='eval_loss' needs evaluations, but the run"):
         ortlab.finetune(network(), examples(22), **CHOSEN, keep_best="eval_loss")
     assert not (home / "runs").exists()
     model = Gated(turns=1)
     run = ortlab.finetune(model, examples(22), **CHOSEN)
-    with pytest.raises(ValueError, match="give eval_data, or leave keep_best out"):
+    with pytest.raises(ValueError, match="pass eval_data, or leave keep_best out"):
         run.apply(keep_best="eval_accuracy")
     model.turns.give()
     run.result()
@@ -213,7 +221,12 @@ def on_a_full_disk(disk: Path) -> None:
     run = ortlab.finetune(model, examples(22), **CHOSEN, checkpoint_every=2, keep_checkpoints=2)
     until(lambda: {"last-2", "last-4"} & names(run.folder) != set())
     model.turns.until_asked(6)
-    until(lambda: run._keeping.newest is not None and run._keeping.newest.stem == "last-4")
+    until(
+        lambda: (
+            run._record.checkpoints.newest is not None
+            and run._record.checkpoints.newest.stem == "last-4"
+        )
+    )
     before = names(run.folder)
     filler = disk / "filler"
     with pytest.raises(OSError, match="No space"):
@@ -221,7 +234,7 @@ def on_a_full_disk(disk: Path) -> None:
     run.recorder.event(Event("note", 5, 0.0, "x" * 8192))  # the last block of a file has room yet
     for step in (6, 8):  # one after the other, so that none takes the place of the one before
         model.turns.give(2)
-        until(lambda step=step: f"step {step}" in (run._keeping.trouble or ""))  # type: ignore[misc]
+        until(lambda step=step: f"step {step}" in (run._record.checkpoints.trouble or ""))  # type: ignore[misc]
     model.turns.until_asked(10)
     until(lambda: run.recorder.trouble is not None)
     assert names(run.folder) == before, "neither half a file, nor one less"
@@ -268,7 +281,7 @@ def test_the_one_before_is_used_where_the_newest_is_damaged(stopped: Run, how: s
     assert steps(run) == list(range(7, 13))
     assert losses(run) == losses(undisturbed())[6:]
     (warning,) = warnings_of(run)
-    assert warning.startswith("final.safetensors is no use (damaged")
+    assert warning.startswith("final.safetensors cannot be used (damaged")
     assert warning.endswith("last-6.safetensors of step 6, the one before, is used")
     assert run.status().badges == (warning,)
 
@@ -292,7 +305,7 @@ def test_one_that_another_kernel_trims_meanwhile_is_passed_over(
     monkeypatch.setattr(safetensors, "safe_open", trimmed)
     begin = resume.newest(stopped.folder)
     assert begin.path.name == "last-6.safetensors"
-    assert begin.damaged.startswith("final.safetensors is no use (there is no checkpoint at")
+    assert begin.damaged.startswith("final.safetensors cannot be used (there is no checkpoint at")
 
 
 def test_one_that_another_kernel_trims_meanwhile_is_not_listed(
@@ -314,11 +327,13 @@ def test_one_that_another_kernel_trims_meanwhile_is_not_listed(
 def test_none_that_is_whole(stopped: Run) -> None:
     for path in (stopped.folder / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"no checkpoint of run-1 is whole: final\.safetensors is"):
+    with pytest.raises(
+        ValueError, match=r"no checkpoint of run-1 is complete: final\.safetensors cannot be used"
+    ):
         ortlab.resume(1, Gated(), examples(22))
     shutil.rmtree(stopped.folder / "checkpoints")
     (stopped.folder / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match="run-1 has kept no checkpoint"):
+    with pytest.raises(ValueError, match="run-1 has no checkpoint"):
         ortlab.resume(1, Gated(), examples(22))
 
 
@@ -352,7 +367,12 @@ def died(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedRu
         checkpoint_every=3,
     )
     model.turns.until_asked(9)
-    until(lambda: run._keeping.newest is not None and run._keeping.newest.stem == "last-6")
+    until(
+        lambda: (
+            run._record.checkpoints.newest is not None
+            and run._record.checkpoints.newest.stem == "last-6"
+        )
+    )
     until(lambda: "best" in names(run.folder))
     run.recorder.flush()
     after = tmp_path / "after"
@@ -397,7 +417,7 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
     assert step_of(run.folder, "best") == step_of(whole.folder, "best")
     told = [event.text for event in run.recorder.events("note")]
     assert told[-1:] == [
-        "goes on with run-1, which had come to step 8, from last-6.safetensors of step 6"
+        "continues run-1, which had reached step 8, from last-6.safetensors of step 6"
     ]
     times = run.recorder.rows()[:, INDEX["time_s"]]
     assert (times[1:] >= times[:-1]).all(), "the clock goes on too"
@@ -424,7 +444,9 @@ def test_checkpoints_that_are_a_link_are_not_the_run_s(died: SavedRun, elsewhere
     resume.clear(died)
     assert sorted(elsewhere.rglob("*")) == before
     assert len(died.checkpoints) == SavedRun(died.folder).entry.checkpoints == 0
-    with pytest.raises(ValueError, match=r"checkpoints is a link, .* takes the path of a check"):
+    with pytest.raises(
+        ValueError, match=r"checkpoints is a symbolic link, .* resume_from the path of a check"
+    ):
         ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
     taken = resume.beginning(elsewhere / "last-6.safetensors")
     assert taken.checkpoint.position.step == 6
@@ -473,10 +495,10 @@ def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_the_one_before
     assert losses(run)[:6] == pytest.approx(losses(died)[:6], rel=1e-8)
     assert run.settings.lr == 0.01, "as run-2 had it"
     assert warnings_of(run) == [
-        "run-2 had come to no checkpoint of its own: run-1's last-6.safetensors of step 6 is used"
+        "run-2 has no checkpoint of its own: run-1's last-6.safetensors of step 6 is used"
     ]
     notes = [event.text for event in run.recorder.events("note")]
-    assert "goes on with run-2, from run-1's last-6.safetensors of step 6" in notes
+    assert "continues run-2 from run-1's last-6.safetensors of step 6" in notes
     evaluated = [event.step for event in run.recorder.events("eval")]
     assert evaluated == [0, 2, 4, 6, 8, 10, 12], "each once"
     assert ortlab.list_runs().hint == ""
@@ -511,7 +533,7 @@ def test_a_note_that_cannot_be_written_leaves_the_run_that_goes_on(died: SavedRu
 def test_of_a_run_that_is_gone_nothing_goes_on(died: SavedRun, died_again: SavedRun) -> None:
     shutil.rmtree(died.folder)
     RunFolder(died_again.folder).checkpoint_path("best").unlink()
-    told = "run-2 has kept no checkpoint, nor is one left of run-1, which it went on with"
+    told = "run-2 has no checkpoint, and neither has run-1, which it continued"
     with pytest.raises(ValueError, match=told):
         ortlab.resume(2, Gated(), examples(22), eval_data=examples(9))
 
@@ -524,11 +546,11 @@ def test_runs_that_say_that_they_went_on_with_one_another(died: SavedRun) -> Non
 def test_what_is_missing_is_named(died: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session.wrapped, "namespace", {"data": examples(22)})
     before = names(died.folder)
-    with pytest.raises(ValueError, match="cannot go on without") as raised:
+    with pytest.raises(ValueError, match="cannot continue without") as raised:
         ortlab.resume("run-1")
     assert str(raised.value) == (
-        "run-1 cannot go on without model (the model) and held_out (the data it is evaluated on): "
-        "run the cells that make them, or name others, as in %ort resume run-1 MODEL DATA, or "
+        "run-1 cannot continue without model (the model) and held_out (its evaluation data): "
+        "run the cells that create them, or pass others, as in %ort resume run-1 MODEL DATA, or "
         "ortlab.resume('run-1', model, data)"
     )
     assert names(died.folder) == before
@@ -538,7 +560,7 @@ def test_another_model_and_other_data_are_refused(died: SavedRun) -> None:
     data, held_out = examples(22), examples(9)
     with pytest.raises(ValueError, match="the checkpoint does not match the model"):
         ortlab.resume(1, network()[:3], data, eval_data=held_out)
-    with pytest.raises(ValueError, match="30 samples an epoch, and the checkpoint's had 22"):
+    with pytest.raises(ValueError, match="30 samples per epoch, but the checkpoint's had 22"):
         ortlab.resume(1, Gated(), examples(30), eval_data=held_out)
     assert len(ortlab.list_runs()) == 1
 
@@ -549,12 +571,12 @@ def test_a_run_that_finished_or_trains_elsewhere_is_refused(
     folder = RunFolder(died.folder)
     folder.hold()
     try:
-        with pytest.raises(ValueError, match="run-1 is in training in another kernel"):
+        with pytest.raises(ValueError, match="run-1 is training in another kernel"):
             ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
     finally:
         folder.release()
     monkeypatch.setenv("ORTLAB_HOME", str(home))
-    with pytest.raises(ValueError, match="run-1 finished after 12 steps: nothing is left of it"):
+    with pytest.raises(ValueError, match="run-1 finished after 12 steps: nothing is left to do"):
         ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
 
 
@@ -637,3 +659,20 @@ def test_thirty_deaths(whole: Any, tmp_path: Path, name: str, fault: str) -> Non
             found = dies_and_goes_on(home, name, drawn, spoilt=spoilt, full=full)
         assert found == whole(name), number
         shutil.rmtree(home)
+
+
+def test_a_schedule_saves_each_step_once() -> None:
+    parts = Parts(checkpoint_every=2)
+    saved: list[int] = []
+    schedule = CheckpointSchedule(
+        parts.state, parts.control, lambda taken: saved.append(taken.position.step)
+    )
+    schedule.save_if_due()
+    saved.clear()
+    for _ in range(3):
+        parts.step()
+        schedule.save_if_due()
+    assert saved == [2]
+    for _ in range(2):
+        schedule.save_unsaved()
+    assert saved == [2, 3]

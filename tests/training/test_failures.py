@@ -34,11 +34,14 @@ from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
-from ortlab.training import data_loading, memory_advice
-from ortlab.training import run as runs
+from ortlab.training import data_loading, memory_advice, run_worker
+from ortlab.training.control import PauseReason
+from ortlab.training.failures import FailureHandler, FailurePolicy, typed
 from ortlab.training.run import Run
+from ortlab.training.run_progress import SLOW_READ_S
 from ortlab.utils.errors import concise, out_of_memory
 from ortlab.utils.process_memory import SAMPLER, memory
+from tests.support.training_parts import Parts
 from tests.support.waiting import HANGS_S, until
 
 CHOSEN: dict[str, Any] = {
@@ -129,9 +132,12 @@ def test_an_evaluation_that_fails_holds_the_run_and_is_made_again() -> None:
         run.result(60)
     assert (run.state, run.step) == ("paused", 12)
     notes = "\n".join(raised.value.__notes__)
-    assert "the Failing raised it at index 7" in notes
+    assert "the Failing raised this at index 7" in notes
     assert "the evaluation after step 12 failed" in notes
-    assert f"{run.name} waits after step 12: run.resume() or its button evaluates again" in notes
+    assert (
+        f"{run.name} is paused after step 12: run.resume() or the Resume button evaluates again"
+        in notes
+    )
     assert run.status().badges == ("held: the evaluation failed",)
     held_out.mended = True
     run.resume()
@@ -169,7 +175,7 @@ def test_a_run_whose_first_evaluation_fails_says_what_and_where() -> None:
         run.result(60)
     first, *notes = (run.status().error or "").splitlines()
     assert first == "KeyError: 'the column is gone'"
-    assert "the Table raised it at index 7" in notes
+    assert "the Table raised this at index 7" in notes
     assert "the evaluation before the first step failed" in notes
     assert RunFolder(run.folder).read_json("run")["error"] == first
 
@@ -207,9 +213,7 @@ def test_an_evaluation_that_does_not_fit_takes_fewer_samples_at_a_time() -> None
         assert step == expected_step
         assert found == pytest.approx(expected, rel=1e-6)
     (told,) = [event.text for event in run.recorder.events("warning")]
-    assert told == (
-        "memory did not suffice for the evaluation of 4 samples at a time: it takes 2 from now on"
-    )
+    assert told == ("not enough memory to evaluate 4 samples at a time: using 2 from now on")
 
 
 def test_an_evaluation_in_batches_of_a_loader_that_does_not_fit_holds_the_run() -> None:
@@ -243,12 +247,12 @@ def test_data_that_raises_holds_the_run_and_mended_goes_on_bit_by_bit(loader: bo
     assert run.state == "paused"
     assert f"the data failed in step {run.step + 1}, after" in notes
     assert "of epoch 1" in notes
-    assert f"{run.name} waits at step {run.step}: mend the data" in notes
+    assert f"{run.name} is paused at step {run.step}: fix the data" in notes
     # From Python 3.12 on the frame of a list that is being made no more tells how far it is.
     reading = r"the DataLoader was reading (index 7|indices [\d, ]*\b7\b[\d, ]*) of the Table"
-    assert re.search(reading if loader else "the Table raised it at index 7", notes)
+    assert re.search(reading if loader else "the Table raised this at index 7", notes)
     assert run.status().badges == ("held: the data failed",)
-    assert "mend the data" in (run.status().error or "")
+    assert "fix the data" in (run.status().error or "")
     table.bad = set()
     run.resume()
     assert run.result(60).state == "finished"
@@ -271,8 +275,8 @@ def test_data_that_was_not_mended_holds_again_and_can_be_left_out() -> None:
         assert at >= 12 * (epoch - 1)
     assert run.result(60).steps == 2 * 12 - 2
     left_out = [event.text for event in run.recorder.events("note")]
-    assert [text.partition(",")[0] for text in left_out] == ["4 samples are left out"] * 2
-    with pytest.raises(ValueError, match=r"skip=True leaves out samples .* run.resume\(\) goes on"):
+    assert [text.partition(",")[0] for text in left_out] == ["4 samples are skipped"] * 2
+    with pytest.raises(ValueError, match=r"skip=True skips samples .* use run.resume\(\)"):
         run.resume(skip=True)
 
 
@@ -283,7 +287,7 @@ def test_a_script_gets_what_the_data_raised_and_where() -> None:
     with pytest.raises(KeyError, match="column is gone") as raised:
         run.result(60)
     assert run.state == "failed"
-    assert raised.value.__notes__[0] == "the Table raised it at index 7"
+    assert raised.value.__notes__[0] == "the Table raised this at index 7"
     assert f"in step {run.step + 1}, after {4 * run.step} samples" in raised.value.__notes__[1]
     assert RunFolder(run.folder).read_checkpoint().position.step == run.step > 0
 
@@ -308,14 +312,14 @@ def test_samples_that_come_at_once_are_named_one_by_one() -> None:
     run = ortlab.finetune(network(), table, **CHOSEN)
     with pytest.raises(KeyError) as raised:
         run.result(60)
-    assert "the AtOnce raised it at index 9" in raised.value.__notes__
+    assert "the AtOnce raised this at index 9" in raised.value.__notes__
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that does not come for a second hangs."""
-    monkeypatch.setattr(runs, "_LATE_READ_S", 0.5)
-    monkeypatch.setattr(runs, "_HANGING_READ_S", 1.0)
+    monkeypatch.setattr(run_worker, "_LATE_READ_S", 0.5)
+    monkeypatch.setattr(run_worker, "_HANGING_READ_S", 1.0)
 
 
 @pytest.mark.parametrize("loader", [False, True])
@@ -329,13 +333,13 @@ def test_data_that_hangs_holds_the_run_until_it_comes(impatient: None, loader: b
     table = Table()
     table.hangs = threading.Event()
     run = ortlab.finetune(network(), given(table), hold=True, **CHOSEN)
-    with pytest.raises(RuntimeError, match="the data of step 6 has not come for 1 s") as raised:
+    with pytest.raises(RuntimeError, match="the data of step 6 has not arrived for 1 s") as raised:
         run.result(60)
     assert run.state == "running"
     place, line, waits = raised.value.__notes__
-    assert re.fullmatch(r"it reads (index|indices) [\d, ]+ of the Table", place)
+    assert re.fullmatch(r"reading (index|indices) [\d, ]+ of the Table", place)
     assert line.endswith("assert self.hangs.wait(HANGS_S), in __getitem__")
-    assert "after step 5: when the data comes it goes on by itself, run.resume() waits on" in waits
+    assert "after step 5: it resumes when the data arrives, and run.resume() keeps waiting" in waits
     assert run.status().badges == ("held: the data hangs",)
     kept = RunFolder(run.folder).checkpoint_path("last-5")
     until(kept.exists)
@@ -355,7 +359,7 @@ def test_a_run_held_by_data_can_be_paused(impatient: None, resumed: bool) -> Non
     until(lambda: run.status().badges == ("held: the data hangs",))
     if resumed:
         run.resume()
-        time.sleep(2 * runs._SLOW_READ_S)
+        time.sleep(2 * SLOW_READ_S)
         assert run.status().badges == ()
     run.pause()
     assert run.status().badges == ()
@@ -412,9 +416,9 @@ def test_data_that_hangs_is_told_and_stop_ends_the_run() -> None:
     assert all(torch.equal(kept.model[name], value) for name, value in model.state_dict().items())
     assert any("the data hangs" in event.text for event in run.recorder.events("warning"))
     table.hangs.set()
-    assert run._thread is not None
-    run._thread.join(HANGS_S)
-    assert not run._thread.is_alive()
+    assert run._worker.thread is not None
+    run._worker.thread.join(HANGS_S)
+    assert not run._worker.thread.is_alive()
     assert run.state == "stopped"
     assert run.error is None
 
@@ -510,7 +514,7 @@ def test_numbers_that_fail_are_held_with_the_layer_and_the_last_good_weights() -
     notes = "\n".join(raised.value.__notes__)
     assert "in eager torch the output of second (Reciprocal) is the first infinite value" in notes
     good = run.step
-    assert f"{run.name} waits with the weights of step {good}: run.resume(lr=0.001)" in notes
+    assert f"{run.name} is paused with the weights of step {good}: run.resume(lr=0.001)" in notes
     assert run.status().advice == "lr=0.001"
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     assert all(torch.isfinite(value).all() for value in weights.values())
@@ -706,9 +710,9 @@ def scarce(engine: str, more_mib: int) -> None:
     assert held, "the limit was no limit"
     for number, (_, notes, advice, waited) in enumerate(held):
         assert waited == "paused"
-        told = [note for note in notes if "memory did not suffice for step" in note]
+        told = [note for note in notes if "not enough memory for step" in note]
         if engine == "eager" or number == 0:
-            assert "memory did not suffice for step 1;" in told[0]
+            assert "not enough memory for step 1;" in told[0]
         assert told
         # No advice where nothing smaller is left, and a session's threads found no room.
         if engine == "eager" or number == 0 or advice:
@@ -804,7 +808,7 @@ def test_what_was_advised_and_does_not_fit_either_asks_for_less() -> None:
     assert [(each["batch_size"], each["accumulation"]) for each in advised] == [
         (8, 2), (4, 4), (2, 8)
     ]  # fmt: skip
-    assert not [e.text for e in run.recorder.events("warning") if "goes on without" in e.text]
+    assert not [e.text for e in run.recorder.events("warning") if "continues without" in e.text]
 
 
 def test_data_that_does_not_fit_is_held_as_a_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -870,7 +874,7 @@ def test_zero_is_named_where_there_are_gpus_to_share_out_to(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(memory_advice, "available_bytes", lambda _: 0)
     settings = FinetuneSettings(engine="eager", batch_size=8)
-    zero = "; workers=4, zero_stage=1 shares batch and optimizer state out to 4 GPUs"
+    zero = "; workers=4, zero_stage=1 shards batch and optimizer state across 4 GPUs"
 
     def told(device: str, **changes: Any) -> tuple[str, str]:
         chosen = settings.replace(**changes)
@@ -891,18 +895,18 @@ def test_a_model_that_cannot_fit_is_told_before_the_first_step() -> None:
     said = memory_advice.foretold(model, settings, "cpu", lambda _: None)
     assert said is not None
     weights = sum(p.nbytes for p in model.parameters())
-    assert f"weights, gradients and adamw's state alone take {memory(4 * weights)}" in said
+    assert f"weights, gradients and adamw's state alone need {memory(4 * weights)}" in said
     isolated = settings.replace(isolated=True)
     assert memory_advice.foretold(model, isolated, "cpu", lambda _: None) == said
     for stage, copies in enumerate((8, 6, 5, 4)):
         several = settings.replace(workers=2, zero_stage=stage)
         said = memory_advice.foretold(model, several, "cpu", lambda _: None)
         assert said is not None
-        assert f"adamw's state alone on 2 workers take {memory(copies * weights)}" in said
+        assert f"adamw's state alone on 2 workers need {memory(copies * weights)}" in said
     assert memory_advice.foretold(network(), settings, "cpu", lambda _: None) is None
     assert memory_advice.foretold(network(), isolated, "cpu", lambda _: None) is None
     room = memory_advice.available_bytes("cpu")
-    assert "by the memory plan, take" in (
+    assert "by the memory plan, need" in (
         memory_advice.foretold(network(), settings, "cpu", lambda _: 2 * room) or ""
     )
 
@@ -916,9 +920,50 @@ def test_a_run_that_may_not_fit_says_so_until_its_first_step(
     run = ortlab.finetune(network(), table, **CHOSEN)
     until(lambda: run.state == "running")
     (badge,) = run.status().badges
-    assert badge.startswith("weights, gradients and adamw's state alone take ")
+    assert badge.startswith("weights, gradients and adamw's state alone need ")
     table.hangs.set()
     assert run.result(60).state == "finished"
     (warning,) = run.recorder.events("warning")
     assert (warning.step, warning.text) == (0, badge)
     assert badge not in run.status().badges
+
+
+# --- the handler by itself
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_handler_pauses_where_somebody_waits_and_raises_elsewhere(waits: bool) -> None:
+    parts = Parts()
+    asked: list[bool] = []
+
+    def proceed() -> bool:
+        asked.append(parts.control.held is not None)
+        return True
+
+    handler = FailureHandler(
+        parts.state,
+        FailurePolicy(waits=waits),
+        control=parts.control,
+        advisor=memory_advice.MemoryAdvisor(lambda _: None, own_batches=False),
+        proceed=proceed,
+    )
+    error = KeyError("the column is gone")
+    reason = PauseReason(error, "", "")
+    if not waits:
+        with pytest.raises(KeyError):
+            handler.pause(reason)
+        assert not asked
+        return
+    assert handler.pause(reason)
+    assert asked == [True]
+    with pytest.raises(KeyError, match="column"):  # in the first step nothing is lost
+        handler.data_failed(error, 0)
+    parts.step()
+    assert handler.data_failed(error, 5)
+    assert "after 5 samples of epoch 1" in error.__notes__[-1]
+    assert handler.data_ended_early(9)
+    assert not handler.data_ended_early(9), "it ends there again"
+    nan = NotFinite("nan")
+    assert handler.not_finite(nan, None)
+    assert parts.control.held is not None
+    assert typed(parts.control.held.advice) == f"lr={parts.settings.lr / 10:g}"

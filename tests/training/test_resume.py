@@ -245,7 +245,9 @@ def test_a_file_that_counts_micro_batches_is_read(
 
 def test_a_file_that_counts_micro_batches_of_other_data(tmp_path: Path) -> None:
     begin = Checkpoint.load(in_form_1(kept_at(3), tmp_path / "a.ckpt"))
-    with pytest.raises(ValueError, match=r"has 50 samples an epoch, .* had 6 micro-batches; go on"):
+    with pytest.raises(
+        ValueError, match=r"has 50 samples per epoch, .* 6 micro-batches; pass the data"
+    ):
         trained(examples(50), begin)
 
 
@@ -403,11 +405,15 @@ def kept_at(step: int, data: Any = None) -> Checkpoint:
 @pytest.mark.parametrize(
     ("values", "data", "message"),
     [
-        ({"seed": 5}, None, r"seed=5, and the checkpoint is of a run with seed=0"),
-        ({"optimizer": "sgd"}, None, r"optimizer='sgd', .* with optimizer='adamw'"),
-        ({}, examples(50), r"the data has 50 samples an epoch, and the checkpoint's had 22 s"),
-        ({}, Stream(), "has an unknown number of samples an epoch"),
-        ({}, DataLoader(examples(22)), "the data has 22 micro-batches an epoch, .* had 22 samples"),
+        ({"seed": 5}, None, r"seed=5 does not match the checkpoint, which has seed=0"),
+        ({"optimizer": "sgd"}, None, r"optimizer='sgd' .* which has optimizer='adamw'"),
+        ({}, examples(50), r"the data has 50 samples per epoch, but the checkpoint's had 22 s"),
+        ({}, Stream(), "has an unknown number of samples per epoch"),
+        (
+            {},
+            DataLoader(examples(22)),
+            "data has 22 micro-batches per epoch, .* had 22 samples",
+        ),
     ],
 )
 def test_a_run_that_cannot_go_on(values: dict[str, Any], data: Any, message: str) -> None:
@@ -563,7 +569,7 @@ def test_a_checkpoint_in_a_pause_and_a_run_from_it(home: Path) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
     notes = [event.text for event in resumed.recorder.events("note")]
-    assert notes == ["goes on from a checkpoint at step 5"]
+    assert notes == ["resumed from a checkpoint at step 5"]
 
 
 def test_a_checkpoint_waits_for_the_step_in_flight(home: Path) -> None:
@@ -634,7 +640,7 @@ def test_a_run_that_never_began_has_no_checkpoint(home: Path) -> None:
 
     settings = FinetuneSettings(engine="eager", device="cpu")
     run = Run(network(), fails, examples(), settings=settings)
-    with pytest.raises(RuntimeError, match=r"was not started: run.start\(\) first"):
+    with pytest.raises(RuntimeError, match=r"was not started: call run.start\(\) first"):
         run.checkpoint()
     run.start()
     with pytest.raises(RuntimeError, match="has no checkpoint: it failed at step 0"):
@@ -677,7 +683,7 @@ def test_what_finetune_refuses_leaves_no_run(home: Path) -> None:
         ValueError, match=r"does not match the model: 0\.weight is not in the model"
     ):
         ortlab.finetune(nn.Linear(4, 3), examples(22), loss="mse", resume_from=path)
-    with pytest.raises(ValueError, match=r"seed=4, and the checkpoint is of a run with seed=0"):
+    with pytest.raises(ValueError, match=r"seed=4 does not match the checkpoint, which has seed=0"):
         ortlab.finetune(network(), examples(22), loss="mse", resume_from=path, seed=4)
     with pytest.raises(ValueError, match="there is no checkpoint at none"):
         ortlab.finetune(network(), examples(22), loss="mse", resume_from="none")

@@ -169,16 +169,16 @@ def test_a_viewer_that_fails_costs_the_charts_only(
     assert run.start() is run
     assert run.result().state == "finished"
     told = "the charts cannot be shown: OSError: no display"
-    assert capsys.readouterr().out == f"{run.name} goes on, but {told}\n"
+    assert capsys.readouterr().out == f"{run.name} continues, but {told}\n"
     assert told in [event.text for event in run.recorder.events("warning")]
 
 
 def test_a_run_is_started_once(tmp_path: Path) -> None:
     run = made(tmp_path)
-    with pytest.raises(RuntimeError, match=r"was not started: run.start\(\) first"):
+    with pytest.raises(RuntimeError, match=r"was not started: call run.start\(\) first"):
         run.result()
     run.start().result()
-    with pytest.raises(RuntimeError, match="was started already"):
+    with pytest.raises(RuntimeError, match="was already started"):
         run.start()
 
 
@@ -312,7 +312,7 @@ def test_interrupting_await(
         asyncio.run(cell())
     said = capsys.readouterr().out
     assert said.count("\n") == 1
-    assert said.startswith(f"{run.name} goes on, running at step ")
+    assert said.startswith(f"{run.name} is still running, at step ")
     assert "run.stop()" in said
     step = run.step
     until(lambda: run.step > step)
@@ -398,9 +398,9 @@ def test_interrupting_a_cell_that_awaits() -> None:
         assert [execute(limited) for _ in range(2)] == ["late\n"] * 2
         begins = "asyncio.get_running_loop().call_later(0.2, print, 'waiting')\n"
         said = execute(begins + "await run")
-        assert "goes on, running at step" in said
+        assert "is still running, at step" in said
         name = execute("print(run.name)").strip()
-        assert f"interrupt that wait, run.stop() or %ort stop {name} to stop it" in said
+        assert f"interrupt that wait, or use run.stop() or %ort stop {name}, to stop it" in said
         assert execute("print(run.state)") == "running\n"
         said = execute(begins + "await asyncio.wait_for(run, 50)")
         assert "stops after the step in flight" in said
@@ -429,7 +429,7 @@ def test_interrupting_result(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     thread.join()
     assert run.state == "stopped"
     first, second = capsys.readouterr().out.splitlines()
-    assert "goes on, running at step" in first
+    assert "is still running, at step" in first
     assert "interrupt again to stop it" in first
     assert "stops after the step in flight" in second
 
@@ -598,7 +598,7 @@ def test_bad_data_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
         made(tmp_path, train=[])
     with pytest.raises(ValueError, match="the data is empty"):
         made(tmp_path, evaluation=[])
-    with pytest.raises(ValueError, match="must be below the run's 4 steps"):
+    with pytest.raises(ValueError, match="must be less than the run's 4 steps"):
         made(tmp_path, warmup_steps=4)
     assert list(tmp_path.iterdir()) == []
 
@@ -766,7 +766,7 @@ def test_a_signal_stops_the_run_in_order(tmp_path: Path, ends: signal.Signals, w
         assert process.stdout.readline() == "ready\n"
         process.send_signal(ends)
         if ends == signal.SIGINT and waits == WAITS:
-            assert "goes on" in process.stdout.readline()
+            assert "is still running" in process.stdout.readline()
             process.send_signal(ends)
         process.communicate(timeout=HANGS_S)
     assert process.returncode == (143 if ends == signal.SIGTERM else -signal.SIGINT)

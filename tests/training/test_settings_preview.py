@@ -13,12 +13,14 @@ from ortlab.engines.base import Capabilities, EngineUnavailable
 from ortlab.engines.registry import engine
 from ortlab.engines.torch import stepper
 from ortlab.settings import ENGINES, Declaration, FinetuneSettings
-from ortlab.training import data_loading, settings_preview, trainer
+from ortlab.training import data_loading, settings_preview
+from ortlab.training.changes import cost as change_costs
+from ortlab.training.changes import fixed
 from ortlab.training.settings_preview import Control
 from tests.support.resuming import examples
 
 EAGER = FinetuneSettings(engine="eager")
-FIXED = trainer.fixed(data_loading.batches(examples(), EAGER))
+FIXED = fixed(data_loading.batches(examples(), EAGER))
 
 
 def needs_ort() -> None:
@@ -117,8 +119,8 @@ def test_two_settings_that_exclude_each_other_are_told_apart() -> None:
 
 
 def test_batches_of_a_loaders_own_keep_their_size() -> None:
-    own = trainer.fixed(data_loading.batches(DataLoader(examples()), EAGER))
-    reason = "the DataLoader makes its own batches; give the Dataset itself"
+    own = fixed(data_loading.batches(DataLoader(examples()), EAGER))
+    reason = "the DataLoader makes its own batches; pass the Dataset itself"
     assert control("batch_size", EAGER, fixed=own).reason.startswith(reason)
     assert not control("batch_size", EAGER).reason
     assert control("batch_size", EAGER).costs == ("free",)
@@ -136,25 +138,25 @@ def test_batches_of_a_loaders_own_keep_their_size() -> None:
     ],
 )
 def test_a_change_costs_what_its_engine_says(changes: dict[str, Any], cost: str) -> None:
-    assert trainer.cost(EAGER, EAGER.replace(**changes)) == cost
+    assert change_costs(EAGER, EAGER.replace(**changes)) == cost
     assert cost in settings_preview.COSTS
 
 
 def test_the_engine_that_stays_goes_on_with_what_it_has() -> None:
     ort, compiled = FinetuneSettings(engine="ort"), FinetuneSettings(engine="compile")
-    assert trainer.cost(ort, ort.replace(self_check=False)) == "rebuild"
-    assert trainer.cost(ort, ort.replace(opset=15)) == "re-export"
-    assert trainer.cost(compiled, compiled.replace(cache=False)) == "rebuild"
-    assert trainer.cost(compiled, compiled.replace(precision="bf16")) == "recompile"
-    assert trainer.cost(compiled, compiled.replace(param_dtype="bf16")) == "recompile"
+    assert change_costs(ort, ort.replace(self_check=False)) == "rebuild"
+    assert change_costs(ort, ort.replace(opset=15)) == "re-export"
+    assert change_costs(compiled, compiled.replace(cache=False)) == "rebuild"
+    assert change_costs(compiled, compiled.replace(precision="bf16")) == "recompile"
+    assert change_costs(compiled, compiled.replace(param_dtype="bf16")) == "recompile"
 
 
 def test_how_gradients_of_16_bit_weights_add_up_is_another_stepper_s() -> None:
     halves = EAGER.replace(param_dtype="bf16")
-    assert trainer.cost(EAGER, halves) == "rebuild"
-    assert trainer.cost(EAGER, EAGER.replace(offload_optimizer=True)) == "rebuild"
-    assert trainer.cost(halves, halves.replace(accumulation=2)) == "rebuild"
-    assert trainer.cost(halves.replace(accumulation=2), halves.replace(accumulation=4)) == "free"
+    assert change_costs(EAGER, halves) == "rebuild"
+    assert change_costs(EAGER, EAGER.replace(offload_optimizer=True)) == "rebuild"
+    assert change_costs(halves, halves.replace(accumulation=2)) == "rebuild"
+    assert change_costs(halves.replace(accumulation=2), halves.replace(accumulation=4)) == "free"
 
 
 def test_a_control_tells_the_cost_of_what_is_chosen_else_of_all_that_can_be() -> None:

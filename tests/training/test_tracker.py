@@ -233,7 +233,7 @@ def test_a_viewer_that_raises_ends_the_loop_cleanly() -> None:
 
 def test_two_passes_at_once_are_refused() -> None:
     tracker = Tracker(loader())
-    with pytest.raises(RuntimeError, match=r"looped over already.*one pass at a time"):
+    with pytest.raises(RuntimeError, match=r"in a loop already.*one pass at a time"):
         list(zip(tracker, tracker, strict=True))
     assert tracker.over()
 
@@ -279,7 +279,7 @@ def test_a_second_pass_without_a_context_says_how() -> None:
     tracker = Tracker(loader())
     for _ in tracker:
         pass
-    with pytest.raises(RuntimeError, match=r"for several passes: with ortlab\.track"):
+    with pytest.raises(RuntimeError, match=r"for several passes use: with ortlab\.track"):
         iter(tracker)
 
 

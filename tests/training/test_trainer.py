@@ -21,7 +21,7 @@ from ortlab.engines.base import NotFinite, Stepper, StepResult
 from ortlab.engines.torch.stepper import Eager
 from ortlab.metrics.recorder import INDEX, Recorder
 from ortlab.settings import FinetuneSettings
-from ortlab.training import data_loading, trainer
+from ortlab.training import data_loading, evaluator, schedule
 from ortlab.training.control import Control
 from ortlab.training.trainer import Trainer
 from tests.support.waiting import HANGS_S
@@ -296,7 +296,7 @@ def test_accuracy_is_unknown_where_targets_are_no_classes() -> None:
     inputs = examples().tensors[0]
     data = TensorDataset(inputs, inputs[:, :3])
     stepper = Eager().prepare(network(), functional.mse_loss, chosen)
-    found = trainer.evaluate(stepper, data_loading.batches(data, chosen, evaluation=True), step=0)
+    found = evaluator.evaluate(stepper, data_loading.batches(data, chosen, evaluation=True), step=0)
     assert found is not None
     assert found.loss > 0
     assert math.isnan(found.accuracy)
@@ -304,7 +304,7 @@ def test_accuracy_is_unknown_where_targets_are_no_classes() -> None:
 
 def rates(total: int, **values: Any) -> list[float]:
     chosen = settings(lr=1.0, **values)
-    return [trainer.learning_rate(step, total, chosen) for step in range(total)]
+    return [schedule.learning_rate(step, total, chosen) for step in range(total)]
 
 
 def test_schedules() -> None:
@@ -326,13 +326,13 @@ def test_the_schedule_reaches_the_optimizer() -> None:
 
 
 def test_a_warm_up_longer_than_the_run() -> None:
-    with pytest.raises(ValueError, match="warmup_steps=9 must be below the run's 8 steps"):
-        trainer.check_schedule(8, settings(warmup_steps=9))
+    with pytest.raises(ValueError, match="warmup_steps=9 must be less than the run's 8 steps"):
+        schedule.check_schedule(8, settings(warmup_steps=9))
 
 
 def test_a_schedule_of_unknown_length_warns() -> None:
     with pytest.warns(UserWarning, match="schedule='linear' has no effect"):
-        trainer.check_schedule(None, settings())
+        schedule.check_schedule(None, settings())
 
 
 class Bad(nn.Module):
@@ -557,7 +557,7 @@ def test_an_iterator_can_be_read_once() -> None:
     "data", [[], TensorDataset(torch.zeros(0, 4)), DataLoader(TensorDataset(torch.zeros(0, 4)))]
 )
 def test_data_that_is_empty(data: Any) -> None:
-    with pytest.raises(ValueError, match=r"the data is empty: the \w+ has no element"):
+    with pytest.raises(ValueError, match=r"the data is empty: the \w+ has no elements"):
         data_loading.batches(data, settings())
 
 
@@ -568,7 +568,7 @@ def test_a_stream_that_is_empty() -> None:
 
 @pytest.mark.parametrize("data", [torch.zeros(8, 4), {"inputs": torch.zeros(8, 4)}, "text", 5])
 def test_what_is_no_data(data: Any) -> None:
-    with pytest.raises(ValueError, match=r"the data is one \w+; give a Dataset, a DataLoader"):
+    with pytest.raises(ValueError, match=r"the data is a single \w+; pass a Dataset, a DataLoader"):
         data_loading.batches(data, settings())
 
 
@@ -578,7 +578,7 @@ def test_samples_of_different_shapes() -> None:
 
 
 def test_samples_that_are_no_numbers() -> None:
-    with pytest.raises(ValueError, match="item 0 of a sample is str, which is no tensor"):
+    with pytest.raises(ValueError, match="item 0 of a sample is str, which cannot be a tensor"):
         data_loading.collate([("a", 1), ("b", 0)])
 
 

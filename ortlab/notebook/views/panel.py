@@ -22,7 +22,6 @@ from IPython.core.getipython import get_ipython
 
 from ortlab.engines.registry import graph_key
 from ortlab.metrics.recorder import INDEX
-from ortlab.metrics.setting_changes import refusals
 from ortlab.notebook.static_views import plain_text
 from ortlab.notebook.views import display
 from ortlab.notebook.views.closing import close_all, ends_with_cell
@@ -30,7 +29,7 @@ from ortlab.notebook.views.display import bundled
 from ortlab.notebook.views.pump import Pump
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
-from ortlab.training import settings_preview, trainer
+from ortlab.training import changes, settings_preview
 from ortlab.training.run import Run
 from ortlab.training.settings_preview import Control, SettingPreview
 from ortlab.utils.process_memory import memory
@@ -41,8 +40,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ortlab.graph.memory import MemoryPlan
-    from ortlab.metrics.recorder import Event, Watched
+    from ortlab.metrics.recorder import Watched
     from ortlab.settings import EngineSettings
+    from ortlab.training.control import ChangeOutcome, ChangeRequest
 
 Start = Callable[[dict[str, Any]], Run]
 """Starts a run with these settings."""
@@ -75,8 +75,7 @@ class Panel:
         self._held = self._holds()
         self._edits: dict[str, str] = {}
         self._serial = 0
-        self._asked: dict[str, Any] | None = None  # what was applied and does not hold yet
-        self._told = (0, 0)  # changes and refusals before that
+        self._asked: ChangeRequest | None = None  # the last change whose outcome was not shown yet
         self._result = ("", "")
         self._plans: dict[tuple[FinetuneSettings, object], tuple[MemoryPlan, EngineSettings]] = {}
         self._foreseen = ""
@@ -117,14 +116,13 @@ class Panel:
         if wrong:
             raise ValueError("; ".join(wrong.values()))
         if values:
-            self._ask(values, lambda run: run.apply(**values))
+            self._ask(self.run.apply(**values))
 
     def undo(self) -> None:
         """Has the run take what held before the last change; ValueError where there was none."""
         assert self.run is not None
         if self.run.earlier_settings:
-            before = self.run.earlier_settings[-1].as_dict()
-            self._ask(before, Run.undo)
+            self._ask(self.run.undo())
 
     def checkpoint(self) -> None:
         """Has the run keep its state in a file; not waited for."""
@@ -224,34 +222,28 @@ class Panel:
             wrong[list(values)[-1]] = str(error)
             return self._held
 
-    def _ask(self, values: dict[str, Any], act: Callable[[Run], None]) -> None:
-        assert self.run is not None
-        recorder = self.run.recorder
-        self._told = (len(recorder.events("change")), len(refusals(recorder)))
-        act(self.run)
-        self._asked = values
+    def _ask(self, request: ChangeRequest) -> None:
         self._result = ("asked", "applied after the step in flight…")
+        self._asked = request  # last, since another thread looks for it
 
     def _hear(self) -> None:
-        """Whether what was asked for holds by now, or will not."""
-        if self._asked is None:
+        """Show the outcome of the last change, if there is one by now."""
+        request = self._asked
+        if request is None:
             return
         assert self.run is not None
-        recorder, now = self.run.recorder, self.run.current_settings.as_dict()
-        over = self.run.over()
-        failed = refusals(recorder)[self._told[1] :]
-        if failed:
-            self._result = ("refused", failed[-1].text)
-        elif all(now[name] == value for name, value in self._asked.items()):
-            made = recorder.events("change")[self._told[0] :]
-            self._result = ("done", _made(made[-1]) if made else "applied: it held already")
-        elif over:
-            self._result = ("refused", f"{self.run.name} ended before it was applied")
-        else:
+        if not request.done():
             waits = self.run.state == "paused"
             after = "when the run goes on" if waits else "after the step in flight…"
             self._result = ("asked", f"applied {after}")
             return
+        outcome = request.result()
+        if outcome.state == "applied":
+            self._result = ("done", _made(outcome))
+        elif outcome.state == "refused":
+            self._result = ("refused", outcome.text)
+        else:
+            self._result = ("refused", f"{self.run.name} ended before it was applied")
         self._asked = None
 
     def _keep(self) -> None:
@@ -276,7 +268,7 @@ class Panel:
         blocked = settings_preview.refused(held, chosen, fixed=self._fixed) if differs else None
         cost = ""
         if differs and running and not blocked:
-            cost = settings_preview.COSTS[trainer.cost(held, chosen)]
+            cost = settings_preview.COSTS[changes.cost(held, chosen)]
         earlier = self.run.earlier_settings if self.run else []
         return {
             "title": self.title,
@@ -353,10 +345,12 @@ def _each(settings: FinetuneSettings) -> str:
     return " of each worker" if settings.workers > 1 else ""
 
 
-def _made(event: Event) -> str:
-    cost_s = event.values["cost_s"]
+def _made(outcome: ChangeOutcome) -> str:
+    if not outcome.text:
+        return "applied: it held already"
+    cost_s = outcome.cost_s
     took = f"in {plain_text.milliseconds(1e3 * cost_s)}" if cost_s else "at no cost"
-    return f"applied after step {event.step:,}, {took}: {event.text}"
+    return f"applied after step {outcome.step:,}, {took}: {outcome.text}"
 
 
 def _typed(text: str, optional: bool) -> str:

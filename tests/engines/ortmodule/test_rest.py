@@ -153,7 +153,9 @@ def test_a_run_tells_what_it_keeps_for_a_return() -> None:
         """Applies the next change in each step, and keeps what the run told before it."""
         run = ortlab.session.session.last_run
         if run is not None and run.name == started[0] and torch.is_grad_enabled():
-            lines.append([line for line in run.status().lines if "kept for a return" in line])
+            lines.append(
+                [line for line in run.status().lines if "cached for earlier settings" in line]
+            )
             if (change := next(changes, None)) is not None:
                 run.apply(**change)
         return nn.functional.cross_entropy(output, target)
@@ -163,9 +165,9 @@ def test_a_run_tells_what_it_keeps_for_a_return() -> None:
     started[0] = run.name
     run.result(timeout=HANGS_S)
     told = [re.sub(r"[\d.]+ KiB", "N KiB", each) for found in lines for each in found]
-    assert "kept for a return: ort fp32 (N KiB)" in told
-    assert "kept for a return: ort fp32 (N KiB), ort bf16 (N KiB)" in told
-    assert not [line for line in run.status().lines if "kept for a return" in line]
+    assert "cached for earlier settings: ort fp32 (N KiB)" in told
+    assert "cached for earlier settings: ort fp32 (N KiB), ort bf16 (N KiB)" in told
+    assert not [line for line in run.status().lines if "cached for earlier settings" in line]
     assert not any(each.is_open for each in execution_of(wrapper).exports())
 
 

@@ -466,7 +466,7 @@ def test_a_run_that_was_stopped_goes_on_by_its_names(ip: Typist) -> None:
     assert run.wait_over(60)
     ip("other = Net(); other_data = slow; del slow")
     missing = ip.refused(f"%ort resume {run.name}")
-    assert f"{run.name} cannot go on without slow (its data)" in missing
+    assert f"{run.name} cannot continue without slow (its data)" in missing
     assert ip.completions(f"%ort resume {run.name} oth") == ["other"]
     assert run.name in ip.completions("%ort resume ")
     assert "nothing is called 'none'" in ip.refused(f"%ort resume {run.name} other none")

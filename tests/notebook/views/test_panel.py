@@ -206,7 +206,7 @@ def test_a_change_that_fails_says_why_and_can_be_edited_on(data: Gated) -> None:
     try:
         page = Page(Panel(run))
         page.send("apply", precision="bf16")
-        assert page.wait("refused").endswith("for it failed: this model has no bf16")
+        assert page.wait("refused").endswith("continues without it: this model has no bf16")
         assert page.standing["edits"] == {"precision": "bf16"}
         assert not page.standing["busy"]
     finally:
@@ -267,7 +267,7 @@ def test_memory_is_predicted_from_the_plan_of_a_wrapped_model(wrapped: nn.Module
     page.send("edit", engine="eager")
     assert "no prediction: engine 'eager' has no graph" in page.standing["memory"]
     page.send("edit", opset="15")
-    assert "no prediction: opset=15 makes another graph" in page.standing["memory"]
+    assert "no prediction: opset=15 needs another graph" in page.standing["memory"]
 
 
 def test_memory_of_recomputing_is_predicted_and_comes_true() -> None:

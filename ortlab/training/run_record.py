@@ -1,0 +1,203 @@
+"""Record of a run: its metrics, events, checkpoints and summary in the run's folder."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortlab.checkpoint.checkpoint import Checkpoint
+from ortlab.history import sqlite_index
+from ortlab.history.run_folder import RunFolder
+from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, State
+from ortlab.training.checkpoint_writer import CheckpointWriter
+from ortlab.training.evaluator import Evaluation, best
+from ortlab.training.resume import Earlier
+from ortlab.training.run_progress import RunProgress
+from ortlab.training.run_result import RunResult
+from ortlab.utils.environment import environment
+from ortlab.utils.errors import message
+from ortlab.utils.process_memory import SAMPLER, Meter
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class RunRecord:
+    """Writes a run to its folder. Creating it writes the settings and the environment.
+
+    Args:
+        folder: The run's folder.
+        progress: Progress of the run.
+        model: Model of the run, of which the class and the number of parameters are recorded.
+        names: The user's names of model and data; see `ortlab.training.resume.NAMES`.
+        earlier: Run that this one continues, whose metrics and events are copied.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        progress: RunProgress,
+        *,
+        model: nn.Module,
+        names: Mapping[str, str] | None = None,
+        earlier: Earlier | None = None,
+    ) -> None:
+        self.folder = folder
+        """Folder of the run."""
+        self.earlier = earlier
+        """Run that this one continues; None for a new one."""
+        self.kind = type(model).__name__
+        """Class of the model."""
+        self.meter: Meter | None = None
+        """Memory meter of this process, from `begin` on."""
+        self._progress = progress
+        self._parameters = sum(p.numel() for p in model.parameters())
+        self._names = dict(names or {})
+        folder.hold()
+        self._created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        folder.write_json("settings", progress.settings.as_dict())
+        folder.write_json("environment", environment())
+        self._write_about(None)
+        metrics = folder.metrics()
+        if earlier is not None:
+            metrics.write(earlier.rows, earlier.events)
+        self.recorder = Recorder(sinks=[metrics], of_rank=lambda rank: [folder.metrics(rank)])
+        """Metrics and events of the run, and of the run that it continues."""
+        if earlier is not None:
+            self.recorder.restore(earlier.rows, earlier.events)
+        self.checkpoints = CheckpointWriter(folder, first=self.recorder.flush, tell=self.event)
+        """Writer of the run's checkpoints."""
+
+    def begin(self) -> None:
+        """List the run in the history, and begin to measure memory."""
+        sqlite_index.note(self.folder.path)
+        self.meter = SAMPLER.start()
+
+    def event(self, kind: str, text: str) -> None:
+        """Record an event at the current step.
+
+        Args:
+            kind: Kind of the event, such as "note" or "warning".
+            text: Text of the event.
+        """
+        progress = self._progress
+        self.recorder.event(Event(kind, progress.step, progress.control.elapsed_s(), text))
+
+    def keep(self, taken: Checkpoint) -> None:
+        """Write a checkpoint in the background, and delete those beyond ``keep_checkpoints``.
+
+        Args:
+            taken: The checkpoint.
+        """
+        self.checkpoints.keep(taken, self._progress.settings.keep_checkpoints)
+
+    def save_final(self, state: Checkpoint) -> None:
+        """Write the state at the end of the run.
+
+        Args:
+            state: The state.
+        """
+        state.save(self.folder.checkpoint_path("final"))
+        self.checkpoints.trim(self._progress.settings.keep_checkpoints - 1)
+
+    def conclude(self) -> None:
+        """Write the result of the run, which completes the folder."""
+        progress = self._progress
+        self.checkpoints.close()
+        if self.meter is not None:
+            SAMPLER.end(self.meter)
+        if progress.error is not None:
+            self.event("error", f"{type(progress.error).__name__}: {message(progress.error)}")
+        self.event("state", progress.ended)
+        progress.result = self.summary(progress.ended)
+        self.recorder.close()
+        self._write_about(progress.result)
+
+    def release(self) -> None:
+        """Release the folder, and update the run's entry in the history."""
+        self.folder.release()
+        sqlite_index.note(self.folder.path)
+
+    def evaluations(self) -> list[Evaluation]:
+        """Return the evaluations so far.
+
+        Returns:
+            The evaluations, the first one first.
+        """
+        return [
+            Evaluation(event.step, event.values["loss"], event.values["accuracy"])
+            for event in self.recorder.events("eval")
+        ]
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale of the next step; NaN without one."""
+        last = self.recorder.last
+        return float(last.loss_scale) if last else NAN
+
+    def summary(self, state: State) -> RunResult:
+        """Return the result up to now.
+
+        Args:
+            state: State to report.
+
+        Returns:
+            The result.
+        """
+        recorder, evaluations = self.recorder, self.evaluations()
+        last = recorder.last
+        step_s = recorder.total("step_ms") / 1e3 or NAN
+        report = self._progress.report
+        return RunResult(
+            state=state,
+            steps=self._progress.step,
+            wall_s=self._progress.control.elapsed_s(),
+            final_loss=float(last.loss) if last else NAN,
+            before=evaluations[0] if evaluations else None,
+            after=evaluations[-1] if evaluations else None,
+            best=best(evaluations[1:] or evaluations),
+            samples_per_s=recorder.total("samples") / step_s,
+            tokens_per_s=recorder.total("tokens") / step_s or NAN,
+            peak_bytes=self._peak_bytes(),
+            export_s=report.export_s if report else 0.0,
+            check_s=report.check_s if report else 0.0,
+            skipped_steps=int(recorder.total("skipped")),
+            loss_scale=self.loss_scale,
+        )
+
+    def _peak_bytes(self) -> float:
+        """Return the peak of this process, or of the rank that used most."""
+        of_ranks = [recorder.rows() for recorder in self.recorder.ranks]
+        if of_ranks:
+            both = np.concatenate(of_ranks)[:, [INDEX["cuda_peak_bytes"], INDEX["peak_bytes"]]]
+            on_cuda, resident = np.nan_to_num(both, nan=-1.0).max(axis=0)
+            return float(resident if on_cuda < 0 else on_cuda)
+        return self.meter.highest_peak_bytes() if self.meter else NAN
+
+    def _write_about(self, result: RunResult | None) -> None:
+        progress = self._progress
+        ended = None
+        if result is not None:
+            error = progress.error
+            ended = {
+                "steps": result.steps,
+                "engine_asked": progress.settings.engine,
+                "engine_used": progress.engine_used,
+                "precision": progress.settings.precision,
+                "workers": progress.settings.workers,
+                "fallback_reason": progress.fallback_reason,
+                "error": error and f"{type(error).__name__}: {message(error)}",
+                "result": result.as_dict(),
+            }
+        self.folder.write_about(
+            model=self.kind,
+            parameters=self._parameters,
+            created=self._created,
+            state="running" if result is None else result.state,
+            names=self._names,
+            continues=self.earlier.name if self.earlier else None,
+            ended=ended,
+        )

@@ -1,0 +1,78 @@
+"""Result of a run, also of one that is still training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from ortlab.metrics.recorder import NAN, State
+from ortlab.training.evaluator import Evaluation
+from ortlab.utils.tables import rounded
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RunResult:
+    """Result of a run. Unknown numbers are NaN.
+
+    ``before`` and ``after`` are the first and the last evaluation, ``best`` is the one with the
+    lowest loss, not counting the one before training; None without evaluation data. Rates count
+    only the time of the steps; ``wall_s`` is the whole time, pauses included. ``peak_bytes`` is the
+    peak resident size, or on CUDA the peak of torch's allocated bytes; with several workers, that
+    of the worker that used most. ``skipped_steps`` is the number of ``steps`` whose gradients
+    overflowed in fp16, ``loss_scale`` is the last loss scale.
+    """
+
+    state: State
+    steps: int
+    wall_s: float
+    final_loss: float = NAN
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    best: Evaluation | None = None
+    samples_per_s: float = NAN
+    tokens_per_s: float = NAN
+    peak_bytes: float = NAN
+    export_s: float = 0.0
+    check_s: float = 0.0
+    skipped_steps: int = 0
+    loss_scale: float = NAN
+
+    def __str__(self) -> str:
+        parts = [f"{self.state} after {self.steps} steps in {self.wall_s:.1f} s"]
+        if not math.isnan(self.final_loss):
+            parts.append(f"loss {self.final_loss:.4g}")
+        if self.before is not None and self.after is not None:
+            parts.append(f"held out before: {self.before}; after: {self.after}")
+        if not math.isnan(self.samples_per_s):
+            parts.append(f"{rounded(self.samples_per_s)} samples/s")
+        if not math.isnan(self.peak_bytes):
+            parts.append(f"peak {self.peak_bytes / 1024**2:.0f} MiB")
+        if self.skipped_steps:
+            parts.append(told_skipped(self.skipped_steps, self.loss_scale))
+        return "; ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"<RunResult: {self}>"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, in the form of run.json.
+
+        Returns:
+            Values that JSON can hold, except that unknown numbers are NaN.
+        """
+        return dataclasses.asdict(self)
+
+
+def told_skipped(steps: int, loss_scale: float) -> str:
+    """Return a line about skipped steps.
+
+    Args:
+        steps: Number of skipped steps.
+        loss_scale: Loss scale of the next step; NaN if unknown.
+
+    Returns:
+        Text such as "2 steps skipped: gradients overflowed, scale 16,384".
+    """
+    now = "" if math.isnan(loss_scale) else f", scale {loss_scale:,.10g}"
+    return f"{steps} step{'s' * (steps > 1)} skipped: gradients overflowed{now}"

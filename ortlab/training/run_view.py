@@ -1,0 +1,149 @@
+"""Text of a run as its views show it: title, status, badges and lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ortlab.metrics.recorder import Status
+from ortlab.training.control import PauseReason
+from ortlab.training.failures import typed
+from ortlab.training.run_progress import SLOW_READ_S, RunProgress
+from ortlab.training.run_record import RunRecord
+from ortlab.training.run_result import told_skipped
+from ortlab.utils.errors import concise, shorten
+from ortlab.utils.process_memory import memory
+
+
+class RunView:
+    """Describes a run in words and numbers; it changes nothing and waits for nothing.
+
+    Args:
+        progress: Progress of the run.
+        record: Record of the run.
+        warnings: Warnings about the start of the run, shown as long as it exists.
+        kept: Returns the sizes in bytes of cached engines of earlier settings, by their names.
+    """
+
+    def __init__(
+        self,
+        progress: RunProgress,
+        record: RunRecord,
+        *,
+        warnings: Sequence[str] = (),
+        kept: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        self._progress = progress
+        self._record = record
+        self._warnings = tuple(warnings)
+        self._kept = kept
+
+    def __repr__(self) -> str:
+        progress = self._progress
+        total = "" if progress.total is None else f"/{progress.total}"
+        return (
+            f"<Run {self._name}: {progress.state}, step {progress.step}{total}, "
+            f"{progress.engine_used}>"
+        )
+
+    @property
+    def title(self) -> str:
+        """Title of the run's charts."""
+        return f"{self._name}: {self._record.kind} on {self._progress.engine_used}"
+
+    def status(self, *, over: bool) -> Status:
+        """Return the current status.
+
+        Args:
+            over: True if the run has ended and its folder is complete.
+
+        Returns:
+            The status, with texts for the user.
+        """
+        progress, control = self._progress, self._progress.control
+        held = control.held
+        return Status(
+            state=progress.state,
+            step=progress.step,
+            total_steps=progress.total,
+            elapsed_s=progress.result.wall_s if progress.result else control.elapsed_s(),
+            left_s=self._left_s(over=over),
+            badges=self._badges(over=over),
+            lines=self._lines(over=over),
+            error=self._told_error(),
+            advice="" if held is None else typed(held.advice),
+        )
+
+    def pause_error(self, held: PauseReason) -> Exception:
+        """Return the error that pauses the run, with a note about what to do.
+
+        Args:
+            held: Reason of the pause.
+
+        Returns:
+            The error of `held`, with a shortened traceback.
+        """
+        where = held.where.format(step=self._progress.step)
+        told = f"{self._name} is paused {where}: {held.hint}; run.stop() ends the run"
+        shorten(held.error)
+        if told not in getattr(held.error, "__notes__", ()):
+            held.error.add_note(told)
+        return held.error
+
+    @property
+    def _name(self) -> str:
+        return self._record.folder.name
+
+    def _told_error(self) -> str | None:
+        held, error = self._progress.control.held, self._progress.error
+        if held is not None and held.what:
+            return "\n".join(concise(self.pause_error(held)))
+        return None if error is None else "\n".join(concise(error))
+
+    def _left_s(self, *, over: bool) -> float | None:
+        progress, recorder = self._progress, self._record.recorder
+        if progress.total is None or over or recorder.count == 0:
+            return None  # a resumed run is at a step before it has made one
+        return (progress.total - progress.step) * recorder.mean("step_ms", 64) / 1e3
+
+    def _badges(self, *, over: bool) -> tuple[str, ...]:
+        progress, record = self._progress, self._record
+        badges = []
+        if progress.fallback_reason is not None:
+            badges.append(f"fallback to {progress.engine_used}: {progress.fallback_reason}")
+        if (held := progress.control.held) is not None:
+            told = held.what or f"{held.error}; resume continues from step {progress.step}"
+            badges.append(f"held: {told}")
+        if progress.foretold is not None and progress.step == 0 and not over:
+            badges.append(progress.foretold)
+        troubles = (record.checkpoints.trouble, record.recorder.trouble)
+        badges += filter(None, (*self._warnings, *troubles))
+        return tuple(badges)
+
+    def _lines(self, *, over: bool) -> tuple[str, ...]:
+        progress, record = self._progress, self._record
+        lines = []
+        if progress.step == 0 and not over:
+            lines.append(progress.doing)
+        since = progress.control.reading_since
+        waited_s = 0.0 if since is None else time.perf_counter() - since
+        if waited_s > SLOW_READ_S and not over:
+            lines.append(f"waiting for {progress.reading} for {waited_s:.0f} s; Stop ends the run")
+        evaluations = record.evaluations()
+        if evaluations:
+            before, after = evaluations[0], evaluations[-1]
+            first = f" (before training: {before})" if after.step else ""
+            lines.append(f"held out at step {after.step}: {after}{first}")
+        if skipped := int(record.recorder.total("skipped")):
+            lines.append(told_skipped(skipped, record.loss_scale))
+        report = progress.report
+        if report is not None:
+            if report.export_s:
+                lines.append(f"export to ORT {report.export_s:.2g} s")
+            if report.check_s:
+                lines.append(f"self-check against eager {report.check_s:.2g} s")
+            lines += report.remarks
+        if not over and (kept := self._kept()):
+            told = ", ".join(f"{settings} ({memory(size)})" for settings, size in kept.items())
+            lines.append(f"cached for earlier settings: {told}")
+        return tuple(lines)

@@ -1,0 +1,274 @@
+"""State of a run between two optimizer steps: everything that a checkpoint captures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from ortlab.checkpoint.checkpoint import Checkpoint, Order, Position, Unit
+from ortlab.engines.base import Stepper
+from ortlab.metrics.recorder import Event, Recorder
+from ortlab.settings import FinetuneSettings
+from ortlab.training.control import Control
+from ortlab.training.data_loading import Batches
+from ortlab.training.schedule import total_steps
+from ortlab.utils.rng import RandomStates
+
+_FIXED = ("seed", "optimizer")
+
+
+class TrainingState:
+    """Stepper, settings and position of a run, shared by the parts of `Trainer`.
+
+    Args:
+        stepper: Stepper that trains first.
+        train: The training data.
+        settings: Settings that the run starts with.
+        control: Clock of the run.
+        recorder: Recorder that receives the events of the run.
+        begin: Position that the run starts from, in the units of `train`; None for the beginning.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        train: Batches,
+        settings: FinetuneSettings,
+        *,
+        control: Control,
+        recorder: Recorder,
+        begin: Position | None = None,
+    ) -> None:
+        self.stepper = stepper
+        """Stepper that trains now."""
+        self.settings = settings
+        """Settings in effect."""
+        self.train = train
+        """The training data."""
+        self.recorder = recorder
+        """Recorder of the run."""
+        self.total = total_steps(train, settings, begin)
+        """Optimizer steps of the whole run; None if unknown."""
+        self.step = begin.step if begin else 0
+        """Optimizer steps done."""
+        self.began_at = self.step
+        """Step that the run started from."""
+        self.epoch = begin.epoch if begin else 0
+        """Number of the epoch, counted from 0."""
+        self.read = begin.read if begin else 0
+        """Items of the epoch that the steps done have used."""
+        self.evaluated = begin.evaluated if begin else -1
+        """Step of the last evaluation; -1 before the first."""
+        self.order: Order | None = begin.order if begin else None
+        """Source of the order of the current epoch; None between two epochs."""
+        self.drawn: RandomStates | None = begin.random if begin else None
+        """Random states of the position between two steps, if they are not the current ones."""
+        self.lost = False
+        """True from the loss of the stepper's workers until another stepper replaces it."""
+        self.recovery: Checkpoint | None = None
+        """Checkpoint that a run on workers continues from if it loses them."""
+        self._control = control
+
+    @property
+    def done(self) -> bool:
+        """True if all steps of the run are done."""
+        return self.total is not None and self.step >= self.total
+
+    def position(self) -> Position:
+        """Return the position between the last step and the next one.
+
+        Returns:
+            The position, with the random states that the next step starts from.
+        """
+        return Position(
+            step=self.step,
+            epoch=self.epoch,
+            read=self.read,
+            length=self.train.length,
+            unit=self.train.unit,
+            evaluated=self.evaluated,
+            random=self.drawn or RandomStates.now(),
+            order=self.order,
+            engine_seed=_engine_seed(self.settings.seed, self.step),
+        )
+
+    def snapshot(self) -> Checkpoint:
+        """Return a checkpoint that shares memory with the model, for when no step follows.
+
+        Returns:
+            The state between two steps. After a loss of workers, the last recovery checkpoint.
+        """
+        if self.lost:
+            assert self.recovery is not None
+            return self.recovery
+        state = self.stepper.state_dict()
+        return Checkpoint(
+            state["model"],
+            state["optimizer"],
+            self.position(),
+            self.settings.as_dict(),
+            state["loss_scale"],
+            shards=state.get("shards"),
+        )
+
+    def copy(self) -> Checkpoint:
+        """Return a checkpoint in memory of its own without changing the run's random numbers.
+
+        Where an engine's own generators cannot be read, a run that resumes from this checkpoint
+        draws other random numbers there than this run does.
+
+        Returns:
+            The state between two steps, on the CPU.
+        """
+        return self.snapshot().copy()
+
+    def checkpoint(self) -> Checkpoint:
+        """Return a checkpoint that a resumed run continues exactly as this run does.
+
+        An engine whose own generators cannot be read is reseeded with a seed that the checkpoint
+        records. This run then draws other random numbers than it would without the checkpoint, and
+        the same ones as a run that resumes from it.
+
+        Returns:
+            The state between two steps, in memory of its own, on the CPU.
+        """
+        taken = self.copy()
+        if not self.lost:
+            self.stepper.reseed(taken.position.engine_seed)
+        return taken
+
+    def load(self, taken: Checkpoint) -> None:
+        """Restore the stepper and the random states from a checkpoint.
+
+        Args:
+            taken: The checkpoint.
+        """
+        self.stepper.load_state_dict(
+            {
+                "model": taken.model,
+                "optimizer": taken.optimizer,
+                "loss_scale": taken.loss_scale,
+                "shards": taken.shards,
+            }
+        )
+        taken.position.random.give_back()
+        self.stepper.reseed(taken.position.engine_seed)
+
+    def remember(self, taken: Checkpoint) -> None:
+        """Keep a checkpoint in memory for a run on workers to recover from.
+
+        Args:
+            taken: The checkpoint. It is dropped if the run trains in this process.
+        """
+        self.recovery = taken if self.settings.elsewhere else None
+
+    def rewind(self, position: Position) -> None:
+        """Set the counters and the order back to a position, without touching the stepper.
+
+        Args:
+            position: Position of an earlier checkpoint of this run.
+        """
+        self.step, self.epoch, self.read = position.step, position.epoch, position.read
+        self.evaluated, self.order = position.evaluated, position.order
+        self.drawn = position.random
+
+    def use(self, settings: FinetuneSettings) -> None:
+        """Put settings into effect and recompute the length of the run.
+
+        Args:
+            settings: The settings for the next step.
+        """
+        self.settings = settings
+        self.recount()
+
+    def recount(self) -> None:
+        """Recompute the length of the run from the current position."""
+        self.total = total_steps(self.train, self.settings, self.position())
+
+    def tell(self, kind: str, text: str, values: dict[str, float] | None = None) -> None:
+        """Record an event at the current step.
+
+        Args:
+            kind: Kind of the event, such as "note" or "warning".
+            text: Text of the event.
+            values: Numbers of the event, by name.
+        """
+        event = Event(kind, self.step, self._control.elapsed_s(), text, values or {})
+        self.recorder.event(event)
+
+
+def place(begin: Checkpoint, data: Batches, settings: FinetuneSettings) -> Position:
+    """Return the position in `data` at which a run continues from a checkpoint.
+
+    Args:
+        begin: The checkpoint.
+        data: Data of the new run.
+        settings: Settings of the new run.
+
+    Returns:
+        The checkpoint's position, counted in the units of `data`.
+
+    Raises:
+        ValueError: If the settings or the data do not match the checkpoint.
+    """
+    for name in _FIXED:
+        there, here = begin.settings.get(name), getattr(settings, name)
+        if there != here:
+            raise ValueError(
+                f"{name}={here!r} does not match the checkpoint, which has {name}={there!r}: its "
+                f"place in the data and its optimizer's state depend on it; leave {name} out"
+            )
+    position = begin.position
+    size = begin.settings.get("batch_size")
+    if (
+        position.unit == "micro-batches"
+        and data.size is not None
+        and isinstance(size, int)
+        and size
+    ):
+        position = _in_samples(position, data.length, size)
+    if (position.unit, position.length) != (data.unit, data.length):
+        raise ValueError(
+            f"the data has {count_of(data.length, data.unit)} per epoch, but the checkpoint's had "
+            f"{count_of(position.length, position.unit)}; pass the data that the checkpoint was "
+            "trained on"
+        )
+    order = position.order
+    if order is not None and len(order.generators) != len(data.generators):
+        raise ValueError(
+            f"the loader has {len(data.generators)} generators of its own, but the checkpoint's "
+            f"had {len(order.generators)}; create the loader as it was created then"
+        )
+    return position
+
+
+def count_of(length: int | None, unit: Unit) -> str:
+    """Return a number of items in words.
+
+    Args:
+        length: Number of items; None if unknown.
+        unit: Unit of the items.
+
+    Returns:
+        Text such as "48 samples".
+    """
+    return f"an unknown number of {unit}" if length is None else f"{length} {unit}"
+
+
+def _in_samples(position: Position, length: int | None, size: int) -> Position:
+    """Convert a position in micro-batches of `size` to samples, if their numbers match."""
+    read = position.read * size
+    if length is not None:
+        read = min(read, length)  # the last micro-batch is smaller
+        if math.ceil(length / size) != position.length:
+            return position
+    elif position.length is not None:
+        return position
+    return dataclasses.replace(position, read=read, length=length, unit="samples")
+
+
+def _engine_seed(seed: int, step: int) -> int:
+    """Return the seed that an engine's generators are restarted with at a step."""
+    return int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0]) >> 1
