@@ -246,7 +246,7 @@ def test_a_file_that_counts_micro_batches_is_read(
 def test_a_file_that_counts_micro_batches_of_other_data(tmp_path: Path) -> None:
     begin = Checkpoint.load(in_form_1(kept_at(3), tmp_path / "a.ckpt"))
     with pytest.raises(
-        ValueError, match=r"has 50 samples per epoch, .* 6 micro-batches; pass the data"
+        ValueError, match=r"has 50 samples per epoch, .* had 6 micro-batches; pass the data"
     ):
         trained(examples(50), begin)
 
