@@ -444,7 +444,7 @@ def test_magics_show_apply_and_undo(types: Types, run: Run, data: Gated) -> None
     assert run.current_settings.lr == 5e-5
     assert "nothing to undo" in types("%ort undo")
     assert "optimizer='sgd' cannot be applied to a run" in types("%ort apply --optimizer sgd")
-    assert "takes batch_size after the step in flight" in types("%ort apply --batch-size 3")
+    assert "changes batch_size after the step in flight" in types("%ort apply --batch-size 3")
     while run.current_settings.batch_size != 3:
         assert not run.wait_over(0.01)
     page.hear()
