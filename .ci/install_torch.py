@@ -27,7 +27,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def wanted() -> Requirement:
-    """The range of pyproject.toml."""
+    """Return the range of pyproject.toml."""
     pyproject = Path(__file__).parents[1] / "pyproject.toml"
     dependencies = tomllib.loads(pyproject.read_text())["project"]["dependencies"]
     (found,) = (line for line in dependencies if line.startswith("torch"))
@@ -35,7 +35,7 @@ def wanted() -> Requirement:
 
 
 def installed(torch: Requirement) -> str | None:
-    """The version in this environment, when it is in the range."""
+    """Return the version in this environment if it is in the range."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -86,6 +86,7 @@ def download(torch: Requirement) -> None:
 
 
 def main(constraint: Path) -> None:
+    """Install torch if none fits, and write what pip is to keep into `constraint`."""
     torch = wanted()
     local = [*PIP_INSTALL, "--no-index", "--no-deps", str(torch)]
     if version := installed(torch):

@@ -173,24 +173,45 @@ print(json.dumps([name for name in before if before[name] != after[name]]))
 
 
 WITHOUT_TRAINING = """
-import importlib, json, sys
+import importlib, json, sys, tempfile
+from pathlib import Path
 sys.modules["onnxruntime.training"] = None  # Python's way to say that it is not there
 for name in json.loads(sys.argv[1]):
     importlib.import_module(name)
-import torch, ortlab
+import ortlab, torch
+from ortlab import torch_ort
 from torch import nn
-model = nn.Linear(2, 2)
-assert ortlab.wrap(model, engine="eager") is model
-try:
-    ortlab.ORTTrainer(model, None, None, None)
-except Exception as error:
-    print(type(error).__name__)
+
+def refusal(call):
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+model, batch = nn.Linear(2, 2), (torch.randn(4, 2), torch.randn(4, 2))
+folder = Path(tempfile.mkdtemp())
+description = {"inputs": [("x", ["batch", 2])], "outputs": [("loss", [], True)]}
+print(json.dumps([
+    refusal(lambda: ortlab.wrap(model, engine="ort")),
+    refusal(lambda: ortlab.ORTTrainer(model, description, ortlab.optim.AdamConfig())),
+    refusal(lambda: torch_ort.ORTModule(model)),
+    refusal(lambda: ortlab.export(model, folder / "t", batch, trainable="*", loss="mse")),
+    refusal(lambda: ortlab.export(model, folder / "x", batch[0])),
+    refusal(lambda: ortlab.finetune(model, [batch], loss="mse", engine="eager").result()),
+]))
 """
 
 
-def test_everything_imports_without_the_training_runtime() -> None:
-    """Only engines/ortmodule, orttrainer and deploy/on_device_training need it, once called."""
-    python(WITHOUT_TRAINING, json.dumps(modules()))
+@pytest.mark.usefixtures("home")
+def test_only_the_frozen_runtimes_part_needs_it() -> None:
+    """Everything imports without it; what needs it says so in a line, and the rest works."""
+    answers = json.loads(python(WITHOUT_TRAINING, json.dumps(modules())).splitlines()[-1])
+    *refused, exported, trained = answers
+    assert (exported, trained) == (None, None)
+    for kind, text in refused:
+        assert kind in ("EngineUnavailable", "OrtUnavailable", "RuntimeError"), text
+        assert "onnxruntime-training" in text
+        assert len(text.splitlines()) == 1
 
 
 def test_importing_every_module_changes_nothing() -> None:

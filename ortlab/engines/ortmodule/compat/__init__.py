@@ -106,6 +106,16 @@ def _load(on_progress: Progress | None) -> TrainingRuntime:
     finding = requirements.obstacle()
     if finding is not None:
         raise OrtUnavailable(finding.found, finding.fix)
+    try:
+        return _patched(on_progress)
+    except ImportError as error:  # installed, but broken or hidden
+        raise OrtUnavailable(
+            f"onnxruntime-training is installed but cannot be imported ({error})",
+            f"pip install --force-reinstall onnxruntime-training=={requirements.ORT_VERSION}",
+        ) from error
+
+
+def _patched(on_progress: Progress | None) -> TrainingRuntime:
     from ortlab.engines.ortmodule.compat import patches  # heavy: torch
 
     loaded = extensions.load(on_progress)
