@@ -1,7 +1,7 @@
-"""Hours in JupyterLab: settings toggled, pauses, views opened and closed; nothing grows.
+"""Soak test in JupyterLab: settings toggled, pauses, views opened and closed; nothing grows.
 
-Two hours in `make nightly`; ORTLAB_SOAK_MINUTES=20 for less. What was measured, cycle by cycle,
-stays in build/soak.jsonl, and of the page in build/soak-page.jsonl.
+Takes two hours in `make nightly`; ORTLAB_SOAK_MINUTES=20 shortens it. The measurements of each
+cycle are written to build/soak.jsonl, and those of the page to build/soak-page.jsonl.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ kernel, a thread with eight files."""
 
 @pytest.fixture
 def lab(installed: str, tmp_path: Path) -> Iterator[Lab]:
-    """A server of its own."""
+    """Start a separate server."""
     with Lab(tmp_path, without=[LEAKS]) as server:
         yield server
 
@@ -96,7 +96,7 @@ def _rows(file: Path) -> list[dict[str, float]]:
 
 
 def _note(page: CDPSession) -> None:
-    """Appends what the page holds at the end of a run."""
+    """Append the page's object counts at the end of a run."""
     page.send("HeapProfiler.collectGarbage")
     held = {each["name"]: each["value"] for each in page.send("Performance.getMetrics")["metrics"]}
     with OF_PAGE.open("a") as file:
@@ -104,7 +104,7 @@ def _note(page: CDPSession) -> None:
 
 
 def _judge(cycles: list[dict[str, float]], of_page: list[dict[str, float]]) -> None:
-    """Medians of the last fifth beside those of the second one: the first one warms up."""
+    """Compare the medians of the last fifth and of the second fifth; the first one is warm-up."""
     told, grown = [f"{len(cycles)} cycles in {MINUTES:g} minutes"], []
     for found, names in ((cycles, COUNTED), (of_page, ("JSEventListeners",))):
         part = len(found) // 5
