@@ -42,7 +42,7 @@ def network() -> Iterator[Nowhere]:
 def server(
     network: Nowhere, installed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Lab]:
-    """Start a server in that network; its kernels may contact Hugging Face's hub, as a user's do."""
+    """Start a server in that network; its kernels may contact Hugging Face's hub."""
     root = tmp_path_factory.mktemp("tutorials")
     shutil.copytree(NOTEBOOKS[0].parent, root, dirs_exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
