@@ -400,7 +400,6 @@ def test_a_rank_that_dies_and_one_that_does_not_end(typist: Typist) -> None:
 
     def hear_the_second() -> None:
         """Lose the first interrupt on rank 0, as if it arrived before the call began."""
-
         if rank() == 1:
             raise ValueError("no luck")
         try:
@@ -450,7 +449,7 @@ print(w.run(shout, Word("here")))
 
 
 def test_a_kernel_s_workers_hear_its_interrupt_and_end_with_it() -> None:
-    """kill -9 leaves no process and no file."""
+    """After kill -9 no process and no file is left."""
     before = folders()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     manager, client = start_new_kernel(kernel_name="python3", env=environment)

@@ -174,7 +174,6 @@ def test_bf16_on_a_cpu(tmp_path: Path, data: Dataset) -> None:
 
 def test_a_language_model_with_padded_batches(tmp_path: Path) -> None:
     """The loss is divided by the words of all accumulated batches; the model can generate text."""
-
     words = {"<pad>": 0, **{f"word{n}": n for n in range(1, WORDS)}}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>"

@@ -169,9 +169,7 @@ def test_a_netron_that_changed_is_refused_in_words(
     monkeypatch.setattr(netron, "_folder", lambda: tmp_path)
     netron.bundle.cache_clear()
     netron.categories.cache_clear()
-    view = graph_view.GraphView(
-        Graphs("M", {"exported": stage_of()})
-    )  # missing colors raise nothing
+    view = graph_view.GraphView(Graphs("M", {"exported": stage_of()}))  # colors are optional
     sent: list[dict[str, Any]] = []
     monkeypatch.setattr(view, "send", lambda content, buffers=None: sent.append(content))
     view._receive(view, {"do": "netron"}, [])
