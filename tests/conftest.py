@@ -68,7 +68,7 @@ SLOW = (
     "training/test_failures.py",
     "training/test_run.py",
 )
-"""Files and folders that `make check` leaves to `make test`, with those of `LONG`."""
+"""Files and folders that run in `make test` but not in `make check`, in addition to `LONG`."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

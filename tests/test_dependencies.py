@@ -43,15 +43,15 @@ PERMITTED = {
     "MPL-2.0",
     "Mozilla Public License 2.0 (MPL 2.0)",
 }
-"""Licences that let anyone use, change and sell what is made with the package."""
+"""Licenses that let anyone use, change and sell products made with the package."""
 
 UNSAID = {
     "atheris": "Apache-2.0 by the LICENSE file in its sources; tests alone use it",
 }
-"""Packages whose metadata name no licence, and which it is, seen where."""
+"""Packages whose metadata names no license: the license, and where it is stated."""
 
 ACCEPTED: dict[str, str] = {}
-"""Advisories, by name (PYSEC-.., GHSA-.., CVE-..), that ortlab lives with, and why it can."""
+"""Accepted advisories, by name (PYSEC-.., GHSA-.., CVE-..), with the reason."""
 
 
 def tool(*arguments: str) -> tuple[Any, str]:

@@ -27,7 +27,7 @@ def number(notebook: Executed, pattern: str) -> float:
 
 
 LONG = ("07_gpt2_code_completion", "08_question_answering", "09_bert_pretraining")
-"""Those that train for a minute and more."""
+"""Tutorials that train for a minute or more."""
 
 
 def tutorials() -> list[object]:

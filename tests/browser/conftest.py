@@ -25,11 +25,13 @@ from tests.support.waiting import HANGS_S
 expect.set_options(timeout=1000 * HANGS_S)
 
 LAST_WORDS = "Canceled future for create_subshell_request message before replies were done"
-"""JupyterLab's own unhandled rejection, where a kernel ends that was just asked for a subshell (it
-asks for one when a page's widgets come back)."""
+"""JupyterLab's own unhandled rejection when a kernel ends just after a subshell was requested. It
+requests one when a page's widgets are restored.
+"""
 NOTEBOOKS_OWN = "/static/notebook/notebook_core."
-"""Notebook 7.6's own script, which reads the schema of settings that it lacks: on every page, an
-empty notebook's too."""
+"""Notebook 7.6's own script, which reads the schema of settings that it does not have, on every
+page, even with an empty notebook.
+"""
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 

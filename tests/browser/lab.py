@@ -70,7 +70,7 @@ SAID = """() => {
         `[${cell.model.executionCount ?? '*'}] `
         + cell.model.outputs.toJSON().map(one).join('\\n'))].join('\\n');
 }"""
-"""Every output as text, other types by name: what a failed test's report has beside its picture."""
+"""Every output as text, other types by name, for the report of a failed test."""
 
 
 class Lab:
@@ -315,9 +315,9 @@ class Notebook:
 
 
 Opens = Callable[[Sequence[str]], Notebook]
-"""The fixture `notebook`."""
+"""Type of the fixture `notebook`."""
 Takes = Callable[[str], None]
-"""The fixture `screenshot`."""
+"""Type of the fixture `screenshot`."""
 
 
 def write_notebook(path: Path, cells: Sequence[str]) -> None:

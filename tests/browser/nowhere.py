@@ -25,7 +25,7 @@ TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 UDP = 17
 OWN, CANARY = "198.51.100.2", "192.0.2.1"
-"""Addresses for documentation (RFC 5737), which nobody has."""
+"""Addresses reserved for documentation (RFC 5737), which belong to nobody."""
 
 
 class Nowhere:

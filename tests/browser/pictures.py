@@ -20,12 +20,12 @@ from tests.support.chromium import find
 
 FOLDER = Path(__file__).parents[2] / "notebooks" / "images"
 WIDTH, HEIGHT = 1280, 1500
-"""Of the page; no view is as high."""
+"""Size of the page; it is higher than any view."""
 MOST_BYTES = 150_000
-"""Of one picture."""
+"""Size limit of one picture."""
 COLOURS = 256
 LONG_MS = 300_000
-"""For what trains, on a busy machine."""
+"""Timeout of training on a busy machine."""
 CELLS = [
     "%load_ext ortlab\nimport ortlab\nfrom transformers import BertConfig\n"
     "from transformers import BertForSequenceClassification as Bert",
@@ -46,7 +46,7 @@ CELLS = [
     "ortlab.open_run(3).tag('bf16')",
     "%ort runs",
 ]
-"""A first run, its graphs, its settings, a race and the history: of a BERT with random weights."""
+"""A first run, its graphs, its settings, a race and the history, of a BERT with random weights."""
 PICTURES = {
     "charts": (3, ".ortlab-run"),
     "graph": (5, ".ortlab-graph"),
@@ -54,7 +54,7 @@ PICTURES = {
     "race": (7, "[data-ortlab-search]"),
     "runs": (9, ".ortlab-history"),
 }
-"""By name: the cell that shows it, and what of its output."""
+"""For each picture, the cell that shows it and the selector of the element in its output."""
 
 
 def take(page: Page, book: Notebook, folder: Path) -> None:

@@ -28,8 +28,9 @@ pytestmark = [
 LONGEST_S = 300
 HERE = {"127.0.0.1", "localhost"}
 MAKERS = ("google.com", "googleapis.com", "gstatic.com", "gvt1.com")
-"""Names that Chromium asks for by itself, whatever the page. What a page asks of them is seen by
-`Page.on`."""
+"""Domains that Chromium contacts by itself, whatever the page. `Page.on` shows what a page requests
+from them.
+"""
 
 
 @pytest.fixture(scope="module")

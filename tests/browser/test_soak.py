@@ -25,8 +25,9 @@ MEASURED = Path(__file__).parents[2] / "build" / "soak.jsonl"
 OF_PAGE = MEASURED.with_name("soak-page.jsonl")
 FLAT, UPDATE_MS = 0.01, 2.0
 LEAKS = "@jupyterlab/cell-toolbar-extension:plugin"
-"""JupyterLab 4.6 keeps the toolbar of every cell that was ever active, 810 listeners each
-(https://github.com/jupyterlab/jupyterlab/pull/19370): in an hour the page takes a core and 2 GB."""
+"""JupyterLab 4.6 keeps the toolbar of every cell that was ever active, with 810 listeners each
+(https://github.com/jupyterlab/jupyterlab/pull/19370): after an hour the page uses a core and 2 GB.
+"""
 
 MODEL = f"""
 %load_ext ortlab
@@ -49,11 +50,12 @@ VIEWS = ("run", "%ort panel run", "%ort graph seen", "%ort memory seen", "%ort r
 TOGGLE = "cycle = next(cycles)\nsoaking.toggled(run, cycle)"
 STOP = "run.stop()\n_ = run.result()"
 FORGET = "%reset -f in out\nget_ipython().history_manager.outputs.clear()"
-"""IPython keeps all that was ever typed or shown: no page needs it, and ortlab cannot free it."""
+"""IPython keeps everything ever typed or shown. No page needs it, and ortlab cannot free it."""
 NOTE = "soaking.note(measured, cycle)"
 RUNS_IN = 5
-"""Cycles of a run. The page is not loaded again: each time JupyterLab 4.6 leaves a subshell in the
-kernel, a thread with eight files."""
+"""Number of cycles per run. The page is not reloaded, because with each reload JupyterLab 4.6
+leaves a subshell in the kernel: a thread with eight files.
+"""
 
 
 @pytest.fixture

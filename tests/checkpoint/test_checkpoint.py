@@ -196,7 +196,7 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path, value: Any, message: str) 
     assert Checkpoint.load(path).position.step == 3
 
 
-# --- bad files
+# --- damaged files
 
 
 def refused(path: Path, *, because: str) -> None:
@@ -316,7 +316,7 @@ def test_values_that_no_run_has_are_refused_though_the_digest_fits(
     refused(path, because=f"is not a checkpoint of ortlab: .*{min(changes)} is ")
 
 
-# --- a disk that is full, a reader in between, a process that is killed
+# --- a full disk, a concurrent reader, a killed process
 
 BIG = "{'weight': torch.full((100_000,), float(step))}"
 SAVING = f"""

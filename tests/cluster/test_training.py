@@ -585,7 +585,7 @@ def test_no_thread_is_left(threads_end: None) -> None:
     train(Network(), workers=2, max_steps=2)
 
 
-# --- last, those that leave no workers to the next, which take 10 s of a CPU to start
+# --- last, the tests that leave no workers to the next: starting them takes 10 s of CPU time
 
 
 def test_a_rank_that_dies_holds_the_run_and_fresh_ones_go_on() -> None:

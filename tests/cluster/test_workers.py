@@ -98,7 +98,7 @@ def total(value: float) -> float:
     return tensor.item()
 
 
-# ---- a cluster that stays whole ------------------------------------------------------------------
+# ---- one intact cluster --------------------------------------------------------------------------
 
 
 def test_each_rank_has_its_place_and_share_of_the_threads(two: Workers) -> None:
@@ -291,7 +291,7 @@ def test_one_call_at_a_time(two: Workers, tmp_path: Path) -> None:
     assert two.run(rank) == [0, 1]
 
 
-# ---- clusters that come and go -------------------------------------------------------------------
+# ---- clusters that start and end -----------------------------------------------------------------
 
 
 @pytest.fixture

@@ -219,7 +219,7 @@ def test_without_ranks_there_is_nothing(told: Told) -> None:
 
 
 P = 5_000_000
-"""Parameters. In fp32 they take 4 bytes each, gradients 4, AdamW's moments 8, SGD's 4."""
+"""Number of parameters. In fp32 they take 4 bytes each, gradients 4, AdamW's moments 8, SGD's 4."""
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.notebook.test_kernel import Cell, Kernel
 
 with Path(__file__).with_name("bad_inputs.tsv").open(encoding="utf-8", newline="") as file:
     TABLE = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1:]
-"""What is typed, the class of its error, and what its message has."""
+"""The typed text, the class of its error, and a part of its message."""
 
 SETUP = r"""
 %load_ext ortlab
@@ -52,7 +52,7 @@ print(sorted(_bound.items()), sorted(os.listdir(folder)), ortlab.models(),
       [(k, hash(tuple(v.flatten().tolist()))) for k, v in net.state_dict().items()])
 """
 USERS_OWN = "mat1 and mat2 shapes cannot be multiplied"
-"""Raised in a model's forward while ortlab.export traces it: the user needs its traceback."""
+"""Raised in a model's forward while ortlab.export traces it; the user needs this traceback."""
 
 pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 
@@ -101,7 +101,7 @@ def test_it_ends_in_its_error(kernel: Kernel, typed: str, error: str, message: s
 
 
 FREE = {"recompute", "save_onnx", "cast_ops"}
-"""Settings that are words of the user's: modules, a file, operators."""
+"""Settings whose values are free text: modules, a file, operators."""
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ told = {"opened": opened, "uid": os.getuid(), "heard": heard.decode(errors="repl
 print(json.dumps(told), flush=True)
 os._exit(0)
 """
-"""Another user, who tries each file, and listens and asks at each port."""
+"""Script of another user, who tries to open each file and to listen and connect at each port."""
 
 GRAPH = """
 %load_ext ortlab

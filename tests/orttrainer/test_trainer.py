@@ -74,7 +74,7 @@ def trainer(model: nn.Module, config: Any = None, **options: Any) -> ORTTrainer:
         )
 
 
-# ---- it trains -----------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -596,7 +596,7 @@ def test_deterministic_compute_is_for_the_call(monkeypatch: pytest.MonkeyPatch) 
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-# ---- what is wrong -------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def race(model: nn.Module, data: Any, **options: Any) -> RaceResult:
     return ortlab.race(model, data, **{**FAST, **options}).result(120)
 
 
-# ---- what it measures ----------------------------------------------------------------------------
+# ---- measurements --------------------------------------------------------------------------------
 
 
 @needs_ort
@@ -206,7 +206,7 @@ def test_a_wrapped_model_races_with_its_own_options() -> None:
     ortlab.unwrap(wrapped)
 
 
-# ---- what does not go well -----------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_a_set_up_that_cannot_run_says_why_and_others_go_on(
@@ -365,7 +365,7 @@ def test_what_can_be_read_once_is_not_used_up() -> None:
     assert len(list(data)) == 4
 
 
-# ---- what follows --------------------------------------------------------------------------------
+# ---- evaluation of results -----------------------------------------------------------------------
 
 
 def made_up(**cells: tuple[float, tuple[float, ...]]) -> RaceResult:
@@ -456,7 +456,7 @@ def test_the_best_settings_train_the_model() -> None:
     run.result(60)
 
 
-# ---- typed ---------------------------------------------------------------------------------------
+# ---- magics --------------------------------------------------------------------------------------
 
 
 def test_typed(ip: Typist) -> None:  # noqa: F811

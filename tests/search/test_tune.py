@@ -96,7 +96,7 @@ def grid_s(costs: Costs, rounds: int = 10) -> float:
     return sum(BEGIN_S[c.setup.engine] + (2 + rounds) * 8 / speed for c, speed in plain.items())
 
 
-# ---- what is left out ----------------------------------------------------------------------------
+# ---- skipped settings, on simulated speeds -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_all_may_fail_in_a_round() -> None:
     assert {found.state for found in search.found.values()} == {"failed", "left out"}
 
 
-# ---- a real one ----------------------------------------------------------------------------------
+# ---- a real search -------------------------------------------------------------------------------
 
 QUICK: dict[str, Any] = {"rounds": 2, "steps": 1, "device": "cpu", "loss": "cross_entropy"}
 

@@ -23,7 +23,7 @@ from tests.support.ranks import FOLDER, LR, RANK, alone, course, data, error, ne
 
 STAGES = (1, 2, 3)
 LAYERS, WIDTH = 20, 1024
-"""Of the model whose bytes are counted, of 21 million parameters: the padding is small."""
+"""Size of the model whose bytes are counted: 21 million parameters, so the padding is small."""
 
 
 def moving() -> dict[str, Any]:

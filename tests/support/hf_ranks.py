@@ -21,7 +21,7 @@ from ortlab import hf
 from tests.support import tiny
 
 WORDS, STEPS, ROWS = 50, 10, 8
-"""Of the data; optimizer steps; samples of a step, of all processes together."""
+"""Vocabulary size, optimizer steps, and samples per step over all processes."""
 
 
 def data() -> list[dict[str, torch.Tensor]]:

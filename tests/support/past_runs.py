@@ -16,7 +16,7 @@ from ortlab.settings import FinetuneSettings
 from tests.support.waiting import HANGS_S
 
 ENVIRONMENT = {"ortlab": "0.1.0", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "cpus": 2}
-"""Of no machine: to ask for this one's takes torch's import."""
+"""An invented machine; describing this one would import torch."""
 
 
 def steps(count: int, *, loss: float = 1.0) -> Rows:

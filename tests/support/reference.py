@@ -26,7 +26,7 @@ MODULES = {
 }
 """The public modules below `ortlab`."""
 ELSEWHERE = {"squad": "data.squad"}
-"""Where a public module lies that has another name there."""
+"""Locations of public modules that are defined elsewhere."""
 RESULTS = [
     "training.run.Run",
     "training.run.RunResult",
@@ -57,9 +57,9 @@ RESULTS = [
     "utils.tables.Table",
     "engines.base.EngineUnavailable",
 ]
-"""The classes of what the functions return and raise."""
+"""The classes that the functions return and raise."""
 NOT_DOCUMENTED = {"__version__", *MODULES}
-"""Of ``ortlab.__all__``: a string, and modules that have pages of their own."""
+"""Names of ``ortlab.__all__`` without an entry: a string, and modules with their own pages."""
 
 
 def pages() -> dict[str, str]:

@@ -30,7 +30,7 @@ from tests.support import tiny
 from tests.support.waiting import Turns
 
 STOP = 4
-"""The step after which the state is kept: in the middle of the second epoch."""
+"""The step after which the state is saved, in the middle of the second epoch."""
 
 
 class Tokens(Dataset[dict[str, Any]]):

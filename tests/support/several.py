@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 Found = list[dict[str, Any]]
-"""What each rank found, by case."""
+"""The results of each rank, by case."""
 
 
 def run(module: str, size: int, folder: Path) -> Found:

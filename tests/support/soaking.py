@@ -62,8 +62,9 @@ def kinds() -> Counter[str]:
 
 
 WATCHED_S = 5.5
-"""That somebody looks at charts whose settings rest: five updates at their slowest pace, which are
-those that are measured."""
+"""Seconds of unchanged settings with visible charts: time for five updates at their slowest pace,
+whose cost is measured.
+"""
 
 
 class Read(Dataset[Any]):

@@ -37,7 +37,7 @@ TAKERS = (
     *sorted((_ORT / "training/utils").glob("*.py")),
     _ORT / "tools/pytorch_export_contrib_ops.py",
 )
-"""The files whose names of torch count. ORT's Triton code is for CUDA devices and left out."""
+"""The files whose torch names are collected. ORT's Triton code is for CUDA devices and left out."""
 _LEFT_OUT = ("_zero_stage3_compatibility.py",)  # needs a DeepSpeed of 2023
 
 EXPORT_ARGUMENTS = {
@@ -45,7 +45,7 @@ EXPORT_ARGUMENTS = {
     "input_names", "keep_initializers_as_inputs", "model", "opset_version", "output_names",
     "training", "verbose",
 }  # fmt: skip
-"""What ORT and `compat.exporting` call torch.onnx.export with; `f` is positional."""
+"""The arguments that ORT and `compat.exporting` pass to torch.onnx.export; `f` is positional."""
 
 _OF_OLDER_TORCH = (
     "torch.onnx.SymbolicContext",
@@ -53,12 +53,12 @@ _OF_OLDER_TORCH = (
     "torch.onnx.symbolic_helper._training_mode",
     "torch.onnx.symbolic_registry",
 )
-"""What ORT asks for where torch is older, and goes on without."""
+"""Names that ORT looks up in older versions of torch and can do without."""
 Source = Callable[[str], str | None]
-"""Gives the text of a file of a wheel by its path; None when there is none."""
+"""Reads a file of a wheel as text by its path; returns None if it does not exist."""
 
 
-# ---- what is taken -------------------------------------------------------------------------------
+# ---- names in use --------------------------------------------------------------------------------
 
 
 def names_taken() -> dict[str, str]:
@@ -127,7 +127,7 @@ def _guarded(tree: ast.AST) -> set[str]:
     }
 
 
-# ---- what is there -------------------------------------------------------------------------------
+# ---- names defined by torch ----------------------------------------------------------------------
 
 
 class Sources:

@@ -32,7 +32,7 @@ class Parts:
     """State, control and recorder of a run that has not made a step."""
 
     made: ClassVar[list[Parts]] = []
-    """All whose recorders are to be closed."""
+    """All instances whose recorders must be closed."""
 
     def __init__(self, **values: Any) -> None:
         with torch.random.fork_rng():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ortlab.training.run import Run
 
 HANGS_S = 180.0
-"""Seconds after which what is waited for is taken not to come."""
+"""Seconds after which a wait counts as failed."""
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -35,7 +35,7 @@ class Turns:
 
     def __init__(self, given: int = 0) -> None:
         self.asked = 0
-        """How many turns were asked for, those still waited for included."""
+        """Number of requested turns, including those still awaited."""
         self._given = threading.Semaphore(given)
 
     def take(self) -> None:

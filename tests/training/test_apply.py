@@ -200,7 +200,7 @@ def test_what_costs_nothing_makes_no_stepper() -> None:
     assert [group["weight_decay"] for group in groups] == [0.9, 0.0]
 
 
-# --- another size of batches
+# --- another batch size
 
 COUNT = 22
 
@@ -530,7 +530,7 @@ def test_frozen_parts_stay_frozen_and_modes_come_back() -> None:
     assert not any(module.training for module in evaluated.modules())
 
 
-# --- a run
+# --- runs
 
 
 def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:

@@ -77,7 +77,7 @@ def undisturbed(**changes: Any) -> Run:
     return run
 
 
-# --- which stay
+# --- retention
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_the_best_of_no_evaluation_is_refused(home: Path) -> None:
     run.result()
 
 
-# --- a disk that is full
+# --- a full disk
 
 
 def test_a_full_disk_leaves_the_run_going_and_what_was_kept_whole(home: Path) -> None:
@@ -351,7 +351,7 @@ def test_of_the_names_the_newest_comes_first() -> None:
     ]
 
 
-# --- going on with a run whose process died
+# --- resuming a run whose process died
 
 
 @pytest.fixture

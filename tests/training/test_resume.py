@@ -98,7 +98,7 @@ def _drawing_otherwise(kept: Checkpoint, seed: int) -> Checkpoint:
     return dataclasses.replace(kept, position=position)
 
 
-# --- whatever the data is
+# --- kinds of data
 
 
 class Augmented(Dataset[Any]):
@@ -129,7 +129,7 @@ def loader(data: Any = None, **options: Any) -> DataLoader[Any]:
 
 
 WHOLE = [2] * 11
-"""An epoch in batches of two."""
+"""Sizes of an epoch's batches of two."""
 DATA: dict[str, Callable[[], Any]] = {
     "a dataset": lambda: examples(22),
     "a dataset that draws": Augmented,
@@ -393,7 +393,7 @@ def test_the_state_in_a_paused_evaluation_is_that_between_two_steps(tmp_path: Pa
     assert later == whole[6:] == recorder.rows()[6:, INDEX["loss"]].tolist()
 
 
-# --- what does not fit
+# --- checkpoints that do not fit
 
 
 def kept_at(step: int, data: Any = None) -> Checkpoint:
@@ -536,7 +536,7 @@ def test_other_settings_hold_from_there_on() -> None:
     assert decayed[2:] != whole[5:]
 
 
-# --- a run, and finetune
+# --- runs and finetune
 
 
 CHOSEN = {"loss": "cross_entropy", "engine": "eager", "device": "cpu", "batch_size": 4}

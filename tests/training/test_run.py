@@ -460,7 +460,7 @@ def test_a_run_shows_where_ort_does_otherwise_than_eager_torch(tmp_path: Path) -
     assert "not checked: forward draws random numbers besides dropout" in run.status().lines
 
 
-# --- what goes wrong
+# --- errors
 
 
 class Spoiled(Gated):
@@ -669,7 +669,7 @@ def test_a_fallback_is_a_badge_and_an_event(tmp_path: Path) -> None:
     assert RunFolder(run.folder).read_json("run")["engine_used"] == "eager"
 
 
-# --- leaving no trace
+# --- clean ends
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -26,18 +26,18 @@ from tests.training.test_apply import Course, needs
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CHANGES = 10
-"""Of each setting, with twelve layers."""
+"""Number of changes of each setting, with twelve layers."""
 EPOCHS = 12
 MICRO_BATCHES = 5
-"""In an epoch of `Tokens`."""
+"""Micro-batches of an epoch of `Tokens`."""
 COLUMNS = ("step", "loss", "grad_norm", "lr", "samples", "loss_scale", "skipped")
 
 BEGIN = {"device": "cpu", "cache": True, "seed": 3, "schedule": "cosine", "lr": 1e-3}
-"""What every run begins with."""
+"""Settings with which every run begins."""
 
 Values = Mapping[str, Sequence[Any]]
 Toggles = Mapping[int, dict[str, Any]]
-"""What changes after a step, by the step's number."""
+"""Changes after a step, by the number of the step."""
 
 FREE: Values = {
     "accumulation": (1, 2, 3),
@@ -45,7 +45,7 @@ FREE: Values = {
     "clip_norm": (None, 0.01, 1.0),
     "weight_decay": (0.0, 0.01, 0.3),
 }
-"""What holds from the next step on and makes no stepper."""
+"""Settings that take effect at the next step without a new stepper."""
 IN_TORCH: Values = {**FREE, "precision": ("fp32", "bf16", "fp16")}
 IN_ORT: Values = {
     **FREE,
@@ -88,7 +88,7 @@ class Part:
     ) -> None:
         data = Read()
         self.samples: list[list[int]] = []
-        """Those of each step."""
+        """Indices of the samples of each step."""
         before = 0
         done_before = Checkpoint.load(begin).position.step if begin else 0
 

@@ -500,7 +500,7 @@ def test_an_evaluation_that_is_nan_is_told_of() -> None:
     assert "the held-out loss is nan at step 1" in warnings[1].text
 
 
-# --- what data may be
+# --- kinds of data
 
 
 class Rows(Dataset[dict[str, Any]]):
