@@ -1,4 +1,4 @@
-"""What every test has: a home of its own for runs, no network, no window."""
+"""Fixtures shared by all tests: a private run folder, no network, no window."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from ortlab.engines.ortmodule import compat, graph_cache
 from ortlab.engines.ortmodule.compat import extensions
 from ortlab.notebook.static_views import drawing
 
-# Read when the libraries are imported, so these cannot wait for a fixture. The kernels and scripts
-# that tests start inherit them.
+# The libraries read these variables when they are imported, so a fixture would set them too late.
+# The kernels and scripts that tests start inherit them.
 os.environ.update(
     HF_HUB_OFFLINE="1",
     MPLBACKEND="agg",
     TOKENIZERS_PARALLELISM="false",
 )
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As a shell starts what runs in the background; what the tests start would ignore it, too.
+    # A shell starts background jobs with SIGINT ignored, and processes started by the tests would
+    # inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers share the cores, and idle OpenMP threads of one would spin on those of the other.
-    # Tests of what several threads compute ask torch for them.
+    # Workers share the cores, and the idle OpenMP threads of one worker would spin on the cores of
+    # the others. Tests that need several threads request them from torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONG = (
@@ -67,7 +68,7 @@ SLOW = (
     "training/test_failures.py",
     "training/test_run.py",
 )
-"""Files and folders that `make check` leaves to `make test`, with those of `LONG`."""
+"""Files and folders that run in `make test` but not in `make check`, in addition to `LONG`."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -78,9 +79,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers begin with the files that take long, so that none has one left when others are done.
+    """Run the slow files first, so that no worker is left with one when the others are done.
 
-    By itself xdist begins with the files of most tests, and ended with that of the notebooks.
+    By default, xdist starts with the files that have the most tests, and the notebooks ran last.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
@@ -88,7 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The seconds that each tutorial took."""
+    """Print the seconds that each tutorial took."""
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
             for name, told in report.user_properties:
@@ -98,7 +99,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def ortlab_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs are kept in a folder of this test session, not in the user's.
+    """Store runs in a folder of this test session instead of the user's.
 
     The torch extension is cached elsewhere, so no test builds it again.
     """
@@ -109,7 +110,7 @@ def ortlab_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Exported graphs are cached in a folder of this test session; the extension stays built."""
+    """Cache exported graphs in a folder of this test session; the built extension is reused."""
     built = extensions.cache_folder()
     built.mkdir(mode=0o700, parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -121,10 +122,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def little_to_collect() -> None:
-    """Collecting garbage does not go through what was there before a module's tests.
+    """Exclude the objects that exist before a module's tests from garbage collection.
 
-    ORT collects it at each export, and through all that the libraries hold takes 0.2 s of a CPU:
-    nine tenths of the export of a model of two layers.
+    ORT collects garbage at each export. Traversing all objects of the libraries takes 0.2 s of CPU
+    time: nine tenths of the time that exporting a model of two layers takes.
     """
     gc.collect()
     gc.freeze()
@@ -132,33 +133,33 @@ def little_to_collect() -> None:
 
 @pytest.fixture(autouse=True)
 def no_graph_cached(own_cache: None) -> None:
-    """No test finds what another one exported."""
+    """Clear the graph cache, so that no test finds a graph that another test exported."""
     graph_cache.clear()
 
 
 @pytest.fixture
 def threads_end() -> Iterator[None]:
-    """No thread of ortlab's that the test started is left when it ends, but the one that draws."""
+    """Check that no ortlab thread started by the test outlives it, except the drawing thread."""
     before = set(threading.enumerate())
     yield
     started = set(threading.enumerate()) - before
     ours = [thread for thread in started if thread.name.startswith("ortlab-")]
     ours = [thread for thread in ours if thread.name != drawing.THREAD]
     deadline = time.monotonic() + 10
-    for thread in ours:  # who says last of all that it is over has a line or two still to go
+    for thread in ours:  # a thread that has just signaled its end still has a line or two to run
         thread.join(max(0.0, deadline - time.monotonic()))
     assert not [thread.name for thread in ours if thread.is_alive()]
 
 
 @pytest.fixture
 def ort_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ORT is looked for as in a new process: one that was loaded is known to run."""
+    """Make ortlab look for ORT as in a new process; an ORT that was loaded is known to run."""
     monkeypatch.setattr(compat, "_ort", None)
 
 
 @pytest.fixture(scope="session")
 def ort() -> compat.TrainingRuntime:
-    """ORT's training package; skips, saying why, where it cannot run."""
+    """Return ORT's training package; skip the test with the reason where ORT cannot run."""
     reason = compat.unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -167,14 +168,14 @@ def ort() -> compat.TrainingRuntime:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads_end: None) -> Path:
-    """The test's own folder, where its runs are kept."""
+    """Return the test's own folder, in which its runs are stored."""
     monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """torch has one thread: two of them wait for each other wherever a third computes."""
+    """Limit torch to one thread: two threads block each other while a third one computes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What mybinder.org makes of binder/, by its own builder's dry run; and the pins."""
+"""Tests of binder/: a dry run by mybinder.org's own builder, and the pinned versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pins() -> dict[str, str]:
 
 @pytest.mark.skipif(not REPO2DOCKER.exists(), reason="jupyter-repo2docker is not installed")
 def test_the_dry_run() -> None:
-    """The Dockerfile of repo2docker: a Python that ORT has a wheel for, a compiler, our scripts."""
+    """The Dockerfile has a Python for which ORT has a wheel, a compiler and our scripts."""
     done = subprocess.run(
         [REPO2DOCKER, "--no-build", "--debug", "."],
         cwd=ROOT,
@@ -70,11 +70,11 @@ def test_cpu_builds_alone() -> None:
     assert torch.endswith("+cpu")
     assert stored["torch"] == torch, "run python -m tests.support.binder"
     cuda = {name for name in stored if name.startswith(("nvidia-", "triton"))}
-    assert cuda == {"nvidia-ml-py"}  # reads the driver, has none of its own
+    assert cuda == {"nvidia-ml-py"}  # uses the driver and installs no CUDA libraries
 
 
 def test_what_is_needed_by_what_is_needed_is_pinned() -> None:
-    """By the metadata of what is installed here: jupyterlab brings its server, and so on."""
+    """The pins include indirect dependencies, read from the installed metadata."""
     found = pinned(r for r in wanted("demo") if r.name in ("jupyterlab", "ipywidgets", "nbclient"))
     assert {"jupyter-server", "tornado", "traitlets", "widgetsnbextension"} <= set(found)
     assert set(found) <= set(pins()), "run python -m tests.support.binder"

@@ -1,4 +1,4 @@
-"""The command line, run as a user runs it."""
+"""Tests of the command line, run as a user runs it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_doctor_where_ortmodule_can_run() -> None:
 
 
 def test_doctor_where_it_cannot(tmp_path: Path) -> None:
-    """A machine without a compiler that has built nothing yet."""
+    """Without a compiler and without built extensions, doctor reports what is missing."""
     answer = run("doctor", PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
     assert answer.returncode == 1
     assert "MISSING C++ compiler" in answer.stdout

@@ -1,4 +1,4 @@
-"""What ortlab brings along: the licences of all packages here, and what is known against them."""
+"""Tests of the dependencies: licenses of all installed packages and known vulnerabilities."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ PERMITTED = {
     "PSF-2.0",
     "Python Software Foundation License",
     "Zlib",
-    # Copyleft of single files, none of which ortlab contains or changes.
+    # Copyleft applies to single files; ortlab neither contains nor changes any of them.
     "MPL-2.0",
     "Mozilla Public License 2.0 (MPL 2.0)",
 }
-"""Licences that let anyone use, change and sell what is made with the package."""
+"""Licenses that let anyone use, change and sell products made with the package."""
 
 UNSAID = {
     "atheris": "Apache-2.0 by the LICENSE file in its sources; tests alone use it",
 }
-"""Packages whose metadata name no licence, and which it is, seen where."""
+"""Packages whose metadata names no license: the license, and where it is stated."""
 
 ACCEPTED: dict[str, str] = {}
-"""Advisories, by name (PYSEC-.., GHSA-.., CVE-..), that ortlab lives with, and why it can."""
+"""Accepted advisories, by name (PYSEC-.., GHSA-.., CVE-..), with the reason."""
 
 
 def tool(*arguments: str) -> tuple[Any, str]:
-    """The JSON that a command-line tool of this environment prints, and its messages."""
+    """Run a command-line tool of this environment; return its parsed JSON and its messages."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=900
     )
@@ -66,14 +66,14 @@ def tool(*arguments: str) -> tuple[Any, str]:
 
 
 def licences(said: str) -> set[str]:
-    """The licences of an expression, or of a list in a package's classifiers."""
+    """Return the licenses named in an expression or in a list of package classifiers."""
     return set(re.split(r" AND | OR |; ", said))
 
 
 def test_all_packages_may_be_used_freely() -> None:
     packages, _ = tool("piplicenses", "--format=json", "--with-system")
     assert len(packages) > 100
-    # Words of NVIDIA's own come with CUDA builds of torch alone, which a user chooses.
+    # NVIDIA's own license terms come only with CUDA builds of torch, which a user chooses.
     packages = [each for each in packages if not each["Name"].startswith("nvidia-")]
     refused = {
         each["Name"]: each["License"]
@@ -87,8 +87,9 @@ def test_all_packages_may_be_used_freely() -> None:
 
 @pytest.mark.nightly
 def test_nothing_is_known_against_the_packages(tmp_path: Path) -> None:
-    """Fails, too, where the advisory service cannot be asked: then nothing was audited."""
-    # By the public part of their versions: a build of torch's, 2.13.0+cpu, is on no list.
+    """No vulnerability is known. The test also fails if the advisory service cannot be reached."""
+    # Only the public part of a version is compared: no list has a local build of torch such as
+    # 2.13.0+cpu.
     here = {each.name: Version(each.version).public for each in metadata.distributions()}
     pins = tmp_path / "pins.txt"
     pins.write_text(

@@ -1,4 +1,4 @@
-"""The house rules of README.md and the package, read from the sources."""
+"""Tests of the house rules: README.md and the package, checked from the sources."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def tracked(*under: str) -> list[str]:
-    """The files that git knows below the given folders."""
+    """Return the files that git tracks below the given folders."""
     listed = subprocess.run(
         ["git", "ls-files", "--", *under], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -48,7 +48,7 @@ def tracked(*under: str) -> list[str]:
 
 
 def statements(body: Iterable[ast.AST], *, deferred: bool) -> Iterator[ast.AST]:
-    """What runs, or with `deferred` may run later; nothing that only type checkers read."""
+    """Yield executed statements, with `deferred` also function bodies; skip TYPE_CHECKING code."""
     for node in body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             yield from statements(node.orelse, deferred=deferred)
@@ -60,7 +60,7 @@ def statements(body: Iterable[ast.AST], *, deferred: bool) -> Iterator[ast.AST]:
 
 @functools.cache
 def imports(path: Path, *, deferred: bool = True) -> frozenset[str]:
-    """Absolute names that a file imports; without `deferred` only when it is imported itself."""
+    """Return the absolute names a file imports; without `deferred`, only those at import time."""
     names: set[str] = set()
     for node in statements(ast.parse(path.read_text()).body, deferred=deferred):
         if isinstance(node, ast.Import):
@@ -75,13 +75,16 @@ def within(name: str, *roots: str) -> bool:
 
 
 def private_torch(name: str) -> bool:
-    """Modules are meant: a class such as ``torch.nn.modules.loss._Loss`` lies in a public one."""
+    """Return whether a name includes a private torch module.
+
+    Only modules count: a class such as ``torch.nn.modules.loss._Loss`` lies in a public one.
+    """
     first, *rest = name.split(".")
     return first == "torch" and any(re.match("_[a-zC]", part) for part in rest)
 
 
 def imported_outside(folder: str, wrong: Callable[[str], bool]) -> set[str]:
-    """What sources outside the package's `folder` import that is `wrong`."""
+    """Return the imports outside the package's `folder` for which `wrong` is true."""
     return {
         f"{path.relative_to(ROOT)}: {name}"
         for path in SOURCES
@@ -109,7 +112,7 @@ def test_only_one_folder_imports(folder: str, roots: tuple[str, ...]) -> None:
 
 
 def modules() -> list[str]:
-    """Every importable module of the package."""
+    """Return the dotted names of all importable modules of the package."""
     dotted = []
     for path in SOURCES:
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -119,7 +122,7 @@ def modules() -> list[str]:
 
 
 def python(script: str, *args: str) -> str:
-    """What `script` prints in a Python of its own."""
+    """Run `script` in a separate Python process and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, text=True
     )
@@ -227,7 +230,10 @@ def test_importing_every_module_changes_nothing() -> None:
 
 
 def test_import_is_light() -> None:
-    """Under 0.3 s, the best of three: others may be using the machine."""
+    """Importing ortlab takes less than 0.3 s.
+
+    The best of three counts, as the machine may be busy.
+    """
     script = (
         "import sys, time; start = time.perf_counter(); import ortlab; "
         "took = time.perf_counter() - start; "
@@ -238,7 +244,7 @@ def test_import_is_light() -> None:
 
 
 def test_no_public_name_is_lost_to_a_submodule() -> None:
-    """Importing ortlab.x puts the module in the place of a function ortlab.x."""
+    """No public function has the name of a submodule: importing ortlab.x would replace it."""
     script = (
         "import importlib, json, sys, types\n"
         "for name in json.loads(sys.argv[1]): importlib.import_module(name)\n"
@@ -258,7 +264,7 @@ def test_map_is_true() -> None:
 
 
 def test_map_is_complete() -> None:
-    """Every folder of the package has a line, and every file of its root."""
+    """Every folder of the package and every file of its root has a line in the map."""
     paths = code_map()
     for file in tracked("ortlab"):
         folder, _, name = file.rpartition("/")
@@ -280,7 +286,7 @@ def test_the_pages_of_commands_are_current() -> None:
 
 
 def test_what_is_public_says_what_it_is() -> None:
-    """All that has a place on the pages of the API."""
+    """Everything on the pages of the API has a docstring."""
     assert reference.without_docstring() == []
     text = "".join(reference.pages().values())
     assert "### Run.apply" in text, "methods of results"
@@ -309,12 +315,12 @@ MEASUREMENTS = sorted(
 
 @pytest.mark.parametrize("path", MEASUREMENTS, ids=lambda path: path.stem)
 def test_a_measurement_is_importable(path: Path) -> None:
-    """Nothing else runs them between one release and the next."""
+    """Each benchmark can be imported; nothing else runs them between two releases."""
     importlib.import_module(f"tests.bench.{path.stem}")
 
 
 def test_readme_pictures_are_those_that_are_taken() -> None:
-    """Each is stored, small, of a page's width at most, and one of `pictures.PICTURES`."""
+    """Each picture is stored, small, at most one page wide, and one of `pictures.PICTURES`."""
     text = "".join(path.read_text() for path in documents())
     shown = re.findall(r"!\[[^\]]{30,}\]\((?:\.\./)?([^)]+)\)", text)
     assert text.count("![") == len(shown), "each says what is to be seen"

@@ -1,4 +1,4 @@
-"""The tutorials, executed whole in a kernel of their own."""
+"""Tests of the tutorials, each executed completely in its own kernel."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def executed(stem: str) -> Executed:
 
 
 def number(notebook: Executed, pattern: str) -> float:
-    """The number that the first group of `pattern` finds in the outputs."""
+    """Return the number that the first group of `pattern` matches in the outputs."""
     found = re.search(pattern, notebook.printed(), re.MULTILINE)
     assert found, f"no output matches {pattern!r}"
     return float(found.group(1))
 
 
 LONG = ("07_gpt2_code_completion", "08_question_answering", "09_bert_pretraining")
-"""Those that train for a minute and more."""
+"""Tutorials that train for a minute or more."""
 
 
 def tutorials() -> list[object]:
-    """All of them, the long ones for the night."""
+    """Return all tutorials as parameters; the long ones run only at night."""
     return [
         pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] if path.stem in LONG else [])
         for path in NOTEBOOKS
@@ -40,7 +40,7 @@ def tutorials() -> list[object]:
 
 @pytest.mark.parametrize("path", tutorials())
 def test_runs_whole(path: Path, record_property: Callable[[str, object], None]) -> None:
-    """No cell fails, every run finishes on the engine it asked for, within three minutes."""
+    """No cell fails and every run finishes on the engine it requested, within three minutes."""
     notebook = executed(path.stem)
     assert notebook.error is None
     assert [run["state"] for run in notebook.runs] == ["finished"] * len(notebook.runs)
@@ -72,7 +72,7 @@ def test_finetune_bert_beats_the_majority() -> None:
 
 
 def test_graphs_answers_its_questions() -> None:
-    """What the text says of the figures is so, and all five pictures stay in the saved page."""
+    """The statements of the text about the figures hold; the saved page has all five pictures."""
     notebook = executed("03_graphs")
     printed = notebook.printed()
     products = dict(re.findall(r"^(fc\d) +Gemm +(.*)$", printed, re.MULTILINE))
@@ -120,7 +120,7 @@ def test_turn_the_knobs_changes_a_run_and_settles_on_settings() -> None:
 
 
 def test_zero_trains_the_same_and_holds_what_the_paper_says() -> None:
-    """The losses of one process at every stage, on the way there and back; 16 bytes a parameter."""
+    """Losses are those of one process at each stage and after changes; 16 bytes a parameter."""
     notebook = executed("05_zero")
     printed = notebook.printed()
     assert number(notebook, r"two workers beside one process: (\S+)") < 1e-5
@@ -134,7 +134,8 @@ def test_zero_trains_the_same_and_holds_what_the_paper_says() -> None:
         assert float(differs) < 1e-5, stage
         least, most = sorted(int(size) * 2**20 / parameters for size in sizes)
         assert least == pytest.approx(each, rel=0.05)
-        # The gradient of the word embeddings, half of all, is whole until it has been reduced.
+        # The gradient of the word embeddings, half of all gradients, is whole until it has been
+        # reduced.
         assert most == pytest.approx(each, rel=0.05) or (stage == "2" and most < 12 * 1.05)
     changed = re.findall(r"^after step \d+: (.*), [\d.]+ s$", printed, re.MULTILINE)
     assert changed == [
@@ -204,7 +205,7 @@ def test_bert_learns_in_two_phases_and_jumps_between_them() -> None:
 
 
 def written(folder: Path, *sources: str) -> Path:
-    """A notebook of these cells."""
+    """Write a notebook with these cells and return its path."""
     path = folder / "written.ipynb"
     blank: dict[str, object] = {
         "cell_type": "code",
@@ -220,7 +221,7 @@ def written(folder: Path, *sources: str) -> Path:
 
 
 def test_a_failed_cell_fails_the_notebook(tmp_path: Path) -> None:
-    """What the demo without a browser goes by; what ran before the failure is kept."""
+    """A failed cell fails the notebook and the headless demo; earlier output is kept."""
     notebook = execute(written(tmp_path, "print('so far')", "1 / 0", "print(2)"))
     assert notebook.failed
     assert "ZeroDivisionError" in str(notebook.error)
@@ -234,7 +235,7 @@ def test_a_dead_kernel_fails_the_notebook(tmp_path: Path) -> None:
 
 
 def test_a_failed_run_fails_the_notebook(tmp_path: Path) -> None:
-    """Even when no cell waits for it."""
+    """A failed run fails the notebook, even when no cell waits for it."""
     notebook = execute(
         written(
             tmp_path,

@@ -1,4 +1,4 @@
-"""The one door: which models are wrapped, which are left and why, what unwrapping gives back."""
+"""Tests of the session: which models are wrapped or skipped and why, and how they are unwrapped."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ortlab.utils.tables import Column, Table
 from tests.support import reference
 from tests.support.waiting import HANGS_S
 
-# torch.compile wraps without compiling before the first call, so it is the quick engine whose
-# wrapper is another object than the model.
+# torch.compile does not compile before the first call. It is therefore the fast engine whose
+# wrapper is an object other than the model.
 WRAPPING = EngineSettings(engine="compile")
 
 
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class MarginLoss(nn.Module):
-    """A loss with weights of its own, as metric learning has them."""
+    """A loss with weights of its own, as in metric learning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class MarginLoss(nn.Module):
 
 @pytest.fixture(params=ENGINES)
 def settings(request: pytest.FixtureRequest) -> EngineSettings:
-    """Every engine in turn; one that this machine lacks is skipped and says what is missing."""
+    """Return the settings of each engine; skip with the reason if this machine lacks the engine."""
     try:
         engine(request.param)
     except EngineUnavailable as error:
@@ -71,7 +71,7 @@ def session() -> Session:
 
 
 def bind(session: Session, *names: str, settings: EngineSettings = WRAPPING, **values: Any) -> Any:
-    """What a cell does that binds `values`; `names` are those after ``%%ort``."""
+    """Simulate a cell that binds `values`; `names` are the names after ``%%ort``."""
     namespace = session.wrapped.namespace
     assert namespace is not None
     namespace.update(values)
@@ -112,7 +112,7 @@ def test_two_names_share_one_wrapper_and_both_come_back(session: Session) -> Non
     assert names is not None
     assert names["model"] is names["alias"] is not model
     names["later"] = names["model"]
-    shown = names["_12"] = names["model"]  # where IPython keeps a cell's value
+    shown = names["_12"] = names["model"]  # IPython keeps a cell's value under this name
     assert session.wrapped.table()[0].name == "model, alias, later"
     session.wrapped.unwrap(names["later"])
     assert names["_12"] is shown
@@ -276,7 +276,7 @@ def test_a_cell_that_runs_again_gives_the_old_model_back(
 def test_what_was_left_and_is_wrapped_by_name_is_left_no_more(session: Session) -> None:
     bind(session, margin=MarginLoss())
     assert reasons(session) == {"margin": "is a loss (MarginLoss)"}
-    session.wrapped.namespace = None  # as in a script, where nothing tells what names hold
+    session.wrapped.namespace = None  # as in a script, which has no namespace to search
     session.bind_cell({"margin": MarginLoss()}, ["margin"], ["margin"], WRAPPING)
     assert reasons(session) == {}
 
@@ -492,7 +492,7 @@ def test_the_session_and_a_tracker_say_how_they_stand(session: Session) -> None:
 
 @pytest.fixture
 def data() -> Iterator[list[Any]]:
-    """Batches for `Net`; the runs that were started on them are ended afterwards."""
+    """Yield batches for `Net`; stop the runs that were started on them afterwards."""
     yield [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]
     for run in the_session.runs:
         run.stop()
@@ -513,7 +513,7 @@ def test_finetune_trains_the_user_s_model_in_place(settings: EngineSettings, dat
         assert not torch.equal(before, model.head.weight)
         assert ortlab.list_runs()[0].name == run.name
         assert run.name in repr(ortlab.list_runs(limit=1))
-        if wrapped and settings.engine == "ort":  # the run went on with the wrapper's own graphs
+        if wrapped and settings.engine == "ort":  # the run used the wrapper's own graphs
             assert ortlab.models()[-1].export_s > 0
     assert (run.folder / "checkpoints").is_dir()
 

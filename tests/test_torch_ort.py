@@ -1,4 +1,4 @@
-"""The drop-in for torch_ort: scripts in its documented form, unchanged but for the import line."""
+"""Tests of the torch_ort replacement: documented scripts, unchanged except for the import line."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ortlab.torch_ort import DebugOptions, LogLevel, ORTModule, load_from_json, 
 from tests.support.waiting import HANGS_S
 from tests.zoo.dropout import drawn_by_ort
 
-# The training loop of torch_ort's documentation and of ONNX Runtime's MNIST sample, on
-# scikit-learn's digits, of which nothing has to be downloaded.
+# The training loop of torch_ort's documentation and of ONNX Runtime's MNIST sample, applied to
+# scikit-learn's digits, which need no download.
 SCRIPT = """
 import argparse
 import json
@@ -143,7 +143,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(autouse=True)
 def _needs_ort() -> None:
-    """Skips with its reason where ORT cannot run."""
+    """Skip the test with the reason where ORT cannot run."""
     try:
         engine("ort")
     except EngineUnavailable as error:
@@ -181,7 +181,7 @@ X = torch.linspace(-1, 1, 24).reshape(3, 8)
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., tuple[Any, str]]:
-    """Runs the script in a process and a folder of its own; what it prints, and standard error."""
+    """Return a function that runs the script in a new process and returns its result and stderr."""
     path = tmp_path / "mnist.py"
 
     def run(*arguments: str, environment: dict[str, str] | None = None) -> tuple[Any, str]:
@@ -232,7 +232,7 @@ def test_a_script_saves_its_graphs(script: Callable[..., tuple[Any, str]], tmp_p
 
 
 def test_data_parallel(tmp_path: Path) -> None:
-    """Two processes over gloo: the weights of both are those of eager torch's two processes."""
+    """Two processes over gloo have the same weights as two processes of eager torch."""
     for kind in ("ort", "torch"):
         ranks = [
             subprocess.Popen([sys.executable, "-c", DISTRIBUTED, str(rank), str(tmp_path), kind])
@@ -317,7 +317,7 @@ def test_dropout_follows_torchs_seed() -> None:
     torch.manual_seed(7)
     first = model(X)
     assert not torch.equal(model(X), first)
-    set_seed(7)  # of ORT's own, which draws on a GPU
+    set_seed(7)  # seeds ORT's own generator, which is used on a GPU
     assert not torch.equal(model(X), first)
     torch.manual_seed(7)
     assert torch.equal(model(X), first)
@@ -327,14 +327,14 @@ def test_set_seed_restarts_ort_s_own() -> None:
     draw = drawn_by_ort(None)
     masks = []
     for seed in (7, 7, 0):
-        set_seed(seed)  # of 0 and 1 ORT's generator makes the same numbers
+        set_seed(seed)  # ORT's generator draws the same numbers for the seeds 0 and 1
         masks.append([draw((4, 16), 0.5) for _ in range(2)])
     assert all(map(torch.equal, masks[0], masks[1]))
     assert not any(torch.equal(*pair) for pair in masks)
 
 
 def test_the_seed_that_torch_has_when_ort_comes_repeats_no_mask() -> None:
-    """Of 0, as of any other: ORT's import takes torch's."""
+    """The first masks differ even if torch's seed is 0 when ORT is imported and takes it over."""
     script = (
         "import torch; torch.manual_seed(0)\n"
         "from ortlab.engines.ortmodule import compat; compat.ortmodule()\n"
@@ -380,7 +380,7 @@ def test_options_from_json(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyP
     model(X)
     managers = [export.manager for export in execution_of(model).exports()]
     assert sorted(m._runtime_options.onnx_opset_version for m in managers) == [15, 16]
-    entry = ortlab.session.session.wrapped.entry(model)  # what a run of the model begins with
+    entry = ortlab.session.session.wrapped.entry(model)  # a run of the model starts with it
     assert entry is not None
     assert entry.settings.opset == 16
     with pytest.raises(ValueError, match="not wrapped by engine 'ort'"):

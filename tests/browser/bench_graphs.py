@@ -1,9 +1,9 @@
-"""How soon the graphs are on the page: ``python -m tests.browser.bench_graphs``.
+"""Benchmark of how soon graphs are on the page: ``python -m tests.browser.bench_graphs``.
 
 BERTs of three depths are wrapped and called once; then a cell shows their gradient graph in
-JupyterLab in a headless Chromium. Milliseconds from the command to the paint of what is waited
-for: the outline, the folded graph as it opens, and the whole graph, every node laid out. Exits 1
-when the best of three is above its limit: others may be using the machine.
+JupyterLab in a headless Chromium. Measured are the milliseconds from the command to the paint of
+the awaited element: the outline, the folded graph as it opens, and the whole graph with every node
+laid out. Exits with 1 if the best of three is above its limit, as the machine may be busy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GRAPH = """(() => {
     const panes = [...document.querySelectorAll('.ortlab-pane')];
     return panes.length > 0 && panes.every(pane => pane.dataset.drawn);
 })()"""
-# The clock runs in the page, from the command until a frame after what is waited for is there.
+# The clock runs in the page, from the command until one frame after the awaited element is there.
 MEASURE = """async ([code, there]) => {
     const notebook = window.panel.content;
     window.jupyterapp.shell.activateById(window.panel.id);
@@ -56,7 +56,7 @@ UNFOLDED = "graphview.show(ortlab.graphs(model), folded=False)"
 
 @dataclass(frozen=True)
 class Case:
-    """A graph, what is waited for and how long it may take."""
+    """A graph, the element to wait for and its time limit."""
 
     layers: int
     width: int
@@ -77,7 +77,7 @@ TIMES = 3
 
 
 def measure(page: Page, lab: Lab, case: Case) -> tuple[int, list[float]]:
-    """The graph's nodes, and the milliseconds of each time."""
+    """Return the number of nodes of the graph and the milliseconds of each repetition."""
     setup = SETUP.format(layers=case.layers, width=case.width)
     write_notebook(lab.root / "bench.ipynb", [setup, ""])
     book = Notebook(page, lab, "bench.ipynb")

@@ -1,9 +1,9 @@
-"""What one update of the charts costs: ``python -m tests.browser.bench_update``.
+"""Benchmark of one update of the charts: ``python -m tests.browser.bench_update``.
 
-A real kernel shows a run; a subscriber of its own on the kernel's iopub channel counts every byte
-of every frame of each update. The kernel times its updates: the thread that makes them alone, and
-the whole process less the same loop without a view.
-Exits 1 when an update is above 2 ms of kernel CPU (all its threads) or 1 KB on the wire.
+A real kernel shows a run; a separate subscriber on the kernel's iopub channel counts every byte of
+every frame of each update. The kernel times its updates: the updating thread alone, and the whole
+process minus the same loop without a view. Exits with 1 if an update takes more than 2 ms of kernel
+CPU time (all its threads) or 1 KB on the wire.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 from jupyter_client.manager import start_new_kernel
 
-# Around which step, and in how many updates of how many steps.
+# (first step, number of updates, steps per update)
 CASES = ((100, 60, 3), (100_000, 200, 12))
 LIMIT_MS, LIMIT_BYTES = 2.0, 1024
 
@@ -80,7 +80,7 @@ print("RESULT " + json.dumps([own, (whole - without) / {updates}]), flush=True)
 
 
 def measure(step: int, updates: int, per_update: int, *, cuda: bool) -> dict[str, float]:
-    """Milliseconds and bytes of an update around `step`."""
+    """Return the milliseconds and bytes of an update around `step`."""
     manager, client = start_new_kernel(stderr=subprocess.DEVNULL)
     subscriber = zmq.Context.instance().socket(zmq.SUB)
     subscriber.connect(f"tcp://127.0.0.1:{manager.get_connection_info()['iopub_port']}")
@@ -119,7 +119,7 @@ def _run(client: Any, code: str) -> str:
 
 
 def _update_sizes(subscriber: zmq.Socket[bytes]) -> list[int]:
-    """Bytes of all frames of each update after the mark BEGIN."""
+    """Return the bytes of all frames of each update after the mark BEGIN."""
     sizes: list[int] = []
     while subscriber.poll(500):
         frames = subscriber.recv_multipart()

@@ -1,4 +1,4 @@
-"""A Chromium and a JupyterLab for the tests of this folder."""
+"""Fixtures of the browser tests: a Chromium and a JupyterLab."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from tests.support.waiting import HANGS_S
 expect.set_options(timeout=1000 * HANGS_S)
 
 LAST_WORDS = "Canceled future for create_subshell_request message before replies were done"
-"""JupyterLab's own unhandled rejection, where a kernel ends that was just asked for a subshell (it
-asks for one when a page's widgets come back)."""
+"""JupyterLab's own unhandled rejection when a kernel ends just after a subshell was requested. It
+requests one when a page's widgets are restored.
+"""
 NOTEBOOKS_OWN = "/static/notebook/notebook_core."
-"""Notebook 7.6's own script, which reads the schema of settings that it lacks: on every page, an
-empty notebook's too."""
+"""Notebook 7.6's own script, which reads the schema of settings that it does not have, on every
+page, even with an empty notebook.
+"""
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
 @pytest.fixture(scope="session")
 def installed() -> str:
-    """Chromium's path; without one the test is skipped, or fails where one is required."""
+    """Return Chromium's path; without one, skip the test, or fail where a browser is required."""
     path = find()
     if path is None:
         reason = "no Chromium found: apt-get install chromium, or `make test BROWSER=install`"
@@ -47,9 +49,9 @@ def installed() -> str:
 
 @pytest.fixture(scope="module")
 def chromium(installed: str) -> Iterator[Browser]:
-    """A headless Chromium.
+    """Start a headless Chromium.
 
-    No longer than a module: Playwright keeps an event loop running, in which no other can run.
+    Its scope is one module: Playwright keeps an event loop running, in which no other can run.
     """
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=installed, args=CHROMIUM_ARGUMENTS)
@@ -59,14 +61,14 @@ def chromium(installed: str) -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def lab(installed: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """One server for all tests; every test has a notebook, a page and a kernel of its own."""
+    """Start one server for all tests; every test has its own notebook, page and kernel."""
     with Lab(tmp_path_factory.mktemp("notebooks")) as server:
         yield server
 
 
 @pytest.fixture
 def page(chromium: Browser) -> Iterator[Page]:
-    """A fresh page whose script errors fail the test."""
+    """Open a fresh page whose script errors fail the test."""
     context = chromium.new_context(viewport={"width": 1280, "height": 1000})
     context.set_default_timeout(1000 * HANGS_S)
     page = context.new_page()
@@ -81,7 +83,7 @@ def page(chromium: Browser) -> Iterator[Page]:
 
 @pytest.fixture
 def notebook(lab: Lab, page: Page, request: pytest.FixtureRequest) -> Iterator[Opens]:
-    """Writes a notebook of these cells and opens it; its kernel ends with the test."""
+    """Return a function that writes a notebook and opens it; its kernel ends with the test."""
     books: list[Notebook] = []
 
     def opened(cells: Sequence[str]) -> Notebook:
@@ -97,7 +99,7 @@ def notebook(lab: Lab, page: Page, request: pytest.FixtureRequest) -> Iterator[O
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, Any]:
-    """Keeps what the page showed when a test failed; tells what cells said, and kernels were at."""
+    """Save a screenshot of a failed test; report cell outputs and the kernels' threads."""
     report = yield
     arguments = getattr(item, "funcargs", {})
     page, lab = arguments.get("page"), arguments.get("lab")
@@ -112,7 +114,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def screenshot(request: pytest.FixtureRequest, page: Page) -> Takes:
-    """Keeps what the page shows under build/screenshots, to be looked at."""
+    """Return a function that saves a screenshot of the page under build/screenshots."""
 
     def take(name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "checkForUpdates": False,
         "doNotDisturbMode": True,
     },
-    # Every cell with its output is in the page, seen or not.
+    # Every cell with its output is in the page, visible or not.
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
 }
@@ -70,11 +70,11 @@ SAID = """() => {
         `[${cell.model.executionCount ?? '*'}] `
         + cell.model.outputs.toJSON().map(one).join('\\n'))].join('\\n');
 }"""
-"""Every output as text, other types by name: what a failed test's report has beside its picture."""
+"""Every output as text, other types by name, for the report of a failed test."""
 
 
 class Lab:
-    """A JupyterLab server on loopback whose settings and data are its own."""
+    """A JupyterLab server on loopback with its own settings and data."""
 
     module = "jupyterlab"
     options: tuple[str, ...] = (
@@ -86,7 +86,7 @@ class Lab:
     def __init__(
         self, root: Path, *, theme: str | None = None, without: Sequence[str] = ()
     ) -> None:
-        """`without` are names of JupyterLab's own plugins that are switched off."""
+        """Start the server; `without` names JupyterLab plugins to disable."""
         self.root = root
         self._temporary = tempfile.TemporaryDirectory(prefix="ortlab-lab-")
         self._folder = Path(self._temporary.name)
@@ -114,7 +114,7 @@ class Lab:
                 *("--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"),
                 f"--IdentityProvider.token={self._token}",
                 f"--ServerApp.root_dir={self.root}",
-                PRIVATE,  # as `make demo` has it
+                PRIVATE,  # as in `make demo`
                 *self.options,
             ],
             env=self._environment(),
@@ -128,7 +128,7 @@ class Lab:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # asked politely it shuts its kernels down
+        with contextlib.suppress(OSError):  # the server shuts its kernels down on this request
             self._request("/api/shutdown", method="POST")
         try:
             self._process.wait(15)
@@ -140,15 +140,18 @@ class Lab:
 
     @property
     def home(self) -> str:
-        """Where a browser begins that is led to no file."""
+        """Return the address at which a browser starts without a file."""
         return f"{self._url}/?token={self._token}"
 
     def address(self, path: str) -> str:
-        """Where a browser opens the file `path`, in a workspace that nobody used before."""
+        """Return the address that opens the file `path` in a new workspace."""
         return f"{self._url}/lab/workspaces/{secrets.token_hex(4)}/tree/{path}?token={self._token}"
 
     def threads(self) -> str:
-        """Where every thread of the kernels is. It ends them: for a test that has failed."""
+        """Return the stacks of all threads of the kernels.
+
+        Ends the kernels; meant for failed tests.
+        """
         path = self._folder / "lab.log"
         before = path.stat().st_size
         kernels = psutil.Process(self._process.pid).children()
@@ -199,13 +202,13 @@ class Lab:
 
 
 class Notebook7(Lab):
-    """The same of Jupyter Notebook 7, which has one notebook on a page."""
+    """A Jupyter Notebook 7 server, which shows one notebook per page."""
 
     module = "notebook"
     options = ("--JupyterNotebookApp.expose_app_in_browser=True",)
 
     def address(self, path: str) -> str:
-        """Where a browser opens the file `path`."""
+        """Return the address that opens the file `path`."""
         return f"{self._url}/notebooks/{path}?token={self._token}"
 
 
@@ -221,21 +224,21 @@ class Notebook:
         page.wait_for_function(IDLE)
 
     def start(self) -> None:
-        """Runs all cells; does not wait for them."""
+        """Run all cells without waiting for them."""
         self._command("notebook:run-all-cells", wait=False)
 
     def run(self) -> None:
-        """Runs all cells and waits for them; AssertionError shows what one raised."""
+        """Run all cells and wait for them; raise AssertionError with the error of a cell."""
         self._command("notebook:run-all-cells")
         self.check()
 
     def check(self) -> None:
-        """AssertionError shows what a cell has raised so far."""
+        """Raise AssertionError with the errors that cells have raised so far."""
         raised = [o for cell in self.outputs() for o in cell if o["output_type"] == "error"]
         assert not raised, "\n".join(f"{o['ename']}: {o['evalue']}" for o in raised)
 
     def view(self) -> Locator:
-        """The charts on the page, once all four are drawn; AssertionError when a cell raised."""
+        """Return the charts once all four are drawn; raise AssertionError if a cell failed."""
         self.page.wait_for_function(
             """() => document.querySelectorAll('.ortlab-run canvas').length === 4
                 || document.querySelector('[data-mime-type="application/vnd.jupyter.stderr"]')"""
@@ -244,13 +247,13 @@ class Notebook:
         return self.page.locator(".ortlab-run")
 
     def reload(self) -> None:
-        """The page forgets everything and opens the saved notebook again; the kernel goes on."""
+        """Save the notebook and reload the page; the kernel keeps running."""
         self.save()
         self.page.reload()
         self.page.wait_for_function(OPENED, arg=self._path, timeout=1000 * HANGS_S)
 
     def run_next(self, code: str) -> None:
-        """Appends a cell with this code and runs it; does not wait for it."""
+        """Append a cell with this code and run it without waiting for it."""
         self.page.evaluate(
             """async code => {
                 const app = window.jupyterapp, notebook = window.panel.content;
@@ -264,7 +267,7 @@ class Notebook:
         )
 
     def run_cell(self, index: int) -> None:
-        """Runs one cell again and waits for it; AssertionError shows what it raised."""
+        """Run one cell again and wait for it; raise AssertionError with its error."""
         self.page.evaluate(
             """async index => {
                 const app = window.jupyterapp;
@@ -277,30 +280,30 @@ class Notebook:
         self.check()
 
     def outputs(self) -> list[list[dict[str, Any]]]:
-        """The outputs of every code cell as they would be saved."""
+        """Return the outputs of every code cell as they would be saved."""
         found: list[list[dict[str, Any]]] = self.page.evaluate(OUTPUTS)
         return found
 
     def cell(self, index: int) -> Locator:
-        """The cell on the page."""
+        """Return the cell on the page."""
         return self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell").nth(index)
 
     def save(self) -> nbformat.NotebookNode:
-        """Saves the notebook and reads the file back."""
+        """Save the notebook and read the file back."""
         self._command("docmanager:save")
         return nbformat.read(self._file, as_version=4)
 
     def theme(self, name: str) -> None:
-        """Switches JupyterLab's theme as its menu does."""
+        """Switch JupyterLab's theme as its menu does."""
         self._command("apputils:change-theme", {"theme": name})
 
     def close(self) -> None:
-        """Ends the kernel; in the light, whatever the theme was."""
+        """End the kernel and switch back to the light theme."""
         self.theme("JupyterLab Light")
         self.page.evaluate("() => window.panel.sessionContext.shutdown()")
 
     def _command(self, name: str, options: Any = None, *, wait: bool = True) -> None:
-        # Commands act on the panel in front, so this one is put there in the same tick.
+        # Commands act on the panel in front, so this panel is activated in the same tick.
         self.page.evaluate(
             """([name, options, wait]) => {
                 window.jupyterapp.shell.activateById(window.panel.id);
@@ -312,13 +315,13 @@ class Notebook:
 
 
 Opens = Callable[[Sequence[str]], Notebook]
-"""The fixture `notebook`."""
+"""Type of the fixture `notebook`."""
 Takes = Callable[[str], None]
-"""The fixture `screenshot`."""
+"""Type of the fixture `screenshot`."""
 
 
 def write_notebook(path: Path, cells: Sequence[str]) -> None:
-    """A notebook of code cells for the Python that runs the tests."""
+    """Write a notebook of code cells for the Python that runs the tests."""
     notebook = nbformat.v4.new_notebook()
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
     notebook.cells = [nbformat.v4.new_code_cell(source) for source in cells]

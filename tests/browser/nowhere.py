@@ -1,8 +1,8 @@
-"""A network that leads nowhere, and what was sent into it. Linux, as root.
+"""A network without a way out, which records all outgoing traffic. Needs Linux and root.
 
 The calling thread, and all processes and threads that it starts meanwhile, are in a network
-namespace with a loopback of its own and one way out: a TUN device (network_namespaces(7), the
-kernel's documentation of tuntap). Every packet that would leave the machine is read there.
+namespace with its own loopback and one way out: a TUN device (network_namespaces(7), the kernel's
+documentation of tuntap). Every packet that would leave the machine is read there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 UDP = 17
 OWN, CANARY = "198.51.100.2", "192.0.2.1"
-"""Addresses for documentation (RFC 5737), which nobody has."""
+"""Addresses reserved for documentation (RFC 5737), which belong to nobody."""
 
 
 class Nowhere:
-    """What was to leave the machine, and the names that were asked of a resolver on it."""
+    """The packets that would have left the machine, and the names looked up by DNS."""
 
     def __init__(self) -> None:
         self._sent: list[str] = []
@@ -42,7 +42,7 @@ class Nowhere:
             "route add default dev nowhere",
         ):
             subprocess.run(["ip", *command.split()], check=True)
-        # A resolver on loopback would answer for the network: here it is this socket.
+        # A resolver on loopback would answer in place of the network; this socket replaces it.
         self._resolver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._resolver.bind(("", 53))
         for read in (self._read_packets, self._read_questions):
@@ -55,7 +55,7 @@ class Nowhere:
             time.sleep(0.01)
 
     def sent(self) -> list[str]:
-        """Each packet and each question since the beginning, its own canary left out."""
+        """Return each packet and each lookup since the beginning, without the canary's."""
         return [each for each in self._sent if CANARY not in each]
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Nowhere:
         os.close(self._tun)
 
     def _read_packets(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the device is closed
             while True:
                 self._sent.append(_described(os.read(self._tun, 65536)))
 
@@ -77,9 +77,9 @@ class Nowhere:
 
 
 def _described(packet: bytes) -> str:
-    """Protocol, address and port of an IP packet, and the name that a question is about."""
+    """Return protocol, address and port of an IP packet, and the name that a DNS query asks for."""
     if packet[0] >> 4 != 4:
-        # The kernel's own greetings to routers and groups, of which a new device has some.
+        # The kernel itself sends multicasts to routers and groups, some of them for a new device.
         to = ipaddress.IPv6Address(packet[24:40])
         return f"IPv6 to {to}" if not to.is_multicast else f"multicast to {to}, {CANARY}"
     body = packet[(packet[0] & 15) * 4 :]
@@ -90,13 +90,13 @@ def _described(packet: bytes) -> str:
 
 
 def _name(question: bytes) -> str:
-    """The name in a DNS message (RFC 1035, 4.1.2)."""
+    """Return the name in a DNS message (RFC 1035, 4.1.2)."""
     return ".".join(part.decode(errors="replace") for part in re.findall(rb"[\w-]{2,}", question))
 
 
 @contextlib.contextmanager
 def nowhere() -> Iterator[Nowhere]:
-    """What this thread starts meanwhile has no other network than this one."""
+    """Restrict everything that this thread starts meanwhile to this network."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:

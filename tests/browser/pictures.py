@@ -1,7 +1,7 @@
 """README.md's pictures, taken in JupyterLab: ``python -m tests.browser.pictures [FOLDER]``.
 
 Runs `CELLS` in a headless Chromium, in the light theme on a page of 1280 pixels, and writes each of
-`PICTURES` as a PNG of 256 colours into notebooks/images, or into FOLDER.
+`PICTURES` as a PNG of 256 colors into notebooks/images, or into FOLDER.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.support.chromium import find
 
 FOLDER = Path(__file__).parents[2] / "notebooks" / "images"
 WIDTH, HEIGHT = 1280, 1500
-"""Of the page; no view is as high."""
+"""Size of the page; it is higher than any view."""
 MOST_BYTES = 150_000
-"""Of one picture."""
+"""Size limit of one picture."""
 COLOURS = 256
 LONG_MS = 300_000
-"""For what trains, on a busy machine."""
+"""Timeout of training on a busy machine."""
 CELLS = [
     "%load_ext ortlab\nimport ortlab\nfrom transformers import BertConfig\n"
     "from transformers import BertForSequenceClassification as Bert",
@@ -46,7 +46,7 @@ CELLS = [
     "ortlab.open_run(3).tag('bf16')",
     "%ort runs",
 ]
-"""A first run, its graphs, its settings, a race and the history: of a BERT with random weights."""
+"""A first run, its graphs, its settings, a race and the history, of a BERT with random weights."""
 PICTURES = {
     "charts": (3, ".ortlab-run"),
     "graph": (5, ".ortlab-graph"),
@@ -54,11 +54,11 @@ PICTURES = {
     "race": (7, "[data-ortlab-search]"),
     "runs": (9, ".ortlab-history"),
 }
-"""By name: the cell that shows it, and what of its output."""
+"""For each picture, the cell that shows it and the selector of the element in its output."""
 
 
 def take(page: Page, book: Notebook, folder: Path) -> None:
-    """Writes `PICTURES`; AssertionError where a cell raised or a view is not there."""
+    """Write `PICTURES`; raise AssertionError if a cell failed or a view is missing."""
 
     def shown(name: str) -> Locator:
         cell, selector = PICTURES[name]
@@ -66,19 +66,19 @@ def take(page: Page, book: Notebook, folder: Path) -> None:
 
     book.start()
     run = shown("charts")
-    # The run is live, and its lines are to be seen.
+    # The run must be live, with visible curves.
     page.wait_for_function(
         "() => Number(document.querySelector('.ortlab-chart')?.dataset.points) > 60",
         timeout=LONG_MS,
     )
     book.check()
     save(run, folder / "charts.png")
-    expect(run.get_by_role("button", name="Stop")).to_be_visible()  # and so it was in the picture
+    expect(run.get_by_role("button", name="Stop")).to_be_visible()  # as it was in the picture
     expect(shown("runs").locator("tbody tr")).to_have_count(3, timeout=LONG_MS)
     book.check()
     expect(shown("race")).to_contain_text("is fastest with")
     graph = shown("graph")
-    graph.scroll_into_view_if_needed()  # what nobody sees, the browser does not draw
+    graph.scroll_into_view_if_needed()  # the browser does not draw invisible elements
     expect(graph.locator(".ortlab-pane[data-drawn]").first).to_be_visible(timeout=60_000)
     expect(graph.locator(".ortlab-pane:not([data-drawn])")).to_have_count(0, timeout=60_000)
     for name in ("graph", "panel", "race", "runs"):
@@ -86,7 +86,7 @@ def take(page: Page, book: Notebook, folder: Path) -> None:
 
 
 def save(view: Locator, path: Path) -> None:
-    """What is seen of `view`, with as many colours as make a small file."""
+    """Save a picture of the visible `view`, with few enough colors for a small file."""
     view.scroll_into_view_if_needed()
     with Image.open(io.BytesIO(view.screenshot())) as picture:
         few = picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
@@ -97,7 +97,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryDirectory() as root:
-        os.environ["ORTLAB_HOME"] = kept  # the history has this notebook's runs alone
+        os.environ["ORTLAB_HOME"] = kept  # so that the history has only this notebook's runs
         with Lab(Path(root), theme="JupyterLab Light") as lab, sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=find(), args=CHROMIUM_ARGUMENTS)
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})

@@ -1,8 +1,8 @@
 """Pictures of the tutorials in JupyterLab: ``python -m tests.browser.screenshots [THEME]``.
 
 Runs every notebook in a headless Chromium and writes into build/screenshots NAME-done.png, the
-whole notebook, and where it trains NAME-live.png and NAME-charts.png, taken meanwhile. Exits 1 when
-a cell raised.
+whole notebook, and where it trains NAME-live.png and NAME-charts.png, taken while it runs. Exits
+with 1 if a cell raised.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WHOLE_HEIGHT = """() => {
 
 
 def take(browser: Browser, lab: Lab, tutorial: Path) -> None:
-    """The pictures of one notebook."""
+    """Take the pictures of one notebook."""
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
     shutil.copy(tutorial, lab.root)
     shutil.copytree(tutorial.parent / "data", lab.root / "data", dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""Where JupyterLab begins on Binder: at the index of the tutorials, which names each."""
+"""Test of the start page on Binder: JupyterLab opens the index of the tutorials."""
 
 from __future__ import annotations
 
@@ -30,4 +30,4 @@ def test_it_begins_at_the_index(
         screenshot("binder-index-light")
         for path in (ROOT / "notebooks").glob("*.ipynb"):
             expect(index.locator(f"a[href*='{path.name}']").first).to_be_visible()
-        page.goto("about:blank")  # else it would tell of the server's end
+        page.goto("about:blank")  # otherwise the page would report that the server has ended

@@ -1,4 +1,4 @@
-"""The charts in JupyterLab: a person opens a notebook, watches, clicks, saves."""
+"""Tests of the charts in JupyterLab: a person opens a notebook, watches, clicks, saves."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ while not run.over():
 print("state:", run.status().state)
 """
 STEP_S = 0.2
-REACTION_S = 1.0 + STEP_S  # what a click may take: a second and the step in flight
+REACTION_S = 1.0 + STEP_S  # limit of the reaction to a click: one second plus the step in flight
 LONG = f"steps=3000, step_s={STEP_S}, title='line fit'"
 
 
 def step_of(run: Locator) -> int:
-    """The step that the page shows."""
+    """Return the step that the page shows."""
     words = run.locator(".ortlab-numbers").inner_text().split()
     return int(words[words.index("step") + 1].replace(",", ""))
 
 
 def wait_for_step(page: Page, step: int) -> None:
-    """Waits until the page shows this step or a later one."""
+    """Wait until the page shows this step or a later one."""
     page.wait_for_function(
         """step => parseInt(document.querySelector('.ortlab-numbers').textContent
             .match(/step ([\\d,]+)/)[1].replaceAll(',', '')) >= step""",
@@ -52,12 +52,12 @@ def test_points_grow_while_the_cell_waits(notebook: Opens, page: Page, screensho
     grown = "n => Number(document.querySelector('.ortlab-chart').dataset.points) > n + 10"
     for _ in range(3):
         page.wait_for_function(grown, arg=points(run))
-    assert page.locator(".ortlab-value", has_text="tokens").count() == 0  # its label says it
+    assert page.locator(".ortlab-value", has_text="tokens").count() == 0  # shown by its label
     screenshot("live-light")
 
 
 def test_points_grow_while_a_cell_hears_nothing(notebook: Opens, page: Page) -> None:
-    # A loop of the user's own blocks the kernel: it learns of no browser until the cell ends.
+    # The user's own loop blocks the kernel, which does not notice any browser until the cell ends.
     book = notebook([START.format(options="steps=600, interactive=False") + "run.wait_over()"])
     book.start()
     run = book.view()
@@ -82,7 +82,7 @@ def test_a_click_pauses_and_another_goes_on(notebook: Opens, page: Page, screens
     assert took <= REACTION_S
     step = step_of(run)
     screenshot("paused")
-    page.wait_for_timeout(3 * 1000 * STEP_S)  # the time of three steps passes without a step
+    page.wait_for_timeout(3 * 1000 * STEP_S)  # enough time for three steps; none may happen
     assert step_of(run) == step
     run.get_by_role("button", name="Resume").click()
     wait_for_step(page, step + 2)
@@ -152,7 +152,7 @@ def test_a_real_run_is_paused_and_stopped_while_it_is_awaited(
     print(f"{len(updates)} updates, {max(updates)} bytes at most")
     assert len(updates) >= 3
     assert max(updates) <= 1024
-    assert max(paused_s, stopped_s) < 5  # a step takes milliseconds; on a busy machine all does
+    assert max(paused_s, stopped_s) < 5  # a step takes milliseconds; the machine may be busy
     expect(page.locator(".jp-OutputArea img")).to_be_visible()
     page.wait_for_function("() => window.panel.content.widgets[3].model.outputs.length > 0")
     screenshot("finetune-stopped")
@@ -188,7 +188,7 @@ _ = subprocess.Popen(["sh", "-c", still], start_new_session=True)
 
 
 def test_a_kernel_that_says_nothing_is_told(notebook: Opens, page: Page, screenshot: Takes) -> None:
-    """As one that has died; a run that trains would say something every second."""
+    """A silent kernel is reported as dead: a run in training sends a message every second."""
     book = notebook([SILENT])
     book.run_cell(0)
     silence = book.view().locator(".ortlab-silence")
@@ -217,7 +217,7 @@ def test_dark_theme(notebook: Opens, page: Page, screenshot: Takes) -> None:
 
 
 def axis_colour(run: Locator) -> tuple[int, int, int]:
-    """The most opaque colour in the lower left corner of a chart, where tick labels are."""
+    """Return the most opaque color in the lower left corner of a chart, where tick labels are."""
     red, green, blue = (
         run.locator("canvas")
         .nth(2)
@@ -236,7 +236,7 @@ def axis_colour(run: Locator) -> tuple[int, int, int]:
 
 
 def points(run: Locator) -> int:
-    """The rows that a view has."""
+    """Return the number of rows that a view has."""
     return int(run.locator(".ortlab-chart").first.get_attribute("data-points") or 0)
 
 
@@ -251,7 +251,7 @@ def test_a_late_view_gets_the_whole(notebook: Opens, page: Page) -> None:
     assert points(late) >= 150
     ran = "() => Object.keys(globalThis).filter((name) => name.startsWith('ortlab ')).length"
     assert page.evaluate(ran) == 1, "both views are of one module, which is never let go of"
-    # A page that has seen nothing, while the kernel goes on.
+    # A page without any state, while the kernel keeps running.
     book.reload()
     expect(page.locator(".ortlab-run canvas")).to_have_count(8)
     for run in page.locator(".ortlab-run").all():

@@ -1,4 +1,4 @@
-"""The graphs in JupyterLab: a person looks, clicks, searches, folds, saves."""
+"""Tests of the graphs in JupyterLab: a person looks, clicks, searches, folds, saves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHOW = "%ort graph model"
 
 
 def graph(book: Notebook, which: int = 0) -> Locator:
-    """A view on the page, once its panes are drawn; what nobody sees, the browser does not draw."""
+    """Return a view once its panes are drawn; the browser draws only what is scrolled into view."""
     view = book.page.locator(".ortlab-graph").nth(which)
     expect(view).to_be_visible()
     book.check()
@@ -50,7 +50,7 @@ def graph(book: Notebook, which: int = 0) -> Locator:
 
 
 def drawn(view: Locator) -> None:
-    """Waits until all panes of a view are drawn."""
+    """Wait until all panes of a view are drawn."""
     expect(view.locator(".ortlab-pane[data-drawn]").first).to_be_visible()
     expect(view.locator(".ortlab-pane:not([data-drawn])")).to_have_count(0)
 
@@ -60,12 +60,12 @@ def pane(view: Locator, phase: str) -> FrameLocator:
 
 
 def node(frame: FrameLocator, text: str) -> Locator:
-    """A node of the drawing, by what is written on it; netron draws a dot of its own."""
+    """Return a node of the drawing by its label, in which netron draws its own dot character."""
     return frame.locator(".graph-node", has_text=text.replace(".", "\u2024")).first
 
 
 def row(view: Locator, name: str) -> Locator:
-    """A row of the outline by its module's path."""
+    """Return a row of the outline by its module's path."""
     return view.locator("tr", has=view.page.get_by_role("button", name=name, exact=True))
 
 
@@ -88,7 +88,7 @@ def test_a_click_selects_the_partner(notebook: Opens, screenshot: Takes) -> None
     reveal(view, "BiasGelu")
     click(node(forward, "BiasGelu"))
     expect(view.locator(".ortlab-kind")).to_have_text("com.microsoft.BiasGelu")
-    expect(gradient.locator(".graph-node.select")).to_have_count(2)  # of the input, of the bias
+    expect(gradient.locator(".graph-node.select")).to_have_count(2)  # of the input and of the bias
     details = view.locator(".ortlab-details")
     expect(details).to_contain_text("float[2, 8, 128]")
     expect(details).to_contain_text("8 KiB of results")
@@ -100,7 +100,7 @@ def test_a_click_selects_the_partner(notebook: Opens, screenshot: Takes) -> None
 
 
 def test_a_closed_view_leaves_no_graph_in_the_page(notebook: Opens, page: Page) -> None:
-    """JupyterLab keeps the models of widgets that are closed."""
+    """A closed view releases its graph, although JupyterLab keeps the models of closed widgets."""
     book = notebook([MODEL, SHOW])
     book.run()
     watched = page.context.new_cdp_session(page)
@@ -120,7 +120,7 @@ def test_a_closed_view_leaves_no_graph_in_the_page(notebook: Opens, page: Page) 
 
 
 def click(what: Locator) -> None:
-    """Clicks when the page has settled: where a frame was until then, it still takes the click."""
+    """Click once the page has settled: a frame that was there before would still take the click."""
     what.scroll_into_view_if_needed()
     for _ in range(2):
         what.page.evaluate(
@@ -130,7 +130,7 @@ def click(what: Locator) -> None:
 
 
 def reveal(view: Locator, text: str) -> None:
-    """Unfolds what the first hit of a search is in."""
+    """Unfold the module that contains the first hit of a search."""
     view.get_by_role("searchbox").fill(text)
     view.get_by_role("searchbox").press("Enter")
     drawn(view)
@@ -162,7 +162,7 @@ def test_colours(notebook: Opens, page: Page, screenshot: Takes) -> None:
     expect(legend).to_contain_text("fused by ORT from several nodes")
     assert fill(forward) != fill(gradient)
     assert fill(forward) != blue
-    # What is not measured is not offered; once it is, the next view has it.
+    # A measure without data is not offered; once it is profiled, the next view has it.
     book.run_next("%ort profile model --steps 1")
     book.run_next(SHOW)
     expect(page.locator(".ortlab-graph")).to_have_count(2)
@@ -188,7 +188,7 @@ def test_search_and_folding(notebook: Opens, page: Page, screenshot: Takes) -> N
     assert folded < 12
     expect(node(forward, "bert")).to_be_visible()
     search = view.get_by_role("searchbox")
-    search.fill("COM.microsoft.BiasGelu")  # in the operators' names alone
+    search.fill("COM.microsoft.BiasGelu")  # matches only operator names
     hits = view.locator(".ortlab-hits li")
     found = book.outputs()[2][0]["text"].strip()
     expect(view.locator(".ortlab-details")).to_contain_text(f"{found} found")
@@ -203,7 +203,7 @@ def test_search_and_folding(notebook: Opens, page: Page, screenshot: Takes) -> N
     click(hits.first.get_by_role("button"))
     expect(forward.locator(".graph-node.select")).to_contain_text("BiasGelu")
     expect(row(view, "Fold bert.encoder.layer.0.intermediate")).to_be_visible()
-    # The outline folds the graph, and the graph the outline.
+    # The outline folds the graph, and the graph folds the outline.
     click(view.get_by_role("button", name="Fold bert.encoder.layer.0", exact=True))
     expect(node(forward, "layer.0")).to_be_visible()
     expect(forward.locator(".graph-node", has_text="BiasGelu")).to_have_count(0)

@@ -1,4 +1,4 @@
-"""The history in JupyterLab: sorted by a click, searched, live, and there without a kernel."""
+"""Tests of the history in JupyterLab: sorted by a click, searched, live, shown without a kernel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_runs_are_sorted_searched_and_compared(
     expect(page.get_by_alt_text("Curves of run-1, run-2, run-3")).to_be_visible()
     book.check()
     state = table.locator("tbody tr", has_text="run-4").locator("td").nth(1)
-    expect(state).to_have_text("stopped")  # live: the run went on when the table was made
+    expect(state).to_have_text("stopped")  # live: the run was still running when the table was made
 
     def names() -> list[str]:
         return table.locator("tbody tr td:first-child").all_inner_texts()

@@ -1,4 +1,4 @@
-"""Charts, panel and graph view in Notebook 7, as in JupyterLab."""
+"""Tests of charts, panel and graph view in Notebook 7, as in JupyterLab."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BLACK = "rgb(0, 0, 0)"
 
 @pytest.fixture
 def book(installed: str, page: Page, tmp_path: Path) -> Iterator[Notebook]:
-    """A notebook that trains in one cell and shows graphs in the next, open in Notebook 7."""
+    """Open a notebook in Notebook 7 that trains in one cell and shows graphs in the next."""
     cells = [MODEL, FINETUNE, "result = await run", BERT, "%ort graph model"]
     write_notebook(tmp_path / "book.ipynb", cells)
     with Notebook7(tmp_path) as server:
         opened = Notebook(page, server, "book.ipynb")
         yield opened
         opened.close()
-        page.goto("about:blank")  # else it would tell of the server's end
+        page.goto("about:blank")  # otherwise the page would report that the server has ended
 
 
 def test_charts_panel_and_graphs(book: Notebook, page: Page, screenshot: Takes) -> None:

@@ -1,4 +1,4 @@
-"""An exported model that runs in the page itself, in JupyterLab, without any other connection."""
+"""Tests of an exported model that runs in the JupyterLab page itself, without other connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of memory in JupyterLab: names on hover, and what an untrusted notebook shows."""
+"""Tests of the memory picture in JupyterLab: names on hover, and in an untrusted notebook."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ NAMED = """() => {
 
 @pytest.fixture
 def book(notebook: Opens) -> Notebook:
-    """A notebook that shows a plan."""
+    """Open a notebook that shows a plan."""
     opened = notebook([MODEL, "%ort memory model batch=4096"])
     opened.run()
     return opened
 
 
 def test_hover_names_a_tensor(book: Notebook, page: Page) -> None:
-    """A browser shows the title of what is under the pointer; in an image nothing would be."""
+    """A browser shows the title of the element under the pointer; an <img> would show none."""
     expect(page.locator("object")).to_be_visible()
     (picture,) = (frame for frame in page.frames if frame.url.startswith("data:image/svg"))
     assert picture.evaluate(NAMED) > 3

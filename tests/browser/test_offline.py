@@ -1,4 +1,4 @@
-"""No request leaves the machine while the tutorials run in JupyterLab."""
+"""Tests that no request leaves the machine while the tutorials run in JupyterLab."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ pytestmark = [
 LONGEST_S = 300
 HERE = {"127.0.0.1", "localhost"}
 MAKERS = ("google.com", "googleapis.com", "gstatic.com", "gvt1.com")
-"""Names that Chromium asks for by itself, whatever the page. What a page asks of them is seen by
-`Page.on`."""
+"""Domains that Chromium contacts by itself, whatever the page. `Page.on` shows what a page requests
+from them.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def network() -> Iterator[Nowhere]:
 def server(
     network: Nowhere, installed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Lab]:
-    """A server in that network, whose kernels may ask Hugging Face's hub, as a user's do."""
+    """Start a server in that network; its kernels may contact Hugging Face's hub."""
     root = tmp_path_factory.mktemp("tutorials")
     shutil.copytree(NOTEBOOKS[0].parent, root, dirs_exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +54,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def chromium(network: Nowhere, installed: str) -> Iterator[Browser]:
-    """A Chromium in that network, which knows no names of its maker's."""
+    """Start a Chromium in that network that cannot resolve its vendor's host names."""
     unknown = ", ".join(f"MAP *.{name} ~NOTFOUND" for name in MAKERS)
     arguments = [*CHROMIUM_ARGUMENTS, f"--host-resolver-rules={unknown}"]
     with sync_playwright() as playwright:
@@ -75,7 +76,7 @@ Javascript("fetch('http://198.51.100.9/page').catch(() => 0)")
 
 
 def test_what_leaves_is_seen(network: Nowhere, server: Lab, page: Page) -> None:
-    """A kernel's questions and a page's request, so that the other tests say something."""
+    """Requests of a kernel and of a page are recorded, so the other tests can fail."""
     write_notebook(server.root / "asks.ipynb", [ASKS])
     before = len(network.sent())
     with page.expect_request("http://198.51.100.9/page", timeout=LONGEST_S * 1000):

@@ -1,4 +1,4 @@
-"""The panel in JupyterLab: runs changed by mouse and by keyboard; what cannot be had says why."""
+"""Tests of the panel in JupyterLab: changes by mouse and keyboard; unsupported choices say why."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_run_is_changed_while_it_is_awaited(
     opened(run)
     result = run.locator(".ortlab-panel-result")
     pending = run.locator(".ortlab-panel-pending")
-    # One right after the other: no answer to the first takes the second away.
+    # Two changes in quick succession: the answer to the first must not discard the second.
     run.get_by_label("precision", exact=True).select_option("bf16")
     run.get_by_label("lr", exact=True).fill("0.001")
     run.get_by_label("clip norm", exact=True).fill("2")
@@ -113,7 +113,7 @@ def test_all_of_it_by_keyboard(notebook: Opens, page: Page) -> None:
     page.keyboard.press("Enter")
     expect(result).to_contain_text("at no cost: lr=0.25 (was 5e-05)")
     expect(run.get_by_label("lr", exact=True)).to_be_focused()
-    # No shortcut of JupyterLab took a key: there are as many cells as before.
+    # No shortcut of JupyterLab consumed a key: the number of cells is unchanged.
     assert page.evaluate("() => window.panel.content.widgets.length") == 3
 
 
@@ -145,7 +145,7 @@ def test_a_models_panel_says_why_not_and_starts_a_run(
     expect(view.get_by_text(line)).to_be_visible()
     screenshot("panel-model-dark")
     view.get_by_label("epochs", exact=True).press("Enter")
-    # Its charts take the panel's place, in the same cell.
+    # The charts replace the panel in the same cell.
     run = page.locator(".jp-OutputArea .ortlab-run")
     expect(run.locator(".ortlab-state")).to_have_text("running")
     expect(page.locator(".ortlab-panel-view")).to_have_count(0)

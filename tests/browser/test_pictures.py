@@ -1,4 +1,4 @@
-"""README.md's pictures can be taken anew, and show something."""
+"""Test that README.md's pictures can be retaken and are not empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A race in JupyterLab: its table fills in, buttons stop it and apply the best, a page keeps it."""
+"""Tests of a race in JupyterLab: a live table, buttons to stop and to apply, the saved page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on two workers in JupyterLab: who is slow, what each holds, what ZeRO saves."""
+"""Tests of a run on two workers in JupyterLab: the slow rank, memory per rank, ZeRO's savings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OUTSIDE = """section => { const box = section.getBoundingClientRect();
 
 
 def widths(row: Locator, pieces: str) -> list[float]:
-    """How wide the parts of a bar are, as shares of its room."""
+    """Return the widths of the parts of a bar, as fractions of the bar's width."""
     found: list[float] = row.locator(pieces).evaluate_all(
         """pieces => pieces.map(piece => piece.getBoundingClientRect().width
             / piece.parentElement.getBoundingClientRect().width)"""
@@ -56,7 +56,7 @@ def widths(row: Locator, pieces: str) -> list[float]:
 
 
 def whole(section: Locator) -> None:
-    """Nothing in it is cut off."""
+    """Check that nothing in the section is cut off."""
     assert section.evaluate(CUT_OFF) == []
     assert section.evaluate(OUTSIDE) == []
 
@@ -142,7 +142,7 @@ def test_a_run_in_one_process_has_no_such_section_until_there_are_ranks(notebook
     expect(run.locator(".ortlab-ranks")).to_be_hidden()
     section = run.get_by_role("region", name="Workers")
     assert section.count() == 0
-    # Whenever there is one, with figures or without; and words stay words.
+    # Notes are shown with and without figures, and their text is escaped.
     book.run_next(
         "view.rank_notes = ['<i>note</i>']\n"
         "view.ranks = [[3, '<b>gone</b>', 0, 0, 1.5, None, 1250, None, 2**21, *[None] * 3, '', '']]"

@@ -1,4 +1,4 @@
-"""The table of recompute plans in JupyterLab: ticks choose, sliders show, errors stay in it."""
+"""Tests of the table of recompute plans in JupyterLab: check boxes, sliders, errors inside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the browser keeps of a run: ortlab/notebook/js/src/series.js in a Chromium, no Lab."""
+"""Tests of the browser's data of a run: ortlab/notebook/js/src/series.js in a Chromium."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Feeds = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def feed(chromium: Browser) -> Feeds:
-    """What a series has after messages of a mask and rows."""
+    """Return a function that returns the state of a series after messages of a mask and rows."""
 
     def fed(*messages: tuple[int, Sequence[Sequence[float]]]) -> dict[str, Any]:
         source = base64.b64encode(SOURCE.read_bytes()).decode()
@@ -83,7 +83,7 @@ def test_a_long_run_is_thinned(feed: Feeds) -> None:
 
 
 def test_speed_is_smoothed_by_time_over_a_fiftieth_of_the_steps(feed: Feeds) -> None:
-    # Ten samples in every step; one of them takes a hundred times as long.
+    # Every step has ten samples; one step takes a hundred times as long.
     times = [1.0] * 150
     times[75] = 100.0
     found = feed((0b11001, [[i + 1, ms, 1e4 / ms] for i, ms in enumerate(times)]))

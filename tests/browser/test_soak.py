@@ -1,7 +1,7 @@
-"""Hours in JupyterLab: settings toggled, pauses, views opened and closed; nothing grows.
+"""Soak test in JupyterLab: settings toggled, pauses, views opened and closed; nothing grows.
 
-Two hours in `make nightly`; ORTLAB_SOAK_MINUTES=20 for less. What was measured, cycle by cycle,
-stays in build/soak.jsonl, and of the page in build/soak-page.jsonl.
+Takes two hours in `make nightly`; ORTLAB_SOAK_MINUTES=20 shortens it. The measurements of each
+cycle are written to build/soak.jsonl, and those of the page to build/soak-page.jsonl.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ MEASURED = Path(__file__).parents[2] / "build" / "soak.jsonl"
 OF_PAGE = MEASURED.with_name("soak-page.jsonl")
 FLAT, UPDATE_MS = 0.01, 2.0
 LEAKS = "@jupyterlab/cell-toolbar-extension:plugin"
-"""JupyterLab 4.6 keeps the toolbar of every cell that was ever active, 810 listeners each
-(https://github.com/jupyterlab/jupyterlab/pull/19370): in an hour the page takes a core and 2 GB."""
+"""JupyterLab 4.6 keeps the toolbar of every cell that was ever active, with 810 listeners each
+(https://github.com/jupyterlab/jupyterlab/pull/19370): after an hour the page uses a core and 2 GB.
+"""
 
 MODEL = f"""
 %load_ext ortlab
@@ -49,16 +50,17 @@ VIEWS = ("run", "%ort panel run", "%ort graph seen", "%ort memory seen", "%ort r
 TOGGLE = "cycle = next(cycles)\nsoaking.toggled(run, cycle)"
 STOP = "run.stop()\n_ = run.result()"
 FORGET = "%reset -f in out\nget_ipython().history_manager.outputs.clear()"
-"""IPython keeps all that was ever typed or shown: no page needs it, and ortlab cannot free it."""
+"""IPython keeps everything ever typed or shown. No page needs it, and ortlab cannot free it."""
 NOTE = "soaking.note(measured, cycle)"
 RUNS_IN = 5
-"""Cycles of a run. The page is not loaded again: each time JupyterLab 4.6 leaves a subshell in the
-kernel, a thread with eight files."""
+"""Number of cycles per run. The page is not reloaded, because with each reload JupyterLab 4.6
+leaves a subshell in the kernel: a thread with eight files.
+"""
 
 
 @pytest.fixture
 def lab(installed: str, tmp_path: Path) -> Iterator[Lab]:
-    """A server of its own."""
+    """Start a separate server."""
     with Lab(tmp_path, without=[LEAKS]) as server:
         yield server
 
@@ -96,7 +98,7 @@ def _rows(file: Path) -> list[dict[str, float]]:
 
 
 def _note(page: CDPSession) -> None:
-    """Appends what the page holds at the end of a run."""
+    """Append the page's object counts at the end of a run."""
     page.send("HeapProfiler.collectGarbage")
     held = {each["name"]: each["value"] for each in page.send("Performance.getMetrics")["metrics"]}
     with OF_PAGE.open("a") as file:
@@ -104,7 +106,7 @@ def _note(page: CDPSession) -> None:
 
 
 def _judge(cycles: list[dict[str, float]], of_page: list[dict[str, float]]) -> None:
-    """Medians of the last fifth beside those of the second one: the first one warms up."""
+    """Compare the medians of the last fifth and of the second fifth; the first one is warm-up."""
     told, grown = [f"{len(cycles)} cycles in {MINUTES:g} minutes"], []
     for found, names in ((cycles, COUNTED), (of_page, ("JSEventListeners",))):
         part = len(found) // 5

@@ -1,4 +1,4 @@
-"""The small lines of the ranks: ortlab/notebook/js/src/spark.js in a Chromium, no Lab."""
+"""Tests of the ranks' sparklines: ortlab/notebook/js/src/spark.js in a Chromium, without Lab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a value and as a file: what comes back, and what a bad file or disk does."""
+"""Tests of a checkpoint as a value and as a file: round trips, damaged files, failing disks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLAIN: dict[str, Any] = {
 
 
 class Odd(nn.Module):
-    """Weights that are tied, transposed, views of others, halves, flags, numbers, and empty."""
+    """Tied, transposed, shared, half-precision, boolean, integer and empty weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def taken(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in type and value, tensors bit by bit."""
+    """Return whether type and value are equal; tensors are compared bitwise."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, np.ndarray):
@@ -141,7 +141,7 @@ def test_any_reader_of_safetensors_finds_the_weights(tmp_path: Path) -> None:
 
 
 def test_versions_of_modules_are_kept(tmp_path: Path) -> None:
-    """BatchNorm's form 2 has a counter; a module reads an older one by its version."""
+    """BatchNorm's version 2 has a counter; a module uses the version to read an older state."""
     state = Odd().state_dict()
     read = Checkpoint.load(taken(state).save(tmp_path / "a.ckpt")).model
     assert read._metadata == dict(state._metadata)  # type: ignore[attr-defined]
@@ -196,7 +196,7 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path, value: Any, message: str) 
     assert Checkpoint.load(path).position.step == 3
 
 
-# --- bad files
+# --- damaged files
 
 
 def refused(path: Path, *, because: str) -> None:
@@ -256,7 +256,7 @@ def test_a_newer_form_says_to_update(tmp_path: Path) -> None:
 
 
 class Payload:
-    """What runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -316,7 +316,7 @@ def test_values_that_no_run_has_are_refused_though_the_digest_fits(
     refused(path, because=f"is not a checkpoint of ortlab: .*{min(changes)} is ")
 
 
-# --- a disk that is full, a reader in between, a process that is killed
+# --- a full disk, a concurrent reader, a killed process
 
 BIG = "{'weight': torch.full((100_000,), float(step))}"
 SAVING = f"""
@@ -376,7 +376,7 @@ def test_a_process_that_is_killed_leaves_a_whole_one(tmp_path: Path) -> None:
 
 
 def test_a_reader_always_finds_a_whole_one(tmp_path: Path) -> None:
-    """While another thread replaces it, and a third writes to the same name."""
+    """Meanwhile, another thread replaces the file, and a third one writes to the same name."""
     path = tmp_path / "a.ckpt"
     taken({"weight": torch.zeros(100_000)}, step=0).save(path)
     over, failed = threading.Event(), []
@@ -410,7 +410,7 @@ def test_a_reader_always_finds_a_whole_one(tmp_path: Path) -> None:
 def test_a_file_that_is_replaced_while_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """safetensors opens it twice, and may find the header of one and the tensors of another."""
+    """The file is opened twice by safetensors: the header may be of one, the tensors of another."""
     path, opened = taken(step=1).save(tmp_path / "a.ckpt"), safetensors.safe_open
     newer = taken({"weight": torch.zeros(2)}, step=2)
 
@@ -434,7 +434,7 @@ def test_a_file_that_is_replaced_while_it_is_opened(
 def test_a_file_that_is_replaced_by_a_shorter_one_before_it_is_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch maps it by the size that safetensors found."""
+    """The file is mapped by torch with the size that safetensors read before."""
     path = taken({"weight": torch.ones(1000)}, step=1).save(tmp_path / "a.ckpt")
     mapped, sizes = torch.UntypedStorage.from_file, []
 
@@ -454,7 +454,7 @@ def test_a_file_that_is_replaced_by_a_shorter_one_before_it_is_mapped(
 def test_a_folder_that_goes_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: int
 ) -> None:
-    """Before its state is opened, and before a shard is."""
+    """The folder vanishes before its state is opened, or before a shard is."""
     packed = Packed()
     outline = {"model": packed.pack({"weight": torch.ones(3)}, "")}
     made = Shards(Shards.place(tmp_path), outline)

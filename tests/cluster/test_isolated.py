@@ -1,4 +1,4 @@
-"""Runs in a process of their own: what one in the kernel gives, and what a crash costs them."""
+"""Tests of runs in a separate process: the same results as in the kernel, surviving a crash."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Slow(Network):
-    """Gives a test the time to do something in the middle of its run."""
+    """Gives a test the time to act in the middle of its run."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
@@ -55,7 +55,7 @@ class Slow(Network):
 
 
 class Crashing(Network):
-    """Crashes as native code does: in the training step of that number, once where `mark` is."""
+    """Crashes as native code does: in training step `at`, and only once if `mark` is given."""
 
     def __init__(self, mark: Path | None, at: int = 7) -> None:
         super().__init__(0.3)
@@ -75,14 +75,14 @@ class Crashing(Network):
 
 
 class Greedy(Crashing):
-    """Takes more than there is."""
+    """Takes more memory than its control group allows."""
 
     def fail(self) -> None:
         torch.ones(1 << 30)  # 4 GiB
 
 
 class Overflowing(Network):
-    """From its ninth step on what its first layer is given is infinite, though no weight is."""
+    """From its ninth step on, the input of its first layer is infinite, though no weight is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Overflowing(Network):
 
 
 class Wide(Network):
-    """Asks for more memory than there is, to train on several rows, or to evaluate then on many."""
+    """Requests more memory than exists, for several training rows or for many evaluation rows."""
 
     def __init__(self, says: str) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Wide(Network):
 
 
 def rank() -> int:
-    """The process in which the run trains."""
+    """Return the process id of the process in which the run trains."""
     assert session.workers is not None
     (pid,) = session.workers.pids
     return pid
@@ -126,7 +126,7 @@ def told(run: Run, kind: str = "warning") -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """The same training in this process."""
+    """Run the same training in this process."""
     model = Network()
     run = train(model)
     return {"losses": losses(run), "weights": model.state_dict()}
@@ -134,7 +134,7 @@ def alone() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole() -> Any:
-    """The losses of an isolated run with dropout in which nothing happens."""
+    """Return the losses of an isolated run with dropout that is not disturbed."""
     return losses(train(Network(0.3), isolated=True, checkpoint_every=5))
 
 
@@ -164,7 +164,7 @@ def test_a_run_moves_out_and_back(alone: dict[str, Any]) -> None:
 
 
 def test_a_crash_of_native_code_costs_steps_alone(whole: Any, tmp_path: Path) -> None:
-    """SIGSEGV in forward: the run goes on from its checkpoint, by itself, to the same losses."""
+    """After SIGSEGV in forward, the run resumes by itself from its checkpoint: the same losses."""
     run = begin(Crashing(tmp_path / "crashed", 17), isolated=True, checkpoint_every=5)
     assert run.result(HANGS_S).steps == 50
     (warning,) = told(run)
@@ -175,7 +175,7 @@ def test_a_crash_of_native_code_costs_steps_alone(whole: Any, tmp_path: Path) ->
 
 
 def test_what_crashes_again_holds_the_run() -> None:
-    """Else it would begin again for ever; the kernel lives, and the run can be stopped."""
+    """Otherwise it would restart forever; the kernel survives, and the run can be stopped."""
     run = begin(Crashing(None), isolated=True)
     with pytest.raises(StepperLost, match="SIGSEGV"):
         run.result(HANGS_S)
@@ -200,7 +200,7 @@ def test_a_killed_process_is_begun_again(whole: Any) -> None:
 def test_memory_that_does_not_suffice_holds_the_run(
     alone: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in the kernel; the process goes on with what is advised."""
+    """The run pauses as in the kernel; the process continues with the advised settings."""
     collate = data_loading.collate
 
     def scarce_collate(items: Any) -> Any:
@@ -235,7 +235,7 @@ def test_memory_that_does_not_suffice_for_an_evaluation_there() -> None:
 
 @pytest.mark.parametrize("where", [{"isolated": True}, {"workers": 2, "zero_stage": 2}])
 def test_numbers_that_fail_there_are_named_as_in_the_kernel(where: dict[str, Any]) -> None:
-    """The layer, and of data the sample; the run goes on with the weights before."""
+    """The note names the layer, and for data the sample; the run keeps the weights from before."""
     run = begin(Overflowing(), hold=True, max_steps=20, **where)
     with pytest.raises(NotFinite, match="not finite at step") as raised:
         run.result(HANGS_S)
@@ -265,7 +265,7 @@ def test_what_cannot_be_isolated_is_refused() -> None:
 
 @contextlib.contextmanager
 def limited(pid: int, megabytes: int) -> Iterator[None]:
-    """A control group with that memory for the process; the test is skipped without the right."""
+    """Limit the process's memory by a control group; skip the test if that is not permitted."""
     one = CGROUPS / "memory" if (CGROUPS / "memory").is_dir() else CGROUPS
     group, limit = one / f"ortlab-test-{pid}", "memory.limit_in_bytes"
     try:
@@ -288,7 +288,7 @@ def limited(pid: int, megabytes: int) -> Iterator[None]:
 def test_the_kernels_memory_limit_costs_steps_alone(
     whole: Any, tmp_path: Path, attempt: int
 ) -> None:
-    """Linux kills the process that takes more than its control group may have."""
+    """Linux kills a process that exceeds the memory of its control group."""
     at = random.Random(attempt).randrange(20, 90)
     ortlab.workers(1)
     with limited(rank(), 1024):

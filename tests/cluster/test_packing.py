@@ -1,4 +1,4 @@
-"""Models as bytes with their tensors in a file beside: what comes out is what went in."""
+"""Tests of models as bytes with their tensors in a separate file: unpacking restores the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ortlab.cluster import packing
 
 
 class Tied(nn.Module):
-    """Large tied weights, an LSTM's flat ones, a frozen one, and a buffer that no state has."""
+    """Large tied weights, an LSTM's flat weights, a frozen one, and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()

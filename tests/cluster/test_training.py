@@ -1,4 +1,4 @@
-"""Runs on workers: the same losses as one process, moves, checkpoints, and ranks that die."""
+"""Tests of runs on workers: the losses of one process, moves, checkpoints, and ranks that die."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module", autouse=True)
 def own_workers() -> Iterator[None]:
-    """None from before; those of the tests stay for all of them, and end."""
+    """Stop the workers of earlier tests; those of this file serve all its tests, then stop."""
     if session.workers is not None:
         session.workers.stop()
         session.workers = None
@@ -59,7 +59,7 @@ def own_workers() -> Iterator[None]:
 
 
 class Network(nn.Module):
-    """A small one with dropout, a running statistic and tied weights."""
+    """A small model with dropout, a running statistic and tied weights."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Network(nn.Module):
 
 
 class _Large(torch.autograd.Function):
-    """A backward that asks for more memory than there is."""
+    """A function whose backward requests more memory than exists."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class _Large(torch.autograd.Function):
 
 
 class Wide(Network):
-    """Asks for more memory than there is, on some `ranks`, for more than three rows.
+    """Requests more memory than exists, on some `ranks`, for more than three rows.
 
     ``where`` is "forward" or "backward" of a step, or an "evaluation" after one.
     """
@@ -144,7 +144,7 @@ def losses(run: Run) -> np.ndarray[Any, Any]:
 
 
 def at(run: Run, step: int) -> Run:
-    """Waits until `run` has made so many steps."""
+    """Wait until `run` has made this many steps."""
     until = time.monotonic() + HANGS_S
     while run.step < step:
         assert time.monotonic() < until, run
@@ -176,7 +176,7 @@ def needs(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """The run of one process that others are compared with."""
+    """Train the run of one process that others are compared with."""
     model = Network()
     run = train(model, eval_data=data(50))
     return {"losses": losses(run), "weights": weights(model), "run": run}
@@ -245,7 +245,7 @@ def test_fifty_steps_compiled(alone: dict[str, Any], stage: int) -> None:
 
 
 def test_a_run_moves_to_workers_and_back(alone: dict[str, Any]) -> None:
-    """Weights, moments, order of the data and step go with it; the global batch stays."""
+    """Weights, moments, data order and step are kept; the global batch is unchanged."""
     needs("ort")
     model = Network()
     run = begin(model)
@@ -270,7 +270,7 @@ def test_a_run_moves_to_workers_and_back(alone: dict[str, Any]) -> None:
 
 
 def test_a_run_takes_16_bit_weights_and_gives_them_up(alone: dict[str, Any]) -> None:
-    """In the middle of it, with its optimizer on the host too; its losses follow fp32's."""
+    """The run changes while it trains, also to the host's optimizer; losses track fp32's."""
     if (reason := compatibility.deepspeed_missing()) is not None:
         pytest.skip(reason)
     model = Network()
@@ -303,7 +303,7 @@ def test_a_run_takes_16_bit_weights_and_gives_them_up(alone: dict[str, Any]) -> 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in the middle of a run, to which every rank wrote its shard."""
+    """Save a checkpoint in the middle of a run, to which every rank wrote its shard."""
     path = tmp_path_factory.mktemp("kept") / "middle"
     run = at(begin(Network(), workers=2, zero_stage=1), 10)
     run.pause()
@@ -324,7 +324,7 @@ def test_every_rank_writes_its_shard(shards: Path) -> None:
 
 
 def check_that_shards_load(alone: dict[str, Any], shards: Path, workers: int) -> None:
-    # What belongs to a checkpoint of two is left out where there is one.
+    # With one worker, settings that need two are left out.
     stage = {"zero_stage": 0} if workers == 1 else {}
     there_are = facts.cores()
     takes_turns = pytest.warns(UserWarning, match=f"{workers} workers share {there_are} core")
@@ -354,14 +354,14 @@ def test_damaged_shards_are_named(shards: Path, tmp_path: Path, harm: str) -> No
         shard.write_bytes(content)
     elif harm == "missing":
         shard.unlink()
-    elif harm == "link":  # to the same bytes: it is where it leads that nobody knows
+    elif harm == "link":  # to the same bytes, but nobody knows where a link leads
         shard.rename(tmp_path / "elsewhere")
         shard.symlink_to(tmp_path / "elsewhere")
         expected = f"{shard.name} is missing, or not a file"
     elif harm == "more":
         shutil.copy(shard, copy / "stranger.safetensors")
         expected = "stranger"
-    elif harm == "outside":  # a forged list of files names one that is not in the folder
+    elif harm == "outside":  # a forged list of files names one outside the folder
         loaded = Checkpoint.load(shards)
         parts = {"outline": {}, "digests": {"../middle/state.safetensors": "0"}}
         bare = dataclasses.replace(loaded, model={}, optimizer={}, shards=None)
@@ -385,7 +385,7 @@ def test_one_file_where_a_file_was_asked_for(tmp_path: Path) -> None:
 
 
 class Unlucky(Network):
-    """Raises on every rank, at one batch."""
+    """Raises on every rank, at the same batch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if float(self.last.bias.detach().abs().sum()) > 0 and self.count > 2:
@@ -406,11 +406,11 @@ def test_what_all_ranks_fail_in_fails_the_run_and_keeps_its_state() -> None:
     final = Checkpoint.load(run.folder / "checkpoints" / "final.safetensors")
     assert final.position.step == 3
     assert torch.equal(final.model["last.bias"], model.state_dict()["last.bias"])
-    train(Network(), workers=2, max_steps=2)  # the workers are as they were
+    train(Network(), workers=2, max_steps=2)  # the workers are still usable
 
 
 class OnlyHere:
-    """Cannot be pickled."""
+    """An object that cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError("it has a lock")
@@ -420,7 +420,7 @@ class OnlyHere:
     ("where", "ranks"), [("forward", (0, 1)), ("forward", (1,)), ("backward", (1,))]
 )
 def test_memory_that_does_not_suffice_holds_the_run(where: str, ranks: tuple[int, ...]) -> None:
-    """It goes on with smaller micro-batches; what leaves others in a last backward is lost."""
+    """It resumes with smaller micro-batches; peers left waiting in a last backward are lost."""
     chosen = {"batch_size": 12, "accumulation": 1, "max_steps": 30}
     expected = train(Network(), **chosen)
     run = begin(Wide(where, ranks), workers=2, hold=True, **chosen)
@@ -484,7 +484,7 @@ def test_workers_train_one_run_at_a_time() -> None:
 
 @pytest.mark.parametrize("setting", ["tensor_parallel", "pipeline_stages"])
 def test_a_model_in_parts(setting: str) -> None:
-    """Its layers shared out, or its stages: the same losses, and the model is whole at the end."""
+    """With layers or stages partitioned, losses are the same and the model is whole at the end."""
 
     def model() -> nn.Module:
         torch.manual_seed(2)
@@ -507,7 +507,7 @@ def test_adasum_trains_on_workers() -> None:
 
 
 def test_python_ends_the_run_before_its_workers(tmp_path: Path) -> None:
-    """A script that ends in the middle of a run: the checkpoint is there, no process is left."""
+    """A script that ends in the middle of a run leaves the checkpoint and no process."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -546,7 +546,7 @@ def test_python_ends_the_run_before_its_workers(tmp_path: Path) -> None:
 def test_a_class_of_a_cell_and_the_options_as_they_are_typed(
     ip: Typist,  # noqa: F811
 ) -> None:
-    """Nothing of the notebook is importable on a rank."""
+    """Nothing of the notebook can be imported on a rank."""
     ip(
         """
 import torch, ortlab
@@ -581,15 +581,15 @@ some = TensorDataset(torch.randn(64, 6), torch.randint(0, 4, (64,)))
 
 
 def test_no_thread_is_left(threads_end: None) -> None:
-    """The ranks' recorders end with the run's."""
+    """The recorders of the ranks end with the run's."""
     train(Network(), workers=2, max_steps=2)
 
 
-# --- last, those that leave no workers to the next, which take 10 s of a CPU to start
+# --- last, the tests that leave no workers to the next: starting them takes 10 s of CPU time
 
 
 def test_a_rank_that_dies_holds_the_run_and_fresh_ones_go_on() -> None:
-    """Dropout and all: from the last checkpoint on the losses are, bit by bit, the same."""
+    """Including dropout, losses are bitwise the same from the last checkpoint on."""
     chosen = {"workers": 2, "zero_stage": 1, "checkpoint_every": 10}
     undisturbed = Network(0.3)
     expected = losses(train(undisturbed, **chosen))
@@ -623,7 +623,7 @@ def test_a_rank_that_dies_holds_the_run_and_fresh_ones_go_on() -> None:
 
 @pytest.mark.nightly
 def test_ten_deaths_at_random_points() -> None:
-    """Of any rank, in a collective or between steps: ten stops, ten resumes, the same losses."""
+    """Any rank dies, in a collective or between steps: ten stops, ten resumes, the same losses."""
     chosen = {"workers": 2, "zero_stage": 1, "checkpoint_every": 5, "max_steps": 300, "epochs": 90}
     expected = losses(train(Network(0.3), **chosen))
     drawn = random.Random(5)

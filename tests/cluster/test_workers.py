@@ -1,4 +1,4 @@
-"""Workers: real clusters on this machine, and what becomes of them."""
+"""Tests of workers: real clusters on this machine, and how they end."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixtu
 from tests.support.readme import ROOT
 from tests.support.waiting import HANGS_S, eventually
 
-# As cells' functions go, and without pytest on the ranks.
+# Pickled by value like functions of a cell, and without pytest on the ranks.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder that nobody else writes to, so that what is left there is ours."""
+    """Use a folder that nobody else writes to, so that files left there are ours."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
         patch.setattr(tempfile, "tempdir", None)
@@ -43,14 +43,14 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def two(temporary_files: None) -> Iterator[Workers]:
-    """Two workers for all tests that leave them whole."""
+    """Start two workers for all tests that leave them intact."""
     workers = Workers(2)
     yield workers
     workers.stop()
 
 
 def running(pids: set[int]) -> set[int]:
-    """Those of the processes that run; a zombie waits for its parent alone."""
+    """Return the processes that are running; a zombie only waits for its parent."""
     found = set()
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -60,12 +60,12 @@ def running(pids: set[int]) -> set[int]:
 
 
 def family(pid: int) -> set[int]:
-    """The processes below `pid`."""
+    """Return the processes below `pid`."""
     return {child.pid for child in psutil.Process(pid).children(recursive=True)}
 
 
 def of_workers() -> set[int]:
-    """The processes below this one, but for those of a JupyterLab that other tests began."""
+    """Return the processes below this one, except those of a JupyterLab started by other tests."""
     labs = [
         child.pid
         for child in psutil.Process().children()
@@ -89,7 +89,7 @@ def threads() -> int:
 
 
 def total(value: float) -> float:
-    """The sum of what all ranks have."""
+    """Return the sum of the values of all ranks."""
     import torch
     from torch import distributed
 
@@ -98,7 +98,7 @@ def total(value: float) -> float:
     return tensor.item()
 
 
-# ---- a cluster that stays whole ------------------------------------------------------------------
+# ---- one intact cluster --------------------------------------------------------------------------
 
 
 def test_each_rank_has_its_place_and_share_of_the_threads(two: Workers) -> None:
@@ -122,7 +122,7 @@ def test_each_rank_has_its_place_and_share_of_the_threads(two: Workers) -> None:
         assert process.environ()["OMP_NUM_THREADS"] == str(share), "from its start"
         rss = process.memory_info().rss
         assert row.rss_bytes is not None
-        assert rss < row.rss_bytes < 2 * rss  # with the process that hands on its signals
+        assert rss < row.rss_bytes < 2 * rss  # including the process that forwards its signals
     heads = repr(two).splitlines()[0].split()
     assert heads == ["rank", "host", "pid", "device", "threads", "memory", "state"]
     assert "<table>" in two._repr_html_()
@@ -145,7 +145,7 @@ def test_every_socket_is_on_loopback_and_listed(two: Workers) -> None:
         two.run(total, 1.0)
         meeting = listening()
         notes = "\n".join(two.table().notes)
-        meeting &= listening()  # those of a moment are gone before the table is made
+        meeting &= listening()  # short-lived ones are closed before the table is made
     assert len(meeting - idle) >= 2  # gloo's own
     assert all(ipaddress.ip_address(address).is_loopback for address, _ in meeting)
     for _, port in meeting:
@@ -214,7 +214,7 @@ def test_an_all_reduce_over_gloo_is_the_sum(two: Workers) -> None:
 
 
 def test_an_error_on_one_rank_ends_the_others(two: Workers, tmp_path: Path) -> None:
-    """One waits for it in a collective, one in a sleep."""
+    """The other rank waits in a collective or in a sleep."""
     interrupted = tmp_path / "interrupted"
 
     def fail(together: bool) -> None:
@@ -291,12 +291,12 @@ def test_one_call_at_a_time(two: Workers, tmp_path: Path) -> None:
     assert two.run(rank) == [0, 1]
 
 
-# ---- clusters that come and go -------------------------------------------------------------------
+# ---- clusters that start and end -----------------------------------------------------------------
 
 
 @pytest.fixture
 def typist(threads_end: None, ip: Typist) -> Iterator[Typist]:  # noqa: F811
-    """A shell, without workers before and after."""
+    """Return a shell, without workers before and after."""
     assert session.workers is None
     yield ip
     if session.workers is not None:
@@ -316,7 +316,7 @@ def test_from_start_to_stop(
         ortlab.workers()
 
     (tmp_path / "factors.py").write_text("FACTOR = 2\n")
-    monkeypatch.syspath_prepend(tmp_path)  # what the notebook imports the ranks can import
+    monkeypatch.syspath_prepend(tmp_path)  # the ranks must be able to import it, too
     here, before = family(os.getpid()), folders()
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -356,7 +356,7 @@ def test_from_start_to_stop(
     assert eventually(lambda: not running(first))
     assert len(typist["w"]) == 1
 
-    # What dies while nothing runs is noticed, too.
+    # A process that dies while nothing runs is noticed, too.
     ours = family(os.getpid()) - here
     (controller,) = (
         child
@@ -379,7 +379,7 @@ def test_a_rank_that_dies_and_one_that_does_not_end(typist: Typist) -> None:
     ours = family(os.getpid()) - here
 
     def collect() -> None:
-        """Rank 1 is killed while rank 0 waits for it in a collective."""
+        """Kill rank 1 while rank 0 waits for it in a collective."""
         import signal
 
         if rank() == 1:
@@ -399,8 +399,7 @@ def test_a_rank_that_dies_and_one_that_does_not_end(typist: Typist) -> None:
         workers.run(rank)
 
     def hear_the_second() -> None:
-        """Rank 0 loses the first interrupt, as one does that has yet to begin."""
-
+        """Lose the first interrupt on rank 0, as if it arrived before the call began."""
         if rank() == 1:
             raise ValueError("no luck")
         try:
@@ -409,7 +408,7 @@ def test_a_rank_that_dies_and_one_that_does_not_end(typist: Typist) -> None:
             time.sleep(1000)
 
     def resist() -> None:
-        """Rank 0 does not hear interrupts when its peer has failed."""
+        """Ignore interrupts on rank 0 when its peer has failed."""
         import signal
 
         if rank() == 1:
@@ -450,7 +449,7 @@ print(w.run(shout, Word("here")))
 
 
 def test_a_kernel_s_workers_hear_its_interrupt_and_end_with_it() -> None:
-    """kill -9 leaves no process and no file."""
+    """After kill -9 no process and no file is left."""
     before = folders()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     manager, client = start_new_kernel(kernel_name="python3", env=environment)
@@ -487,7 +486,7 @@ def test_a_kernel_s_workers_hear_its_interrupt_and_end_with_it() -> None:
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-        for pid in running(theirs):  # where the test failed
+        for pid in running(theirs):  # in case the test failed
             os.kill(pid, signal.SIGKILL)
 
 
@@ -496,7 +495,7 @@ def test_a_kernel_s_workers_hear_its_interrupt_and_end_with_it() -> None:
 
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes the profile "far" of ipyparallel, with this configuration of its engines."""
+    """Return a function that makes ipyparallel's profile "far" with this configuration."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
 
     def make(config: str) -> None:
@@ -511,7 +510,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 def test_a_profile_s_workers_may_be_on_another_host(
     typist: Typist, profile: Callable[[str], None]
 ) -> None:
-    """These say that they are: nothing is read of them here, they are asked."""
+    """These workers report another host, so their data is not read here but requested from them."""
     profile(
         f"""
         import sys
@@ -536,7 +535,7 @@ def test_a_profile_s_workers_may_be_on_another_host(
     assert len([note for note in table.notes if "127.0.0.1" in note]) == 3
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert workers.run(threads) == [share] * 2
-    home = Path(os.environ["ORTLAB_HOME"])  # which all hosts see
+    home = Path(os.environ["ORTLAB_HOME"])  # shared by all hosts
     with workers.rendezvous():
         assert workers.run(total, 1.0) == [3.0, 3.0]
         (group,) = home.glob("group-*")

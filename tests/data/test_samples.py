@@ -1,4 +1,4 @@
-"""The data and the model that need no network."""
+"""Tests of the data and the model that need no network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ortlab.training.data_loading import batches
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A standard library of our own, to see what is read of it and what is not."""
+    """Replace the standard library by a folder, to control the files that are read."""
     monkeypatch.setattr(samples, "_library", lambda: tmp_path)
     for package in ("one", "two"):
         folder = tmp_path / package
@@ -46,7 +46,7 @@ def test_docstrings_are_split_by_file() -> None:
 
 
 def test_the_split_is_the_same_in_another_process() -> None:
-    """Neither the hash seed nor the order of the directory decides."""
+    """Neither the hash seed nor the order of the directory changes the split."""
     script = "from ortlab import data; print(data.docstrings(['asyncio', 'email'])[1].texts)"
     printed = subprocess.run(
         [sys.executable, "-c", script],
@@ -66,7 +66,7 @@ def test_files_are_parsed_and_never_imported(library: Path) -> None:
 
 
 def test_what_is_left_out(library: Path) -> None:
-    """Tests, short docstrings, and a text that was seen before."""
+    """Tests, short docstrings and duplicate texts are left out."""
     (library / "one" / "test").mkdir()
     (library / "one" / "test" / "it.py").write_text('"""A docstring of a test of package one."""')
     (library / "one" / "short.py").write_text('"""Too short."""')
@@ -143,7 +143,7 @@ def test_the_pretrained_model_with_its_data(capfd: pytest.CaptureFixture[str]) -
     batch = next(batches(train, FinetuneSettings(batch_size=8)).epoch(0))
     result = model(**batch)
     assert result.logits.shape == (8, 6)
-    assert result.loss.item() == pytest.approx(1.79, abs=0.3)  # ln 6: the head knows nothing yet
+    assert result.loss.item() == pytest.approx(1.79, abs=0.3)  # ln 6: the head is untrained
     result.loss.backward()
     again, _ = data.minilm(6)
     assert torch.equal(again.classifier.weight, model.classifier.weight)
@@ -154,7 +154,7 @@ def test_the_pretrained_model_with_its_data(capfd: pytest.CaptureFixture[str]) -
 
 @minilm
 def test_the_pretrained_model_knows_english() -> None:
-    """Its weights are loaded, not drawn: sentences of like meaning lie close together."""
+    """The weights are loaded, not random: similar sentences have similar embeddings."""
     model, tokenizer = data.minilm()
     texts = ["A man is eating food.", "Someone has a meal.", "The stock market fell today."]
     encoding = tokenizer(texts, padding=True, return_tensors="pt")

@@ -1,4 +1,4 @@
-"""Questions in SQuAD's form: read, made samples of, answered, and scored as its script does."""
+"""Tests of questions in SQuAD's format: read, tokenized, answered, and scored as by its script."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def asked(name: str, answers: list[str], context: str = TEXT) -> Question:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word is a token, and so is a mark of punctuation."""
+    """Return a tokenizer with one token per word and per punctuation mark."""
     words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -50,15 +50,15 @@ SAMPLE = (
     (["Ada Moss"], "by Ada Moss in 1999", 0, 2 * (2 / 5) * 1 / (2 / 5 + 1)),
     (["Ada Moss", "Ada"], "Ada", 1, 1.0),
     (["The kernel"], "a  kernel", 1, 1.0),
-    (["The kernel"], "The", 0, 0.0),  # nothing is left of the prediction
+    (["The kernel"], "The", 0, 0.0),  # nothing of the prediction remains
     (["Delft"], "Ada Moss", 0, 0.0),
     (["Moss in 1999", "1999"], "Moss, 1999", 0, 2 * 1 * (2 / 3) / (1 + 2 / 3)),
-    (["at Delft"], "At-Delft", 0, 0.0),  # one word without its hyphen
+    (["at Delft"], "At-Delft", 0, 0.0),  # without the hyphen, it is one word
 )
 
 
 def test_the_scores_are_those_of_the_script() -> None:
-    """Computed by hand from the script's text; it gave the same figures for the whole sample."""
+    """The scores are computed by hand from the script, which gave the same for the whole sample."""
     for answers, prediction, exact, f1 in SAMPLE:
         found = squad.score(Questions([asked("q", answers)]), {"q": prediction})
         assert found.exact_match == 100 * exact, prediction
@@ -72,7 +72,7 @@ def test_the_scores_are_those_of_the_script() -> None:
 
 def test_words_are_compared_as_the_script_has_them() -> None:
     assert squad.normalized("The  U.S.A., an Example") == "usa example"
-    assert squad.normalized("a\tb\nthe c\u2019s") == "b c\u2019s"  # not one of ASCII's marks
+    assert squad.normalized("a\tb\nthe c\u2019s") == "b c\u2019s"  # not an ASCII punctuation mark
     # A word counts as often as it occurs: 2 of 3 and 2 of 2.
     twice = Questions([asked("q", ["to to do"], "It has to to do it.")])
     assert squad.score(twice, {"q": "to to"}).f1 == pytest.approx(80)
@@ -107,13 +107,13 @@ def test_samples_hold_the_answers_tokens(tokenizer: PreTrainedTokenizerFast) -> 
         assert TEXT[row[begin, 0] : row[end, 1]] == text
     ids = samples.columns["input_ids"]
     assert ids.shape == samples.columns["attention_mask"].shape == (2, 24)
-    # [CLS] who ? [SEP] are no tokens of the text, nor is what follows it.
+    # [CLS] who ? [SEP] are not tokens of the text, and neither are those after it.
     assert (samples.offsets[0][:4] == -1).all()
     assert (samples.offsets[0][4 + 13 :] == -1).all()
 
 
 def test_long_texts_are_cut_into_windows(tokenizer: PreTrainedTokenizerFast) -> None:
-    """An answer is the target where it lies whole in a window, and elsewhere there is none."""
+    """An answer is the target of the windows that contain all of it; other windows have none."""
     context = " ".join(f"w{number}" for number in range(20)) + " the end"
     samples = Questions([asked("q", ["w9 w10"], context)]).encoded(
         tokenizer, max_length=13, stride=3
@@ -127,7 +127,7 @@ def test_long_texts_are_cut_into_windows(tokenizer: PreTrainedTokenizerFast) -> 
         whole = context[offsets[begin, 0] : offsets[end, 1]] if begin else ""
         targets.append(whole)
     assert set(targets) == {"", "w9 w10"}
-    # 13 tokens, three of them special and two of the question: eight of the text in each window.
+    # 13 tokens minus three special ones and two of the question: eight of the text in each window.
     assert shared(samples) == 3
     assert shared(Questions([asked("q", ["w9"], context)]).encoded(tokenizer, 13)) == 4
 
@@ -140,7 +140,7 @@ def test_the_best_span_over_all_windows_is_the_answer(tokenizer: PreTrainedToken
     ends = starts.clone()
     second = samples.owners.tolist().index(0) + 1  # the second window of the first question
     starts[second, 6], ends[second, 7] = 5.0, 5.0
-    starts[:, 0], ends[:, 0] = 50.0, 50.0  # of [CLS], which is no answer
+    starts[:, 0], ends[:, 0] = 50.0, 50.0  # of [CLS], which is not an answer
     starts[second, 9], ends[second, 5] = 4.0, 9.0  # ends before it begins
     found = samples.answers(starts, ends)
     offsets = samples.offsets[second]
@@ -151,7 +151,7 @@ def test_the_best_span_over_all_windows_is_the_answer(tokenizer: PreTrainedToken
 
 def test_a_model_answers_in_the_mode_that_it_is_in(tokenizer: PreTrainedTokenizerFast) -> None:
     class Oracle(nn.Module):
-        """Scores the targets, for it knows the samples; `modes` is what it was called in."""
+        """Scores the known targets; `modes` records its training modes."""
 
         def __init__(self, samples: squad.Spans) -> None:
             super().__init__()
@@ -201,7 +201,7 @@ def test_files_and_rows(tmp_path: Path) -> None:
 
 
 def test_the_tutorials_own_set_is_in_order() -> None:
-    """Every answer is where it says, which reading checks; no text or work is on both sides."""
+    """Every answer is at its stated place (reading checks it); the parts share no text or work."""
     train, held_out = (
         squad.read(DATA / f"computing_{name}.json") for name in ("train", "held_out")
     )
@@ -213,7 +213,7 @@ def test_the_tutorials_own_set_is_in_order() -> None:
 
 
 def shared(samples: squad.Spans) -> int:
-    """How many tokens of the text the first two windows have in common."""
+    """Return the number of text tokens that the first two windows have in common."""
     first, second = (set(each[each[:, 0] >= 0][:, 0].tolist()) for each in samples.offsets[:2])
     return len(first & second)
 

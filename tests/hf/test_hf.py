@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, PEFT, Accelerate and Fabric with wrapped models, beside eager torch."""
+"""Tests of Hugging Face's Trainer, PEFT, Accelerate and Fabric with wrapped models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WORDS = 50
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     before = torch.Tensor.backward
-    AcceleratorState._reset_state(reset_partial_state=True)  # a precision holds for the process
+    AcceleratorState._reset_state(reset_partial_state=True)  # precision is process-wide
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     assert torch.Tensor.backward is before
@@ -54,7 +54,7 @@ def _nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data() -> Dataset:
-    """The first word says which of two classes a text is of; a column is no argument of forward."""
+    """Return texts labeled by their first word, with a column that forward does not take."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, WORDS, (96, 12), generator=generator)
     return Dataset.from_dict(
@@ -82,7 +82,7 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 
 
 def trained(model: nn.Module, folder: Path, data: Any, **more: Any) -> transformers.Trainer:
-    """A plain Trainer's run of `model`."""
+    """Train `model` by a plain Trainer."""
     resume = more.pop("resume", None)
     callbacks = more.pop("callbacks", None)
     collator = more.pop("collator", None)
@@ -103,7 +103,7 @@ def logged(trainer: transformers.Trainer, name: str = "loss") -> list[float]:
 
 
 def farthest(found: list[float], expected: list[float]) -> float:
-    """The largest relative difference."""
+    """Return the largest relative difference."""
     assert len(found) == len(expected)
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
@@ -112,7 +112,7 @@ def farthest(found: list[float], expected: list[float]) -> float:
 
 
 def test_a_plain_trainer_takes_a_wrapped_model_as_it_is(tmp_path: Path, data: Dataset) -> None:
-    """Losses, evaluations and checkpoints are those of the unwrapped model; so is a resumed run."""
+    """Losses, evaluations, checkpoints and a resumed run equal those of the unwrapped model."""
     often = {"save_strategy": "steps", "save_steps": 15, "eval_strategy": "steps", "eval_steps": 10}
     eager = trained(bert(), tmp_path / "eager", data, **often)
     model = bert()
@@ -159,7 +159,7 @@ def test_accumulation_and_clipping(tmp_path: Path, data: Dataset) -> None:
 
 
 def test_bf16_on_a_cpu(tmp_path: Path, data: Dataset) -> None:
-    """Within bfloat16's rounding of eager torch, and not float32."""
+    """Losses agree with eager torch within bfloat16's rounding, and are not float32's."""
     more: dict[str, Any] = {"bf16": True, "max_steps": 12}
     eager = trained(bert(), tmp_path, data, **more)
     model = bert()
@@ -173,8 +173,7 @@ def test_bf16_on_a_cpu(tmp_path: Path, data: Dataset) -> None:
 
 
 def test_a_language_model_with_padded_batches(tmp_path: Path) -> None:
-    """Where the loss is divided by the words of all accumulated batches; it generates text."""
-
+    """The loss is divided by the words of all accumulated batches; the model can generate text."""
     words = {"<pad>": 0, **{f"word{n}": n for n in range(1, WORDS)}}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>"
@@ -204,7 +203,7 @@ def test_a_language_model_with_padded_batches(tmp_path: Path) -> None:
 def test_the_callback_shows_and_keeps_a_run(
     tmp_path: Path, data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an unwrapped model, too: every step's numbers, though few are logged."""
+    """This also holds for an unwrapped model; every step is recorded, though few are logged."""
     shown: list[Watched] = []
     monkeypatch.setattr(session, "viewers", [shown.append])
     watch = hf.OrtLabCallback(name="mine")
@@ -281,7 +280,7 @@ def test_a_trainer_that_raised_is_told_of_at_the_next_run(tmp_path: Path, data: 
 
 
 def test_fp16_on_a_cpu_is_told_of(tmp_path: Path, data: Dataset) -> None:
-    """Accelerate refused it once; now it trains in float32 and says nothing."""
+    """Accelerate used to refuse it; now it silently trains in float32."""
     watch = hf.OrtLabCallback()
     more: dict[str, Any] = {"max_steps": 2, "callbacks": [watch]}
     halved = trained(bert(), tmp_path, data, **more, fp16=True)
@@ -298,7 +297,7 @@ def test_fp16_on_a_cpu_is_told_of(tmp_path: Path, data: Dataset) -> None:
 
 
 def test_the_trainer_takes_ortlabs_settings(tmp_path: Path, data: Dataset) -> None:
-    """The model is wrapped, the run told of; losses are those of the plain Trainer."""
+    """The model is wrapped and the run recorded; losses are those of the plain Trainer."""
     eager = trained(bert(), tmp_path, data, max_steps=5)
     args = arguments(tmp_path, max_steps=5)
     trainer = hf.Trainer(bert(), args, train_dataset=data, recompute="layers", opset=16)
@@ -360,7 +359,7 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_in_a_thread_is_paused_and_stopped(tmp_path: Path, data: Dataset) -> None:
-    """As the charts' buttons do, in a cell that awaits it."""
+    """The calls are those of the charts' buttons, in a cell that awaits the run."""
     args = arguments(tmp_path, max_steps=100_000, logging_steps=1000)
     trainer = hf.Trainer(bert(), args, train_dataset=data, engine="eager")
 
@@ -414,7 +413,7 @@ def test_what_a_run_raises_is_its_outcome(tmp_path: Path, data: Dataset) -> None
 
 
 def test_dropout_goes_on_after_a_resume(tmp_path: Path, data: Dataset) -> None:
-    """ORT's generator, which torch's state does not have."""
+    """The state of ORT's generator, which is not part of torch's, is restored."""
 
     def trainer() -> hf.Trainer:
         args = arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=4)
@@ -438,7 +437,7 @@ LORA = {"r": 4, "target_modules": ["query", "value"], "lora_dropout": 0.0, "task
 
 @pytest.mark.parametrize("first", ["adapters", "wrapper"])
 def test_lora_adapters(tmp_path: Path, data: Dataset, first: str) -> None:
-    """On a wrapped model, or wrapped with it: they alone move, as in eager torch."""
+    """Adapters on a wrapped model, or wrapped with it: only they change, as in eager torch."""
     eager = trained(
         get_peft_model(bert(), LoraConfig(**LORA)), tmp_path / "eager", data, max_steps=8
     )

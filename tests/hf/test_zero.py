@@ -1,4 +1,4 @@
-"""`zero_stage` of `ortlab.hf.Trainer`: two processes of torchrun beside a single one."""
+"""Tests of `zero_stage` of `ortlab.hf.Trainer`: two processes of torchrun against a single one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARED = ("ort:1", "ort:2", "eager:3")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """What each of two processes says of its trainings, and the folder of what they saved."""
+    """Train in two processes; return the folder of their saved models and the results of each."""
     folder = tmp_path_factory.mktemp("ranks")
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -61,8 +61,8 @@ def test_two_processes_train_as_one(
 ) -> None:
     """Losses and saved weights of each stage are those of one process with the same batches.
 
-    The loss of this model takes no notice of how many samples all processes have; transformers
-    alone would train on twice the loss.
+    The loss of this model ignores the number of samples of all processes; transformers alone would
+    train on twice the loss.
     """
     folder, found = ranks
     one = hf_ranks.trained(tmp_path, engine="eager")
@@ -74,7 +74,7 @@ def test_two_processes_train_as_one(
         saved = load_file(folder / f"{engine}-{stage}" / "model.safetensors")
         assert saved.keys() == weights.keys()
         for name, value in weights.items():
-            # Of a bias that no output depends on (attention's keys) Adam makes steps of noise.
+            # For a bias that no output depends on (attention's keys), Adam's steps are noise.
             if not name.endswith("key.bias"):
                 torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=1e-4)
         kept = found[0][each]["settings"]

@@ -1,4 +1,4 @@
-"""The history: its index, opened runs, comparisons, pruning, and what other tools read of them."""
+"""Tests of the history: its index, opened runs, comparisons, pruning, exports to other tools."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.waiting import HANGS_S, until
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs are kept, for this test alone."""
+    """Return the folder in which the runs of this test are stored."""
     monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
     monkeypatch.setattr(session.registry, "runs", Recent(last=True))
     return tmp_path / "runs"
@@ -54,7 +54,7 @@ def rows_of_index(root: Path) -> dict[str, tuple[Any, ...]]:
         return {row[0]: row[1:] for row in found}
 
 
-# What is read, and from where.
+# Reading runs, and where they are read from.
 
 
 def test_an_entry_tells_a_run_without_its_metrics(root: Path) -> None:
@@ -169,14 +169,14 @@ def _endless(path: Path) -> None:
 
 def _huge(path: Path) -> None:
     with path.open("wb") as file:
-        file.truncate(2**36)  # of which the disk holds nothing
+        file.truncate(2**36)  # a sparse file, which takes no space on the disk
 
 
 @pytest.mark.parametrize("put", [_pipe, _endless, _huge])
 @pytest.mark.parametrize("file", ["run.json", "settings.json", "notes.jsonl", "metrics.jsonl"])
 def test_what_is_no_plain_file_hides_no_other_run(root: Path, file: str, put: Any) -> None:
     kept(root)
-    # Of a run that goes on the last steps are read, which are at the end.
+    # Of a running run, only the last steps are read, at the end of the file.
     path = kept(root, state="running" if file == "metrics.jsonl" else "finished")
     (path / file).unlink(missing_ok=True)
     put(path / file)
@@ -188,7 +188,7 @@ def test_what_is_no_plain_file_hides_no_other_run(root: Path, file: str, put: An
             ortlab.open_run(2)
     elif file == "notes.jsonl":
         assert ortlab.open_run(2).notes == ()
-    elif put is not _huge:  # it is read by the line
+    elif put is not _huge:  # the file is read line by line
         with pytest.raises(OSError, match=r"(not followed|not a regular file): .*metrics\.jsonl"):
             ortlab.open_run(2).recorder  # noqa: B018
 
@@ -216,7 +216,7 @@ def test_a_rank_without_those_before_it_is_nobody_s(root: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 40, 5000])
 def test_the_last_steps_are_those_of_the_whole_file(tmp_path: Path, size: int) -> None:
-    """Of a file of 5000 steps it is a block of the end."""
+    """Of a file of 5000 steps, only a block at the end is read."""
     path = kept(tmp_path, count=size) / "metrics.jsonl"
     whole, last = read_metrics(path).rows, read_last(path)
     assert 0 < len(last) <= size
@@ -261,7 +261,7 @@ def test_an_index_that_is_not_right_is_made_again(root: Path, what: str) -> None
 
 
 def test_a_bit_that_flips_in_the_index_changes_nothing(root: Path) -> None:
-    """Seeded, everywhere, and more often in the head of the file; read, then written to."""
+    """Flips are seeded, everywhere, more often in the header; the file is read, then written."""
     for day in range(3):
         kept(root, days=day)
     SavedRun(root / "run-2").note("größer")
@@ -278,17 +278,17 @@ def test_a_bit_that_flips_in_the_index_changes_nothing(root: Path) -> None:
         assert repr(ortlab.list_runs(sort="loss")) == told, place
         assert set(rows_of_index(root)) == {"run-1", "run-2", "run-3"}, place
         file.write_bytes(data)
-        for _ in range(2):  # what is damaged is seen when it is read
+        for _ in range(2):  # damage is noticed when the file is read
             sqlite_index.note(root / "run-1")
             sqlite_index.entries()
         assert rows_of_index(root)["run-1"] == ("finished", "eager", 1.0, size_of(root / "run-1"))
 
 
 def test_the_folders_go_before_the_index(root: Path) -> None:
-    """What was written, added or removed behind its back."""
+    """Runs written, added or removed without the index still appear correctly."""
     first, second = kept(root), kept(root)
     sqlite_index.entries()
-    with sqlite3.connect(root / "index.sqlite") as database:  # a row of a run that there is not
+    with sqlite3.connect(root / "index.sqlite") as database:  # a row of a run that does not exist
         database.execute("UPDATE runs SET name = 'ghost' WHERE name = 'run-2'")
     about = RunFolder(first).read_json("run")
     RunFolder(first).write_json("run", about | {"model": "Other"})
@@ -302,7 +302,7 @@ def test_the_folders_go_before_the_index(root: Path) -> None:
 
 def test_without_a_place_for_an_index_runs_are_listed(root: Path) -> None:
     kept(root)
-    (root / "index.sqlite").mkdir()  # where even root cannot write a file
+    (root / "index.sqlite").mkdir()  # not even root can write a file there
     assert names(sqlite_index.entries()) == ["run-1"]
     assert names(ortlab.list_runs()) == ["run-1"]
 
@@ -314,7 +314,7 @@ def test_what_is_no_run_is_not_listed(root: Path, tmp_path: Path) -> None:
     elsewhere = kept(tmp_path / "other", "linked")
     (root / "linked").symlink_to(elsewhere, target_is_directory=True)
     renamed = kept(root)
-    renamed.rename(root / "copy")  # its name is not the one that it says
+    renamed.rename(root / "copy")  # its name differs from the stored one
     (kept(root) / "run.json").write_text("[1, 2")
     assert names(sqlite_index.entries()) == ["run-1"]
 
@@ -342,7 +342,7 @@ def test_runs_that_end_at_once_in_several_processes_are_all_there(root: Path) ->
     (root.parent / "go").touch()
     assert [process.wait(HANGS_S) for process in started] == [0, 0]
     expected = {f"p{me}-{number}" for me in range(2) for number in range(12)}
-    assert set(rows_of_index(root)) == expected  # before a listing could mend anything
+    assert set(rows_of_index(root)) == expected  # before a listing could repair anything
     assert set(names(sqlite_index.entries())) == expected
 
 
@@ -384,7 +384,7 @@ def test_asking_whether_a_run_is_held_changes_nothing(root: Path) -> None:
     assert not folder.held()
     assert stamp(folder.path) == before
     folder.hold()
-    assert folder.held()  # by this very process
+    assert folder.held()  # by this process itself
     assert RunFolder(folder.path).held()
     assert (sqlite_index.entries()[0].state, folder.held()) == ("running", True)
     end(folder.path)
@@ -397,7 +397,7 @@ def test_asking_whether_a_run_is_held_changes_nothing(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two runs of the same model that differ in their learning rate."""
+    """Train two runs of the same model that differ in their learning rate."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORTLAB_HOME", str(tmp_path_factory.mktemp("trained")))
         patch.setattr(session.registry, "runs", Recent(last=True))
@@ -466,7 +466,7 @@ def test_a_run_that_goes_on_is_first_and_as_it_is_now(
         assert best is not None
         assert (history[0].held_out_loss, history[0].steps) == (best.loss, run.step)
         with monkeypatch.context() as patch:
-            # Live tables ask for it several times a second: no metrics are read, no lock is tried.
+            # Live tables query it several times a second: no metrics are read, no lock is tried.
             patch.delattr("ortlab.history.entry._last_steps")
             patch.delattr("ortlab.history.entry.RunFolder")
             (now,) = living_entries([run])
@@ -498,7 +498,7 @@ def test_a_run_opened_again_is_the_run(trained: Any) -> None:
     assert past.environment["packages"]["torch"] == torch.__version__
     assert past.result["final_loss"] == live.result().final_loss
     assert past.title == live.title
-    # Metrics are kept to nine digits.
+    # Metrics are stored with nine digits.
     assert past.recorder.rows() == pytest.approx(live.recorder.rows(), rel=1e-8, nan_ok=True)
     assert [e.kind for e in past.recorder.events()] == [e.kind for e in live.recorder.events()]
     assert past.recorder.total("samples") == live.recorder.total("samples") == 48
@@ -736,7 +736,7 @@ def test_mlflow_reads_the_run_back(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the one store that needs no server
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the only store that needs no server
     run = SavedRun(kept(root, count=30, lr=0.125))
     run.note("a note")
     run.tag("paper")
@@ -808,7 +808,7 @@ def test_runs_go_by_age_number_or_size(root: Path, limits: Any, going: list[str]
 
 
 def test_what_must_stay_stays(root: Path, tmp_path: Path) -> None:
-    """Runs of living processes, folders that are no runs, links, and what links point to."""
+    """Runs of living processes, folders that are no runs, links, and link targets are kept."""
     held = RunFolder(kept(root, state="running", days=99))
     held.hold()
     old = kept(root, days=99)
@@ -832,7 +832,7 @@ def test_what_must_stay_stays(root: Path, tmp_path: Path) -> None:
     assert (root / "mine" / "file").exists()
     assert held.path.is_dir()
     held.release()
-    assert names(pruned(keep=0, yes=True)) == ["run-1"]  # interrupted by now
+    assert names(pruned(keep=0, yes=True)) == ["run-1"]  # now, it counts as interrupted
 
 
 def test_pruning_asks_and_refuses(root: Path) -> None:
@@ -855,7 +855,7 @@ def test_pruning_asks_and_refuses(root: Path) -> None:
 
 
 def test_a_run_that_comes_to_life_meanwhile_stays(root: Path) -> None:
-    """Between what was listed and what is removed."""
+    """A run that starts between the listing and the removal is kept."""
     folder = RunFolder(kept(root))
     entries: list[RunEntry] = sqlite_index.entries()
     folder.hold()

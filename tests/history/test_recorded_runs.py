@@ -1,8 +1,8 @@
-"""Runs that an earlier version recorded: they are listed, and go on as they would have then.
+"""Tests that runs recorded by an earlier version are listed and resume as they would have then.
 
-``recorded/`` has a run of 12 steps that was stopped after 6, of each engine, as ortlab wrote it
+``recorded/`` has a run of 12 steps that was stopped after 6, for each engine, as ortlab wrote it
 before settings, engines and classes got their present names. ``losses_of_whole_run.json`` has
-[step, loss] of the same run when it was not stopped.
+[step, loss] of the same run without the stop.
 """
 
 from __future__ import annotations

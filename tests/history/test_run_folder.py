@@ -1,4 +1,4 @@
-"""The form of a run's folder: what a crash, a full disk or a curious reader finds."""
+"""Tests of the format of a run's folder: after a crash, with a full disk, for other readers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_metrics_come_back_as_they_were(tmp_path: Path) -> None:
     sink.close()
     read = read_metrics(file)
     written = np.concatenate([rows(1, 3), rows(4, 2)])
-    single = np.float32  # in which losses are measured
+    single = np.float32  # losses are measured in float32
     assert np.array_equal(read.rows.astype(single), written.astype(single), equal_nan=True)
     assert read.rows[0, INDEX["rss_bytes"]] == 5_123_456_789_013
     assert (read.events[0].kind, read.events[0].text) == (event.kind, event.text)
@@ -76,7 +76,7 @@ def test_a_torn_last_line_costs_that_line_only(tmp_path: Path, cut: int) -> None
     sink.write(rows(1, 5), [])
     sink.close()
     file.write_bytes(file.read_bytes()[:-cut])
-    whole = 5 if cut == 1 else 4  # without its line feed alone the line is whole
+    whole = 5 if cut == 1 else 4  # if only the line feed is missing, the line is complete
     assert read_metrics(file).rows[:, 0].tolist() == list(range(1, whole + 1))
     assert read_metrics(file).torn == 5 - whole
     again = MetricsFile(file)
@@ -86,7 +86,7 @@ def test_a_torn_last_line_costs_that_line_only(tmp_path: Path, cut: int) -> None
 
 
 def test_columns_are_found_by_name(tmp_path: Path) -> None:
-    """What another version wrote: other columns, another order."""
+    """Files of other versions may have other columns in another order."""
     file = tmp_path / "metrics.jsonl"
     file.write_text(
         '{"form": 1, "columns": ["loss", "moons", "step"]}\n[0.5, 3, 1]\n[0.25, 4, 2]\n'
@@ -145,7 +145,7 @@ def test_a_private_file_takes_its_place_at_once(tmp_path: Path) -> None:
 
 
 def test_files_are_synced_by_who_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Windows, which refuses to sync a descriptor that is open for reading."""
+    """Windows refuses to sync a descriptor that is open for reading only."""
     synced = []
 
     def fsync(descriptor: int) -> None:

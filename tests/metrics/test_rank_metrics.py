@@ -1,4 +1,4 @@
-"""How ranks stand: by recorders whose figures are known, and by a real run on two workers."""
+"""Tests of the comparison of ranks: recorders with known figures, and a real run on two workers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MIB = 1024**2
 
 
 class Told:
-    """A recorder that is told of steps as a run on workers tells it."""
+    """A recorder that is filled like that of a run on workers."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()
         self.step = 0
 
     def steps(self, count: int, own_ms: list[float], *, wait_ms: float = 2.0, **more: Any) -> Told:
-        """Each rank computes for so long, and the fastest waits for the slowest."""
+        """Add steps in which rank i computes for `own_ms[i]`; the fastest waits for the slowest."""
         step_ms = max(own_ms, default=5.0) + wait_ms
         for _ in range(count):
             self.step += 1
@@ -119,7 +119,7 @@ def test_one_step_that_takes_long_moves_no_median(told: Told) -> None:
     [
         ({"base_bytes": 50, "peak_bytes": 90}, 30),
         ({"base_bytes": 50, "peak_bytes": 60}, 0),
-        ({"base_bytes": 50, "peak_bytes": 55}, NAN),  # pages from before were given to the model
+        ({"base_bytes": 50, "peak_bytes": 55}, NAN),  # the model reused pages allocated before
         ({"base_bytes": 50}, NAN),
         ({"peak_bytes": 90}, NAN),
         ({"base_bytes": 50, "peak_bytes": 90, "cuda_peak_bytes": 25}, 15),
@@ -137,12 +137,12 @@ def test_the_rest_of_the_peak(told: Told, memory: dict[str, float], rest: float)
     ("own_ms", "expected"),
     [
         ([10.0, 12.0], [1]),
-        ([10.0, 10.9], []),  # 9%, and less than 1 ms
-        ([100.0, 104.0], []),  # 4 ms, and less than 5%
+        ([10.0, 10.9], []),  # 9%, but less than 1 ms
+        ([100.0, 104.0], []),  # 4 ms, but less than 5%
         ([100.0, 106.0], [1]),
         ([10.0, 10.0], []),
         ([30.0], []),
-        ([10.0, 20.0, 10.0, 21.0], [3]),  # the others are those in their middle
+        ([10.0, 20.0, 10.0, 21.0], [3]),  # the others are compared by their median
         ([10.0, NAN, 14.0], [2]),
     ],
 )
@@ -157,7 +157,7 @@ def test_the_slowest_is_marked_where_it_clearly_is(
 
 
 def test_the_slowest_computes_longest_whatever_it_waits(told: Told) -> None:
-    """Steps end together: it is the time outside of communication that differs."""
+    """Steps end together, so ranks differ only in the time outside of communication."""
     told.steps(9, [10.0, 14.0], wait_ms=50.0)
     (note,) = told.standing().notes()
     assert note == ("rank 1 is the slowest: 14 ms per step without communication, the others 10 ms")
@@ -200,7 +200,7 @@ def test_ranks_that_left_are_told_apart(told: Told) -> None:
 
 
 def test_ranks_are_told_one_after_another(told: Told) -> None:
-    """A view may read in between."""
+    """A view may read the recorder between two ranks."""
     told.steps(5, [8.0, 8.0])
     told.recorder.add(Sample(step=6, communication_ms=1.0))
     told.recorder.rank(0).add(Sample(step=6, step_ms=10.0, communication_ms=2.0))
@@ -219,7 +219,7 @@ def test_without_ranks_there_is_nothing(told: Told) -> None:
 
 
 P = 5_000_000
-"""Parameters. In fp32 they take 4 bytes each, gradients 4, AdamW's moments 8, SGD's 4."""
+"""Number of parameters. In fp32 they take 4 bytes each, gradients 4, AdamW's moments 8, SGD's 4."""
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_what_zero_saves_is_what_the_paper_says(
 def test_what_16_bit_weights_save(
     told: Told, stage: int, changes: dict[str, Any], each: tuple[int, int, int], saved: float
 ) -> None:
-    """Of 2 + 2 + 12 bytes; with the optimizer on the host, which updates a copy, in fp32 too."""
+    """2 + 2 + 12 bytes a parameter; with the optimizer on the host, fp32 has a copy there, too."""
     told.steps(3, [1.0] * 2, **held(*(P * size for size in each)))
     saving = told.standing(workers=2, zero_stage=stage, **changes).saving
     assert saving is not None
@@ -299,7 +299,7 @@ def test_at_stage_0_it_says_what_stage_1_would_save(told: Told) -> None:
 
 
 def test_what_is_held_is_not_what_was_predicted(told: Told) -> None:
-    """A rank that shares nothing out, whatever the setting says, and one that pads."""
+    """Measured are a rank that partitions nothing, whatever the setting, and a rank that pads."""
     told.steps(3, [1.0] * 2, **held(4 * P, 4 * P, [8 * P, 8 * P + 1600]))
     saving = told.standing(workers=2, zero_stage=1).saving
     assert saving is not None
@@ -319,7 +319,7 @@ def test_what_is_held_is_not_what_was_predicted(told: Told) -> None:
 def test_ranks_may_have_parts_of_a_model(
     told: Told, settings: dict[str, Any], state: list[int], saved: float, told_so: str
 ) -> None:
-    """ZeRO shares among those that have the same part; here two have twice what two others have."""
+    """ZeRO partitions among ranks with the same part; here two have twice as much as the others."""
     parts = [4 * P, 4 * P, 2 * P, 2 * P]
     told.steps(3, [1.0] * 4, **held(parts, parts, [size * P for size in state]))  # type: ignore[arg-type]
     saving = told.standing(workers=4, **settings).saving

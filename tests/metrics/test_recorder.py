@@ -1,4 +1,4 @@
-"""The recorder's bounds and its thinning, against numpy over everything; the memory sampler."""
+"""Tests of the recorder's bounds and thinning, compared with numpy, and of the memory sampler."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_late_view_gets_the_whole(recorder: Recorder) -> None:
 
 
 def test_a_million_steps_stay_within_bounds(tmp_path: Path) -> None:
-    """Unthinned they would be 160 MiB; on disk is every one of them."""
+    """Without thinning they would take 160 MiB; the file has every one of them."""
     file = tmp_path / "metrics.jsonl"
     recorder = Recorder(sinks=[MetricsFile(file)])
     process = psutil.Process()
@@ -176,7 +176,7 @@ def test_events_beyond_the_capacity_are_thinned(recorder: Recorder) -> None:
 
 
 def test_an_add_waits_for_no_sink() -> None:
-    """A disk that hangs: the training goes on, and what was lost is counted."""
+    """If the disk hangs, the training continues and lost samples are counted."""
     hangs, release = threading.Event(), threading.Event()
 
     class Hanging(Kept):
@@ -261,7 +261,7 @@ def test_losses_may_be_tensors(recorder: Recorder) -> None:
 
 
 class Remote:
-    """A 0-d value on a device, as far as the recorder looks: fetching it is torch.stack(...)."""
+    """A 0-d value on a device, as the recorder sees it: torch.stack(...) fetches it."""
 
     def __init__(self, value: float) -> None:
         self.value = torch.tensor(value)
@@ -286,7 +286,7 @@ def test_values_on_a_device_are_fetched_by_another_thread(monkeypatch: pytest.Mo
     recorder.close()
     assert recorder.not_finite_step == 40
     assert set(fetchers) == {"ortlab-recorder"}
-    assert len(fetchers) <= 5  # a wait for all that gathered, not for each step
+    assert len(fetchers) <= 5  # one wait for all collected steps instead of one per step
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
@@ -305,7 +305,7 @@ def test_under_a_loss_scale_the_first_that_cannot_be_halved_is_noted(recorder: R
         recorder.add(Sample(step=step, loss=loss, grad_norm=loss, **tensors))  # type: ignore[arg-type]
 
     add(1, 1.0, True)
-    add(2, 0.5, False)  # as a run may begin that goes on from a checkpoint
+    add(2, 0.5, False)  # a run that resumes from a checkpoint may begin like this
     assert recorder.count == 2
     assert recorder.not_finite_step is None
     add(3, 0.25, True)
@@ -321,7 +321,7 @@ def test_the_first_skipped_step_is_an_event_for_views_and_sinks() -> None:
     for step in range(1, 9):
         scale, skipped = 2.0 ** (20 - step), step in (3, 4, 7)
         recorder.add(Sample(step=step, time_s=step / 2, loss_scale=scale, skipped=skipped))
-        assert recorder.count == step  # each is absorbed alone
+        assert recorder.count == step  # each one is absorbed alone
     recorder.close()
     (event,) = recorder.events("note")
     assert (event.step, event.time_s) == (3, 1.5)
@@ -381,9 +381,9 @@ def test_the_sampler_runs_while_somebody_measures() -> None:
 
 
 def test_measuring_may_end_while_the_lock_is_held() -> None:
-    """As where gc ends a loop that was dropped, in the middle of somebody's reading."""
+    """Garbage collection may end a dropped loop while another reader holds the lock."""
     sampler = DeviceSampler()
-    sampler.PERIOD_S = 0.001  # its thread waits for the lock too
+    sampler.PERIOD_S = 0.001  # its thread waits for the lock, too
     meter = sampler.start()
 
     def end() -> None:
@@ -405,7 +405,7 @@ def test_memory_has_the_samples_names() -> None:
 
 
 def test_a_number_of_numpy_is_a_number() -> None:
-    """Its device is a string, and no tensor's."""
+    """The device of a numpy number is a string, unlike a tensor's."""
     recorder = Recorder()
     recorder.add(Sample(step=1, loss=np.float64(0.5), lr=np.float32(0.25)))
     recorder.close()

@@ -1,4 +1,4 @@
-"""What a change of settings cost and brought, read from a run's recorder."""
+"""Tests of the cost and the effect of a change of settings, read from a run's recorder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ortlab.metrics.setting_changes import STEPS, changes, refusals
 
 
 class Ran:
-    """A recorder that is filled step by step; every step takes `ms` and holds `held` bytes."""
+    """A recorder filled step by step; every step takes `ms` and uses `held` bytes."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self.recorder = Recorder(capacity)
@@ -39,7 +39,7 @@ def ran() -> Ran:
 
 
 def test_rates_and_memory_are_those_of_the_steps_on_either_side(ran: Ran) -> None:
-    ran.steps(500, ms=40.0, held=50.0)  # long ago, and not what was there before the change
+    ran.steps(500, ms=40.0, held=50.0)  # too long ago to count as the state before the change
     ran.steps(100, ms=10.0, held=100.0)
     ran.change("precision=bf16 (was fp32)", cost_s=3.0)
     ran.steps(300, ms=5.0, held=70.0, cost_s=3.0)
@@ -70,7 +70,7 @@ def test_what_came_before_is_known_at_once_and_what_follows_with_the_steps(ran: 
     assert math.isnan(found.samples_per_s[1])
     assert math.isnan(found.memory_bytes[1])
     assert not found.settled
-    ran.steps(2, ms=20.0, cost_s=0.5)  # the first of them has the cost in it
+    ran.steps(2, ms=20.0, cost_s=0.5)  # the first of them includes the cost
     (found,) = changes(ran.recorder)
     assert found.samples_per_s[1] == pytest.approx(400)
     assert not found.settled

@@ -1,6 +1,6 @@
-"""Bad inputs, in `bad_inputs.tsv`: each ends in its error, and nothing else happens.
+"""Tests of the bad inputs in `bad_inputs.tsv`: each ends in its error and has no other effect.
 
-They go to one real kernel, one after the other, as a user types them.
+They are typed into one real kernel, one after the other, as a user types them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.notebook.test_kernel import Cell, Kernel
 
 with Path(__file__).with_name("bad_inputs.tsv").open(encoding="utf-8", newline="") as file:
     TABLE = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1:]
-"""What is typed, the class of its error, and what its message has."""
+"""The typed text, the class of its error, and a part of its message."""
 
 SETUP = r"""
 %load_ext ortlab
@@ -52,7 +52,7 @@ print(sorted(_bound.items()), sorted(os.listdir(folder)), ortlab.models(),
       [(k, hash(tuple(v.flatten().tolist()))) for k, v in net.state_dict().items()])
 """
 USERS_OWN = "mat1 and mat2 shapes cannot be multiplied"
-"""Raised in a model's forward while ortlab.export traces it: the user needs its traceback."""
+"""Raised in a model's forward while ortlab.export traces it; the user needs this traceback."""
 
 pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 
@@ -73,14 +73,14 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 @pytest.fixture
 def kernel(process: Kernel) -> Iterator[Kernel]:
-    """It is alive before and after, and nothing that the user has is another."""
+    """Return the kernel; check afterwards that it is alive and the user's objects are unchanged."""
     before = process(STATE).text
     yield process
     assert process(STATE).text == before
 
 
 def lines(cell: Cell) -> list[str]:
-    """What the cell shows of its error: IPython prints a UsageError, and shows all others."""
+    """Return the error that the cell shows: IPython prints a UsageError and displays others."""
     shown = [content["traceback"] for kind, content in cell.outputs if kind == "error"]
     return shown[0] if shown else cell.text.splitlines()
 
@@ -101,14 +101,14 @@ def test_it_ends_in_its_error(kernel: Kernel, typed: str, error: str, message: s
 
 
 FREE = {"recompute", "save_onnx", "cast_ops"}
-"""Settings that are words of the user's: modules, a file, operators."""
+"""Settings whose values are free text: modules, a file, operators."""
 
 
 @pytest.mark.parametrize(
     "name", sorted({field.name for field in dataclasses.fields(FinetuneSettings)} - FREE)
 )
 def test_a_setting_that_is_none_of_its_values(kernel: Kernel, name: str) -> None:
-    """Of every setting there is, those that come later too."""
+    """An invalid value of any setting, including future settings, ends in a short error."""
     option = "--" + name.replace("_", "-")
     cell = kernel.run(f"%ort finetune net data --loss cross_entropy {option} ?!")
     assert cell.reply["status"] == "error"

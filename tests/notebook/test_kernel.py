@@ -1,4 +1,4 @@
-"""The magics in a real kernel: what a front end gets to see of them."""
+"""Tests of the magics in a real kernel: the messages that a front end receives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Cell:
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        """The data of every display and of the value."""
+        """Data of every display and of the cell's value."""
         kinds = ("display_data", "execute_result")
         return [content["data"] for kind, content in self.outputs if kind in kinds]
 
@@ -86,7 +86,7 @@ def process() -> Iterator[Kernel]:
 
 @pytest.fixture
 def kernel(process: Kernel) -> Kernel:
-    """One kernel for all tests, with the extension loaded and the names that they use."""
+    """Return one kernel for all tests, with the extension loaded and their names defined."""
     process(PRELUDE)
     return process
 
@@ -101,7 +101,7 @@ def test_a_cell_that_awaits_is_wrapped_at_its_end(kernel: Kernel) -> None:
 
 
 def test_an_error_in_one_line_fails_the_cell(kernel: Kernel) -> None:
-    """So that running all cells stops there."""
+    """Therefore, running all cells stops at this cell."""
     cell = kernel.run("%%ort --engine orc\nmodel = nn.Linear(4, 2)")
     assert cell.reply["status"] == "error"
     assert cell.reply["ename"] == "UsageError"
@@ -205,7 +205,7 @@ def test_a_race_and_its_result_are_shown_as_tables_below_what_was_printed(kernel
         (data,) = cell.shown
         assert "is fastest with" in data["text/plain"]
         assert "<table" in data["text/html"]
-        # Where buttons belong to a table, what is above it is hidden when they are gone.
+        # Buttons belong to a table; without them, the text above the table must not be hidden.
         assert "display: none" not in data["text/html"]
 
 
@@ -235,7 +235,7 @@ def listens(address: tuple[str, int]) -> bool:
 def test_a_kernel_that_ends_stops_its_runs_in_order(
     how: str, isolated: bool, tmp_path: Path
 ) -> None:
-    """With a checkpoint to go on from, and no process, port or folder left."""
+    """A checkpoint to resume from remains, but no process, port or folder."""
     if isolated:
         pytest.importorskip("ipyparallel")
     manager, client = start_new_kernel(
@@ -248,7 +248,7 @@ def test_a_kernel_that_ends_stops_its_runs_in_order(
     try:
         pid, folder = Kernel(client)(TRAINS.format(isolated=isolated)).text.split()[-2:]
         before = {*psutil.Process(int(pid)).children(recursive=True), psutil.Process(int(pid))}
-        # A kernel that is started again has the ports that it had.
+        # A restarted kernel has the same ports as before.
         ports = {each for each in footprint(int(pid))[1] if each[1] not in manager.ports}
         assert ports
         assert bool(folders()) == isolated
@@ -274,6 +274,6 @@ def test_a_kernel_that_ends_stops_its_runs_in_order(
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("how", ENDS)
 def test_a_run_ends_soon_after_its_step(how: str) -> None:
-    """Loosely, for other tests may run: `python -m tests.bench.ending` has the bar of 2 s."""
+    """The limit is loose, as other tests may run; `python -m tests.bench.ending` checks 2 s."""
     found = measured(500, how)
     assert found["took_s"] < found["step_s"] + 10

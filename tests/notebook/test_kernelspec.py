@@ -1,4 +1,4 @@
-"""`ortlab kernelspec`: kernels as Jupyter finds and starts them."""
+"""Tests of `ortlab kernelspec`: kernels as Jupyter finds and starts them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.notebook.test_kernel import Kernel
 
 @pytest.fixture(autouse=True)
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where Jupyter keeps this user's kernels."""
+    """Return the folder in which Jupyter keeps this user's kernels."""
     folder = tmp_path / "data"
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(folder))
     return folder
@@ -50,11 +50,11 @@ def test_install_start_list_remove(data: Path, capsys: pytest.CaptureFixture[str
     spec = KernelSpecManager().get_kernel_spec("mine")
     assert spec.display_name == "ortlab (CPU)"
     assert spec.argv[0] == sys.executable
-    # What JupyterLab's launcher, and Notebook, take from the folder.
+    # JupyterLab's launcher and Notebook read these files from the folder.
     for logo in ("logo-svg.svg", "logo-32x32.png", "logo-64x64.png"):
         assert (folder / logo).stat().st_size > 300
     with started("mine") as kernel:
-        # %ort is there without %load_ext, and to load it again changes nothing.
+        # %ort is available without %load_ext, and loading it again changes nothing.
         assert "this kernel computes" in kernel("%ort --help").text
         assert "already loaded" in kernel("%load_ext ortlab").text
         asked = "import os, sys, ortlab, torch; print(sys.executable, ortlab.__file__)"
@@ -87,7 +87,7 @@ def test_below_a_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["kernelspec", "install", "--prefix", str(prefix)]) == 0
     folder = prefix / "share" / "jupyter" / "kernels" / "ortlab"
     assert kernel_json(folder)["display_name"] == "ortlab (CPU)"
-    # Jupyter does not look there by itself.
+    # Jupyter does not search there by default.
     assert f"JUPYTER_PATH names {prefix}/share/jupyter\n" in capsys.readouterr().out
 
 
@@ -102,7 +102,7 @@ def test_gpu_without_one(capsys: pytest.CaptureFixture[str], data: Path) -> None
 
 
 def test_gpu(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
-    """What the kernel of a machine with a GPU would have; nothing is started."""
+    """A machine with a GPU gets this kernel; nothing is started."""
     monkeypatch.setattr(doctor, "no_gpu", lambda: None)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda-11.8/lib64")
     monkeypatch.delenv("CUDA_HOME", raising=False)

@@ -1,4 +1,4 @@
-"""What another user of the machine gets to see of a kernel: nothing, once it is encrypted."""
+"""Tests that another user of the machine cannot read anything from an encrypted kernel."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ told = {"opened": opened, "uid": os.getuid(), "heard": heard.decode(errors="repl
 print(json.dumps(told), flush=True)
 os._exit(0)
 """
-"""Another user, who tries each file, and listens and asks at each port."""
+"""Script of another user, who tries to open each file and to listen and connect at each port."""
 
 GRAPH = """
 %load_ext ortlab
@@ -80,7 +80,7 @@ model(torch.randn(2, 4)).backward()
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where ortlab and Jupyter keep what is the user's, in a folder that everybody may enter."""
+    """Keep the user's files of ortlab and Jupyter in a folder that everybody may enter."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -91,7 +91,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def kernel(encryption: str) -> Iterator[tuple[Kernel, list[int], Path]]:
-    """A kernel of that transport encryption, the ports that it listens on, its connection file."""
+    """Start a kernel with this encryption; yield it, its open ports and its connection file."""
     manager = KernelManager(kernel_name="python3", transport_encryption=encryption)
     manager.start_kernel()
     client = manager.client()
@@ -108,9 +108,9 @@ def kernel(encryption: str) -> Iterator[tuple[Kernel, list[int], Path]]:
 
 @contextlib.contextmanager
 def stranger(ports: list[int], files: list[Path], home: Path) -> Iterator[dict[str, Any]]:
-    """Another user, who tries the files and listens at the ports meanwhile.
+    """Run as another user who meanwhile tries to open the files and listens at the ports.
 
-    What is yielded has at the end what they have ``opened``, and ``heard``.
+    At the end, the yielded dictionary has the files ``opened`` and the messages ``heard``.
     """
     over, seen = home / "over", dict[str, Any]()
     asked = {"ports": ports, "files": list(map(str, files)), "seconds": 120, "over": str(over)}
@@ -126,7 +126,7 @@ def stranger(ports: list[int], files: list[Path], home: Path) -> Iterator[dict[s
 
 
 def listening(pid: int) -> list[int]:
-    """The ports of a process, all of them on loopback."""
+    """Return the listening ports of a process, all of which must be on loopback."""
     sockets = [
         each.laddr
         for each in psutil.Process(pid).net_connections("inet")
@@ -139,7 +139,7 @@ def listening(pid: int) -> list[int]:
 @NEEDS_ROOT
 @pytest.mark.parametrize("encryption", ["auto", "disabled"])
 def test_another_user_cannot_fetch_a_graph(home: Path, encryption: str) -> None:
-    """Unencrypted, they can: that is how the first case is known to listen at the right place."""
+    """Without encryption they can, which shows that the first case listens at the right place."""
     if compat.unavailable() is not None:
         pytest.skip(str(compat.unavailable()))
     with kernel(encryption) as (started, ports, connection):
@@ -154,7 +154,7 @@ def test_another_user_cannot_fetch_a_graph(home: Path, encryption: str) -> None:
         kept = [path for path in [*folder.rglob("*"), connection] if path.is_file()]
         assert len(kept) > 4
         with stranger(ports, kept, home) as seen:
-            # A subscriber joins in the background: it hears the last of several, if any.
+            # A subscriber connects in the background, so it may miss the first of several messages.
             for number in range(5):
                 started(f"print('classified output {number}')")
             assert "classified" in str(started(SHOWN).outputs)
@@ -170,7 +170,7 @@ def test_another_user_cannot_fetch_a_graph(home: Path, encryption: str) -> None:
 
 @NEEDS_ROOT
 def test_another_user_cannot_listen_to_workers(home: Path) -> None:
-    """What ranks print goes through the same kind of sockets, which ipyparallel encrypts."""
+    """The output of ranks goes through the same kind of sockets, which ipyparallel encrypts."""
     ranks = Workers(2)
     try:
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -185,7 +185,7 @@ def test_another_user_cannot_listen_to_workers(home: Path) -> None:
 
 
 def test_what_is_kept_is_the_users_alone(home: Path) -> None:
-    """Folders 0700, files 0600, whatever the umask."""
+    """Folders have mode 0700 and files 0600, whatever the umask."""
     before = os.umask(0)
     try:
         with kernel("auto") as (started, _, _):

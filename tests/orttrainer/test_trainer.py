@@ -1,5 +1,4 @@
-"""ORTTrainer trains as plain torch does, goes on from a checkpoint as if nothing had been, and says
-what of its arguments cannot be."""
+"""Tests of ORTTrainer: it trains as torch does, resumes exactly, and reports bad arguments."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def batches(number: int, rows: int = 6) -> Iterator[tuple[torch.Tensor, torch.Te
 
 def trainer(model: nn.Module, config: Any = None, **options: Any) -> ORTTrainer:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a label and a loss were added
+        warnings.simplefilter("ignore")  # a label and a loss were added
         return ORTTrainer(
             model,
             DESCRIPTION,
@@ -75,12 +74,12 @@ def trainer(model: nn.Module, config: Any = None, **options: Any) -> ORTTrainer:
         )
 
 
-# ---- it trains -----------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 @functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Handwritten digits, padded to 784 pixels."""
+    """Return handwritten digits, padded to 784 pixels."""
     found = load_digits()
     pixels = torch.tensor(found.data, dtype=torch.float32) / 16
     return nn.functional.pad(pixels, (0, 784 - pixels.shape[1])), torch.tensor(found.target)
@@ -115,7 +114,7 @@ def is_that_of_torch(losses: list[float]) -> None:
 
 
 def test_the_slides_trainer() -> None:
-    """Line for line, but for the import and the learning rate."""
+    """The code is that of the slides, except for the import and the learning rate."""
     torch.manual_seed(0)
     model = NeuralNet(784, 500, 10)
     criterion = torch.nn.CrossEntropyLoss()
@@ -172,7 +171,7 @@ def test_adamw_is_torchs_for_a_hundred_steps() -> None:
 def plain_step(
     weight: torch.Tensor, gradient: torch.Tensor, mode: str, moments: list[torch.Tensor]
 ) -> torch.Tensor:
-    """One step of AdamW from zero moments as it is written down, in double precision."""
+    """Make one step of AdamW from zero moments by its formula, in double precision."""
     lr, decay, eps = 0.1, 0.5, 1e-6
     first, second = moments
     first.mul_(0.9).add_(gradient, alpha=0.1)
@@ -349,7 +348,7 @@ def test_training_is_in_training_mode() -> None:
 
 
 class Rooted(nn.Module):
-    """Its gradient is not finite where the last column of x is zero, and its loss is."""
+    """Its gradient is not finite where the last column of x is zero, while its loss is finite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -414,7 +413,7 @@ def test_a_schedule_is_that_of_transformers(name: str) -> None:
 
 
 def test_a_step_has_the_rate_of_its_schedule() -> None:
-    """Of gradients that never change: what weights move by tells the rate."""
+    """With constant gradients, the change of the weights shows the learning rate."""
     model = nn.Linear(8, 1, bias=False)
     nn.init.zeros_(model.weight)
     described = {"inputs": [("x", ["batch", 8])], "outputs": [("y", ["batch", 1])]}
@@ -441,7 +440,7 @@ def test_a_step_has_the_rate_of_its_schedule() -> None:
 
 @pytest.mark.parametrize("optimizer", [optim.SGDConfig, optim.AdamConfig, optim.LambConfig])
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path, optimizer: Any) -> None:
-    """Weights, moments, schedule, dropout's masks and what the user kept with it."""
+    """Weights, moments, schedule, dropout masks and the user's own data are restored."""
 
     def made() -> ORTTrainer:
         schedule = optim.lr_scheduler.CosineWarmupLRScheduler(40, warmup=0.1)
@@ -489,7 +488,7 @@ def test_a_checkpoint_without_the_optimizer(tmp_path: Path) -> None:
 
 
 def test_beside_a_gpu_it_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a GPU in sight: what is asked for is the CPU, which is all that the engine has."""
+    """Even with a GPU present, training uses the requested CPU, the only device of the engine."""
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: True)
         found = trainer(net())
@@ -597,7 +596,7 @@ def test_deterministic_compute_is_for_the_call(monkeypatch: pytest.MonkeyPatch) 
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-# ---- what is wrong -------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -720,7 +719,7 @@ def test_batches_that_do_not_fit() -> None:
 
 
 def test_ort_own_classes_serve() -> None:
-    """Old programs import those."""
+    """Old programs import ORT's own classes."""
     compat.ortmodule()
     from onnxruntime.training.optim import config, lr_scheduler
 

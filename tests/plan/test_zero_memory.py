@@ -1,4 +1,4 @@
-"""What a fleet takes: against the papers' own figures, and DeepSpeed's estimators."""
+"""Tests of the memory that a fleet needs, against the papers and DeepSpeed's estimators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ortlab.api import zero_plan
 from ortlab.plan.zero_memory import ZeroPlan, parse_count
 
 MODELS = {
-    # Parameters, and those of the largest module, which DeepSpeed's stage 3 gathers whole.
+    # Parameters of the model, and of its largest module, which DeepSpeed's stage 3 gathers whole.
     "GPT-2 1.5B": (1_557_611_200, 50257 * 1600),
     "GPT-Neo 2.7B": (2_651_307_520, 50257 * 2560),
     "175B": (175_000_000_000, 50257 * 12288),
@@ -46,7 +46,7 @@ print("FOUND" + json.dumps(found))
 
 @pytest.fixture(scope="module")
 def deepspeed() -> Any:
-    """What DeepSpeed's estimators say, by model, GPUs and stage: bytes of host and device."""
+    """Return DeepSpeed's estimates by model, GPUs and stage: bytes of host and device."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     done = subprocess.run(
@@ -62,23 +62,23 @@ def deepspeed() -> Any:
 @pytest.mark.parametrize("gpus", [4, 16, 64])
 @pytest.mark.parametrize("name", MODELS)
 def test_against_deepspeed_s_estimators(deepspeed: Any, name: str, gpus: int) -> None:
-    """To the byte, but for rounding, once what they count otherwise is named.
+    """The estimates agree to the byte, except for rounding and for these differences.
 
-    - At stages 2 and 3 they count 18 bytes that are shared out, not 14 and 16: the step's fp32
-      copy of the gradients, in the place of those of two bytes at stage 3. So they are 4 and 2
-      bytes a parameter above the paper's, divided by the GPUs.
-    - At stage 3 the largest module is gathered, at 4 bytes a parameter.
-    - On the host gradients are fp32: 16 bytes a parameter against the ZeRO-Offload paper's 14; and
-      each process is said to have all weights in fp32 while it starts, 4 bytes times the GPUs.
-    - ``additional_buffer_factor`` is 1.5 if not told: half as much again, of the host's bytes.
-    - There is none for stage 1, which keeps gradients whole where stage 2 has a share.
+    - At stages 2 and 3 they count 18 partitioned bytes instead of 14 and 16: the step's fp32
+      copy of the gradients, at stage 3 in place of the 2-byte gradients. They are therefore 4 and 2
+      bytes per parameter above the paper's, divided by the number of GPUs.
+    - At stage 3 the largest module is gathered, at 4 bytes per parameter.
+    - On the host, gradients are fp32: 16 bytes per parameter against the ZeRO-Offload paper's 14;
+      and each process has all weights in fp32 while it starts, 4 bytes times the number of GPUs.
+    - ``additional_buffer_factor`` defaults to 1.5: half as much again, of the host's bytes.
+    - There is no estimate for stage 1, which keeps whole gradients where stage 2 has a share.
     """
     count, largest = MODELS[name]
     said = deepspeed[name][str(gpus)]
     plan = zero_plan(count, gpus=gpus)
 
     def near(bytes_: float, expected: float) -> bool:
-        return abs(bytes_ - expected) <= 20 * gpus  # padding, and their rounding
+        return abs(bytes_ - expected) <= 20 * gpus  # padding, and the rounding of the estimates
 
     share = count / gpus
     assert near(plan.at(2).device, said["2"][1] - 4 * share)
@@ -92,7 +92,7 @@ def test_against_deepspeed_s_estimators(deepspeed: Any, name: str, gpus: int) ->
 
 
 def test_the_figures_of_the_zero_paper() -> None:
-    """Its figure 1: 7.5 billion parameters on 64 devices, in GB."""
+    """The paper's figure 1: 7.5 billion parameters on 64 devices, in GB."""
     plan = zero_plan("7.5B", gpus=64)
     found = [plan.at(stage).device / 1e9 for stage in range(4)]
     assert found == pytest.approx([120, 31.4, 16.6, 1.9], rel=0.015)
@@ -115,7 +115,7 @@ def test_bytes_of_a_parameter(optimizer: str, precision: str, each: tuple[int, i
         expected = [1000 * e // (8 if s else 1) for e, s in zip(each, shares, strict=True)]
         assert [one.parameters, one.gradients, one.optimizer_state] == expected
         assert one.host == 0
-    # In fp32 too the host updates a copy, and sends it to the device.
+    # In fp32, too, the host updates a copy and sends it to the device.
     on_host = each[2] + 4 if precision == "fp32" else each[2]
     whole = plan.at(1, offload=True)
     assert (whole.gradients, whole.optimizer_state, whole.host) == (
@@ -141,7 +141,7 @@ def _kept(**changes: Any) -> int:
 
 
 def test_activations_are_those_of_the_paper() -> None:
-    """Korthikanti et al.: sbh (34 + 5as/h), which for GPT-3 is sbh (34 + 80); fp32 by hand."""
+    """Korthikanti et al.: sbh (34 + 5as/h), which for GPT-3 is sbh (34 + 80); fp32 is by hand."""
     sbh = 2048 * 12288
     assert _kept() == 96 * sbh * 34
     assert _kept(heads=96) == 96 * sbh * (34 + 80)
@@ -168,7 +168,7 @@ def test_the_best_is_the_first_that_fits() -> None:
     sizes = {"hidden": 2560, "layers": 32, "sequence": 2048, "batch": 4}
     assert best("20GiB", **sizes) == "stage 1 + recompute"
     assert best("4GiB", **sizes) == "stage 3 + offload + recompute"
-    # Either would do.
+    # Either one would be enough.
     assert best("6.5GiB", **{**sizes, "batch": 1}) == "stage 3 + recompute"
     assert zero_plan("2.7B").best is None
 
@@ -226,7 +226,7 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_a_model_of_the_notebook() -> None:
-    """Its own parameters, those that are trained apart; a tied one once."""
+    """A model's parameters and those that are trained are counted; a tied one counts once."""
     from torch import nn
 
     from tests.support import tiny
@@ -256,7 +256,7 @@ def test_a_model_of_the_notebook() -> None:
 
 
 def test_a_model_with_a_graph() -> None:
-    """Activations are those of ORT's graph, for the sizes that are given."""
+    """Activations are those of ORT's graph, for the given sizes."""
     import torch
 
     from ortlab.engines.base import EngineUnavailable
@@ -268,7 +268,7 @@ def test_a_model_with_a_graph() -> None:
     except EngineUnavailable as error:
         pytest.skip(str(error))
     model = ortlab.wrap(tiny.gpt2(), cache=False)
-    assert ortlab.zero_plan(model).activations is None  # it was not called yet
+    assert ortlab.zero_plan(model).activations is None  # the model was not called yet
     ids = torch.randint(0, 50, (2, 8))
     model(input_ids=ids, labels=ids)
     small, large = ortlab.zero_plan(model), ortlab.zero_plan(model, batch=64, sequence=16)

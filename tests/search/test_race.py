@@ -1,4 +1,4 @@
-"""Races of tiny models; which set-up wins them is no matter."""
+"""Tests of races between tiny models, whichever configuration wins them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def no_searches(threads_end: None) -> Iterator[None]:
-    """No search of another test goes on."""
+    """Stop all searches after the test, so that none runs on in another test."""
     yield
     for search in session.searches:
         search.stop()
@@ -61,7 +61,7 @@ def sentences(number: int = 4, rows: int = 4) -> list[dict[str, torch.Tensor]]:
 
 
 class Net(nn.Module):
-    """Two layers, statistics and dropout; a head of one class or another."""
+    """Two layers, batch statistics and dropout; a head of two classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def pairs(number: int = 4, rows: int = 4) -> list[tuple[torch.Tensor, torch.Tens
 
 @pytest.fixture
 def own_workers() -> Iterator[None]:
-    """None from before, and none after."""
+    """Check that there are no workers before; stop those left afterwards."""
     assert session.workers is None
     yield
     if session.workers is not None:
@@ -94,7 +94,7 @@ def race(model: nn.Module, data: Any, **options: Any) -> RaceResult:
     return ortlab.race(model, data, **{**FAST, **options}).result(120)
 
 
-# ---- what it measures ----------------------------------------------------------------------------
+# ---- measurements --------------------------------------------------------------------------------
 
 
 @needs_ort
@@ -105,7 +105,7 @@ def test_every_set_up_has_its_row() -> None:
     for cell in result.cells:
         assert cell.reason is None, cell.reason
         assert len(cell.step_ms) == 2
-        if cell.settings["engine"] == "ort":  # eager torch's first step is as any other
+        if cell.settings["engine"] == "ort":  # eager torch's first step is like any other
             assert cell.first_step_s > min(cell.step_ms) / 1e3
         assert cell.steps == 1 + 1 + 2 * (2 + 2)
         assert abs(result.loss_difference(cell)) < 0.02 * result.reference.loss
@@ -121,7 +121,7 @@ def test_every_set_up_has_its_row() -> None:
 
 
 def test_weights_are_judged_by_what_training_made_of_them() -> None:
-    """The reference's loss is that of a run with the same steps, whoever races beside it."""
+    """The reference's loss is that of a run with the same steps, independent of its competitors."""
     model, data = bert(), sentences()
     result = race(model, data, lr=1e-2)
     assert len(result.cells) == 2
@@ -206,7 +206,7 @@ def test_a_wrapped_model_races_with_its_own_options() -> None:
     ortlab.unwrap(wrapped)
 
 
-# ---- what does not go well -----------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_a_set_up_that_cannot_run_says_why_and_others_go_on(
@@ -243,7 +243,7 @@ def test_one_that_fails_in_a_round_loses_its_figures_alone() -> None:
 
 @needs_ort
 def test_the_examples_have_all_four_columns(own_workers: None) -> None:
-    """Those of ORT's training examples: all on two workers, DeepSpeed's at ZeRO's stage 1."""
+    """The columns of ORT's training examples run on two workers, DeepSpeed's at ZeRO stage 1."""
     result = race(bert(), sentences(), preset="examples")
     labels = [cell.label for cell in result.cells]
     assert labels == ["torch", "ORT", "DeepSpeed", "DeepSpeed with ORT"]
@@ -260,7 +260,7 @@ def test_the_examples_have_all_four_columns(own_workers: None) -> None:
 
 
 def test_workers_race_one_process(own_workers: None) -> None:
-    net = nn.Linear(4, 2)  # ranks have dropout masks and batch statistics of their own
+    net = nn.Linear(4, 2)  # without dropout and batch statistics, which differ between ranks
     result = race(net, pairs(), loss="cross_entropy", precisions="fp32", workers="1,2")
     assert [cell.label for cell in result.cells] == ["eager fp32", "eager fp32 x 2"]
     one, two = result.cells
@@ -365,11 +365,11 @@ def test_what_can_be_read_once_is_not_used_up() -> None:
     assert len(list(data)) == 4
 
 
-# ---- what follows --------------------------------------------------------------------------------
+# ---- evaluation of results -----------------------------------------------------------------------
 
 
 def made_up(**cells: tuple[float, tuple[float, ...]]) -> RaceResult:
-    """A result with these first steps (seconds) and steps (milliseconds)."""
+    """Return a result with these first steps (seconds) and further steps (milliseconds)."""
     small = Race(
         Net(), pairs(), RaceSettings(), shared={"loss": "mse"}, loss=nn.functional.mse_loss
     )
@@ -384,7 +384,7 @@ def test_set_up_pays_off_after_so_many_steps() -> None:
     result = made_up(
         plain=(1.0, (100.0,)), quick=(6.0, (60.0,)), slow=(3.0, (110.0,)), light=(0.5, (90.0,))
     )
-    # 5 s more at the first step, 40 ms less in each after it: 125 of them, and the first.
+    # The first step takes 5 s more and each later one 40 ms less: 125 of them, plus the first.
     assert [result.pays_off(cell) for cell in result.cells[1:]] == [126, math.inf, 1]
     table = repr(result)
     assert "126 steps" in table
@@ -456,7 +456,7 @@ def test_the_best_settings_train_the_model() -> None:
     run.result(60)
 
 
-# ---- typed ---------------------------------------------------------------------------------------
+# ---- magics --------------------------------------------------------------------------------------
 
 
 def test_typed(ip: Typist) -> None:  # noqa: F811

@@ -1,4 +1,4 @@
-"""The search: what it leaves out, on made-up speeds; and one that is real, of a tiny model."""
+"""Tests of the search: settings skipped, on simulated speeds, and a real one of a tiny model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BEGIN_S = {"eager": 0.1, "compile": 25.0, "ort": 4.0}
 
 
 class Costs:
-    """A track of made-up speeds without a clock: rates in samples a second, seconds spent."""
+    """A track of simulated speeds without a clock: rates in samples per second, seconds spent."""
 
     def __init__(self, speeds: Mapping[SearchPoint, float], *, room: int = 10**9) -> None:
         self.speeds = speeds
@@ -70,7 +70,7 @@ class Costs:
 
 
 def speeds(**changes: float) -> dict[SearchPoint, float]:
-    """Products of engine, precision and micro-batch; `changes` are factors, as ort_bf16=0.5."""
+    """Return products of engine, precision and micro-batch rates, scaled as by ort_bf16=0.5."""
     found = {}
     for (engine, e), (precision, p), (micro, m) in itertools.product(
         ENGINES.items(), PRECISIONS.items(), SIZES.items()
@@ -91,12 +91,12 @@ def searched(costs: Costs, **options: Any) -> Search:
 
 
 def grid_s(costs: Costs, rounds: int = 10) -> float:
-    """What the full grid would take: each cell begins, and has its rounds."""
+    """Return the time of the full grid, in which each cell starts and has all its rounds."""
     plain = {c: speed for c, speed in costs.speeds.items() if c.setup.recompute is None}
     return sum(BEGIN_S[c.setup.engine] + (2 + rounds) * 8 / speed for c, speed in plain.items())
 
 
-# ---- what is left out ----------------------------------------------------------------------------
+# ---- skipped settings, on simulated speeds -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_what_cannot_win_is_not_begun_and_says_why() -> None:
 
 
 def test_a_precision_that_suits_one_engine_alone_is_found() -> None:
-    """bf16 is slow in eager torch, and makes ort fast: no product, but within the slack."""
+    """bf16 is slow in eager torch but fast in ort: not a product, but within the slack."""
     costs = Costs(speeds(eager_bf16=0.65, compile_bf16=0.65, ort_bf16=0.9))
     search = searched(costs)
     best = search.best()
@@ -175,7 +175,7 @@ def test_recomputation_is_for_what_does_not_fit_without() -> None:
     tight = Costs(speeds(), room=1)
     search = searched(tight, recompute="layers")
     best = search.best()
-    assert best == SearchPoint(Setup("ort", "bf16", "layers"), 2)  # 0.8 of 0.8, beside 0.5
+    assert best == SearchPoint(Setup("ort", "bf16", "layers"), 2)  # 0.8 of 0.8, against 0.5
     assert {s.engine for s in tight.begun if s.recompute} == {"ort"}
     assert settings_of(best, 8) == {
         "engine": "ort",
@@ -225,7 +225,7 @@ def test_all_may_fail_in_a_round() -> None:
     assert {found.state for found in search.found.values()} == {"failed", "left out"}
 
 
-# ---- a real one ----------------------------------------------------------------------------------
+# ---- a real search -------------------------------------------------------------------------------
 
 QUICK: dict[str, Any] = {"rounds": 2, "steps": 1, "device": "cpu", "loss": "cross_entropy"}
 
@@ -275,7 +275,7 @@ def test_a_search_ends_with_settings_that_train() -> None:
 
 @pytest.mark.usefixtures("threads_end")
 def test_the_best_settings_hold_in_a_run_that_trains() -> None:
-    # Without BatchNorm, to which one sample that is left of an epoch is no batch.
+    # Without BatchNorm, which cannot train on the single sample left at the end of an epoch.
     model, chosen = nn.Linear(4, 2), {"engines": "eager", "precisions": "fp32", **QUICK}
     tune = ortlab.tune(model, dataset(), global_batch=8, sizes=2, **chosen)
     best = tune.result(120).best()
@@ -306,7 +306,7 @@ def test_a_loader_keeps_its_batches() -> None:
     assert {row.settings["accumulation"] for row in result.rows} == {2}
     run = ortlab.finetune(Net(), pairs(rows=4), loss="cross_entropy", engine="eager", epochs=10**6)
     try:
-        tune.apply(run)  # which would refuse a batch_size: its loader has its own
+        tune.apply(run)  # would refuse a batch_size, as the run's loader defines its own
     finally:
         run.stop()
         assert run.wait_over(60)

@@ -1,4 +1,4 @@
-"""Settings as declared: aliases, former choices, bounds."""
+"""Tests of declared settings: aliases, former choices, bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ortlab.settings import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class Own(Settings):
-    """Two settings with other names and choices than they had."""
+    """Two settings whose names and choices have changed."""
 
     learning_rate: float = setting(0.1, alias="lr", above=0, help="the highest rate")
     engine: str = setting(

@@ -1,9 +1,9 @@
-"""What Binder installs, pinned.
+"""Pinned versions of the packages that Binder installs.
 
-``python -m tests.support.binder`` writes binder/constraints.txt anew.
+``python -m tests.support.binder`` rewrites binder/constraints.txt.
 
-They are the versions of this environment, in which the tests ran, of ortlab[demo] and all that it
-needs, by the packages' own metadata.
+The versions are those of this environment, in which the tests ran: ortlab[demo] and all its
+dependencies, as the packages' own metadata declare them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ HEAD = "# Written by `python -m tests.support.binder`: ortlab[demo] as it was te
 
 
 def project() -> dict[str, Any]:
-    """The table ``project`` of pyproject.toml."""
+    """Return the table ``project`` of pyproject.toml."""
     table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return table
 
 
 def wanted(*extras: str) -> list[Requirement]:
-    """What pyproject.toml asks for here, with some extras; an extra of ortlab's own is resolved."""
+    """Return pyproject.toml's dependencies with some extras; ortlab's own extras are resolved."""
     table = project()
     lines = [
         *table["dependencies"],
@@ -45,7 +45,7 @@ def wanted(*extras: str) -> list[Requirement]:
 
 
 def pinned(requirements: Iterable[Requirement]) -> dict[str, str]:
-    """Name to version of the packages that these ask for, and of those that they need."""
+    """Return name to version of these packages and of all their dependencies."""
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     left = list(requirements)
@@ -65,7 +65,7 @@ def pinned(requirements: Iterable[Requirement]) -> dict[str, str]:
 
 
 def text() -> str:
-    """The file as this environment has it."""
+    """Return the contents of the file for this environment."""
     pins = pinned(wanted("demo"))
     return HEAD + "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
 

@@ -1,9 +1,9 @@
 """Find a Chromium for the browser tests.
 
-``python -m tests.support.chromium`` says where it is and may get one.
+``python -m tests.support.chromium`` prints its path and may install one.
 
-With the environment's BROWSER=install Debian's package is installed when there is none, else
-Playwright is asked to fetch its own.
+If the environment has BROWSER=install, Debian's package is installed where Chromium is missing;
+otherwise Playwright is asked to download its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find() -> str | None:
-    """The path of a Chromium on this machine: on PATH, or fetched by Playwright before."""
+    """Return the path of a Chromium on PATH or downloaded by Playwright, or None."""
     for name in NAMES:
         if path := shutil.which(name):
             return path
@@ -30,7 +30,7 @@ def find() -> str | None:
 
 
 def attempts() -> list[list[list[str]]]:
-    """The ways to get one, in order: each a list of commands."""
+    """Return the ways to install Chromium, in order: each a list of commands."""
     ways = [[[sys.executable, "-m", "playwright", "install", "chromium"]]]
     if os.environ.get("BROWSER") == "install" and shutil.which("apt-get"):
         sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
@@ -45,7 +45,7 @@ def attempts() -> list[list[list[str]]]:
 
 
 def get() -> str | None:
-    """A Chromium that is there, or that could be installed or fetched."""
+    """Return the path of a Chromium, after installing or downloading it if necessary."""
     if path := find():
         return path
     for way in attempts():

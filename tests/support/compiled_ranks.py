@@ -1,4 +1,4 @@
-"""What ranks compute by DeepSpeed of a compiled model: as `tests.support.deepspeed_ranks`."""
+"""Cases with DeepSpeed and a compiled model, run as those of `tests.support.deepspeed_ranks`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.ranks import LR, data, network, together
 
 
 def compiled(**among: Any) -> dict[str, Any]:
-    """Losses of 50 steps at stage 2, with batches of one size: each size compiles."""
+    """Return the losses of 50 steps at stage 2; batches have one size, as each size compiles."""
     (batch,) = data(8)
     found: dict[str, Any] = {}
     for name in ("compile", "eager"):

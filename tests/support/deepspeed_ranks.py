@@ -1,4 +1,4 @@
-"""What ranks compute by DeepSpeed: ``python -m tests.support.deepspeed_ranks RANK SIZE FOLDER``."""
+"""DeepSpeed cases of each rank: ``python -m tests.support.deepspeed_ranks RANK SIZE FOLDER``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support.ranks import FOLDER, LR, RANK, alone, course, data, error, ne
 
 STAGES = (1, 2, 3)
 LAYERS, WIDTH = 20, 1024
-"""Of the model whose bytes are counted, of 21 million parameters: the padding is small."""
+"""Size of the model whose bytes are counted: 21 million parameters, so the padding is small."""
 
 
 def moving() -> dict[str, Any]:
-    """One process, stage 2, stage 3, one process, by a checkpoint's file."""
+    """Train in one process, at stage 2, at stage 3, in one process, through a checkpoint file."""
     whole, _ = course(network(), 20, None, 1, 0)
     losses, taken = course(network(), 5, None, 1, 0)
     for stage in (2, 3):
@@ -39,7 +39,7 @@ def moving() -> dict[str, Any]:
 
 
 def in_place() -> dict[str, Any]:
-    """The same model from stage to stage, and alone in the end: nothing stays on it."""
+    """Train one model at several stages and finally alone; nothing may remain attached to it."""
     model, other = network(), network()
     (batch,) = data(9)
     attributes = [set(vars(each)) for each in (*model.modules(), *model.parameters())]
@@ -70,7 +70,7 @@ def in_place() -> dict[str, Any]:
 
 
 def held(stages: Sequence[int], layers: int = LAYERS, **among: Any) -> dict[str, Any]:
-    """Bytes that each stage tells, and what all tensors of this process take between steps."""
+    """Return the bytes that each stage reports and those of all tensors between two steps."""
 
     def live() -> int:
         gc.collect()
@@ -82,7 +82,7 @@ def held(stages: Sequence[int], layers: int = LAYERS, **among: Any) -> dict[str,
 
     steppers.load(ranks.settings(workers=2, zero_stage=1))
     gc.collect()
-    gc.freeze()  # what libraries are made of takes longer to go through than all steps
+    gc.freeze()  # scanning the libraries' objects would take longer than all steps
     found: dict[str, Any] = {"parameters": layers * (WIDTH + 1) * WIDTH}
     batch = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
     for stage in stages:
@@ -101,7 +101,7 @@ def held(stages: Sequence[int], layers: int = LAYERS, **among: Any) -> dict[str,
 
 
 def gone() -> dict[str, Any]:
-    """Whether a model is kept by anyone when its stepper was closed."""
+    """Return whether a model is still referenced after its stepper was closed."""
     found: dict[str, Any] = {}
     (batch,) = data(8)
     for stage in STAGES:
@@ -118,7 +118,7 @@ def gone() -> dict[str, Any]:
 
 
 class Wayward(nn.Module):
-    """Uses one of its two layers, as `choose` says."""
+    """Uses one of its two layers, as `choose` decides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Wayward(nn.Module):
 
 
 def wayward() -> dict[str, Any]:
-    """Layers that other ranks do not use, or that other steps did not."""
+    """Train with layers that only some ranks use, or that only some steps use."""
     found: dict[str, Any] = {}
     (batch,) = data(8)
     for stage in STAGES:
@@ -158,7 +158,7 @@ def wayward() -> dict[str, Any]:
 
 
 def turns() -> dict[str, Any]:
-    """Layers of which each micro-batch uses another."""
+    """Train with layers of which each micro-batch uses a different one."""
     found: dict[str, Any] = {}
     for stage in STAGES:
         models = Wayward(), Wayward()
@@ -175,7 +175,7 @@ def turns() -> dict[str, Any]:
 
 
 def infinite() -> dict[str, Any]:
-    """A loss that is infinite on the last rank, and has gradients."""
+    """Train with a loss that is infinite on the last rank but has gradients."""
 
     def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         found = functional.cross_entropy(scores, target)
@@ -198,7 +198,7 @@ def infinite() -> dict[str, Any]:
 
 
 class Halved(nn.Module):
-    """Tells what its products are computed in."""
+    """Records the data type in which its products are computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Halved(nn.Module):
 
 
 def halved() -> dict[str, Any]:
-    """bf16: products are, weights and gradients are not."""
+    """Train in bf16: products have that type, weights and gradients do not."""
     found: dict[str, Any] = {}
     (batch,) = data(8)
     for stage in STAGES:
@@ -230,7 +230,7 @@ def halved() -> dict[str, Any]:
 
 
 def settled() -> dict[str, Any]:
-    """What is refused of a model or a state, and what is adopted."""
+    """Return the errors for a model or a state that does not fit, and adopt one that does."""
     mixed = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4, dtype=torch.float64))
     told = []
     stepper = together(network(), functional.cross_entropy, zero_stage=3)
@@ -257,7 +257,7 @@ def settled() -> dict[str, Any]:
         except ValueError as raised:
             told.append(str(raised))
     unchanged = ranks.digest(stepper.state_dict()) == ranks.digest(state)
-    # From now on as a stepper of the other settings.
+    # From now on, the stepper acts like one with the other settings.
     others = {"clip_norm": 0.1, "weight_decay": 0.3}
     one = alone(network(), functional.cross_entropy, **others)
     one.load_state_dict(state)

@@ -2,8 +2,8 @@
 
 ``python -m tests.support.headless build`` executes them into build/.
 
-It writes every executed notebook, the same as an HTML page, and their pictures as PNG; prints what
-each run came to; and fails when a notebook or a run failed.
+It writes every executed notebook, an HTML page of it, and its pictures as PNG; prints the results
+of each run; and fails if a notebook or a run failed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ HEADS = (
 
 
 class OwnKernel(AsyncKernelManager):
-    """A kernel of this very Python, whatever kernels the user has."""
+    """A kernel of the running Python, whatever kernels the user has installed."""
 
     def __init__(self, **options: object) -> None:
         specs = KernelSpecManager(kernel_dirs=[])
@@ -86,7 +86,7 @@ class OwnKernel(AsyncKernelManager):
 
 @dataclass(frozen=True)
 class Executed:
-    """A notebook with its outputs, as far as it got; what its runs came to; the first error."""
+    """A notebook with its outputs so far, the results of its runs, and the first error."""
 
     notebook: NotebookNode
     runs: list[dict[str, object]]
@@ -98,7 +98,7 @@ class Executed:
         return self.error is not None or any(run["state"] != "finished" for run in self.runs)
 
     def printed(self) -> str:
-        """All that a reader of the static page sees as text."""
+        """Return all text that a reader of the static page sees."""
         return "\n".join(
             output.get("text", "") or output.get("data", {}).get("text/plain", "")
             for cell in self.notebook.cells
@@ -106,7 +106,7 @@ class Executed:
         )
 
     def pictures(self) -> list[bytes]:
-        """The PNGs among the outputs."""
+        """Return the PNGs among the outputs."""
         return [
             base64.b64decode(output["data"]["image/png"])
             for cell in self.notebook.cells
@@ -116,9 +116,9 @@ class Executed:
 
 
 def execute(path: Path, *, timeout_s: int = 600) -> Executed:
-    """The notebook executed whole, in a kernel of its own."""
+    """Execute a notebook completely in its own kernel."""
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:  # what it writes is not to lie beside it
+    with tempfile.TemporaryDirectory() as folder:  # so that files it writes do not end up beside it
         if (data := path.parent / "data").is_dir():
             Path(folder, "data").symlink_to(data.resolve())
         return _execute(path, folder, start, timeout_s)
@@ -126,8 +126,8 @@ def execute(path: Path, *, timeout_s: int = 600) -> Executed:
 
 def _execute(path: Path, folder: str, start: float, timeout_s: int) -> Executed:
     notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
-    # The static picture is what stays: the widgets' state would be a script of 70 KB a run, and an
-    # HTML page with it asks the network for a widget manager.
+    # Only the static picture is stored: the widgets' state would be a script of 70 KB per run, and
+    # an HTML page with it requests a widget manager from the network.
     client = NotebookClient(
         notebook,
         timeout=timeout_s,
@@ -135,7 +135,7 @@ def _execute(path: Path, folder: str, start: float, timeout_s: int) -> Executed:
         kernel_manager_class=OwnKernel,
         resources={"metadata": {"path": folder}},
         store_widget_state=False,
-        extra_arguments=["--log-level=ERROR"],  # not the advice on encrypting loopback
+        extra_arguments=["--log-level=ERROR"],  # hides the advice on encrypting loopback
     )
     error: Exception | None = None
     with tempfile.TemporaryDirectory() as ipython:
@@ -152,7 +152,7 @@ def _execute(path: Path, folder: str, start: float, timeout_s: int) -> Executed:
 
 
 def row(run: dict[str, object]) -> str:
-    """One run as a line of the table that is printed."""
+    """Return a run as a line of the printed table."""
 
     def number(name: str, form: str, scale: float = 1) -> str:
         value = run[name]
@@ -191,7 +191,7 @@ def main(folder: Path) -> int:
             if run["error"]:
                 print(f"    {run['error']}")
         for line in executed.printed().splitlines():
-            if line.startswith("accuracy"):  # of the user's own loops, which no run measures
+            if line.startswith("accuracy"):  # from the user's own loops, which no run measures
                 print(f"  {line}")
         if executed.error:
             print(executed.error)

@@ -1,8 +1,8 @@
-"""A script for torchrun: trains by `ortlab.hf.Trainer` at each stage of ZeRO and says what came.
+"""A script for torchrun that trains by `ortlab.hf.Trainer` at each ZeRO stage.
 
-``torchrun --nproc-per-node 2 tests/support/hf_ranks.py FOLDER engine:stage ...`` has each process
-write FOLDER/RANK.json: by "engine:stage" the losses, the bytes of the optimizer's state and what
-was refused. The weights are saved in FOLDER/engine-stage.
+``torchrun --nproc-per-node 2 tests/support/hf_ranks.py FOLDER engine:stage ...`` makes each process
+write FOLDER/RANK.json: for each "engine:stage" the losses, the bytes of the optimizer's state and
+the errors. The weights are saved in FOLDER/engine-stage.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ortlab import hf
 from tests.support import tiny
 
 WORDS, STEPS, ROWS = 50, 10, 8
-"""Of the data; optimizer steps; samples of a step, of all processes together."""
+"""Vocabulary size, optimizer steps, and samples per step over all processes."""
 
 
 def data() -> list[dict[str, torch.Tensor]]:
-    """The first word says which of two classes a text is of."""
+    """Return samples whose label, one of two classes, is determined by the first word."""
     ids = torch.randint(1, WORDS, (96, 12), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row[0] % 2} for row in ids]
 
@@ -52,7 +52,7 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 
 
 def state_bytes(optimizer: Any) -> int:
-    """Of the moments that this process has."""
+    """Return the bytes of the optimizer's moments in this process."""
     while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
         optimizer = optimizer.optimizer
     kept = [each for state in optimizer.state.values() for each in state.values()]

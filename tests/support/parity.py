@@ -1,6 +1,7 @@
-"""Print how far exports are from torch, the table of docs/export.md.
+"""Print how far exports differ from torch: the table of docs/export.md.
 
-With ``--all`` the sweep's architectures, each with its first head and as a decoder: 57 models.
+With ``--all``, the table has all architectures of the sweep, each with its first head and as a
+decoder: 57 models.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CELLS = {
 
 
 def everything() -> dict[str, str]:
-    """The cells of ``--all``, by name."""
+    """Return the cells of ``--all``, by name."""
     found: dict[str, str] = {}
     for cell in specs.cells():
         own = specs.FAMILIES.get(cell.family)
@@ -35,7 +36,7 @@ def everything() -> dict[str, str]:
 
 
 def exported(name: str, folder: Path) -> Exported:
-    """The architecture `name`, of a tiny random configuration with dropout, left in training."""
+    """Export a tiny random model of the architecture `name` with dropout, in training mode."""
     cell = next(each for each in specs.cells() if each.name == CELLS.get(name, name))
     model, (batch, _) = specs.model(cell), specs.batches(cell)
     if cell.family == "torch":  # the net itself, without the loss around it
@@ -48,7 +49,7 @@ def exported(name: str, folder: Path) -> Exported:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     print("| model | inputs | largest difference | of an output's size | at |")
     print("| --- | --- | --- | --- | --- |")
     for name in everything() if "--all" in sys.argv else CELLS:

@@ -1,4 +1,4 @@
-"""Folders of runs as a run leaves them, made in a moment, for the tests of the history."""
+"""Folders of runs as a run leaves them, made quickly, for the tests of the history."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ortlab.settings import FinetuneSettings
 from tests.support.waiting import HANGS_S
 
 ENVIRONMENT = {"ortlab": "0.1.0", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "cpus": 2}
-"""Of no machine: to ask for this one's takes torch's import."""
+"""An invented machine; describing this one would import torch."""
 
 
 def steps(count: int, *, loss: float = 1.0) -> Rows:
-    """Steps whose loss falls to `loss`, of 8 samples and 4 ms each."""
+    """Return steps of 8 samples and 4 ms each, whose loss falls to `loss`."""
     rows = np.full((count, len(COLUMNS)), np.nan)
     rows[:, INDEX["step"]] = np.arange(1, count + 1)
     rows[:, INDEX["time_s"]] = 0.005 * np.arange(1, count + 1)
@@ -46,7 +46,7 @@ def kept(
     error: str | None = None,
     **settings: Any,
 ) -> Path:
-    """A run that began `days` ago; ``state="running"`` leaves it as a run that never ended."""
+    """Make a run that began `days` ago; ``state="running"`` makes one that never ended."""
     folder = RunFolder.create(name, root=root)
     chosen = FinetuneSettings.of({"engine": "eager", **settings})
     folder.write_json("settings", chosen.as_dict())
@@ -87,7 +87,7 @@ def kept(
 
 
 def end(path: Path) -> None:
-    """Ends a run that goes on, as its process would."""
+    """End a run that is running, as its process would."""
     folder = RunFolder(path)
     about = folder.read_json("run")
     folder.write_json("run", about | {"state": "finished", "result": {"steps": 7}})
@@ -95,7 +95,7 @@ def end(path: Path) -> None:
 
 
 def wait_for(path: Path, timeout_s: float = HANGS_S) -> None:
-    """Until another process has made a file."""
+    """Wait until another process has created a file."""
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
@@ -104,6 +104,6 @@ def wait_for(path: Path, timeout_s: float = HANGS_S) -> None:
 
 
 def spoil(path: Path) -> None:
-    """Overwrites the beginning of a file."""
+    """Overwrite the beginning of a file."""
     with path.open("r+b") as file:
         file.write(os.urandom(200))

@@ -1,6 +1,6 @@
-"""What stages compute: ``python -m tests.support.pipeline_ranks RANK SIZE FOLDER``.
+"""Pipeline cases, run by each rank: ``python -m tests.support.pipeline_ranks RANK SIZE FOLDER``.
 
-Every rank runs the same cases and writes what it found to FOLDER/RANK.json.
+Every rank runs the same cases and writes its results to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.tensor_ranks import moving, not_finite, parity, rows
 
 
 def deep() -> nn.Module:
-    """Layers of unlike sizes, some without parameters."""
+    """Return layers of different sizes, some without parameters."""
     torch.manual_seed(1)
     return nn.Sequential(
         *(nn.Unflatten(1, (2, 3)), nn.Flatten(), nn.Linear(6, 24), nn.Tanh()),
@@ -27,7 +27,7 @@ def deep() -> nn.Module:
 
 
 class Swapped(nn.Module):
-    """Gives numbers that do not lie in memory as they are read; a parameter has no use."""
+    """Returns numbers that are not contiguous in memory; one parameter is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def swapped() -> nn.Module:
 
 
 def layers() -> nn.Module:
-    """Three like layers between two others."""
+    """Return three equal layers between two others."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(6, 16),
@@ -66,7 +66,7 @@ def stages(engine: str = "eager", count: int = 2, **changes: Any) -> Case:
 
 
 def refused() -> dict[str, Any]:
-    """What cannot be cut, or fed to a Sequential; after the latter the ranks go on."""
+    """Return errors for models that cannot be split or inputs that do not fit; then train on."""
 
     class Own(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def refused() -> dict[str, Any]:
 
 
 def dropout() -> dict[str, Any]:
-    """Masks of this rank's stage: of two steps, and of the same two after `reseed`."""
+    """Return the dropout masks of this rank's stage: two steps, and the same two after `reseed`."""
     masks: list[str] = []
 
     def keep(_module: nn.Module, _inputs: Any, dropped: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ def dropout() -> dict[str, Any]:
 
 
 def beside() -> dict[str, Any]:
-    """Two pipelines of other stages that step in turn; closed, they give their groups back."""
+    """Step two pipelines of different stages in turn; once closed, they release their groups."""
     one = alone(layers(), functional.cross_entropy)
     more = [
         together(layers(), functional.cross_entropy, pipeline_stages=count) for count in (2, SIZE)
@@ -141,12 +141,12 @@ def beside() -> dict[str, Any]:
 def is_registered(group: dist.ProcessGroup) -> bool:
     try:
         return bool(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError, RuntimeError):  # as torch's versions have it
+    except (KeyError, ValueError, RuntimeError):  # depends on torch's version
         return False
 
 
 def failing() -> dict[str, Any]:
-    """The first stage fails and its rank leaves the process group, as a worker's call does."""
+    """Fail the first stage; its rank leaves the process group, as a worker's call does."""
 
     class Picky(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ CASES: dict[int, dict[str, Case]] = {
         "not finite": not_finite(deep, pipeline_stages=2),
         "dropout": dropout,
         "refused": refused,
-        "failing": failing,  # the last: there is no process group after it
+        "failing": failing,  # must be the last: it leaves no process group
     },
     4: {
         "data x stages": stages(),

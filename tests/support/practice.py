@@ -1,4 +1,4 @@
-"""A small run of real behaviour for the views to show: gradient descent on a line, in a thread."""
+"""A small run with real behavior for the views to show: gradient descent on a line, in a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ortlab.utils.process_memory import SAMPLER, Memory
 
 
 class Practice:
-    """Fits a line by gradient descent, a step every `step_s`; pause and stop as a run has them."""
+    """Fits a line by gradient descent, one step every `step_s`; can pause and stop like a run."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Practice:
                 error = weight * x + bias - (3 * x + 2 + 0.3 * random.normal(size=16))
                 weight -= lr * 2 * float((error * x).mean())
                 bias -= lr * 2 * float(error.mean())
-                self._stop.wait(self._step_s)  # what a real step would take
+                self._stop.wait(self._step_s)  # stands for the duration of a real step
                 self._step += 1
                 self._record(
                     float((error**2).mean()), lr, time.perf_counter() - began, meter.take()

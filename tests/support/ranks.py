@@ -1,6 +1,6 @@
-"""What several processes compute together: ``python -m tests.support.ranks RANK SIZE FOLDER``.
+"""Cases for several processes together: ``python -m tests.support.ranks RANK SIZE FOLDER``.
 
-Every rank runs the same cases and writes what it found to FOLDER/RANK.json.
+Every rank runs the same cases and writes its results to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def network() -> nn.Module:
 
 
 def data(*sizes: int) -> list[Any]:
-    """A batch of each size."""
+    """Return one batch of each size."""
     drawn = torch.Generator().manual_seed(3)
     return [
         (
@@ -65,13 +65,13 @@ def settings(**changes: Any) -> FinetuneSettings:
 
 
 def together(model: nn.Module, loss: Any, **changes: Any) -> Any:
-    """A stepper of all ranks."""
+    """Return a stepper of all ranks."""
     chosen = settings(workers=SIZE, **changes)
     return steppers.prepare(engine(chosen.engine), model, loss, chosen)
 
 
 def alone(model: nn.Module, loss: Any, **changes: Any) -> TorchStepper:
-    """A stepper of one process, in every rank."""
+    """Return a stepper of one process, made in every rank."""
     chosen = settings(**changes)
     stepper = engine(chosen.engine).prepare(model, loss, chosen)
     assert isinstance(stepper, TorchStepper)
@@ -79,7 +79,7 @@ def alone(model: nn.Module, loss: Any, **changes: Any) -> TorchStepper:
 
 
 def flat(state: Any) -> Iterator[tuple[str, Any]]:
-    """Every value of nested dictionaries, by its path."""
+    """Yield every value of nested dictionaries with its path."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from ((f"{key}.{path}", each) for path, each in flat(value))
@@ -88,7 +88,7 @@ def flat(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def error(one: Any, other: Any) -> float:
-    """The largest relative error of `other`, by norm; infinite where the states differ in form."""
+    """Return the largest relative error of `other`, by norm; infinite if the structures differ."""
     first, second = dict(flat(one)), dict(flat(other))
     if list(first) != list(second):
         return float("inf")
@@ -107,7 +107,7 @@ def error(one: Any, other: Any) -> float:
 
 
 def digest(state: Any) -> str:
-    """The same for states that are the same in every bit."""
+    """Return a hash that is equal for bitwise equal states."""
     found = hashlib.sha256()
     for path, value in flat(state):
         kept = value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
@@ -116,9 +116,9 @@ def digest(state: Any) -> str:
 
 
 def parity(name: str, stage: int, optimizer: str, **among: Any) -> Case:
-    """50 steps against one process: two micro-batches each, some of them uneven or tiny.
+    """Compare 50 steps with one process: two micro-batches each, some of them uneven or tiny.
 
-    Settings `among` the ranks are theirs alone.
+    The settings `among` apply only to the ranks.
     """
 
     def case() -> dict[str, Any]:
@@ -147,7 +147,7 @@ def parity(name: str, stage: int, optimizer: str, **among: Any) -> Case:
             hits.append([(each.correct, each.predicted, each.samples) for each in (a, b)])
         report = many.report()
         many.close()
-        if RANK == 0:  # nobody else takes part: a reduction would wait
+        if RANK == 0:  # nobody else takes part, so a reduction would hang
             functional.cross_entropy(model(batch[0]), batch[1]).backward()
         return {
             "steps": worst,
@@ -164,7 +164,7 @@ def parity(name: str, stage: int, optimizer: str, **among: Any) -> Case:
 
 
 def course(model: nn.Module, steps: int, begin: Checkpoint | None, size: int, stage: int) -> Any:
-    """Losses of `steps` more steps of a run by `size` processes, and the state after them."""
+    """Train `steps` more steps with `size` processes; return the losses and the final state."""
     inputs, targets = data(40)[0]
     chosen = settings(
         workers=size, zero_stage=stage, batch_size=6, accumulation=2, epochs=6, lr=LR, clip_norm=0.5
@@ -191,7 +191,7 @@ def course(model: nn.Module, steps: int, begin: Checkpoint | None, size: int, st
 
 
 def moving() -> dict[str, Any]:
-    """One process, then all ranks, then one process, by a checkpoint's file."""
+    """Train in one process, then on all ranks, then in one process, through a checkpoint file."""
     whole, _ = course(network(), 15, None, 1, 0)
     first, taken = course(network(), 5, None, 1, 0)
     taken = Checkpoint.load(taken.save(FOLDER / f"{RANK}.first.safetensors"))
@@ -204,7 +204,7 @@ def moving() -> dict[str, Any]:
 def not_finite(
     stages: Sequence[int] = (0, 1), optimizers: Sequence[str] = ("adamw", "lamb")
 ) -> dict[str, Any]:
-    """A NaN among the last rank's samples alone."""
+    """Train with a NaN among the samples of the last rank only."""
     found: dict[str, Any] = {}
     for stage, optimizer in itertools.product(stages, optimizers):
         chosen = {"zero_stage": stage, "optimizer": optimizer}
@@ -220,7 +220,7 @@ def not_finite(
 
 
 def overflow() -> dict[str, Any]:
-    """A gradient of the last rank's samples alone that is too large for float16."""
+    """Train with a gradient too large for float16, caused by the samples of the last rank only."""
     found: dict[str, Any] = {}
     for stage in (0, 1):
         chosen = {"precision": "fp16", "optimizer": "sgd", "zero_stage": stage}
@@ -261,9 +261,9 @@ class Picky(nn.Module):
 
 
 def failing(stage: int = 0) -> dict[str, Any]:
-    """A forward that fails on the last rank alone: in a first micro-batch, a last, in evaluation.
+    """Fail forward on the last rank only: in a first micro-batch, a last one, in evaluation.
 
-    Then it goes on as one process does.
+    Afterwards, training continues as in one process.
     """
     many = together(Picky(), functional.cross_entropy, zero_stage=stage)
     one = alone(Picky(), functional.cross_entropy)
@@ -291,9 +291,10 @@ def failing(stage: int = 0) -> dict[str, Any]:
 
 
 def ignored(stage: int = 0) -> dict[str, Any]:
-    """Losses that are means over the targets that are not -100, of which ranks have other numbers.
+    """Compare losses that are means over the targets other than -100.
 
-    In the second of the causal cases all of rank 0's are ignored.
+    The number of these targets differs between ranks. In the second of the causal cases, all of
+    rank 0's targets are ignored.
     """
     from tests.support import tiny  # imports transformers, which takes seconds
 
@@ -329,7 +330,7 @@ def ignored(stage: int = 0) -> dict[str, Any]:
 
 
 class Masked(nn.Module):
-    """Keeps what its dropout let through of ones."""
+    """Records its dropout mask, applied to ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +344,7 @@ class Masked(nn.Module):
 
 
 def dropout() -> dict[str, Any]:
-    """Masks of this rank: of two steps, and of the same two after `reseed`."""
+    """Return the dropout masks of this rank: two steps, and the same two after `reseed`."""
     model = Masked()
     stepper = together(model, None)
     batch = {"x": torch.ones(4, 2)}
@@ -372,7 +373,7 @@ def dropout() -> dict[str, Any]:
 
 
 def statistics(stage: int = 0) -> dict[str, Any]:
-    """Buffers that begin apart and see other rows."""
+    """Train with buffers that start differently on the ranks and see different rows."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     model[1].running_mean.fill_(RANK)
@@ -388,7 +389,7 @@ def statistics(stage: int = 0) -> dict[str, Any]:
 
 
 class Spare(nn.Module):
-    """A head that the loss does not use."""
+    """A model with a head that the loss does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,7 +402,7 @@ class Spare(nn.Module):
 
 
 def unused(stages: Sequence[int] = (0, 1)) -> dict[str, Any]:
-    """A parameter without a gradient stays without one, and without a state."""
+    """Train; a parameter without a gradient keeps no gradient and no state."""
     found = {}
     for stage in stages:
         many = together(Spare(), functional.cross_entropy, zero_stage=stage)
@@ -414,7 +415,7 @@ def unused(stages: Sequence[int] = (0, 1)) -> dict[str, Any]:
 
 
 def held() -> dict[str, Any]:
-    """Bytes of what each stage holds of a model of 4.2 million parameters."""
+    """Return the bytes that each stage takes for a model of 4.2 million parameters."""
     found: dict[str, Any] = {}
     for stage in (0, 1):
         torch.manual_seed(1)
@@ -427,7 +428,7 @@ def held() -> dict[str, Any]:
 
 
 def refused() -> dict[str, Any]:
-    """What is wrong on this rank, or among the ranks."""
+    """Return the errors for settings or data that are wrong on this rank or across the ranks."""
     told = []
     mixed = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4, dtype=torch.float64))
     whole = settings(workers=SIZE + 1)
@@ -448,7 +449,7 @@ def refused() -> dict[str, Any]:
 
 
 def layouts(stages: Sequence[int] = (0, 1)) -> dict[str, Any]:
-    """Weights that do not lie row by row in memory."""
+    """Train with weights that are not stored row by row in memory."""
     found = {}
     drawn = torch.Generator().manual_seed(3)
     batch = torch.randn(4, 3, 5, 5, generator=drawn), torch.randint(0, 4, (4,), generator=drawn)
@@ -469,12 +470,12 @@ def layouts(stages: Sequence[int] = (0, 1)) -> dict[str, Any]:
 
 
 def subgroups() -> dict[str, Any]:
-    """Two groups of every other rank, each of which trains a model of its own."""
+    """Train one model in each of two groups of every other rank."""
     groups = [dist.new_group([first, first + 2]) for first in (0, 1)]
     errors = []
     for reduction, stage, optimizer in (("mean", 1, "adamw"), ("adasum", 0, "sgd")):
         chosen = {"optimizer": optimizer, "zero_stage": stage, "workers": 2, "reduction": reduction}
-        # Of rows that are twice the same the mean and Adasum are those of one half.
+        # Each row occurs twice, so the mean and Adasum equal those of one half.
         inputs, targets = data(4)[0]
         batch = inputs.repeat(2, 1) + RANK % 2, targets.repeat(2)
         many = steppers.prepare(
@@ -493,7 +494,7 @@ def subgroups() -> dict[str, Any]:
 
 
 def pairwise(vectors: list[torch.Tensor]) -> torch.Tensor:
-    """Adasum of a power of two of vectors as the paper defines it, in float64."""
+    """Combine a power of two of vectors by Adasum as the paper defines it, in float64."""
     if len(vectors) == 1:
         return vectors[0].double()
     half = len(vectors) // 2
@@ -505,7 +506,7 @@ def pairwise(vectors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def combined() -> dict[str, Any]:
-    """`adasum.combine` of tensors of odd sizes, one of zeros on rank 0, one of zeros on all."""
+    """Call `adasum.combine` with odd-sized tensors, one zero on rank 0, one zero on all ranks."""
     sizes = [1, 7, 3, 2, 5]
     drawn = torch.Generator().manual_seed(11)
     each = [torch.randn(sum(sizes), generator=drawn) for _ in range(SIZE)]
@@ -527,7 +528,7 @@ def combined() -> dict[str, Any]:
 
 
 def gradients(model: nn.Module, batch: Any, rank: int, parts: int = 2) -> list[torch.Tensor]:
-    """Those of the mean loss over `rank`'s rows of two equal micro-batches."""
+    """Return the gradients of the mean loss over `rank`'s rows of two equal micro-batches."""
     rows = len(batch[0]) // parts // SIZE
     model.zero_grad()
     for part in range(parts):
@@ -540,7 +541,7 @@ def gradients(model: nn.Module, batch: Any, rank: int, parts: int = 2) -> list[t
 def by_hand(
     optimizer: str, clip_norm: float | None, steps: list[Any]
 ) -> tuple[nn.Module, dict[int, Any], float]:
-    """What the paper says, in one process: model and mean moments after `steps`, the last norm."""
+    """Compute the paper's result in one process: the model, the mean moments and the last norm."""
     model = network()
     chosen = settings(optimizer=optimizer)
     copies = [copy.deepcopy(model) for _ in range(SIZE)]
@@ -585,7 +586,7 @@ def by_hand(
 
 
 def adasum_steps() -> dict[str, Any]:
-    """Five steps of two micro-batches: by SGD at both stages, clipped, and by AdamW."""
+    """Make five steps of two micro-batches: by SGD at both stages, clipped, and by AdamW."""
     found = {}
     steps = data(*([4 * SIZE] * 5))
     for optimizer, stage, clip_norm in (
@@ -659,7 +660,7 @@ CASES: dict[int, dict[str, Case]] = {
 
 
 def main(cases: Mapping[str, Case]) -> None:
-    """Runs `cases` in this rank."""
+    """Run `cases` in this rank."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(FOLDER / "store"), SIZE)
     limit = datetime.timedelta(seconds=60)
@@ -671,14 +672,14 @@ def main(cases: Mapping[str, Case]) -> None:
         except Exception:  # noqa: BLE001 - the case's test fails with it
             found[name] = {"failed": traceback.format_exc()}
         (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
-    # What holds a group keeps gloo's threads, which abort a process where they drop what backward
-    # gave them in the interpreter's end: pytorch's issue 190489.
+    # Objects that reference a group keep gloo's threads alive. These abort the process if they
+    # release backward's tensors while the interpreter shuts down: pytorch's issue 190489.
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    # Python's way to say that it is not installed: stage 1 is torch's own then.
+    # Python then treats DeepSpeed as not installed, and stage 1 is torch's own.
     sys.modules["deepspeed"] = None  # type: ignore[assignment]
     main(CASES[SIZE])

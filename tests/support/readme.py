@@ -1,10 +1,10 @@
-"""The parts of the documents that are made from, or checked against, the code.
+"""The parts of the documents that are generated from the code or checked against it.
 
-``python -m tests.support.readme`` writes the tables of settings into docs/ anew, and those of speed
-from the benchmark that `ortlab bench engines --json tests/bench/results/engines.json` stores. The
-index of the tutorials, notebooks/README.md, it makes of how they begin, a page for each command in
-notebooks/reference/ of what its parser says of it, and those of the Python API, in api/ there, of
-the docstrings.
+``python -m tests.support.readme`` rewrites the tables of settings in docs/, and those of speed from
+the benchmark that `ortlab bench engines --json tests/bench/results/engines.json` stores. It also
+makes the index of the tutorials, notebooks/README.md, from their first paragraphs; a page for each
+command in notebooks/reference/ from its parser's help; and the pages of the Python API, in api/
+there, from the docstrings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def tables() -> dict[str, str]:
 
 
 def index() -> str:
-    """The tutorials in reading order: the title of each, and its first paragraph."""
+    """Return the index of the tutorials in reading order: the title and first paragraph of each."""
     lines = [
         "# Tutorials",
         "",
@@ -62,9 +62,9 @@ def index() -> str:
 
 
 def pages() -> dict[str, str]:
-    """A page for each command of ``ortlab`` and of ``%ort``, by name: its help; and the API's.
+    """Return the pages by name: the help of each ``ortlab`` and ``%ort`` command, and the API.
 
-    As Python 3.11 writes it, at 80 columns.
+    The help is formatted as by Python 3.11, at 80 columns.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
@@ -87,13 +87,13 @@ def pages() -> dict[str, str]:
 
 
 def stored_pages() -> dict[str, str]:
-    """What lies in notebooks/reference/."""
+    """Return the stored pages of notebooks/reference/."""
     files = (path for path in PAGES.rglob("*") if path.is_file())
     return {str(path.relative_to(PAGES)): path.read_text() for path in files}
 
 
 def _helps(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """The commands below `parser` that have no others below them, with their help."""
+    """Yield the commands below `parser` that have no subcommands, with their help."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, below in action.choices.items():
@@ -102,7 +102,7 @@ def _helps(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def speed(path: Path) -> str:
-    """The tables of a stored benchmark; ValueError where it is none, or not a whole one."""
+    """Return the tables of a stored benchmark; raise ValueError if it is unusable."""
     result = EngineBench.from_dict(json.loads(path.read_text()))
     if result.settings.quick or result.interrupted or result.machine.busy:
         raise ValueError(f"{path.name} is quick, interrupted or of a busy machine; run it again")
@@ -110,9 +110,10 @@ def speed(path: Path) -> str:
 
 
 def _settings() -> dict[str, str]:
-    """Every setting as a row of a Markdown table, from the declarations.
+    """Return a Markdown table of all settings, made from the declarations.
 
-    ORTModule's own options have a table of theirs, which names where ORTModule takes them from.
+    ORTModule's own options have a separate table, which names the source that ORTModule reads each
+    one from.
     """
     of_engines = EngineSettings.declarations()
     settings = ["| option | default | what it chooses |", "| --- | --- | --- |"]
@@ -155,9 +156,9 @@ def stored_tables() -> dict[str, str]:
 
 
 def code_map() -> list[str]:
-    """The paths of the map in CONTRIBUTING.md, relative to the root; a folder ends with a slash.
+    """Return the paths of CONTRIBUTING.md's map, relative to the root; folders end with a slash.
 
-    In the map each line is a path, indented by two spaces under its folder, then what it is.
+    In the map, each line is a path, indented by two spaces under its folder, then a description.
     """
     block = CONTRIBUTING.read_text().split("```text", 1)[1].split("```")[0]
     folders: list[str] = []

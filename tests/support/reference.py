@@ -1,8 +1,8 @@
 """The pages of the API, notebooks/reference/api/: signatures and docstrings, as griffe reads them.
 
-``python -m tests.support.readme`` writes them. What is public is what `ortlab` and the modules of
-`MODULES` name in ``__all__`` or, without one, define; and the classes of `RESULTS`, which functions
-return.
+``python -m tests.support.readme`` writes them. Public are the names that `ortlab` and the modules
+of `MODULES` list in ``__all__`` or, without one, define; and the classes of `RESULTS`, which
+functions return.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODULES = {
 }
 """The public modules below `ortlab`."""
 ELSEWHERE = {"squad": "data.squad"}
-"""Where a public module lies that has another name there."""
+"""Locations of public modules that are defined elsewhere."""
 RESULTS = [
     "training.run.Run",
     "training.run.RunResult",
@@ -57,13 +57,13 @@ RESULTS = [
     "utils.tables.Table",
     "engines.base.EngineUnavailable",
 ]
-"""The classes of what the functions return and raise."""
+"""The classes that the functions return and raise."""
 NOT_DOCUMENTED = {"__version__", *MODULES}
-"""Of ``ortlab.__all__``: a string, and modules that have pages of their own."""
+"""Names of ``ortlab.__all__`` without an entry: a string, and modules with their own pages."""
 
 
 def pages() -> dict[str, str]:
-    """The pages by name; the first is their index."""
+    """Return the pages by name; the first is their index."""
     package = griffe.load("ortlab", search_paths=[ROOT], resolve_aliases=False)
     made = {"ortlab.md": _page("ortlab", "", _functions(package))}
     for name, about in MODULES.items():
@@ -83,7 +83,7 @@ def pages() -> dict[str, str]:
 
 
 def without_docstring() -> list[str]:
-    """What is on the pages and says nothing of itself; that of a base class counts."""
+    """Return the names on the pages without a docstring; that of a base class counts."""
     package = griffe.load("ortlab", search_paths=[ROOT])
     named = [*_functions(package), *((path, _find(package, path)) for path in RESULTS)]
     for name in MODULES:
@@ -101,7 +101,7 @@ Documented = griffe.Class | griffe.Function | griffe.Attribute
 
 
 def _find(package: griffe.Object | griffe.Alias, path: str) -> Documented:
-    """What the dotted `path` names, wherever it is defined."""
+    """Return the object that the dotted `path` names, wherever it is defined."""
     found: griffe.Object | griffe.Alias = package[path]
     while isinstance(found, griffe.Alias):
         found = package[found.target_path.removeprefix("ortlab.")]
@@ -110,7 +110,7 @@ def _find(package: griffe.Object | griffe.Alias, path: str) -> Documented:
 
 
 def _functions(package: griffe.Object | griffe.Alias) -> Iterator[tuple[str, Documented]]:
-    """What is in ``ortlab.__all__`` by the path that its first use imports it from."""
+    """Yield the contents of ``ortlab.__all__``, each with the path it is lazily imported from."""
     for name in ortlab.__all__:
         if name in NOT_DOCUMENTED:
             continue
@@ -137,7 +137,7 @@ def _public(package: griffe.Object | griffe.Alias, name: str) -> Iterator[tuple[
 def _page(
     title: str, about: str, documented: Iterator[tuple[str, Documented]], *, made: bool = True
 ) -> str:
-    """The page of what is `documented`; `made` says how its classes are called."""
+    """Return the page of the `documented` objects; `made` adds how its classes are called."""
     blocks = [f"# {title}{': ' if about else ''}{about}"]
     for name, found in documented:
         blocks += [f"## {name}", *_described(found, _made(found) if made else "")]
@@ -147,7 +147,7 @@ def _page(
 
 
 def _made(found: Documented) -> str:
-    """How a class is called, where its own or an inherited ``__init__`` of ours says."""
+    """Return how a class is called, if its own or an inherited ``__init__`` of ours defines it."""
     if not isinstance(found, griffe.Class) or "dataclass" in found.labels:
         return ""
     begin = found.all_members.get("__init__")
@@ -159,7 +159,7 @@ def _made(found: Documented) -> str:
 
 
 def _described(found: Documented, made: str = "") -> list[str]:
-    """Signature, with how it is `made`, and docstring."""
+    """Return signature, constructor call and docstring."""
     said = [] if found.docstring is None else [inspect.cleandoc(found.docstring.value)]
     return [f"```python\n{_signature(found)}{made}\n```", *said]
 
@@ -183,9 +183,10 @@ def _bases(found: griffe.Class) -> list[str]:
 
 
 def _members(found: Documented) -> list[Documented]:
-    """The public fields, properties and methods of a class, in the order of its source.
+    """Return the public fields, properties and methods of a class, in source order.
 
-    ``__init__`` where it says more than the class; attributes without a docstring are left out.
+    ``__init__`` is included if it says more than the class; attributes without a docstring are
+    omitted.
     """
     if not isinstance(found, griffe.Class):
         return []
@@ -198,7 +199,7 @@ def _members(found: Documented) -> list[Documented]:
 
 
 def _is_plain(member: Documented) -> bool:
-    """Whether it is an attribute that only its assignment says something of."""
+    """Return whether the member is an attribute defined only by an assignment."""
     return isinstance(member, griffe.Attribute) and "property" not in member.labels
 
 

@@ -1,9 +1,9 @@
-"""Runs that stop at a step and go on in another process.
+"""Runs that stop at a step and are resumed in another process.
 
 `tests/training/test_resume.py` compares them.
 
-``python -m tests.support.resuming FOLDER CASE ...`` goes on from FOLDER/CASE.ckpt and leaves what
-came of it in FOLDER/CASE.safetensors.
+``python -m tests.support.resuming FOLDER CASE ...`` resumes from FOLDER/CASE.ckpt and writes the
+results to FOLDER/CASE.safetensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support import tiny
 from tests.support.waiting import Turns
 
 STOP = 4
-"""The step after which the state is kept: in the middle of the second epoch."""
+"""The step after which the state is saved, in the middle of the second epoch."""
 
 
 class Tokens(Dataset[dict[str, Any]]):
@@ -78,7 +78,7 @@ def bert(dropout: float) -> nn.Module:
 
 
 def loud(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A loss whose gradients overflow float16 at the first loss scales."""
+    """Return a loss whose gradients overflow float16 at the first loss scales."""
     return 1000 * functional.cross_entropy(scores, target)
 
 
@@ -104,7 +104,7 @@ CASES = {
 
 
 class Course:
-    """A run of `case` from its beginning, or from `begin` on."""
+    """A run of `case`, from its start or from the checkpoint `begin`."""
 
     def __init__(self, case: Case, begin: Checkpoint | None = None) -> None:
         settings = FinetuneSettings(
@@ -124,7 +124,7 @@ class Course:
         )
 
     def finish(self, *, keep: Path | None = None) -> dict[str, torch.Tensor]:
-        """Trains to the end; the weights, and the losses from `STOP` on, or all after `begin`."""
+        """Train to the end; return the weights and the losses after `STOP` or after `begin`."""
         for done, _ in enumerate(self.loop.steps(), 1):
             if keep is not None and done == STOP:
                 self.loop.checkpoint().save(keep)

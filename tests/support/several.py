@@ -1,4 +1,4 @@
-"""Runs a module of cases in several processes, and reads what each of them found."""
+"""Run a module of cases in several processes and read the results of each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 Found = list[dict[str, Any]]
-"""What each rank found, by case."""
+"""The results of each rank, by case."""
 
 
 def run(module: str, size: int, folder: Path) -> Found:
-    """Runs `module` in `size` processes; under ``printed`` is what each rank printed."""
+    """Run `module` in `size` processes; ``printed`` has the output of each rank."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     started = [
         subprocess.Popen(
@@ -41,14 +41,14 @@ def run(module: str, size: int, folder: Path) -> Found:
 
 
 def of(found: Found, case: str) -> list[Any]:
-    """What each rank found in a case that ran to its end on all."""
+    """Return the results of each rank for a case that ended on all of them."""
     for rank, cases in enumerate(found):
         assert "failed" not in cases[case], f"rank {rank}: {cases[case]['failed']}"
     return [cases[case] for cases in found]
 
 
 def check_parity(found: list[Any], name: str) -> None:
-    """Losses, norms, states and evaluation of 50 steps are those of one process."""
+    """Check that losses, norms, states and evaluation of 50 steps equal those of one process."""
     for each in found:
         assert each["steps"] < TOLERANCE
         assert each["state"] < TOLERANCE

@@ -1,4 +1,4 @@
-"""What a kernel of many hours holds: imported there by the soak test, which runs its notebook."""
+"""Measurements in a kernel that runs for hours: imported by the notebook of the soak test."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ COUNTED: Final = ("rss", "threads", "files", "widgets")
 
 
 def settled(run: Run, changes: dict[str, Any]) -> None:
-    """Applies `changes` to a run that trains and waits until they hold."""
+    """Apply `changes` to a run in training and wait until they take effect."""
     run.apply(**changes)
     until(lambda: all(run.current_settings.as_dict()[k] == v for k, v in changes.items()))
 
 
 def toggled(run: Run, cycle: int) -> None:
-    """What a person does to a run: settings there and back, a pause, a checkpoint."""
+    """Act on a run as a person does: change settings back and forth, pause, save a checkpoint."""
     settled(run, {"lr": 1e-3 * (1 + cycle % 3), "clip_norm": 1.0})
     settled(run, {"precision": "bf16", "batch_size": 64})
     settled(run, {"precision": "fp32", "batch_size": 32})
@@ -52,22 +52,23 @@ def toggled(run: Run, cycle: int) -> None:
 
 
 def kinds() -> Counter[str]:
-    """How many open files of each kind this process has: sockets, pipes, a path by its name."""
+    """Return the number of open files of this process by kind: sockets, pipes, paths by name."""
     found: Counter[str] = Counter()
     for entry in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the scan's own is gone by now
+        with contextlib.suppress(OSError):  # the scan's own descriptor is closed by now
             target = os.readlink(entry.path)
             found[target if target.startswith("/") else target.split("[")[0]] += 1
     return found
 
 
 WATCHED_S = 5.5
-"""That somebody looks at charts whose settings rest: five updates at their slowest pace, which are
-those that are measured."""
+"""Seconds of unchanged settings with visible charts: time for five updates at their slowest pace,
+whose cost is measured.
+"""
 
 
 class Read(Dataset[Any]):
-    """Data whose samples take as long as small files do: about 5 ms for a batch of 32."""
+    """Data whose samples take as long to read as small files: about 5 ms for a batch of 32."""
 
     def __init__(self, samples: Dataset[Any]) -> None:
         self.samples = samples
@@ -93,7 +94,7 @@ class MallInfo(ctypes.Structure):
 
 
 def _allocated() -> int:
-    """Bytes that malloc has given out, in all of its arenas: what it keeps beside is no leak."""
+    """Return the bytes allocated by malloc in all arenas; memory cached by malloc is no leak."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = MallInfo
     found = mallinfo()
@@ -101,7 +102,7 @@ def _allocated() -> int:
 
 
 def note(path: str, cycle: int) -> None:
-    """Appends what this process holds now, and what an update of the living charts costs."""
+    """Append this process's current resources and the cost of an update of the live charts."""
     time.sleep(WATCHED_S)
     gc.collect()
     process = psutil.Process()
@@ -113,7 +114,7 @@ def note(path: str, cycle: int) -> None:
         "rss": process.memory_info().rss,
         "allocated": _allocated(),
         "threads": threading.active_count(),
-        "native_threads": process.num_threads(),  # not judged: torch's and ORT's pools come and go
+        "native_threads": process.num_threads(),  # not judged: thread pools grow and shrink
         "files": process.num_fds(),
         "widgets": len(ipywidgets.widget._instances),
         "update_ms": 1e3 * max(costs, default=0.0),

@@ -1,6 +1,6 @@
-"""What ranks that share layers compute: ``python -m tests.support.tensor_ranks RANK SIZE FOLDER``.
+"""Tensor-parallel cases of each rank: ``python -m tests.support.tensor_ranks RANK SIZE FOLDER``.
 
-Every rank runs the same cases and writes what it found to FOLDER/RANK.json.
+Every rank runs the same cases and writes its results to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.ranks import (
 
 
 def wide() -> nn.Module:
-    """Two pairs and a layer that has no partner."""
+    """Return two pairs of layers and a layer without a partner."""
     torch.manual_seed(1)
     return nn.Sequential(
         *(nn.Linear(6, 32), nn.Tanh(), nn.Dropout(0.0), nn.Linear(32, 16)),
@@ -41,7 +41,7 @@ def wide() -> nn.Module:
 
 
 class Encoder(nn.Module):
-    """torch's own layer, whose feed-forward part is shared."""
+    """torch's own layer, whose feed-forward part is partitioned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def bert() -> nn.Module:
 
 
 def qwen3() -> nn.Module:
-    """Half as many key and value heads, norms of each head, a plan of transformers' own."""
+    """Return a Qwen3: half as many key/value heads, norms per head, transformers' own plan."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(2)
@@ -83,7 +83,7 @@ def qwen3() -> nn.Module:
 
 
 def texts(labels: str) -> list[Any]:
-    """Batches of token ids, the last one smaller."""
+    """Return batches of token ids; the last one is smaller."""
     drawn = torch.Generator().manual_seed(5)
     found = []
     for size in (8, 8, 5):
@@ -94,7 +94,7 @@ def texts(labels: str) -> list[Any]:
 
 
 class Scaled(nn.Module):
-    """A module with a plan of its own, and a parameter between the two layers."""
+    """A module with its own plan and a parameter between the two layers."""
 
     def __init__(self, plan: dict[str, str]) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def scaled() -> nn.Module:
 
 
 def others() -> dict[str, Any]:
-    """Three steps of other architectures against one process."""
+    """Compare three steps of other architectures with one process."""
     import transformers
 
     sizes = {
@@ -188,9 +188,9 @@ def parity(
     noise: str = "no",
     **changes: Any,
 ) -> Case:
-    """50 steps of two micro-batches against one process; then the model is whole again.
+    """Compare 50 steps of two micro-batches with one process; then the model is whole again.
 
-    `noise` ends the names of parameters whose gradient is zero but for rounding.
+    `noise` is the suffix of the names of parameters whose gradient is zero except for rounding.
     """
 
     def case() -> dict[str, Any]:
@@ -199,7 +199,7 @@ def parity(
         parameters, layers = dict(model.named_parameters()), dict(model.named_modules())
         with torch.no_grad():
             for tensor in parameters.values():
-                tensor.add_(RANK)  # they become rank 0's
+                tensor.add_(RANK)  # rank 0's values must replace these
         one = alone(make(), loss, clip_norm=0.5, **changes)
         many = together(model, loss, clip_norm=0.5, **changes, **(ways or {"tensor_parallel": 2}))
         losses = norms = 0.0
@@ -236,7 +236,7 @@ def parity(
 
 
 def moving(make: Callable[[], nn.Module], *ways: dict[str, int]) -> Case:
-    """Ten steps each in one process, each of the `ways`, and in one process again."""
+    """Train ten steps in one process, in each of the `ways`, and in one process again."""
 
     def case() -> dict[str, Any]:
         few, loss = rows(), functional.cross_entropy
@@ -263,7 +263,7 @@ def moving(make: Callable[[], nn.Module], *ways: dict[str, int]) -> Case:
 
 
 def not_finite(make: Callable[[], nn.Module], **way: int) -> Case:
-    """A NaN in the data: the step changes nothing on any rank."""
+    """Train on a NaN in the data; the step must change nothing on any rank."""
 
     def case() -> dict[str, Any]:
         stepper = together(make(), functional.cross_entropy, **way)
@@ -279,7 +279,7 @@ def not_finite(make: Callable[[], nn.Module], **way: int) -> Case:
 
 
 def dropout() -> dict[str, Any]:
-    """Masks of a split activation, of a whole one, of the split one computed again in backward."""
+    """Return the dropout masks of a split, a whole and a split, recomputed activation."""
     seen: dict[str, list[str]] = {"split": [], "whole": []}
 
     def keeps(name: str, dropped: torch.Tensor) -> None:
@@ -314,7 +314,7 @@ def dropout() -> dict[str, Any]:
 
 
 def failing() -> dict[str, Any]:
-    """Rows that the model fails on, of the last two ranks alone where four train."""
+    """Train on rows that make the model fail, with four ranks only on the last two."""
 
     class Picky(nn.Module):
         def __init__(self) -> None:
@@ -344,7 +344,7 @@ def failing() -> dict[str, Any]:
 
 
 def refused() -> dict[str, Any]:
-    """What cannot be shared out, and a plan that leaves a parameter out."""
+    """Return the errors for models that cannot be partitioned and for an incomplete plan."""
     from tests.support import tiny
 
     tied = wide()
@@ -375,7 +375,7 @@ def refused() -> dict[str, Any]:
 
 
 def again() -> dict[str, Any]:
-    """Three steps in a process group that is made after another one has ended."""
+    """Train three steps in a process group made after another one has ended."""
     dist.destroy_process_group()
     store = dist.FileStore(str(FOLDER / "again"), SIZE)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE)

@@ -14,7 +14,7 @@ from transformers import (
 
 
 def bert(dropout: float = 0.0, **changes: Any) -> nn.Module:
-    """A classifier of two classes; `changes` are BertConfig's."""
+    """Return a classifier of two classes; `changes` are passed to BertConfig."""
     config: dict[str, Any] = {
         "vocab_size": 50,
         "hidden_size": 32,
@@ -29,7 +29,7 @@ def bert(dropout: float = 0.0, **changes: Any) -> nn.Module:
 
 
 def gpt2(dropout: float = 0.0, **changes: Any) -> nn.Module:
-    """A language model without a cache; `changes` are GPT2Config's."""
+    """Return a language model without a cache; `changes` are passed to GPT2Config."""
     config: dict[str, Any] = {
         "vocab_size": 50,
         "n_positions": 40,

@@ -1,8 +1,8 @@
-"""What ortlab and ORT take from torch, looked up in the wheels of every torch that is supported.
+"""The torch names that ortlab and ORT use, looked up in the wheels of every supported torch.
 
 ``python -m tests.support.torch_range`` reads the sources of each wheel of the registry, a few files
-at a time and without installing it, and writes `TABLE` anew. ``--compile`` compiles the
-extensions, ORT's and ours, against each wheel's headers, and writes nothing.
+at a time and without installing it, and rewrites `TABLE`. ``--compile`` compiles the extensions,
+ORT's and ours, against each wheel's headers, and writes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TAKERS = (
     *sorted((_ORT / "training/utils").glob("*.py")),
     _ORT / "tools/pytorch_export_contrib_ops.py",
 )
-"""The files whose names of torch count. ORT's Triton code is for CUDA devices and left out."""
+"""The files whose torch names are collected. ORT's Triton code is for CUDA devices and left out."""
 _LEFT_OUT = ("_zero_stage3_compatibility.py",)  # needs a DeepSpeed of 2023
 
 EXPORT_ARGUMENTS = {
@@ -45,7 +45,7 @@ EXPORT_ARGUMENTS = {
     "input_names", "keep_initializers_as_inputs", "model", "opset_version", "output_names",
     "training", "verbose",
 }  # fmt: skip
-"""What ORT and `compat.exporting` call torch.onnx.export with; `f` is positional."""
+"""The arguments that ORT and `compat.exporting` pass to torch.onnx.export; `f` is positional."""
 
 _OF_OLDER_TORCH = (
     "torch.onnx.SymbolicContext",
@@ -53,16 +53,16 @@ _OF_OLDER_TORCH = (
     "torch.onnx.symbolic_helper._training_mode",
     "torch.onnx.symbolic_registry",
 )
-"""What ORT asks for where torch is older, and goes on without."""
+"""Names that ORT looks up in older versions of torch and can do without."""
 Source = Callable[[str], str | None]
-"""Gives the text of a file of a wheel by its path; None when there is none."""
+"""Reads a file of a wheel as text by its path; returns None if it does not exist."""
 
 
-# ---- what is taken -------------------------------------------------------------------------------
+# ---- names in use --------------------------------------------------------------------------------
 
 
 def names_taken() -> dict[str, str]:
-    """Every dotted name of torch's that is used, and the first file that uses it."""
+    """Return every dotted torch name in use and the first file that uses it."""
     taken: dict[str, str] = {}
     for path in TAKERS:
         if path.name in _LEFT_OUT:
@@ -76,7 +76,7 @@ def names_taken() -> dict[str, str]:
 
 
 def _moved(name: str) -> str:
-    """Where the first row of the patch table takes a name of the exporter's from."""
+    """Return the new place of an exporter's name, according to the first row of the patch table."""
     for old, new in patches._exporter_modules():
         if f"{name}.".startswith(f"{old}."):
             return new + name.removeprefix(old)
@@ -84,7 +84,7 @@ def _moved(name: str) -> str:
 
 
 def names_in(text: str) -> Iterator[str]:
-    """Dotted names that begin with ``torch.``, through what the imports of `text` call them."""
+    """Yield the dotted names below ``torch.``, resolved through the imports of `text`."""
     tree = ast.parse(text)
     called: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -116,7 +116,7 @@ def _dotted(node: ast.AST) -> str | None:
 
 
 def _guarded(tree: ast.AST) -> set[str]:
-    """What the file asks for with hasattr before it uses it."""
+    """Return the names that the file checks with hasattr before it uses them."""
     return {
         f"{ast.unparse(node.args[0])}.{node.args[1].value}"
         for node in ast.walk(tree)
@@ -127,21 +127,21 @@ def _guarded(tree: ast.AST) -> set[str]:
     }
 
 
-# ---- what is there -------------------------------------------------------------------------------
+# ---- names defined by torch ----------------------------------------------------------------------
 
 
 class Sources:
-    """The names that a torch's own sources define; its C++ parts by their stubs."""
+    """The names that a torch's own sources define; for its C++ parts, those of the stubs."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._trees: dict[str, dict[str, ast.AST] | None] = {}
 
     def has(self, dotted: str) -> bool:
-        """Whether `dotted` is a module, or a name that one defines, imports or declares.
+        """Return whether `dotted` is a module or a name that one defines, imports or declares.
 
-        Of a class one more name is looked up where it inherits nothing; what an instance has is not
-        known here, and counts as there.
+        One more name is looked up in a class that inherits from nothing. Attributes of instances
+        are unknown here and count as present.
         """
         return self._has(dotted, set())
 
@@ -154,7 +154,7 @@ class Sources:
         return False
 
     def parameters(self, dotted: str) -> dict[str, str] | None:
-        """The parameters of a function and their defaults; None for what is none, or is in C++."""
+        """Return a function's parameters and their defaults; None for other objects and for C++."""
         module, _, name = dotted.rpartition(".")
         node = (self._names(module) or {}).get(name)
         if isinstance(node, ast.ImportFrom):
@@ -168,7 +168,7 @@ class Sources:
         return {argument.arg: ast.unparse(value) if value else "" for argument, value in every}
 
     def _defines(self, module: str, rest: Sequence[str], met: set[str]) -> bool:
-        # A package and its module may take names from each other.
+        # A package and its module may import names from each other.
         if (dotted := ".".join([module, *rest])) in met:
             return False
         met.add(dotted)
@@ -189,7 +189,7 @@ class Sources:
         return True
 
     def _names(self, module: str) -> dict[str, ast.AST] | None:
-        """What a module binds, by name; None when there is no such module."""
+        """Return the names that a module binds; None if there is no such module."""
         if module not in self._trees:
             self._trees[module] = self._read(module)
         return self._trees[module]
@@ -197,7 +197,7 @@ class Sources:
     def _read(self, module: str) -> dict[str, ast.AST] | None:
         base = module.replace(".", "/")
         if module == "torch":
-            # torch/__init__.py takes these from C++ by name when it is imported.
+            # torch/__init__.py imports these names from C++ dynamically.
             stubs = "torch/_C/__init__.pyi", "torch/_C/_VariableFunctions.pyi"
             texts = [*stubs, "torch/__init__.py"]
         else:
@@ -224,7 +224,7 @@ def _inherits_nothing(node: ast.ClassDef) -> bool:
 
 
 def _bound(body: Sequence[ast.AST]) -> dict[str, ast.AST]:
-    """The names that statements bind, those under if, try and with among them."""
+    """Return the names that statements bind, including those under if, try and with."""
     names: dict[str, ast.AST] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -250,7 +250,7 @@ def _bound(body: Sequence[ast.AST]) -> dict[str, ast.AST]:
 
 
 def installed() -> Sources:
-    """The sources of the torch that is installed."""
+    """Return the sources of the installed torch."""
     site = extensions._torch_folder().parent
 
     def read(path: str) -> str | None:
@@ -307,7 +307,7 @@ def _pip(*arguments: str) -> str:
 
 
 def wheel(version: str) -> zipfile.ZipFile:
-    """torch's wheel for this Python, where pip finds it: fetched as far as it is read."""
+    """Open torch's wheel for this Python where pip finds it, fetching only the parts read."""
     report = _pip(
         "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", "-",
         "--only-binary", ":all:", f"torch=={version}",
@@ -320,7 +320,7 @@ def wheel(version: str) -> zipfile.ZipFile:
 
 
 def sources_in(archive: zipfile.ZipFile) -> Sources:
-    """The sources in a wheel of torch."""
+    """Return the sources in a wheel of torch."""
     known = set(archive.namelist())
 
     @functools.cache
@@ -331,7 +331,7 @@ def sources_in(archive: zipfile.ZipFile) -> Sources:
 
 
 def versions_offered() -> list[str]:
-    """The releases of torch that the registry has for this Python, from the oldest supported."""
+    """Return the torch releases in the registry for this Python, from the oldest supported on."""
     listed = re.search(r"Available versions: (.*)", _pip("index", "versions", "torch"))
     assert listed
     numbers = {text.strip().partition("+")[0] for text in listed.group(1).split(",")}
@@ -340,7 +340,7 @@ def versions_offered() -> list[str]:
 
 
 def minor(version: str) -> tuple[int, ...]:
-    """2.13 of 2.13.0, as numbers."""
+    """Return the minor version as numbers, such as (2, 13) for 2.13.0."""
     return tuple(int(part) for part in version.split(".")[:2])
 
 
@@ -348,7 +348,7 @@ def minor(version: str) -> tuple[int, ...]:
 
 
 def looked_up(sources: Sources) -> dict[str, Any]:
-    """A row of the table: what a torch lacks, and the signatures of what is private in it."""
+    """Return a row of the table: the names a torch lacks, and the signatures of private ones."""
     arguments = sources.parameters("torch.onnx.export") or {}
     olds = [old for old, _new in patches._exporter_modules()]
     return {
@@ -365,18 +365,18 @@ def looked_up(sources: Sources) -> dict[str, Any]:
 
 
 def stored() -> dict[str, Any]:
-    """The table as it is checked in."""
+    """Return the table as it is checked in."""
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     return table
 
 
 def renewed() -> dict[str, Any]:
-    """The table, looked up again in every wheel."""
+    """Return the table, looked up again in every wheel."""
     torches, signatures = {}, {}
     for version in versions_offered():
         with wheel(version) as archive:
             row = looked_up(sources_in(archive))
-        # Told once where it is as in the torch before.
+        # A signature is stored only if it differs from that in the previous torch.
         news = {n: p for n, p in row["signatures"].items() if signatures.get(n) != p}
         signatures |= news
         torches[version] = {**row, "signatures": news}
@@ -395,9 +395,9 @@ _ON_CPU = (extensions.ATEN, extensions.INTEROP, extensions.NATIVE, extensions.KE
 
 
 def compiled(archive: zipfile.ZipFile) -> str:
-    """What the compiler says of the extensions for the CPU against the headers in a wheel.
+    """Compile the CPU extensions against the headers in a wheel; return the compiler's errors.
 
-    "" when it takes them.
+    The result is "" on success.
     """
     with tempfile.TemporaryDirectory() as folder:
         headers = (each for each in archive.infolist() if "torch/include/" in each.filename)
@@ -429,7 +429,7 @@ def _compiled(extension: extensions.Extension, include: Path) -> str:
 
 
 def main() -> None:
-    """Writes the table, or with ``--compile`` compiles the extension for each torch."""
+    """Write the table, or with ``--compile`` compile the extensions for each torch."""
     if sys.argv[1:] == ["--compile"]:
         for version in versions_offered():
             with wheel(version) as archive:

@@ -18,13 +18,13 @@ from ortlab.training.training_state import TrainingState
 
 
 def examples(count: int = 16) -> TensorDataset:
-    """Samples of 4 numbers, with the place of the largest of the first three as target."""
+    """Return samples of 4 numbers; the target is the index of the largest of the first three."""
     inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
     return TensorDataset(inputs, inputs[:, :3].argmax(1))
 
 
 def chosen(**values: Any) -> FinetuneSettings:
-    """Settings for `examples` on the eager engine."""
+    """Return settings for `examples` on the eager engine."""
     return FinetuneSettings(**{"engine": "eager", "device": "cpu", "batch_size": 4, **values})
 
 
@@ -32,7 +32,7 @@ class Parts:
     """State, control and recorder of a run that has not made a step."""
 
     made: ClassVar[list[Parts]] = []
-    """All whose recorders are to be closed."""
+    """All instances whose recorders must be closed."""
 
     def __init__(self, **values: Any) -> None:
         with torch.random.fork_rng():

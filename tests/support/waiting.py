@@ -1,6 +1,6 @@
-"""Waiting in tests for what another thread or process brings about.
+"""Waiting in tests for effects of another thread or process.
 
-How long is no matter of speed: a limit ends what hangs, on a machine that stands still for a while.
+The limit is no measure of speed: it ends what hangs, even on a machine that stalls for a while.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from ortlab.training.run import Run
 
 HANGS_S = 180.0
-"""Seconds after which what is waited for is taken not to come."""
+"""Seconds after which a wait counts as failed."""
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Returns when `condition` holds; AssertionError when it does not come to."""
+    """Return as soon as `condition` is true; raise AssertionError if it stays false."""
     assert eventually(condition)
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether `condition` comes to hold."""
+    """Return whether `condition` becomes true in time."""
     deadline = time.monotonic() + HANGS_S
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -31,33 +31,33 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 class Turns:
-    """A gate in a run's steps: each step takes a turn, and waits until the test gives it one."""
+    """A gate for the steps of a run: each step takes a turn and waits until the test gives one."""
 
     def __init__(self, given: int = 0) -> None:
         self.asked = 0
-        """How many turns were asked for, those still waited for included."""
+        """Number of requested turns, including those still awaited."""
         self._given = threading.Semaphore(given)
 
     def take(self) -> None:
-        """Returns when there is a turn; AssertionError when none comes."""
+        """Wait for a turn; raise AssertionError if none is given."""
         self.asked += 1
         assert self._given.acquire(timeout=HANGS_S)
 
     def give(self, turns: int = 1000) -> None:
-        """Lets that many pass."""
+        """Give this many turns."""
         self._given.release(turns)
 
     def pause(self, run: Run, at: int) -> None:
-        """Pauses `run` after its step `at`; returns when it stands still."""
+        """Pause `run` after step `at` and wait until it is paused."""
         self.until_asked(at)
         run.pause()
         self.give(1)
         until(lambda: run.state == "paused")
 
     def until_asked(self, turns: int) -> None:
-        """Returns when that many were asked for: the step before is over, and this one begun.
+        """Wait until this many turns were requested: the last step has ended, this one has begun.
 
-        A pause, a stop or a checkpoint that is asked for now comes after this step. Asked for when
-        the step before is counted, it may come before this step as well.
+        A pause, stop or checkpoint requested now takes effect after this step. Requested when the
+        step before is counted, it could take effect before this step as well.
         """
         until(lambda: self.asked >= turns)

@@ -1,4 +1,4 @@
-"""Settings changed while a run trains: what goes on, what it costs, and what a failure leaves."""
+"""Tests of settings changed during a run: what continues, the cost, and the effect of a failure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def needs(*names: str) -> None:
 
 
 class Course:
-    """A run of the loop that can be changed: `stop` steps, `act`, and the rest; `each` step too."""
+    """A run of the loop that can be changed: `stop` steps, `act`, the rest; `each` every step."""
 
     def __init__(
         self,
@@ -110,9 +110,9 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_it_is_a_run_that_switches_through_a_saved_checkpoint(name: str, tmp_path: Path) -> None:
-    """With dropout, in the middle of an epoch."""
+    """A change equals resuming from a checkpoint, with dropout and in the middle of an epoch."""
     before, change = CHANGES[name]
-    before = {"seed": 3, **before}  # ORT's generator has 0 for 1
+    before = {"seed": 3, **before}  # ORT's generator treats seed 0 as 1
     needs(before.get("engine", "eager"), change.get("engine", "eager"))
     path = tmp_path / "a.ckpt"
     Course(bert(0.1), Tokens(), act=lambda c: c.loop.checkpoint().save(path) and None, **before)
@@ -136,7 +136,7 @@ def test_it_is_a_run_that_switches_through_a_saved_checkpoint(name: str, tmp_pat
 
 @pytest.mark.parametrize("change", [{"self_check": False}, {"precision": "bf16"}])
 def test_the_loss_scale_goes_on_with_the_run(change: dict[str, Any], tmp_path: Path) -> None:
-    """Through another stepper of fp16, and away from it; it has fallen by then, and falls on."""
+    """The loss scale, already reduced, goes on in another fp16 stepper; bf16 has none."""
     before = {"loss": loud, "precision": "fp16", "epochs": 4, "optimizer": "sgd", "lr": 1e-5}
     path = tmp_path / "a.ckpt"
     kept_by = Course(
@@ -148,7 +148,7 @@ def test_the_loss_scale_goes_on_with_the_run(change: dict[str, Any], tmp_path: P
     fresh = Course(network(), examples(), kept, **{**before, **change})
     switched = Course(network(), examples(), act=apply(**change), **before)
     for name in ("loss", "loss_scale", "skipped"):
-        # As text: NaN is NaN.
+        # Compared as text, where NaN equals NaN.
         assert str(switched.column(name)[4:]) == str(fresh.column(name)), name
     if "precision" in change:
         assert np.isnan(switched.column("loss_scale")[4:]).all()
@@ -191,7 +191,7 @@ def test_what_costs_nothing_makes_no_stepper() -> None:
     assert "lr=0.5 (was 0.01)" in event.text
     assert "clip_norm=None (was 1.0)" in event.text
     assert changed.column()[:4] == plain.column()[:4]
-    # What is left: two micro-batches of the first epoch and six of the second, two a step.
+    # The rest: two micro-batches of the first epoch and six of the second, two per step.
     assert changed.column("step") == list(range(1, 9))
     assert changed.column("lr") == [0.01] * 4 + [0.5] * 4
     assert changed.column("samples")[4:] == [6, 8, 8, 6]
@@ -200,13 +200,13 @@ def test_what_costs_nothing_makes_no_stepper() -> None:
     assert [group["weight_decay"] for group in groups] == [0.9, 0.0]
 
 
-# --- another size of batches
+# --- another batch size
 
 COUNT = 22
 
 
 class Numbered(Dataset[Any]):
-    """Samples with their numbers for a target; `fetched` are those that were read."""
+    """Samples whose target is their index; `fetched` lists those that were read."""
 
     def __init__(self) -> None:
         self.inputs, self.fetched = examples(COUNT).tensors[0], list[int]()
@@ -226,7 +226,7 @@ class Streamed(IterableDataset[Any]):
 
 
 class Seen:
-    """A loss that remembers the numbers of each micro-batch."""
+    """A loss that records the indices of each micro-batch."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -244,7 +244,7 @@ class Seen:
 
 
 def layers() -> nn.Module:
-    """A batch of one sample is none for BatchNorm."""
+    """Return layers without BatchNorm, which cannot train on a batch of one sample."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3))
@@ -329,7 +329,7 @@ SIZED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], dict[str, A
 
 @pytest.mark.parametrize("name", SIZED)
 def test_another_size_is_a_run_that_was_resumed_with_it(name: str, tmp_path: Path) -> None:
-    """From a checkpoint of that step; and once more from one that was taken after the change."""
+    """A changed batch size equals resuming with it, also from a checkpoint after the change."""
     model, data, before, change = SIZED[name]
     needs(before.get("engine", "eager"))
     loss = None if data is Tokens else Seen()
@@ -363,7 +363,7 @@ def _at(step: int, changes: dict[str, Any]) -> Callable[[Any, int], None]:
 
 @pytest.mark.parametrize("data", [Numbered, Streamed])
 def test_what_fails_with_another_size_gives_its_samples_back(data: Any) -> None:
-    """They are taken by the old size, and not read once more."""
+    """After a failed change, the samples are trained in the old batch size and not read again."""
     samples, tried_of, plain_of = data(), Seen(), Seen()
     chosen = {"accumulation": 2, "schedule": "constant"}
     plain = Course(NoAutocast(), data(), loss=plain_of, **chosen)
@@ -379,7 +379,7 @@ def test_what_fails_with_another_size_gives_its_samples_back(data: Any) -> None:
 
 
 class Cramped(nn.Module):
-    """Has no room for the second micro-batch of five, after statistics moved and masks drawn."""
+    """Runs out of memory at the second micro-batch of five, with statistics and masks changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -394,7 +394,7 @@ class Cramped(nn.Module):
 
 
 def test_a_size_that_does_not_fit_leaves_no_trace() -> None:
-    """The run goes on with the one it had, and no stepper is made for that either."""
+    """The run continues with its old batch size, and no stepper is made for the failed change."""
     data = TensorDataset(examples(COUNT).tensors[0], torch.arange(COUNT))
     tried_of, plain_of = Seen(), Seen()
     chosen = {"accumulation": 2, "schedule": "linear"}
@@ -427,12 +427,12 @@ def test_clipping_holds_from_the_next_step_on() -> None:
         return Course(model, examples(), loss=functional.cross_entropy, act=act, **chosen).column()
 
     tight, loose = trained(clip_norm=1e-9), trained()
-    assert tight[:5] == loose[:5]  # the fifth loss is of weights from before it
+    assert tight[:5] == loose[:5]  # the fifth loss is of weights from before the change
     assert tight[6:] != loose[6:]
 
 
 class Noisy(nn.Module):
-    """Draws from numpy, which ORT's graph cannot, and counts in a buffer."""
+    """Draws from numpy, which ORT's graph cannot do, and counts in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -466,7 +466,7 @@ def test_an_engine_that_cannot_run_the_model_leaves_no_trace(accumulation: int) 
 
 
 class NoAutocast(nn.Module):
-    """Fails under autocast, after it has drawn and counted."""
+    """Fails under autocast, after it has drawn random numbers and counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -480,7 +480,7 @@ class NoAutocast(nn.Module):
 
 
 def test_a_step_that_fails_half_way_leaves_no_trace() -> None:
-    """Random numbers drawn, statistics moved, gradients made of the first micro-batch."""
+    """Random state, statistics and the gradients of the first micro-batch are restored."""
     chosen = {"loss": functional.cross_entropy, "accumulation": 2}
     plain = Course(NoAutocast(), examples(22), **chosen)
     tried = Course(NoAutocast(), examples(22), act=apply(precision="bf16"), **chosen)
@@ -497,7 +497,7 @@ def test_a_step_that_fails_half_way_leaves_no_trace() -> None:
 
 
 def test_a_stepper_that_cannot_be_made_leaves_no_trace() -> None:
-    """bf16 on ORT's own kernels is refused while it is made."""
+    """On ORT's own kernels, bf16 is rejected while the stepper is made."""
     needs("ort")
     chosen = {"loss": functional.cross_entropy}
     plain = Course(network(), examples(22), **chosen)
@@ -530,11 +530,11 @@ def test_frozen_parts_stay_frozen_and_modes_come_back() -> None:
     assert not any(module.training for module in evaluated.modules())
 
 
-# --- a run
+# --- runs
 
 
 def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
-    """The return to ORT exports nothing."""
+    """The run returns to ORT without another export."""
     needs("ort")
     model, turns = network(0.0), Turns()
 
@@ -547,7 +547,7 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
     )
 
     def advance(to: int) -> None:
-        """Into the step after that one."""
+        """Advance into the step after that one."""
         turns.give(to - run.step)
         turns.until_asked(to + 1)
         assert run.step == to
@@ -585,7 +585,7 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
 
 
 def test_a_run_changes_its_batch_size_and_comes_back(threads_end: None) -> None:
-    """In a pause; evaluations have the size that holds."""
+    """The size changes during a pause; evaluations use the current size."""
     turns, trained, evaluated = Turns(), list[int](), list[int]()
 
     class Gated(nn.Linear):

@@ -1,4 +1,4 @@
-"""The switch from settings to others by itself: taken, refused, and undone after a failure."""
+"""Tests of the change of settings by itself: applied, refused, and undone after a failure."""
 
 from __future__ import annotations
 

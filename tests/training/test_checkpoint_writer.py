@@ -1,4 +1,4 @@
-"""Which checkpoints stay, a disk that is full, damage, and runs whose process died."""
+"""Tests of the checkpoint writer: retention, a full disk, damage, and killed processes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def undisturbed(**changes: Any) -> Run:
     return run
 
 
-# --- which stay
+# --- retention
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_a_pause_keeps_one_once(home: Path) -> None:
     run.resume()
     model.turns.give()
     run.result()
-    assert written  # the one before stood until the next was there
+    assert written  # the previous one existed until the next one was complete
     assert losses(run) == losses(undisturbed())
 
 
@@ -196,7 +196,7 @@ def test_the_best_of_no_evaluation_is_refused(home: Path) -> None:
     run.result()
 
 
-# --- a disk that is full
+# --- a full disk
 
 
 def test_a_full_disk_leaves_the_run_going_and_what_was_kept_whole(home: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_full_disk_leaves_the_run_going_and_what_was_kept_whole(home: Path) ->
 
 @contextlib.contextmanager
 def small_disk(path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB at `path`; the test is skipped where none may be mounted."""
+    """Mount a file system of 1 MiB at `path`; skip the test where that is not allowed."""
     with contextlib.ExitStack() as mounted:
         try:
             disk = mounted.enter_context(killing.small_disk(path, 2**20))
@@ -231,8 +231,8 @@ def on_a_full_disk(disk: Path) -> None:
     filler = disk / "filler"
     with pytest.raises(OSError, match="No space"):
         filler.write_bytes(bytes(2**21))
-    run.recorder.event(Event("note", 5, 0.0, "x" * 8192))  # the last block of a file has room yet
-    for step in (6, 8):  # one after the other, so that none takes the place of the one before
+    run.recorder.event(Event("note", 5, 0.0, "x" * 8192))  # the last block still has space
+    for step in (6, 8):  # one after the other, so that none replaces the one before
         model.turns.give(2)
         until(lambda step=step: f"step {step}" in (run._record.checkpoints.trouble or ""))  # type: ignore[misc]
     model.turns.until_asked(10)
@@ -260,7 +260,7 @@ def on_a_full_disk(disk: Path) -> None:
 
 @pytest.fixture
 def stopped(home: Path) -> Run:
-    """A run that was stopped at step 7, with checkpoints of 3 and 6."""
+    """Return a run that was stopped at step 7, with checkpoints of steps 3 and 6."""
     model = Gated(turns=6)
     run = ortlab.finetune(model, examples(22), **CHOSEN, checkpoint_every=3, keep_checkpoints=3)
     until(lambda: {"last-3"} <= names(run.folder) or {"last-6"} <= names(run.folder))
@@ -351,12 +351,12 @@ def test_of_the_names_the_newest_comes_first() -> None:
     ]
 
 
-# --- going on with a run whose process died
+# --- resuming a run whose process died
 
 
 @pytest.fixture
 def died(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedRun:
-    """What a process that is killed in step 9 leaves: the folders as they are then."""
+    """Return the run of a process killed in step 9: the folders as they are at that moment."""
     model = Gated(turns=8)
     data = examples(22)
     told = {"model": model, "data": data, "held_out": (held_out := examples(9))}
@@ -376,16 +376,16 @@ def died(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedRu
     until(lambda: "best" in names(run.folder))
     run.recorder.flush()
     after = tmp_path / "after"
-    # What is being written just now, beside its name, would be gone before it is copied.
+    # A file that is being written, next to its final name, could vanish before it is copied.
     shutil.copytree(home / "runs", after / "runs", ignore=shutil.ignore_patterns(".*"))
     checkpoints = after / "runs" / "run-1" / "checkpoints"
     (checkpoints / ".last-9.safetensors.1.2").write_bytes(b"half")
-    (checkpoints / ".last-9.1.2").mkdir()  # as a run on workers has it
+    (checkpoints / ".last-9.1.2").mkdir()  # as a run on workers writes it
     (checkpoints / ".last-9.1.2" / "shard-00001.safetensors").write_bytes(b"half")
     model.turns.give()
     run.result()
     monkeypatch.setenv("ORTLAB_HOME", str(after))
-    monkeypatch.setattr(session.registry, "runs", Recent(last=True))  # those of another process
+    monkeypatch.setattr(session.registry, "runs", Recent(last=True))  # as in another process
     return SavedRun(after / "runs" / "run-1")
 
 
@@ -430,7 +430,7 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
 
 @pytest.fixture
 def elsewhere(died: SavedRun, tmp_path: Path) -> Path:
-    """Where the checkpoints of the run lead, which are a link: a folder with files of others."""
+    """Make the run's checkpoint folder a link to a folder with other files; return the latter."""
     checkpoints, elsewhere = died.folder / "checkpoints", tmp_path / "elsewhere"
     checkpoints.rename(elsewhere)
     checkpoints.symlink_to(elsewhere)
@@ -466,7 +466,7 @@ def test_only_half_of_a_checkpoint_is_cleared_away(died: SavedRun, elsewhere: Pa
 
 @pytest.fixture
 def died_again(died: SavedRun) -> SavedRun:
-    """What a process leaves that went on with it by other settings, and died in its first step."""
+    """Return a run continued with other settings by a process that died in its first step."""
     again = RunFolder.create(root=died.folder.parent)
     again.write_json("settings", died.began_with | {"lr": 0.01})
     again.write_json("run", died.about | {"name": again.name, "continues": died.name})
@@ -596,7 +596,7 @@ def test_a_run_of_this_kernel_that_is_paused_goes_on_itself(home: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[int, float]]:
-    """The losses of a run that nobody disturbs, by engine."""
+    """Return a function that returns the losses of an undisturbed run on an engine."""
     known: dict[str, dict[int, float]] = {}
 
     def found(name: str) -> dict[int, float]:
@@ -646,7 +646,7 @@ def test_a_process_that_is_killed_on_a_full_disk_loses_nothing(whole: Any, tmp_p
 @pytest.mark.parametrize("fault", ["none", "spoilt", "full"])
 @pytest.mark.parametrize("name", ["eager", "compile", "ort", "offload"])
 def test_thirty_deaths(whole: Any, tmp_path: Path, name: str, fault: str) -> None:
-    """At random points: thirty runs go on, with the losses of one that nobody disturbed."""
+    """Thirty runs, killed at random points and resumed, have the losses of an undisturbed one."""
     try:
         engine(name)
     except EngineUnavailable as error:

@@ -1,4 +1,4 @@
-"""Changes of settings and their outcomes: applied, refused, dropped, and withdrawn."""
+"""Tests of changes of settings and their outcomes: applied, refused, dropped, and withdrawn."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_change_is_dropped_by_the_end_of_the_loop(closes: bool) -> None:
     next(loop.steps)
     request = loop.control.apply({"lr": 0.5})
     if closes:
-        loop.control.close()  # as where the loop hangs in a read of data
+        loop.control.close()  # as if the loop hung while reading data
     else:
         loop.control.stop()
         assert not list(loop.steps)

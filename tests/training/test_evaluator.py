@@ -1,4 +1,4 @@
-"""The evaluator by itself: when it evaluates, what it records, and which scores are the best."""
+"""Tests of the evaluator by itself: when it evaluates, what it records, and the best scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data, numbers and memory that fail: what is named, what is held, and how a run goes on."""
+"""Tests of failing data, numbers and memory: the messages, the pause, and how a run resumes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _tidy(
 
 
 class Table(Dataset[Any]):
-    """Samples that can be spoiled, mended, and made to hang."""
+    """Samples that can be damaged, repaired, and made to hang."""
 
     def __init__(self, count: int = 48) -> None:
         self.inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
@@ -167,7 +167,7 @@ def test_a_script_gets_what_an_evaluation_raised() -> None:
 
 
 def test_a_run_whose_first_evaluation_fails_says_what_and_where() -> None:
-    """Nothing is lost by then: the run fails, also where it could wait."""
+    """The run fails even with hold=True, as no progress is lost at that point."""
     held_out = Table()
     held_out.bad = {7}
     run = ortlab.finetune(network(), Table(), eval_data=held_out, hold=True, **CHOSEN)
@@ -181,7 +181,7 @@ def test_a_run_whose_first_evaluation_fails_says_what_and_where() -> None:
 
 
 class Hungry(nn.Module):
-    """Once trained it asks for more memory than there is to evaluate more than two samples."""
+    """Once trained, it requests more memory than exists to evaluate more than two samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_an_evaluation_in_batches_of_a_loader_that_does_not_fit_holds_the_run() 
 
 @pytest.mark.parametrize("loader", [False, True])
 def test_data_that_raises_holds_the_run_and_mended_goes_on_bit_by_bit(loader: bool) -> None:
-    """Dropout and order and all: as if nothing had been."""
+    """Dropout and the order of the data continue as if nothing had happened."""
 
     def given(table: Table) -> Any:
         return DataLoader(table, batch_size=4, shuffle=True) if loader else table
@@ -248,7 +248,7 @@ def test_data_that_raises_holds_the_run_and_mended_goes_on_bit_by_bit(loader: bo
     assert f"the data failed in step {run.step + 1}, after" in notes
     assert "of epoch 1" in notes
     assert f"{run.name} is paused at step {run.step}: fix the data" in notes
-    # From Python 3.12 on the frame of a list that is being made no more tells how far it is.
+    # From Python 3.12 on, the frame of an inlined list comprehension no longer shows the position.
     reading = r"the DataLoader was reading (index 7|indices [\d, ]*\b7\b[\d, ]*) of the Table"
     assert re.search(reading if loader else "the Table raised this at index 7", notes)
     assert run.status().badges == ("held: the data failed",)
@@ -317,14 +317,14 @@ def test_samples_that_come_at_once_are_named_one_by_one() -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data that does not come for a second hangs."""
+    """Treat data as hanging after one second."""
     monkeypatch.setattr(run_worker, "_LATE_READ_S", 0.5)
     monkeypatch.setattr(run_worker, "_HANGING_READ_S", 1.0)
 
 
 @pytest.mark.parametrize("loader", [False, True])
 def test_data_that_hangs_holds_the_run_until_it_comes(impatient: None, loader: bool) -> None:
-    """The last step is kept meanwhile; losses are those of data that came at once."""
+    """Meanwhile the last step is kept; the losses are those of data that arrived at once."""
 
     def given(table: Table) -> Any:
         return DataLoader(table, batch_size=4, shuffle=True) if loader else table
@@ -352,7 +352,7 @@ def test_data_that_hangs_holds_the_run_until_it_comes(impatient: None, loader: b
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_run_held_by_data_can_be_paused(impatient: None, resumed: bool) -> None:
-    """It is not held any more then, nor again once it was resumed; the data finds it paused."""
+    """A pause or a resume ends the hold; a paused run stays paused when the data arrives."""
     table = Table()
     table.hangs = threading.Event()
     run = ortlab.finetune(network(), table, hold=True, **CHOSEN)
@@ -370,11 +370,11 @@ def test_a_run_held_by_data_can_be_paused(impatient: None, resumed: bool) -> Non
     assert run.result(60).state == "finished"
     run.resume()
     run.stop()
-    assert run.result(5).state == "finished"  # over as it was
+    assert run.result(5).state == "finished"  # it had already ended
 
 
 class Once(Table):
-    """Samples of which the first of the second epoch cannot be read, the first time."""
+    """Samples of which the first of the second epoch fails on its first read."""
 
     failed = False
 
@@ -386,7 +386,7 @@ class Once(Table):
 
 
 def test_data_that_fails_in_the_first_read_of_an_epoch_has_the_order_it_had() -> None:
-    """A DataLoader that shuffles draws it there."""
+    """A shuffling DataLoader draws its order in that read, and a retry has the same order."""
 
     def given(table: Table) -> Any:
         return DataLoader(table, batch_size=4, shuffle=True)
@@ -410,7 +410,7 @@ def test_data_that_hangs_is_told_and_stop_ends_the_run() -> None:
     began = time.monotonic()
     run.stop()
     assert run.result(60).state == "stopped"
-    assert time.monotonic() - began < 60  # it does not wait for the data, which hangs on
+    assert time.monotonic() - began < 60  # it does not wait for the data, which still hangs
     assert run.step == 5
     kept = RunFolder(run.folder).read_checkpoint()
     assert all(torch.equal(kept.model[name], value) for name, value in model.state_dict().items())
@@ -424,7 +424,7 @@ def test_data_that_hangs_is_told_and_stop_ends_the_run() -> None:
 
 
 class Short:
-    """Tells of ten batches, and gives so many."""
+    """Reports ten batches and yields `count`."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -474,7 +474,7 @@ def test_a_loaders_worker_that_is_killed_holds_the_run() -> None:
     (worker,) = {*psutil.Process().children()} - before
     os.kill(worker.pid, signal.SIGKILL)
     run.resume()
-    # Or what it was in the middle of sending is cut off.
+    # Either the loader reports the dead worker, or the message it was sending is cut off.
     with pytest.raises((RuntimeError, ConnectionError, EOFError)) as raised:
         run.result(60)
     assert "the data failed in step" in "\n".join(raised.value.__notes__)
@@ -487,7 +487,7 @@ def test_a_loaders_worker_that_is_killed_holds_the_run() -> None:
 
 
 class Spoiled(nn.Module):
-    """Its second layer gives what is not finite for samples beyond 5."""
+    """The second layer returns non-finite values for samples above 5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -605,7 +605,7 @@ def test_where_a_step_is_first_not_finite() -> None:
     model = Layers()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    # The square root of 0 has an infinite slope, and 0 times that is NaN.
+    # The square root of 0 has an infinite slope, and 0 times infinity is NaN.
     assert said(model, (inputs, target)) == (
         "the gradient at the output of norm (BatchNorm1d) is the first NaN value"
     )
@@ -714,7 +714,7 @@ def scarce(engine: str, more_mib: int) -> None:
         if engine == "eager" or number == 0:
             assert "not enough memory for step 1;" in told[0]
         assert told
-        # No advice where nothing smaller is left, and a session's threads found no room.
+        # There is no advice if no smaller batch is left and a session had no space for its threads.
         if engine == "eager" or number == 0 or advice:
             assert advice["batch_size"] * advice["accumulation"] == 8192
 
@@ -727,7 +727,7 @@ def test_a_step_that_does_not_fit_is_survived_with_smaller_micro_batches() -> No
 @NEEDS_ORT
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
 def test_so_is_one_that_does_not_fit_in_ort_whose_sessions_give_their_memory_back() -> None:
-    # With less, one in ten runs ends in glibc, which has no room for a new thread's own data.
+    # With less memory, one in ten runs ends in glibc, which has no space for a new thread's data.
     scarce("ort", 80)
 
 
@@ -769,7 +769,10 @@ print(execution_of(wrapped).report().remarks)
     ids=["limited", "plenty"],
 )
 def test_a_session_whose_threads_find_no_room_does_without_them(space: str, told: str) -> None:
-    """A step that was too large leaves free memory in which no stack fits: here none does."""
+    """A session whose threads find no space runs on one thread, until there is space again.
+
+    A step that was too large leaves free memory in which no stack fits; here no stack fits at all.
+    """
     done = subprocess.run(
         ["bash", "-c", 'ulimit -s 8000000; exec "$@"', "-", sys.executable, "-c", STACKS, space],
         capture_output=True,
@@ -782,7 +785,7 @@ def test_a_session_whose_threads_find_no_room_does_without_them(space: str, told
 
 
 class Wide(nn.Module):
-    """It asks for more memory than there is to train on more than two samples, once."""
+    """Requests, once, more memory than exists to train on more than two samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -796,7 +799,7 @@ class Wide(nn.Module):
 
 
 def test_what_was_advised_and_does_not_fit_either_asks_for_less() -> None:
-    """The settings from before it are known not to fit, and are not tried again."""
+    """The settings from before the advice are known not to fit and are not tried again."""
     run = ortlab.finetune(Wide(), Table(), hold=True, **{**CHOSEN, "batch_size": 16})
     advised = []
     for _ in range(3):
@@ -843,7 +846,7 @@ def test_a_check_without_memory_says_nothing_of_the_graph(
     monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     model = ortlab.wrap(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)), cache=False)
-    if at == "_compare":  # else it is the first check, of a quarter of the batch
+    if at == "_compare":  # otherwise, it is the first check, of a quarter of the batch
         model(torch.randn(16, 4)).sum().backward()
     observe = dispatch.observe
     calls = iter(range(9))
@@ -956,7 +959,7 @@ def test_a_handler_pauses_where_somebody_waits_and_raises_elsewhere(waits: bool)
         return
     assert handler.pause(reason)
     assert asked == [True]
-    with pytest.raises(KeyError, match="column"):  # in the first step nothing is lost
+    with pytest.raises(KeyError, match="column"):  # nothing can be lost in the first step
         handler.data_failed(error, 0)
     parts.step()
     assert handler.data_failed(error, 5)

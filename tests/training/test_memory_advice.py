@@ -1,4 +1,4 @@
-"""The advisor by itself: smaller steps that have the samples of the large one."""
+"""Tests of the advisor by itself: smaller micro-batches with the same samples per step."""
 
 from __future__ import annotations
 

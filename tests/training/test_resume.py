@@ -1,4 +1,4 @@
-"""A run that stops and goes on is, bit by bit, the one that saved and went on."""
+"""Tests that a resumed run is bitwise the one that saved a checkpoint and continued."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def gone_on(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Every case stopped here and finished by a process of its own, all at once; which can run."""
-    torch.compiler.reset()  # what other tests compiled here decides what is compiled next
+    """Stop every case here and finish all in another process; return folder and usable cases."""
+    torch.compiler.reset()  # code compiled by other tests here affects what is compiled next
     folder, names = tmp_path_factory.mktemp("resumed"), []
     for name, case in CASES.items():
         try:
@@ -70,7 +70,7 @@ def test_a_run_goes_on_in_another_process(gone_on: tuple[Path, list[str]], name:
         pytest.skip(f"engine {CASES[name].settings['engine']!r} cannot run here")
     stayed = safetensors.torch.load_file(folder / f"{name} stayed.safetensors")
     resumed = safetensors.torch.load_file(folder / f"{name}.safetensors")
-    assert len(resumed["losses"]) == 5  # 9 steps: 3 epochs of 5 micro-batches, two a step
+    assert len(resumed["losses"]) == 5  # 9 steps: 3 epochs of 5 micro-batches, two per step
     assert list(stayed) == list(resumed)
     for entry, value in stayed.items():
         assert torch.equal(value, resumed[entry]), entry
@@ -78,7 +78,7 @@ def test_a_run_goes_on_in_another_process(gone_on: tuple[Path, list[str]], name:
 
 @pytest.mark.parametrize("case", ["eager", "ort with dropout"])
 def test_other_random_states_give_other_losses(gone_on: tuple[Path, list[str]], case: str) -> None:
-    """So that the test above would see other masks than those of the run that went on."""
+    """Other random states change the masks, so the test above depends on the restored states."""
     folder, names = gone_on
     if case not in names:
         pytest.skip(f"engine {CASES[case].settings['engine']!r} cannot run here")
@@ -90,7 +90,7 @@ def test_other_random_states_give_other_losses(gone_on: tuple[Path, list[str]], 
 
 
 def _drawing_otherwise(kept: Checkpoint, seed: int) -> Checkpoint:
-    """`kept` with other random states, for torch as for an engine of its own."""
+    """Return `kept` with other random states for torch and for an engine's own generator."""
     random = dataclasses.replace(
         kept.position.random, host=torch.Generator().manual_seed(seed).get_state()
     )
@@ -98,11 +98,11 @@ def _drawing_otherwise(kept: Checkpoint, seed: int) -> Checkpoint:
     return dataclasses.replace(kept, position=position)
 
 
-# --- whatever the data is
+# --- kinds of data
 
 
 class Augmented(Dataset[Any]):
-    """Draws from every generator that there is, as augmentations do."""
+    """Draws from every generator, as augmentations do."""
 
     def __init__(self) -> None:
         self.inputs, self.target = examples(22).tensors
@@ -129,7 +129,7 @@ def loader(data: Any = None, **options: Any) -> DataLoader[Any]:
 
 
 WHOLE = [2] * 11
-"""An epoch in batches of two."""
+"""Sizes of an epoch's batches of two."""
 DATA: dict[str, Callable[[], Any]] = {
     "a dataset": lambda: examples(22),
     "a dataset that draws": Augmented,
@@ -167,7 +167,7 @@ def trained(
     model: nn.Module | None = None,
     **values: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor], Checkpoint | None, Recorder]:
-    """Losses, weights, what was kept after step `stop`, and the recorder."""
+    """Return losses, weights, the checkpoint after step `stop`, and the recorder."""
     if isinstance(data, Dataset):
         values = {"batch_size": 4, **values}
     settings = FinetuneSettings(
@@ -207,11 +207,11 @@ def assert_goes_on(data: Callable[[], Any], stop: int, path: Path, **values: Any
 
 @pytest.mark.parametrize(
     ("name", "stop"),
-    # Workers are processes, which take their time.
+    # Worker processes are slow to start.
     [(name, stop) for name in DATA for stop in (5, 6, 8) if stop > 5 or "workers" not in name],
 )
 def test_the_place_in_the_data_is_found_again(name: str, stop: int, tmp_path: Path) -> None:
-    """Six steps an epoch: before the last of the first, at its end, in the middle of the second."""
+    """Stops before the last of an epoch's six steps, at its end, in the middle of the next one."""
     assert_goes_on(DATA[name], stop, tmp_path / "a.ckpt")
 
 
@@ -228,7 +228,7 @@ def test_the_place_in_the_data_is_found_again(name: str, stop: int, tmp_path: Pa
 def test_a_file_that_counts_micro_batches_is_read(
     name: str, stop: int, sizes: list[int] | None, tmp_path: Path
 ) -> None:
-    """As the first form has it; a Dataset goes on from it in batches of another size, too."""
+    """Format 1 counts micro-batches; a Dataset also resumes from it with another batch size."""
     losses, weights, kept, _ = trained(DATA[name](), stop=stop)
     assert kept is not None
     begin = Checkpoint.load(in_form_1(kept, tmp_path / "a.ckpt"))
@@ -252,7 +252,7 @@ def test_a_file_that_counts_micro_batches_of_other_data(tmp_path: Path) -> None:
 
 
 def in_form_1(kept: Checkpoint, path: Path) -> Path:
-    """`kept` as a file of the first form, whose places are in micro-batches of four."""
+    """Save `kept` as a file of format 1, whose positions count micro-batches of four."""
 
     def counted(samples: int | None) -> int | None:
         made = kept.position.unit == "micro-batches" or samples is None
@@ -280,7 +280,7 @@ def test_accumulation_and_what_is_left_of_an_epoch(stop: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
 def test_weights_that_do_not_lie_in_rows(optimizer: str, tmp_path: Path) -> None:
-    """The fused optimizers go over weights and their state as they lie in memory."""
+    """The fused optimizers process weights and their state in memory order."""
 
     def images() -> nn.Module:
         with torch.random.fork_rng():
@@ -299,7 +299,7 @@ def test_weights_that_do_not_lie_in_rows(optimizer: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("eval_every", [None, 3])
 def test_every_evaluation_is_made_once(eval_every: int | None, tmp_path: Path) -> None:
-    """Taken before the one that is due at that step."""
+    """A checkpoint is taken before the evaluation that is due at the same step."""
     for stop in (6, 9):
         values = {"eval_every": eval_every, "held_out": examples(6)}
         *_, kept, whole = trained(examples(22), stop=stop, **values)
@@ -312,7 +312,7 @@ def test_every_evaluation_is_made_once(eval_every: int | None, tmp_path: Path) -
 
 
 class Unmeasured:
-    """Batches in an order drawn from torch's own generator; nobody knows how many."""
+    """Batches in an order drawn from torch's own generator, without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(loader(shuffle=True))
@@ -355,7 +355,7 @@ def test_the_state_in_a_paused_evaluation_is_that_between_two_steps(tmp_path: Pa
     control, recorder = Control(), Recorder()
 
     class Pausing(Dataset[Any]):
-        """Asks for a pause when it is evaluated after the first epoch."""
+        """Requests a pause when it is evaluated after the first epoch."""
 
         read = 0
 
@@ -393,7 +393,7 @@ def test_the_state_in_a_paused_evaluation_is_that_between_two_steps(tmp_path: Pa
     assert later == whole[6:] == recorder.rows()[6:, INDEX["loss"]].tolist()
 
 
-# --- what does not fit
+# --- checkpoints that do not fit
 
 
 def kept_at(step: int, data: Any = None) -> Checkpoint:
@@ -536,7 +536,7 @@ def test_other_settings_hold_from_there_on() -> None:
     assert decayed[2:] != whole[5:]
 
 
-# --- a run, and finetune
+# --- runs and finetune
 
 
 CHOSEN = {"loss": "cross_entropy", "engine": "eager", "device": "cpu", "batch_size": 4}
@@ -560,7 +560,7 @@ def test_a_checkpoint_in_a_pause_and_a_run_from_it(home: Path) -> None:
     other = Gated(turns=0)
     resumed = ortlab.finetune(other, examples(22), resume_from=path, eval_data=examples(6))
     until(lambda: resumed.step == 5)
-    assert resumed.status().left_s is None  # it has made no step yet to go by
+    assert resumed.status().left_s is None  # it has made no step yet to estimate from
     other.turns.give()
     result = resumed.result()
     assert (resumed.settings, result.steps) == (run.settings, 18)
@@ -699,7 +699,7 @@ def test_another_engine_goes_on_where_eager_stopped(home: Path, to: str) -> None
         engine(to)
     except EngineUnavailable as error:
         pytest.skip(str(error))
-    # Rows of one size: four micro-batches of five.
+    # Batches of one size: four micro-batches of five.
     *_, kept, _ = trained(examples(20), stop=5, model=network(0.0), batch_size=5)
     whole, *_ = trained(examples(20), model=network(0.0), batch_size=5)
     assert kept is not None

@@ -1,4 +1,4 @@
-"""Runs: threads, buttons, waiting and interrupts, and what is left of a run however it ends."""
+"""Tests of runs: threads, buttons, waiting and interrupts, and the state after each kind of end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.waiting import HANGS_S, until
 
 @pytest.fixture(autouse=True)
 def _tidy(threads_end: None) -> Iterator[None]:
-    """One thread computes, and nothing of a run is left when a test ends."""
+    """Compute with one thread and check that nothing of a run remains when a test ends."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -53,7 +53,7 @@ def examples(count: int = 64) -> TensorDataset:
 
 
 class Gated(nn.Module):
-    """A model whose steps wait for a test that wants them to."""
+    """A model whose steps can be made to wait for a test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,12 +132,12 @@ def test_a_run_that_finishes(tmp_path: Path) -> None:
     about = json.loads((run.folder / "run.json").read_text())
     assert about["result"]["after"]["accuracy"] == result.after.accuracy
     assert "accuracy" in str(result)
-    assert repr(result) == f"<RunResult: {result}>"  # what a cell shows of an awaited run
+    assert repr(result) == f"<RunResult: {result}>"  # shown by a cell for an awaited run
     assert repr(run) == f"<Run {run.name}: finished, step 80/80, eager>"
 
 
 def test_starting_returns_at_once(tmp_path: Path) -> None:
-    """The export, however long, is made in the run's thread; what it says is shown."""
+    """An export of any length runs in the run's thread, and its messages are shown."""
     release = threading.Event()
     model = Gated()
     settings = FinetuneSettings(engine="eager", device="cpu")
@@ -224,7 +224,7 @@ def test_stop_waits_for_the_step_in_flight_only(tmp_path: Path) -> None:
 def test_a_run_may_end_while_it_is_being_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A busy machine takes its time for the thread that sees to the end."""
+    """On a busy machine, the thread that handles the stop may start after the run has ended."""
     begin = threading.Thread.start
 
     def late(thread: threading.Thread) -> None:
@@ -301,7 +301,7 @@ async def interrupted(wait: Awaitable[Any]) -> None:
 def test_interrupting_await(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], limit_s: float | None
 ) -> None:
-    """asyncio.run makes of an interrupt what ipykernel does: it cancels the outermost task."""
+    """asyncio.run handles an interrupt as ipykernel does: it cancels the outermost task."""
     run = made(tmp_path, epochs=10_000).start()
     until(lambda: run.step > 0)
 
@@ -333,7 +333,7 @@ def test_a_wait_that_times_out_is_no_interrupt(
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(run, 0.05)
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):  # which cancels this task itself
+                async with asyncio.timeout(0.05):  # cancels this task itself
                     await run
             waiting = asyncio.ensure_future(run)
             await asyncio.sleep(0.01)
@@ -377,7 +377,7 @@ while run.step == 0:
 
 
 def test_interrupting_a_cell_that_awaits() -> None:
-    """In a real kernel: timeouts stop nothing, nor does one interrupt; the second does."""
+    """In a real kernel, neither a timeout nor one interrupt stops the run; the second one does."""
     manager, client = start_new_kernel(kernel_name="python3")
 
     def execute(code: str) -> str:
@@ -460,11 +460,11 @@ def test_a_run_shows_where_ort_does_otherwise_than_eager_torch(tmp_path: Path) -
     assert "not checked: forward draws random numbers besides dropout" in run.status().lines
 
 
-# --- what goes wrong
+# --- errors
 
 
 class Spoiled(Gated):
-    """Its loss is NaN from a step on."""
+    """A model whose loss is NaN from a given step on."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -492,7 +492,7 @@ def test_a_loss_that_is_nan(tmp_path: Path) -> None:
 
 
 class Overflowing(Gated):
-    """Beyond float16 in some steps."""
+    """A model whose activations exceed float16 in some steps."""
 
     def __init__(self, at: range) -> None:
         super().__init__()
@@ -544,7 +544,7 @@ def test_a_storm_of_overflows_ends_the_run(tmp_path: Path) -> None:
     said = r"overflows float16 at step 19 although the loss scale has fallen to 1; .*'bf16'"
     with pytest.raises(NotFinite, match=said):
         run.result()
-    assert model.calls == 19  # 17 in a row: from 2**16 to 1, and once more
+    assert model.calls == 19  # 17 in a row: from 2**16 to 1, and one more
     kept = RunFolder(run.folder).read_checkpoint()
     for name, value in model.state_dict().items():
         assert torch.equal(value, model.good[name])
@@ -604,7 +604,7 @@ def test_bad_data_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_vanishes(tmp_path: Path) -> None:
-    """The weights are in the model all the same, and the run says what it could not keep."""
+    """The model still has the trained weights, and the run reports what it could not save."""
     model = Gated()
     model.gate = threading.Event()
     run = made(tmp_path, model).start()
@@ -669,7 +669,7 @@ def test_a_fallback_is_a_badge_and_an_event(tmp_path: Path) -> None:
     assert RunFolder(run.folder).read_json("run")["engine_used"] == "eager"
 
 
-# --- leaving no trace
+# --- clean ends
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -736,7 +736,7 @@ while run.step < 3:
 
 
 SLEEPS = "print('ready', flush=True)\ntime.sleep(600)\n"
-# An interrupt before the wait has begun would be the program's, not the wait's.
+# An interrupt before the wait has begun would hit the program instead of the wait.
 WAITS = """
 import threading
 def codes(frame):
@@ -755,7 +755,7 @@ run.result()
 @pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("waits", [WAITS, SLEEPS], ids=["result", "sleep"])
 def test_a_signal_stops_the_run_in_order(tmp_path: Path, ends: signal.Signals, waits: str) -> None:
-    """A scheduler's SIGTERM and Ctrl-C in a terminal, twice where the run's end is waited for."""
+    """A scheduler's SIGTERM stops the run, and so does Ctrl-C, twice while `result` waits."""
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT + waits, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -794,7 +794,7 @@ time.sleep(600)
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_second_signal_leaves_the_last_step_its_time(tmp_path: Path) -> None:
-    """As Jupyter sends it where a kernel is shut down, half of the time that it has later."""
+    """Jupyter sends a second signal when it shuts down a kernel, after half of the grace period."""
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT + LAST_STEP, str(tmp_path)],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The parts of a run by themselves: its progress, its record, its view and its worker."""
+"""Tests of the parts of a run by themselves: its progress, its record, its view and its worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.waiting import HANGS_S
 
 
 class Made:
-    """Progress, record and view of a run in a folder of its own."""
+    """Progress, record and view of a run in its own folder."""
 
     def __init__(self, root: Path, **values: Any) -> None:
         self.progress = RunProgress(Control(), chosen(**values), total=4)

@@ -1,4 +1,4 @@
-"""The registry of runs: which run a command means, what trains a model, what is remembered."""
+"""Tests of the registry of runs: the run a command means, a model's trainer, remembered runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other settings would mean: made from declarations, refused by engines, priced by them."""
+"""Tests of the preview of settings: made from declarations, refused by engines, with their cost."""
 
 from __future__ import annotations
 

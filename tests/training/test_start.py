@@ -1,4 +1,4 @@
-"""The start of a run: which settings it gets, what its loss is, what the user calls its parts."""
+"""Tests of the start of a run: its settings, its loss, and the user's names for its parts."""
 
 from __future__ import annotations
 

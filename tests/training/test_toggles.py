@@ -1,7 +1,7 @@
-"""Settings that change again and again while a run trains: at random steps, to random values.
+"""Tests of settings that change repeatedly during a run: at random steps, to random values.
 
-Such a run is compared with a chain of runs: each has a model and a stepper of its own and begins
-with the file that the one before it saved, where the first run changed its settings.
+Such a run is compared with a chain of runs: each has its own model and stepper and begins with the
+file that the previous one saved at the step where the first run changed its settings.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tests.training.test_apply import Course, needs
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CHANGES = 10
-"""Of each setting, with twelve layers."""
+"""Number of changes of each setting, with twelve layers."""
 EPOCHS = 12
 MICRO_BATCHES = 5
-"""In an epoch of `Tokens`."""
+"""Micro-batches of an epoch of `Tokens`."""
 COLUMNS = ("step", "loss", "grad_norm", "lr", "samples", "loss_scale", "skipped")
 
 BEGIN = {"device": "cpu", "cache": True, "seed": 3, "schedule": "cosine", "lr": 1e-3}
-"""What every run begins with."""
+"""Settings with which every run begins."""
 
 Values = Mapping[str, Sequence[Any]]
 Toggles = Mapping[int, dict[str, Any]]
-"""What changes after a step, by the step's number."""
+"""Changes after a step, by the number of the step."""
 
 FREE: Values = {
     "accumulation": (1, 2, 3),
@@ -45,7 +45,7 @@ FREE: Values = {
     "clip_norm": (None, 0.01, 1.0),
     "weight_decay": (0.0, 0.01, 0.3),
 }
-"""What holds from the next step on and makes no stepper."""
+"""Settings that take effect at the next step without a new stepper."""
 IN_TORCH: Values = {**FREE, "precision": ("fp32", "bf16", "fp16")}
 IN_ORT: Values = {
     **FREE,
@@ -65,7 +65,7 @@ SAME_ARITHMETIC = ("arena", "recompute")
 
 
 class Read(Tokens):
-    """Tokens that note which of them were read, in order."""
+    """Tokens that record which of them were read, in order."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -76,7 +76,7 @@ class Read(Tokens):
 
 
 class Part:
-    """A run with `toggles`, from its beginning or from `begin` on, and all that came of it."""
+    """A run with `toggles`, from its start or from `begin` on, and its results."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Part:
     ) -> None:
         data = Read()
         self.samples: list[list[int]] = []
-        """Those of each step."""
+        """Indices of the samples of each step."""
         before = 0
         done_before = Checkpoint.load(begin).position.step if begin else 0
 
@@ -98,8 +98,8 @@ class Part:
             self.samples.append(data.read[before:])
             before = len(data.read)
             if step in toggles:
-                # Who keeps the state restarts ORT's generator; free changes do not do it by
-                # themselves, and the run that begins here does.
+                # Saving the state restarts ORT's generator. Free changes do not restart it by
+                # themselves, but the run that begins here does.
                 course.loop.checkpoint()
                 course.control.apply(toggles[step])
             if end is not None and step == end[0]:
@@ -120,9 +120,9 @@ class Part:
 
 
 def drawn(values: Values, settings: Mapping[str, Any], *, seed: int, changes: int) -> Toggles:
-    """So many changes that an engine takes, at steps that a run of any accumulation reaches.
+    """Draw as many changes that an engine accepts, at steps that any accumulation reaches.
 
-    The settings take turns in an order of their own; one that cannot change then waits.
+    The settings take turns in an order of their own; one that cannot change at a step waits.
     """
     draw, now = random.Random(seed), FinetuneSettings.of({**BEGIN, **settings})
     fewest = EPOCHS * -(-MICRO_BATCHES // max(FREE["accumulation"]))
@@ -142,7 +142,7 @@ def drawn(values: Values, settings: Mapping[str, Any], *, seed: int, changes: in
 
 
 def taken(settings: FinetuneSettings, name: str, value: object) -> bool:
-    """Whether an engine takes the settings with this one."""
+    """Return whether an engine accepts the settings with this change."""
     try:
         engine_for(settings.replace(**{name: value}))
     except ValueError:
@@ -153,7 +153,7 @@ def taken(settings: FinetuneSettings, name: str, value: object) -> bool:
 def compare(
     make: Callable[[], nn.Module], settings: dict[str, Any], toggles: Toggles, folder: Path
 ) -> Part:
-    """Asserts that the run with `toggles` is the chain of runs; returns it."""
+    """Check that the run with `toggles` equals the chain of runs; return it."""
     toggled = Part(make(), settings, toggles)
     chain: list[Part] = []
     begin: Path | None = None
@@ -164,7 +164,7 @@ def compare(
         begin = end[1] if end else None
     assert len(toggled.course.recorder.events("change")) == len(toggles)
     for name, values in toggled.columns.items():
-        # As text: NaN is NaN.
+        # Compared as text, where NaN equals NaN.
         assert str(values) == str([v for part in chain for v in part.columns[name]]), name
     assert toggled.columns["step"] == list(range(1, len(toggled.samples) + 1))
     assert toggled.samples == [samples for part in chain for samples in part.samples]
@@ -187,7 +187,7 @@ def assert_same(found: Checkpoint, expected: Checkpoint) -> None:
 
 
 def test_a_run_that_changes_again_and_again_is_a_chain_of_runs(tmp_path: Path) -> None:
-    """Every setting in turn, with dropout."""
+    """Every setting changes in turn, with dropout."""
     needs("ort")
     values = {**IN_ORT, "engine": ("eager", "ort")}
     settings = {"engine": "eager", "kernels": "torch"}
@@ -208,7 +208,7 @@ def deep(dropout: float) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def compiled_or_failed() -> Iterator[None]:
-    """No call goes to eager torch because too many others were compiled before."""
+    """Fail instead of falling back to eager torch when too many graphs were compiled before."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         yield
@@ -223,7 +223,7 @@ def compiled_or_failed() -> Iterator[None]:
 def test_every_setting_ten_times(
     engine: str, name: str, tmp_path: Path, compiled_or_failed: None
 ) -> None:
-    """With dropout; the steps and the values are others for every case."""
+    """With dropout; each case has different steps and values."""
     needs(*(OF_AN_ENGINE if name == "engine" else [engine]))
     values = {**OF_AN_ENGINE[engine], **ENGINES}
     settings = {"engine": engine}
@@ -246,7 +246,7 @@ def test_what_changes_no_arithmetic_changes_no_bit(name: str) -> None:
 
 @pytest.mark.nightly
 def test_engines_that_take_turns_train_as_eager_torch_does(compiled_or_failed: None) -> None:
-    """Without dropout, in fp32: losses within 1e-4 of them, gradient norms within 1e-3."""
+    """Without dropout, in fp32, losses agree within 1e-4 and gradient norms within 1e-3."""
     needs(*OF_AN_ENGINE)
     toggles = drawn(ENGINES, {"engine": "eager"}, seed=2, changes=CHANGES)
     toggled = Part(deep(0.0), {"engine": "eager"}, toggles)

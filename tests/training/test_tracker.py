@@ -1,4 +1,4 @@
-"""The tracker around loops as users write them; torch is as it was when they end."""
+"""Tests of the tracker around loops as users write them; torch is unpatched when they end."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_loop_is_recorded_and_otherwise_unchanged(capsys: pytest.CaptureFixtur
 
 
 def test_where_the_time_goes() -> None:
-    """Each part is given a time of its own; a busy machine only makes them longer."""
+    """Each part sleeps for a different time; a busy machine only makes them longer."""
 
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -107,7 +107,7 @@ def test_where_the_time_goes() -> None:
             yield torch.ones(2, 4)
 
     model = nn.Linear(4, 1)
-    torch.optim.SGD(model.parameters(), lr=0.1)  # from now on torch tells of the base's step too
+    torch.optim.SGD(model.parameters(), lr=0.1)  # from now on, torch reports the base's step, too
     optimizer = SlowSGD(model.parameters(), lr=0.1)
     tracker = Tracker(slow_data())
     for inputs in tracker:
@@ -163,7 +163,7 @@ def test_break_ends_it_cleanly() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_what_the_body_raises_ends_it_cleanly(error: type[BaseException]) -> None:
-    """The notebook's stop button raises KeyboardInterrupt wherever the loop is."""
+    """The notebook's stop button raises KeyboardInterrupt at any point of the loop."""
     training = Training()
     tracker = Tracker(loader())
 
@@ -205,7 +205,7 @@ def test_an_iterator_that_is_dropped_ends_it() -> None:
 
 
 def test_a_loop_that_gc_ends_inside_the_lock() -> None:
-    """A finalizer runs wherever something is allocated, in the thread that has the lock too."""
+    """A finalizer runs at any allocation, also in the thread that holds the lock."""
 
     def dropped() -> None:
         batches = iter(Tracker(loader()))

@@ -1,4 +1,4 @@
-"""The loop as a generator, on the eager engine, with no thread of ours but the recorder's."""
+"""Tests of the loop as a generator, on the eager engine; the recorder's is our only thread."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def network(dropout: float = 0.0) -> nn.Module:
 
 
 class Trained:
-    """What a run of the loop leaves, with its recorder closed."""
+    """The results of a run of the loop, with its recorder closed."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Trained:
 
 def test_it_learns_and_tells_every_step() -> None:
     trained = Trained(settings(epochs=20), held_out=examples())
-    assert trained.column("step") == list(range(1, 81))  # 50 samples by 16: 4 steps an epoch
+    assert trained.column("step") == list(range(1, 81))  # 50 samples by 16: 4 steps per epoch
     assert trained.column("loss")[-1] < 0.5 * trained.column("loss")[0]
     before, *_, after = trained.recorder.events("eval")
     assert after.values["accuracy"] > 0.9 > before.values["accuracy"]
@@ -110,7 +110,7 @@ def test_it_learns_and_tells_every_step() -> None:
 
 
 def test_the_losses_are_those_of_a_plain_loop() -> None:
-    """AdamW, no decay, no clipping, constant rate, over the same batches: equal to the last bit."""
+    """Losses are bitwise those of AdamW at a constant rate, without decay and clipping."""
     batches = list(DataLoader(examples(), batch_size=8))
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0, fused=True)
@@ -130,7 +130,7 @@ def test_the_losses_are_those_of_a_plain_loop() -> None:
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_the_same_seed_gives_the_same_losses(evaluates: bool) -> None:
-    """Order of the data and dropout, whatever was drawn before and however it is evaluated."""
+    """Data order and dropout depend only on the seed, not on earlier draws or on evaluations."""
     chosen = settings(epochs=3, seed=7, eval_every=2)
     torch.manual_seed(1)
     first = Trained(chosen, model=network(dropout=0.5))
@@ -161,7 +161,7 @@ def test_epochs_have_orders_of_their_own() -> None:
 
 
 def test_an_order_is_of_the_seed_and_the_epoch_and_stays_what_it_was() -> None:
-    """Across versions too: checkpoints of earlier ones go on in it."""
+    """The order also stays the same across versions, as older checkpoints resume in it."""
     data, order = TensorDataset(torch.arange(10)), [2, 0, 5, 4, 3, 7, 9, 8, 1, 6]
     for size, skip in ((4, 0), (3, 0), (3, 5)):
         batches = data_loading.batches(data, settings(seed=7, batch_size=size))
@@ -171,7 +171,7 @@ def test_an_order_is_of_the_seed_and_the_epoch_and_stays_what_it_was() -> None:
 
 
 class AtOnce(Dataset[tuple[int]]):
-    """Gives several samples at a time, as Datasets of the hub do."""
+    """Returns several samples at a time, as Datasets of the hub do."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -229,7 +229,7 @@ def test_random_states_come_back_from_a_loop_that_is_left() -> None:
 
 
 def _unfinished(seed: int) -> tuple[Iterator[StepResult], Recorder]:
-    """A loop in which a step was made, and what is to be closed after it."""
+    """Start a loop and make one step; return the loop and the recorder to close afterwards."""
     chosen, recorder = settings(seed=seed), Recorder()
     stepper = Eager().prepare(network(0.5), functional.cross_entropy, chosen)
     train = data_loading.batches(examples(), chosen)
@@ -336,7 +336,7 @@ def test_a_schedule_of_unknown_length_warns() -> None:
 
 
 class Bad(nn.Module):
-    """A model whose output is spoiled from its n-th training step on."""
+    """A model whose output is non-finite from its n-th training step on."""
 
     def __init__(self, at: int, value: float) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ def test_a_loss_that_is_not_finite_ends_it_with_the_last_good_weights(
 
 
 class Remote:
-    """A loss on a device, as far as loop and recorder look at it; `item` would wait for it."""
+    """A loss on a device, as loop and recorder use it; `item` would wait for the device."""
 
     device = torch.device("cuda")
 
@@ -379,7 +379,7 @@ class Remote:
 
 
 class OnDevice:
-    """A stepper as on CUDA: its losses are known later, and asking `finite` waits."""
+    """A stepper as on CUDA: its losses are known later, and reading `finite` waits."""
 
     def __init__(self, bad_step: int | None = None, *, scaled: bool = False) -> None:
         self.bad_step = bad_step
@@ -392,7 +392,7 @@ class OnDevice:
         loss: Any = Remote(math.nan if bad else 0.5)
         if not self.scaled:
             return StepResult(loss=loss, samples=1, lr=lr)
-        # Steps 2 and 4 are skipped as well, which is no harm yet.
+        # Steps 2 and 4 are skipped as well, which is not an error yet.
         skipped: Any = Remote(bad or self.steps in (2, 4))
         scale: Any = Remote(0.5 if bad else 1.0)
         return StepResult(loss=loss, samples=1, lr=lr, loss_scale=scale, skipped=skipped)
@@ -422,7 +422,7 @@ def test_no_step_waits_for_the_device() -> None:
 
 @pytest.mark.parametrize("length", [10, None])
 def test_a_bad_loss_on_a_device_is_found_by_the_recorder(length: int | None) -> None:
-    """An endless run ends by itself; a short one is over before, and asks at its end."""
+    """An endless run ends by itself; a short one ends before and checks its losses at the end."""
     stepper, recorder = OnDevice(bad_step=6), Recorder()
     batches = itertools.repeat(torch.zeros(1), *([] if length is None else [length]))
     with pytest.raises(NotFinite, match="at step 6; the run ends with the weights of step 5"):
@@ -441,7 +441,7 @@ def test_a_loss_scale_that_collapses_on_a_device_is_found_by_the_recorder(
 
 
 def test_a_skipped_step_is_a_step_of_the_schedule() -> None:
-    """And its data is not given again."""
+    """A skipped step counts in the schedule, and its data is not trained again."""
     data = [(torch.full((4, 4), 1.0 if i != 1 else 1e6), torch.arange(4) % 3) for i in range(6)]
     trained = Trained(settings(precision="fp16"), data=data)
     plain = Trained(settings(), data=data)
@@ -500,7 +500,7 @@ def test_an_evaluation_that_is_nan_is_told_of() -> None:
     assert "the held-out loss is nan at step 1" in warnings[1].text
 
 
-# --- what data may be
+# --- kinds of data
 
 
 class Rows(Dataset[dict[str, Any]]):

@@ -1,4 +1,4 @@
-"""The state between two steps: positions, checkpoints, and the way back to them."""
+"""Tests of the state between two steps: positions, checkpoints, and the return to them."""
 
 from __future__ import annotations
 

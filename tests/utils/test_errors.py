@@ -1,4 +1,4 @@
-"""Errors in a notebook are short, and name the user's own line."""
+"""Tests that errors in a notebook are short and name the user's own line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process computes with, and `%ort device`'s table of it."""
+"""Tests of the hardware that this process computes with, and of `%ort device`'s table of it."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def write(file: Path, text: str) -> None:
         ("0::/\n", {"memory.max": "700\n"}, 700),
         ("0::/\n", {"memory.max": "max\n"}, None),
         ("0::/\n", {}, None),
-        # Version 1: what no group has is told as a number beyond all memory.
+        # Version 1 reports no limit as a number larger than any memory.
         ("9:memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712\n"}, None),
-        # A container sees its own group at the root, and its name as the host has it.
+        # A container sees its own group as the root, but its name as on the host.
         (
             "9:cpu,cpuacct:/docker/x\n8:memory:/docker/x\n",
             {"memory/memory.limit_in_bytes": "800\n", "memory.max": "1\n"},

@@ -1,4 +1,4 @@
-"""What threads have freed goes back to the system when they end."""
+"""Tests that memory freed by threads is returned to the system when they end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(process.memory_info().rss - held[0])
 
 
 def kept(thread: str, **environment: str) -> int:
-    """Bytes that a thread leaves which has taken 20 MB and freed them."""
+    """Return the bytes kept after a thread that allocated 20 MB and freed them."""
     done = subprocess.run(
         [sys.executable, "-c", KEPT, thread],
         capture_output=True,
@@ -51,7 +51,7 @@ def kept(thread: str, **environment: str) -> int:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's arenas")
 def test_what_a_thread_has_freed_goes_back() -> None:
-    """Else a kernel would hold the most that any thread has used, once for each arena."""
+    """Otherwise a kernel would keep, for each arena, the most that any thread has used."""
     assert kept("plain") > 15e6
     assert kept("ours") < 2e6
     chosen = kept("ours", GLIBC_TUNABLES="glibc.malloc.trim_threshold=67108864")

@@ -1,4 +1,4 @@
-"""What engines have to say is said where nothing shows it, and there alone."""
+"""Tests that engines' messages are printed only where no view shows them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNCHECKED = (
 
 
 def said(before: str = "") -> list[str]:
-    """The lines of ortlab's on stderr, of a program that begins with `before`."""
+    """Return ortlab's lines on stderr from a program that begins with `before`."""
     try:
         engine("ort")
     except EngineUnavailable as error:

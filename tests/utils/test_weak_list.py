@@ -1,4 +1,4 @@
-"""What a process began, in order: held by those who have it."""
+"""Tests of the ordered list of weak references to objects that a process has started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ortlab.utils.weak_list import Recent
 
 
 class Begun:
-    """Something that takes a weak reference."""
+    """An object that can be weakly referenced."""
 
 
 def test_all_that_somebody_has_and_the_last() -> None:

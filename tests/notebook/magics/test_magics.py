@@ -1,4 +1,4 @@
-"""The magics, typed as a user types them, in IPython's own shell."""
+"""Tests of the magics, typed as a user types them, in IPython's own shell."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def batches(count=4, size=4):
 
 
 class Typist:
-    """Types cells into a shell and reads what they gave."""
+    """Types cells into a shell and reads their output."""
 
     def __init__(self, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
         self.shell = shell
         self.capsys = capsys
 
     def __call__(self, cell: str) -> str:
-        """Runs a cell that must succeed; returns what it printed and showed."""
+        """Run a cell that must succeed; return the text it printed and displayed."""
         result, out, err = self.run(cell)
         assert result.success, out + err
         return out
@@ -59,7 +59,7 @@ class Typist:
         return result, *self.capsys.readouterr()
 
     def refused(self, cell: str) -> str:
-        """Runs a cell that must fail with one or two lines and no traceback; returns them."""
+        """Run a cell that must fail with one or two lines and no traceback; return them."""
         result, out, err = self.run(cell)
         assert not result.success
         assert "Traceback" not in out + err
@@ -68,7 +68,7 @@ class Typist:
         return err.removeprefix("UsageError: ").rstrip()
 
     def raised(self, cell: str) -> str:
-        """Runs a cell that must fail with a traceback; returns it."""
+        """Run a cell that must fail with a traceback; return it."""
         result, out, err = self.run(cell)
         assert not result.success
         assert "Traceback" in out, err
@@ -78,7 +78,7 @@ class Typist:
         return self.shell.user_ns[name]
 
     def completions(self, text: str) -> list[str]:
-        """What Tab offers behind `text`, in the terminal's way and in the notebook's alike."""
+        """Return Tab's completions of `text`, which must agree between terminal and notebook."""
         _, short = self.shell.complete("", text, len(text))
         with provisionalcompleter():
             long = [c.text for c in self.shell.Completer.completions(text, len(text))]
@@ -88,7 +88,7 @@ class Typist:
 
 @pytest.fixture
 def ip(capsys: pytest.CaptureFixture[str]) -> Iterator[Typist]:
-    """A shell of its own with the extension loaded, and the session emptied afterwards."""
+    """Start a separate shell with the extension loaded; empty the session afterwards."""
     InteractiveShell.clear_instance()
     config = Config(HistoryManager={"enabled": False})
     shell = InteractiveShell.instance(config=config, colors="nocolor")
@@ -417,7 +417,7 @@ def test_a_loss_of_the_user_s_may_be_called_off(ip: Typist) -> None:
     typed = "run = %ort finetune net data --loss off --engine eager\nresult = await run"
     ip(f"def off(output, target):\n    return (output - 1).square().mean()\n\n{typed}")
     assert ip["run"].settings.loss == "off"
-    ip("off = 3")  # no function: the model's own loss, and it has none
+    ip("off = 3")  # not a function: the model's own loss is used, and it has none
     assert "does not fit forward" in ip.run(typed)[1]
 
 
@@ -758,7 +758,7 @@ def test_the_magics_import_no_torch(tmp_path: Path) -> None:
 
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three runs that are kept, of no kernel that goes on."""
+    """Store three finished runs, none of them of a running kernel."""
     monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
     for loss, days in ((0.5, 90), (0.25, 40), (0.75, 0)):
         kept(tmp_path / "runs", loss=loss, days=days, lr=loss)
@@ -836,7 +836,7 @@ thread = threading.Thread(target=trainer.train)
 
 
 def test_a_trainer_s_run_is_paused_and_stopped_by_name(ip: Typist, tmp_path: Path) -> None:
-    """It goes on in a thread, as `train_async` has it; what a Trainer cannot do is refused."""
+    """The Trainer runs in a thread, as in `train_async`; unsupported operations are refused."""
     ip(TRAINER.replace("FOLDER", repr(str(tmp_path))))
     ip("thread.start()")
     until(lambda: any(run.recorder.count > 2 for run in session.trainers))
@@ -862,7 +862,7 @@ def test_a_trainer_s_run_is_paused_and_stopped_by_name(ip: Typist, tmp_path: Pat
 
 
 def test_a_trainer_in_the_main_thread_has_no_pause(ip: Typist, tmp_path: Path) -> None:
-    """Nothing could let it go on; it is asked from a callback, while it trains."""
+    """Nothing could resume it, so a pause is refused; a callback requests it during training."""
     ip(TRAINER.replace("FOLDER", repr(str(tmp_path))).replace("100_000", "2"))
     ip(
         "from transformers import TrainerCallback\n"

@@ -1,4 +1,4 @@
-"""The one thread in which matplotlib draws."""
+"""Tests of the single thread in which matplotlib draws."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def where() -> str:
 
 
 def at_once(threads: int) -> list[bytes]:
-    """What so many threads, all there at the same time, have drawn."""
+    """Return the pictures that this many threads request at the same time."""
     found: list[bytes] = []
     together = threading.Barrier(threads)
 
@@ -46,7 +46,7 @@ def at_once(threads: int) -> list[bytes]:
 
 
 def fonts() -> list[str]:
-    """Which are open, once for each time."""
+    """Return the paths of the open font files, once for each time they are open."""
     opened = (each.path for each in psutil.Process().open_files())
     return sorted(path for path in opened if path.endswith((".ttf", ".otf")))
 
@@ -79,7 +79,7 @@ def test_a_last_picture_is_drawn_when_python_ends() -> None:
 
 
 def test_pixels_do_not_wait_for_the_collector() -> None:
-    """Each picture here has 16 MB of them."""
+    """Each picture has 16 MB of pixels, which are freed without garbage collection."""
     picture("drawn", 20)
     gc.collect()
     gc.disable()

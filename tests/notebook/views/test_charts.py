@@ -1,4 +1,4 @@
-"""The charts without a browser: messages, pump, text, picture, and what a saved notebook has."""
+"""Tests of the charts without a browser: messages, pump, text, picture, and the saved notebook."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.waiting import HANGS_S
 
 
 class Still:
-    """A run that moves only when a test says so."""
+    """A run that advances only when a test advances it."""
 
     interactive = True
 
@@ -77,7 +77,7 @@ def run() -> Iterator[Still]:
 
 
 def rows(update: Update) -> list[dict[str, float]]:
-    """The rows of a message as the browser reads them."""
+    """Return the rows of a message as the browser reads them."""
     names = [c.name for bit, c in enumerate(WIRE) if update.content.get("m", 0) >> bit & 1]
     numbers = np.frombuffer(update.rows, "<f4").reshape(-1, len(names) or 1)
     return [dict(zip(names, row.tolist(), strict=True)) for row in numbers]
@@ -143,7 +143,7 @@ def test_nothing_new_is_no_message(run: Still) -> None:
 
 
 def test_rows_give_way_to_words_once(run: Still) -> None:
-    """A run that is held early has few steps: they are not merged into one for want of room."""
+    """A run held early has few steps: rows without space in a message are delayed, not merged."""
     feed = Feed(run)
     feed.whole()
     run.advance(5)
@@ -165,7 +165,7 @@ def test_rows_come_right_after_the_words_that_they_gave_way_to(run: Still) -> No
     feed = Feed(run)
     feed.whole()
     came = 0
-    for number in range(6):  # as a run that is evaluated between any two updates
+    for number in range(6):  # like a run that is evaluated between any two updates
         run.advance(5)
         run.now = Status("running", 5, 1000, 5.0, 3.0, lines=(f"held out {number}",))
         assert fresh(feed).rows == b""
@@ -185,7 +185,7 @@ def test_a_view_sends_them_in_the_same_update(run: Still, monkeypatch: pytest.Mo
     view = charts.RunView(run)
     view.pump.close()
     view._greeted()
-    view._send_fresh()  # the whole, that was asked for
+    view._send_fresh()  # the complete data, as requested
     sent.clear()
     run.advance(5)
     run.now = Status("running", 5, 1000, 5.0, 3.0, lines=("held out",))
@@ -386,7 +386,7 @@ def test_text_says_the_numbers() -> None:
 
 
 def test_a_loss_scale_is_charted_where_there_is_one(run: Still) -> None:
-    """Beside the learning rate, against an axis of its own."""
+    """The loss scale is charted beside the learning rate, with a separate axis."""
     feed = Feed(run)
     feed.whole()
     run.advance(3)
@@ -433,7 +433,7 @@ def test_picture_of_any_length(steps: int) -> None:
     image = pixels(charts.picture(run))
     height, width, channels = image.shape
     assert (width, channels) == (1920, 4)
-    inches = 5.35 + 0.24 * (6 if steps else 5)  # a line of heading less where nothing was measured
+    inches = 5.35 + 0.24 * (6 if steps else 5)  # one heading line less if nothing was measured
     assert height == pytest.approx(192 * inches, abs=1)
     assert image[:, :, 3].min() == 0, "the page's own colour is behind it"
     words = image[image[:, :, 3] > 0.9][:, :3]
@@ -471,7 +471,7 @@ def test_terminal_gets_lines(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def execute(tmp_path: Path, *cells: str) -> nbformat.NotebookNode:
-    """The notebook as it is saved by who executes it without a browser."""
+    """Execute a notebook without a browser and return it as it is saved."""
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     source = str(Path(__file__).parents[3])
     path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])

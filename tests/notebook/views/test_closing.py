@@ -1,4 +1,4 @@
-"""Views end with what shows them: a cell that runs again, or is deleted, in a real kernel."""
+"""Tests that views close with their cell: when it runs again or is deleted, in a real kernel."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ FINETUNE = (
 
 
 class Front:
-    """A front end that says in which cell code runs, as JupyterLab does."""
+    """A front end that reports the cell in which code runs, as JupyterLab does."""
 
     def __init__(self, client: BlockingKernelClient) -> None:
         self._client = client
 
     def run(self, code: str, cell: str | None = None, *, deleted: Sequence[str] = ()) -> str:
-        """What `code` printed; AssertionError with what it raised."""
+        """Return the output of `code`; raise AssertionError with its traceback if it fails."""
         session, printed = self._client.session, ""
         content = {"code": code, "silent": False, "store_history": False, "allow_stdin": False}
         message = session.msg("execute_request", content)
@@ -54,7 +54,7 @@ class Front:
                 return printed
 
     def held(self) -> tuple[int, int]:
-        """Widgets, and threads that keep one up to date."""
+        """Return the numbers of live widgets and of threads that update one."""
         widgets, pumps = self.run("print(*held())").split()
         return int(widgets), int(pumps)
 

@@ -1,4 +1,4 @@
-"""The graph view without a browser: what is told, what is taken of netron, what a page keeps."""
+"""Tests of the graph view without a browser: its messages, its use of netron, the saved page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def graphs() -> Graphs:
 
 
 def told(graphs: Graphs, stage: str) -> dict[str, Any]:
-    """What the browser reads."""
+    """Return the data that the browser reads."""
     outline = graph_view.outline_of(graphs, stage)
     modules = graph_view.tell_modules(graphs, outline)
     read: dict[str, Any] = json.loads(json.dumps(modules | graph_view.tell(graphs, outline)))
@@ -139,7 +139,7 @@ def test_odd_graphs_are_told() -> None:
 
 
 def test_netron_is_the_version_that_the_view_knows() -> None:
-    """Another one changes what is used from within: look, then pin it."""
+    """Another version may change the internals in use: check them, then pin the new version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"netron=={importlib.metadata.version('netron')}" in project["dependencies"]
 
@@ -169,7 +169,7 @@ def test_a_netron_that_changed_is_refused_in_words(
     monkeypatch.setattr(netron, "_folder", lambda: tmp_path)
     netron.bundle.cache_clear()
     netron.categories.cache_clear()
-    view = graph_view.GraphView(Graphs("M", {"exported": stage_of()}))  # colours are not missed
+    view = graph_view.GraphView(Graphs("M", {"exported": stage_of()}))  # colors are optional
     sent: list[dict[str, Any]] = []
     monkeypatch.setattr(view, "send", lambda content, buffers=None: sent.append(content))
     view._receive(view, {"do": "netron"}, [])
@@ -257,7 +257,7 @@ MARKUP = "<img src=x onerror=alert(1)>"
 
 
 class Named(nn.Module):
-    """A layer whose parameter is called as markup is written."""
+    """A layer whose parameter name looks like markup."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class Named(nn.Module):
 
 
 class Listed(nn.Module):
-    """Layers in a list that is called so, too."""
+    """Layers in a list with such a name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ def test_names_of_parameters_and_modules_stay_text() -> None:
     for picture in (memory.picture(), *(still["image/svg+xml"] for still in stills)):
         root = ElementTree.fromstring(picture)
         assert not [each.tag for each in root.iter() if each.tag.endswith("}img")]
-    ortlab.unwrap(model)  # which the view's widgets keep, and %ort would list
+    ortlab.unwrap(model)  # the view's widgets keep it alive, and %ort would list it
 
 
 def test_a_package_without_its_javascript_says_so(

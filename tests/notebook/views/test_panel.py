@@ -1,4 +1,4 @@
-"""The panel without a browser: its messages, a real run that is changed through it, its text."""
+"""Tests of the panel without a browser: its messages, a real run changed through it, its text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.waiting import HANGS_S, until
 
 
 class Gated(TensorDataset):
-    """Data that gives a batch for each `allow`, so that a test decides where a run stands."""
+    """Data that yields a batch for each `allow`, so that a test controls the progress of a run."""
 
     def __init__(self) -> None:
         super().__init__(torch.randn(64, 8), torch.zeros(64, dtype=torch.int64))
@@ -59,7 +59,7 @@ def run(data: Gated) -> Iterator[Run]:
 
 
 class Page:
-    """What a browser knows of a panel, and the messages that it sends."""
+    """The browser's state of a panel, and the messages that it sends."""
 
     def __init__(self, panel: Panel) -> None:
         self.panel, self.serial = panel, 0
@@ -409,7 +409,7 @@ Types = Callable[[str], str]
 
 @pytest.fixture
 def types(capsys: pytest.CaptureFixture[str]) -> Iterator[Types]:
-    """Types a cell into a terminal's shell, and gives what it prints."""
+    """Return a function that types a cell into a terminal's shell and returns its output."""
     InteractiveShell.clear_instance()
     shell = InteractiveShell.instance()
     shell.extension_manager.load_extension("ortlab")

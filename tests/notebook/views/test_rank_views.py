@@ -1,4 +1,4 @@
-"""The ranks in the views, without a browser: messages, the widget's traits, text, picture."""
+"""Tests of the ranks in the views, without a browser: messages, traits, text, picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1024**2
 
 
 class OnRanks:
-    """A run on workers that moves only when a test says so; rank 1 computes longer."""
+    """A run on workers that advances only when a test advances it; rank 1 computes longer."""
 
     interactive = True
     title = "on workers"
@@ -88,7 +88,7 @@ def run() -> Iterator[OnRanks]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What time it is for a feed."""
+    """Replace the clock of a feed by a list with the current time."""
     now = [100.0]
     monkeypatch.setattr(rank_feed.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(rank_feed.time, "thread_time", lambda: 0.0)
@@ -151,7 +151,7 @@ def test_nothing_comes_without_ranks_or_news_or_too_soon(run: OnRanks, clock: li
 
 @pytest.mark.parametrize("workers", [2, 8, 64])
 def test_messages_are_small(workers: int, clock: list[float]) -> None:
-    """Of many ranks they come less often: a kilobyte a second, and what Jupyter puts around it."""
+    """With many ranks, messages are less frequent: 1 KB a second plus Jupyter's envelope."""
     run = OnRanks(workers).advance(400)
     feed = RankFeed(run)
     feed.news()
@@ -248,7 +248,7 @@ def test_text_has_their_table(run: OnRanks) -> None:
 
 
 def test_communication_is_no_part_of_a_steps_time(run: OnRanks) -> None:
-    """It goes on during the others, and would be counted twice."""
+    """Communication overlaps the other parts and would be counted twice."""
     parts = plain_text.split(run.advance(9).recorder.rows())
     assert parts == {"data": 0.5, "forward": 4.0, "backward": 7.0, "optimizer": 0.5, "other": 2.0}
 
@@ -265,9 +265,9 @@ def test_picture_has_a_row_a_rank(run: OnRanks) -> None:
     plain.recorder.close()
     image = pixels(charts.picture(run.advance(20)))
     below = without.shape[0]
-    inches = 0.12 + 0.5 + 2 * 0.28 + 3 * 0.22  # and two notes in three lines
+    inches = 0.12 + 0.5 + 2 * 0.28 + 3 * 0.22  # plus two notes in three lines
     assert image.shape[0] - below == pytest.approx(192 * inches, abs=2)
-    # Bars as high as a tenth of an inch: rank 1, with the highest peak, fills 1.6 inches.
+    # Bars are a tenth of an inch high: rank 1, with the highest peak, fills 1.6 inches.
     widest = 1.6 * 192 * 0.1 * 192
     legend = (0.1 * 192) ** 2
     purple = coloured(image, "#a65fc4", below)
@@ -283,7 +283,7 @@ def test_picture_of_many_ranks_ends(run: OnRanks) -> None:
     many.recorder.close()
     more = image.shape[0] - few
     assert more == pytest.approx(192 * (14 * 0.28 + 0.22), abs=2), "16, and a note"
-    # The notes are below the last of the 16: no bar is beside them.
+    # The notes are below the last of the 16 rows, so no bar is beside them.
     notes = image.shape[0] - int(192 * 4 * 0.22)
     assert coloured(image, "#2f7fd0", notes) == 0
     assert coloured(image, "#2f7fd0", notes - 50) > 0
