@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engines.distributed import compatibility
+from ortlab.engines.registry import refusal
 from ortlab.utils.process_memory import free_bytes, memory
 
 if TYPE_CHECKING:
@@ -105,8 +106,6 @@ def _smaller(settings: FinetuneSettings) -> Iterator[dict[str, Any]]:
 
 def _can_share(settings: FinetuneSettings, workers: int) -> bool:
     """Return whether ZeRO's first stage would shard optimizer state that nothing shards yet."""
-    from ortlab.engines.registry import refusal
-
     if workers < 2 or settings.zero_stage:
         return False
     return refusal(settings.replace(workers=workers, zero_stage=1)) is None
