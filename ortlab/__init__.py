@@ -112,7 +112,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     Args:
         shell: The IPython shell. Loading twice changes nothing.
     """
-    from ortlab.notebook.magics import extension
+    from ortlab.notebook.magics import extension  # heavy: IPython
 
     extension.load(shell)
 
@@ -125,6 +125,6 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
     Args:
         shell: The IPython shell. Without loading before, nothing changes.
     """
-    from ortlab.notebook.magics import extension
+    from ortlab.notebook.magics import extension  # heavy: IPython
 
     extension.unload(shell)

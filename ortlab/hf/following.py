@@ -324,7 +324,7 @@ class TrainerRun(StoredRun):
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was called."""
+        """True if `stop` was called."""
         return self._stopping
 
     def over(self) -> bool:

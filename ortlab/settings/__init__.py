@@ -1,7 +1,7 @@
-"""What can be chosen: settings, declared once.
+"""Declarations of all settings, each declared once.
 
-The magics' options, the panel's controls, the command line's flags and the tables in docs/ are all
-made from these declarations.
+The options of the magics, the controls of the panel, the flags of the command line and the tables
+in docs/ are generated from these declarations.
 """
 
 from ortlab.settings.choices import (

@@ -1,4 +1,4 @@
-"""The values that settings choose from, by their names."""
+"""Names of the values that settings choose from."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ ENGINES = ("eager", "compile", "ort", "offload")
 
 
 IN_ORT = ("ort", "offload")
-"""The engines whose graph runs in ORT."""
+"""Engines whose graph runs in ORT."""
 
 
 REFERENCE = ("eager", "fp32")
-"""The engine and precision that others are compared with."""
+"""Engine and precision that all others are compared with."""
 
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 OF_ANY_ENGINE = ("engine", "precision", "recompute")
-"""The settings of `EngineSettings` that are not for ORT's graph alone."""
+"""Settings of `EngineSettings` that also apply to engines without an ORT graph."""
 
 
 LOWEST_LOSS_SCALE = 1.0
-"""Where gradients overflow float16 at this loss scale, a run ends: DeepSpeed's min_loss_scale."""
+"""Loss scale at which a run fails if gradients overflow float16; DeepSpeed's min_loss_scale."""
 
 
 KERNELS = ("measured", "torch", "ort")
@@ -34,11 +34,11 @@ LOG_LEVELS = ("verbose", "devinfo", "info", "warning", "error", "fatal")
 
 
 OPSETS = (14, 17)
-"""The oldest and the newest ONNX opset that ORTModule's export rules are checked at."""
+"""Oldest and newest ONNX opset that ORTModule's export rules are tested with."""
 
 
 EXPORT_OPSETS = (14, 20)
-"""The oldest opset that has attention, and the newest that torch's exporter writes."""
+"""Oldest opset that supports attention, and newest opset that torch's exporter writes."""
 
 
 OPTIMIZERS = ("adamw", "sgd", "lamb")

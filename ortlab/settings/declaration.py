@@ -1,4 +1,4 @@
-"""Settings as declared once: help, unit, bounds, choices; validated when made."""
+"""Declaration of settings with help, unit, bounds and choices, and their validation."""
 
 from __future__ import annotations
 
@@ -17,27 +17,33 @@ _VARIABLES = "ORTMODULE_"
 
 
 _STANDING = object()
-"""Stands for a setting that was not given."""
+"""Placeholder for a setting that was not given."""
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """How one setting may be chosen: its help text, its bounds and its unit.
+    """Declaration of one setting: its type, default, help text, bounds and unit.
 
-    ``type`` is the plain type of the value (``str``, ``int``, ``float`` or ``bool``); ``optional``
-    says that ``None`` is a value too; ``many`` that it is several of the choices, with commas.
-
-    ``source`` is where ORTModule itself takes the setting from: a variable of the environment,
-    which stands where nothing else is chosen, or a key of its JSON file or of its DebugOptions.
-    ``prefix`` is what the names among the variable's values begin with.
-
-    ``panel`` puts the setting's control in front on the panel; the others stand behind a fold.
-
-    ``here`` says that a checkpoint does not choose it, which may be anybody's: it names files of
-    this machine, or leaves out a check.
-
-    ``alias`` is another name that is accepted and not shown, ``renamed`` maps former choices to
-    those of today.
+    Attributes:
+        name: Name of the setting.
+        type: Plain type of the value: ``str``, ``int``, ``float`` or ``bool``.
+        default: Value if nothing is chosen.
+        help: Help text, without the choices and the default.
+        optional: True if ``None`` is also a valid value.
+        choices: Valid values of a ``str``; empty for any text.
+        minimum: Smallest valid number; None for no limit.
+        above: Number that the value must exceed; None for no limit.
+        maximum: Largest valid number; None for no limit.
+        unit: Unit of the value; "" for none.
+        many: True if the value is one or several of the choices, separated by commas.
+        source: Source that ORTModule itself reads the setting from: an environment variable, whose
+            value is the default of the setting, or a key of its JSON file or of its DebugOptions.
+        prefix: Prefix of the names in the value of the environment variable.
+        panel: True if the panel always shows the control; others are in a collapsed section.
+        here: True if the setting is never taken from a checkpoint, which may come from anyone,
+            because it names files of this machine or skips a check.
+        alias: Another name that is accepted but not shown; "" for none.
+        renamed: Former choice -> current choice.
     """
 
     name: str
@@ -60,16 +66,24 @@ class Declaration:
 
     @property
     def variable(self) -> str:
-        """The variable of the environment that stands where nothing is chosen; "" for none."""
+        """Environment variable that overrides the default; "" for none."""
         return self.source if self.source.startswith(_VARIABLES) else ""
 
     @property
     def flag(self) -> str:
-        """The option's name on a command line: ``batch_size`` is ``--batch-size``."""
+        """Name of the option on a command line: ``--batch-size`` for ``batch_size``."""
         return "--" + self.name.replace("_", "-")
 
     def parse(self, text: str) -> Any:
-        """The value that a user typed as `text`; ValueError says what would have been right."""
+        """Return the value that a user typed.
+
+        Args:
+            text: The typed text; "none" and "off" are None for an optional setting.
+
+        Raises:
+            ValueError: If the text is not a value of the setting's type. Bounds and choices are
+                not checked; see `check`.
+        """
         lowered = text.strip().lower()
         if self.optional and lowered in ("none", "off"):
             return None
@@ -88,7 +102,11 @@ class Declaration:
             raise ValueError(f"{self.flag} takes {kind}, not {text!r}") from None
 
     def show(self, value: Any) -> str:
-        """`value` as a user types it: what `parse` takes back."""
+        """Return a value as a user types it, so that `parse` returns the same value.
+
+        Args:
+            value: A valid value of the setting.
+        """
         if value is None:
             return "none"
         if isinstance(value, bool):
@@ -100,12 +118,16 @@ class Declaration:
         )
 
     def standing(self) -> Any:
-        """What holds where nothing is chosen: the variable's value, else the default."""
+        """Return the value if nothing is chosen: from the environment variable, else the default.
+
+        Raises:
+            ValueError: If the value of the environment variable is not valid.
+        """
         given = os.environ.get(self.variable, "") if self.variable else ""
         if not given:
             return self.default
         try:
-            # ORTModule reads it too and takes no other spelling than these.
+            # ORTModule reads the variable, too, and accepts only these spellings.
             if self.type is bool and given not in ("0", "1"):
                 raise ValueError("choose from 0, 1")
             if self.choices:
@@ -120,7 +142,17 @@ class Declaration:
             raise ValueError(f"{self.variable}={given!r}: {error}") from None
 
     def check(self, value: Any) -> Any:
-        """`value`, converted to the declared type where that loses nothing; else ValueError."""
+        """Return the value after validation.
+
+        Args:
+            value: A value of the declared type. An ``int`` is converted to ``float`` if needed.
+
+        Returns:
+            The value with former choices renamed and several choices in the order of declaration.
+
+        Raises:
+            ValueError: If the value has another type, is out of bounds or is not a choice.
+        """
         if value is None:
             if self.optional:
                 return None
@@ -155,25 +187,37 @@ class Declaration:
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
-    """A phrase that lists the known names and offers the one nearest to `name`."""
+    """Return a phrase that lists the known names and suggests the closest one.
+
+    Args:
+        name: The unknown name.
+        known: All valid names.
+    """
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     offer = f"; did you mean {near[0]!r}?" if near else ""
-    return f"choose from {', '.join(known) or 'nothing (there is none)'}{offer}"
+    return f"choose from {', '.join(known) or 'nothing (none exist)'}{offer}"
 
 
 def setting(default: Any, *, help: str, **bounds: Any) -> Any:  # noqa: A002 - argparse's word
-    """A dataclass field with its `Declaration`: help, choices, minimum, above, maximum, unit."""
+    """Return a dataclass field that declares a setting.
+
+    Args:
+        default: Value if nothing is chosen.
+        help: Help text in lower case, without a period.
+        **bounds: Other fields of `Declaration`, such as choices, minimum, above, maximum, unit.
+    """
     metadata = {"default": default, "help": help, **bounds}
-    # The environment is read when settings are made, not when this module is imported.
+    # The environment is read when settings are created, not when this module is imported.
     return dataclasses.field(default_factory=lambda: _STANDING, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A frozen set of settings: validated when made, changed by replacement.
+    """Frozen set of settings, validated on creation and changed by replacement.
 
-    Raises ValueError, naming the setting and what would be right.
+    Raises:
+        ValueError: If a value is not valid; the message has the setting's name and valid values.
     """
 
     def __post_init__(self) -> None:
@@ -184,12 +228,15 @@ class Settings:
 
     @classmethod
     def declarations(cls) -> dict[str, Declaration]:
-        """Every setting of this class by its name, in the order of declaration."""
-        return _declarations(cls)  # type: ignore[arg-type]  # mypy asks an instance for the hash
+        """Return the settings of this class by name, in the order of declaration."""
+        return _declarations(cls)  # type: ignore[arg-type]  # mypy checks the hash of an instance
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return `values` with each alias replaced by the setting's name.
+
+        Args:
+            values: Name or alias -> value.
 
         Raises:
             ValueError: If a setting is given under both of its names.
@@ -199,13 +246,18 @@ class Settings:
         for given, value in values.items():
             name = names.get(given, given)
             if name in found:
-                raise ValueError(f"{name} is given twice, once by its other name; give it once")
+                raise ValueError(
+                    f"{name} is given twice, by its name and by its alias; give it once"
+                )
             found[name] = value
         return found
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Return settings from a mapping of names, which may be aliases.
+
+        Args:
+            values: Name or alias -> value; settings without a value have their defaults.
 
         Raises:
             ValueError: If a name is unknown, with the nearest known one, or a value is not allowed.
@@ -217,11 +269,18 @@ class Settings:
         return cls(**values)
 
     def replace(self, **changes: Any) -> Self:
-        """These settings with `changes` made; validated like new ones."""
+        """Return a validated copy of these settings with changes.
+
+        Args:
+            **changes: New values by name or alias.
+
+        Raises:
+            ValueError: If a name is unknown or a value is not allowed.
+        """
         return type(self).of({**self.as_dict(), **self.canonical(changes)})
 
     def as_dict(self) -> dict[str, Any]:
-        """Name to value, as settings.json holds it."""
+        """Return the settings as name -> value, the format of settings.json."""
         return {name: getattr(self, name) for name in self.declarations()}
 
 

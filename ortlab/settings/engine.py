@@ -1,4 +1,4 @@
-"""How a model is executed."""
+"""Settings of the execution of a model."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from ortlab.settings.declaration import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(Settings):
-    """How a model is executed; the options of ``%%ort`` and ``ortlab.wrap``."""
+    """Settings of the execution of a model: the options of ``%%ort`` and ``ortlab.wrap``."""
 
     engine: str = setting(
         "ort",
         choices=ENGINES,
         panel=True,
-        help="what executes the model",
+        help="engine that executes the model",
     )
     precision: str = setting(
         "fp32",
         panel=True,
         choices=PRECISIONS,
-        help="of matrix products; weights, gradients and optimizer stay fp32; tf32 is for CUDA, "
-        "fp16 on a CPU for checking numerics",
+        help="precision of matrix products; weights, gradients and optimizer state stay fp32; "
+        "tf32 is for CUDA; fp16 on a CPU is for checking numerics",
     )
     kernels: str = setting(
         "measured",
         choices=KERNELS,
-        help="on a CPU, what computes in ORT's graph: whichever is faster, torch's and ortlab's "
-        "kernels wherever there is one, or ORT's own alone",
+        help="kernels of ORT's graph on a CPU: whichever is measured to be faster, those of torch "
+        "and ortlab where available, or only ORT's own",
     )
     attention: str = setting(
         "auto",
         choices=ATTENTION,
-        help="in ORT's graph: ortlab's kernel where `kernels` has it and ONNX's operators "
-        "elsewhere, torch's fused kernels, or ONNX's operators alone",
+        help="attention in ORT's graph: ortlab's kernel where `kernels` selects it and ONNX "
+        "operators elsewhere, torch's fused kernels, or only ONNX operators",
     )
     recompute: str = setting(
         "off",
         panel=True,
-        help="activations to compute again in the backward pass rather than keep: off, layers (of "
-        "every list of layers), modules as in encoder.layer.*.attention, or plans of ORT's such as "
-        "BiasGelu+:1:-1; several with commas",
+        help="activations to recompute in the backward pass instead of storing them: off, layers "
+        "(all lists of layers), modules such as encoder.layer.*.attention, or plans of ORT such "
+        "as BiasGelu+:1:-1; separate several with commas",
     )
     self_check: bool = setting(
         True,
@@ -50,109 +50,113 @@ class EngineSettings(Settings):
         help="compare ORT's outputs and gradients with eager torch before the first step",
     )
     fallback: bool = setting(
-        False, help="let ORTModule run plain torch, with a badge, where ORT cannot run the model"
+        False, help="run the model in plain torch, with a badge, if ORT cannot run it"
     )
     cache: bool = setting(
-        True, help="take a model's exported graph from the user's cache, and keep it there"
+        True, help="load the model's exported graph from the user's cache, and store it there"
     )
 
-    # ORTModule's own options, for this model alone. What they do to ORT:
-    # `ortlab.engines.ortmodule.options`.
+    # ORTModule's own options, applied to this model only. `ortlab.engines.ortmodule.options` passes
+    # them to ORT.
     log_level: str = setting(
         "error",
         choices=LOG_LEVELS,
         source="ORTMODULE_LOG_LEVEL",
-        help="the least severe of ORT's messages to print; errors are raised in any case",
+        help="lowest severity of ORT's messages to print; errors are always raised",
     )
     opset: int = setting(
         17,
         minimum=OPSETS[0],
         maximum=OPSETS[1],
         source="ORTMODULE_ONNX_OPSET_VERSION",
-        help="the version of the ONNX operators in the exported graph",
+        help="ONNX opset version of the exported graph",
     )
     shape_inference: bool = setting(
         True,
         source="JSON RunSymbolicShapeInference",
-        help="infer the shapes in the exported graph before ORT optimizes it",
+        help="infer the shapes of the exported graph before ORT optimizes it",
     )
     copy_for_export: bool = setting(
         True,
         source="ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT",
-        help="find the outputs' form on a copy of the model; off saves its memory",
+        help="determine the structure of the outputs on a copy of the model; off saves the memory "
+        "of the copy",
     )
     save_onnx: str | None = setting(
         None,
         here=True,
         source="DebugOptions.save_onnx",
-        help="write the newest graph, stage by stage, to files that begin with this path",
+        help="write each stage of the newest graph to files whose paths start with this prefix",
     )
     compute_optimizer: bool = setting(
         True,
         source="ORTMODULE_ENABLE_COMPUTE_OPTIMIZER",
-        help="compute less: let operators that shrink tensors come first",
+        help="reduce computation by moving operators that shrink tensors to the front",
     )
     label_sparsity: bool = setting(
         False,
         source="ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER",
-        help="skip ignored labels in the loss",
+        help="skip the computation for ignored labels in the loss",
     )
     embedding_sparsity: bool = setting(
         False,
         source="ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER",
-        help="skip padding in the whole model",
+        help="skip the computation for padding in the whole model",
     )
     cast_propagation: str = setting(
         "flood_fill",
         choices=("none", "insert_and_reduce", "flood_fill"),
         source="JSON PropagateCastOps.Strategy",
-        help="how regions of half precision grow, under autocast",
+        help="strategy that extends regions of half precision under autocast",
     )
     cast_level: int = setting(
         1,
         minimum=-1,
         maximum=2,
         source="JSON PropagateCastOps.Level",
-        help="operators they grow over: -1 none, 0 those of cast-ops, 1 data movement too, "
-        "2 GELU, LayerNorm and Dropout too",
+        help="operators that regions of half precision extend over: -1 none, 0 those in cast-ops, "
+        "1 also data movement, 2 also GELU, LayerNorm and Dropout",
     )
     cast_ops: str = setting(
         "",
         source="JSON PropagateCastOps.Allow",
-        help="names of more operators that they grow over, with commas",
+        help="names of more operators that regions of half precision extend over, separated by "
+        "commas",
     )
     memory_efficient_gradient: bool = setting(
         False,
         source="JSON UseMemoryEfficientGradient",
-        help="keep outputs rather than inputs for the backward pass where either will do",
+        help="store outputs instead of inputs for the backward pass where either is sufficient",
     )
     arena: bool = setting(
         True,
         source="SessionOptions.enable_cpu_mem_arena",
-        help="on a CPU keep freed memory for the next step; off takes only what %ort memory says",
+        help="on a CPU, reuse freed memory in the next step; off allocates only what %ort memory "
+        "predicts",
     )
     memory_level: int = setting(
         0,
         minimum=0,
         maximum=2,
         source="ORTMODULE_MEMORY_OPT_LEVEL",
-        help="recompute activations layer by layer: 0 not, 1 the cheap ones, 2 more of them",
+        help="recompute activations layer by layer: 0 none, 1 the cheap ones, 2 more of them",
     )
     memory_plans: str | None = setting(
         None,
         here=True,
         source="ORTMODULE_MEMORY_OPT_CONFIG",
-        help="a JSON file with the list of recompute plans to use",
+        help="JSON file with the list of recompute plans to use",
     )
     memory_stats: bool = setting(
         False,
         source="ORTMODULE_PRINT_MEMORY_STATS",
-        help="log the GPU's memory at each phase of a step",
+        help="log the GPU memory at each phase of a step",
     )
     custom_autograd: bool = setting(
         True,
         source="ORTMODULE_ENABLE_CUSTOM_AUTOGRAD",
-        help="run each torch.autograd.Function of the model with its own backward; off refuses it",
+        help="run each torch.autograd.Function of the model with its own backward; off refuses "
+        "such models",
     )
     skip_checks: str = setting(
         "device,build_gradient,execution_agent",
@@ -161,50 +165,54 @@ class EngineSettings(Settings):
         prefix="SKIP_CHECK_",
         here=True,
         source="ORTMODULE_SKIPCHECK_POLICY",
-        help="ORT's own checks to leave out of every step; ortlab's come before them",
+        help="checks of ORT to skip in every step; ortlab runs its own checks first",
     )
     external_allocator: bool = setting(
         True,
         source="JSON UseExternalGPUAllocator",
-        help="let ORT take GPU memory from torch's allocator",
+        help="let ORT allocate GPU memory with torch's allocator",
     )
     conv_algo_search: str = setting(
         "heuristic",
         choices=("heuristic", "exhaustive"),
         source="ORTMODULE_CONV_ALGO_SEARCH",
-        help="how cuDNN's algorithm for a convolution is found",
+        help="search for cuDNN's algorithm of a convolution",
     )
     triton: bool = setting(
-        False, source="ORTMODULE_USE_TRITON", help="fuse operators into Triton kernels, on CUDA"
+        False, source="ORTMODULE_USE_TRITON", help="fuse operators into Triton kernels on CUDA"
     )
     tuning: bool = setting(
-        False, source="ORTMODULE_ENABLE_TUNING", help="time CUDA kernels and choose the fastest"
+        False, source="ORTMODULE_ENABLE_TUNING", help="measure CUDA kernels and use the fastest"
     )
     tuning_ms: int = setting(
         0,
         minimum=0,
         unit="ms",
         source="ORTMODULE_MAX_TUNING_DURATION_MS",
-        help="the longest time to tune one operator for; 0 is no limit",
+        help="maximum time to tune one operator; 0 for no limit",
     )
     tuning_results: str | None = setting(
         None,
         here=True,
         source="ORTMODULE_TUNING_RESULTS_PATH",
-        help="the folder that tuning writes its choices to, or without it reads them from",
+        help="folder that tuning writes its results to, or that they are read from if tuning is "
+        "off",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.memory_level and self.memory_plans:
             raise ValueError(
-                f"memory_level={self.memory_level} makes plans of its own, and memory_plans="
-                f"{self.memory_plans!r} names others; choose one"
+                f"memory_level={self.memory_level} and memory_plans={self.memory_plans!r} both "
+                "select recompute plans; choose one"
             )
         if self.recompute != "off" and (self.memory_level or self.memory_plans):
             raise ValueError(
-                f"recompute={self.recompute!r} does not go with memory_level and memory_plans, "
-                "which are ORT's own plans; choose one"
+                f"recompute={self.recompute!r} cannot be combined with memory_level or "
+                "memory_plans, which select ORT's own plans; choose one"
             )
         if "disabled" in self.skip_checks and "," in self.skip_checks:
-            raise ValueError(f"skip_checks={self.skip_checks!r}: disabled goes with no other")
+            raise ValueError(
+                f"skip_checks={self.skip_checks!r}: disabled cannot be combined with other values; "
+                "choose disabled alone, or leave it out"
+            )

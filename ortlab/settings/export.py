@@ -1,4 +1,4 @@
-"""How a model is exported for inference."""
+"""Settings of the export of a model for inference."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ortlab.settings.declaration import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(Settings):
-    """How a model leaves for inference; the options of ``%ort export`` and ``ortlab.export``."""
+    """Settings of an export for inference: options of ``%ort export`` and ``ortlab.export``."""
 
     opset: int = setting(
         17,
         minimum=EXPORT_OPSETS[0],
         maximum=EXPORT_OPSETS[1],
-        help="the version of the ONNX operators",
+        help="ONNX opset version",
     )
-    fp16: bool = setting(False, help="one more file in half precision, its difference told")
-    int8: bool = setting(False, help="one more file with weights of eight bits, likewise")
+    fp16: bool = setting(False, help="also write a half-precision file, and report its error")
+    int8: bool = setting(False, help="also write a file with 8-bit weights, and report its error")
     external_data: bool = setting(
-        False, help="the weights in a file of their own, as they are from 2 GiB on"
+        False, help="store the weights in a separate file, as always from 2 GiB on"
     )

@@ -1,4 +1,4 @@
-"""How a model is profiled, and how its recompute plans are listed."""
+"""Settings of the profile of a model and of the list of its recompute plans."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from ortlab.settings.declaration import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings(Settings):
-    """How a model is profiled; the options of ``%ort profile`` and ``ortlab.profile``."""
+    """Settings of a profile: the options of ``%ort profile`` and ``ortlab.profile``."""
 
-    steps: int = setting(5, minimum=1, help="steps that are timed, in each engine, after two more")
+    steps: int = setting(5, minimum=1, help="steps to time in each engine, after two warm-up steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSettings(Settings):
-    """How the table of recompute plans is made; the options of ``%ort recompute``."""
+    """Settings of the table of recompute plans: the options of ``%ort recompute``."""
 
-    measure: bool = setting(False, help="time the model's own steps, for what each plan costs")
+    measure: bool = setting(
+        False, help="measure the cost of each plan in steps of the model itself"
+    )

@@ -1,4 +1,4 @@
-"""Which runs of the history are listed, and which are removed."""
+"""Settings that select the runs to list and the runs to remove."""
 
 from __future__ import annotations
 
@@ -23,41 +23,44 @@ RUN_SORTS: Mapping[str, str] = {
     "took": "wall_s",
     "size": "size_bytes",
 }
-"""What the history is sorted by, and which number of `ortlab.history.entry.RunEntry` that is."""
+"""Sort key of the history -> field of `ortlab.history.entry.RunEntry`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistorySettings(Settings):
-    """Which runs of the history; the options of ``%ort runs`` and ``ortlab.list_runs``."""
+    """Settings of the list of runs: the options of ``%ort runs`` and ``ortlab.list_runs``."""
 
     sort: str = setting(
         "started",
         choices=tuple(RUN_SORTS),
-        help="by what; low losses, high speeds and the newest come first, what is not known last",
+        help="sort key; lowest losses, highest speeds and newest runs come first, unknown values "
+        "last",
     )
-    reverse: bool = setting(False, help="the other way round")
+    reverse: bool = setting(False, help="reverse the order")
     engine: str | None = setting(
-        None, choices=ENGINES, help="those that asked for an engine, or used it"
+        None, choices=ENGINES, help="only runs that requested or used this engine"
     )
     state: str | None = setting(
         None,
         choices=("running", "finished", "stopped", "failed", "interrupted"),
-        help="those in a state; interrupted are those whose process ended before they did",
+        help="only runs in this state; interrupted means that the process ended before the run did",
     )
-    model: str | None = setting(None, help="those of a model with this in its name")
-    tag: str | None = setting(None, help="those with a tag, as run.tag(...) gives it")
-    limit: int | None = setting(None, minimum=1, help="so many at most, the first ones")
+    model: str | None = setting(None, help="only runs of models with this text in their name")
+    tag: str | None = setting(None, help="only runs with this tag, as set by run.tag(...)")
+    limit: int | None = setting(None, minimum=1, help="maximum number of runs to list")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneSettings(Settings):
-    """Which runs go; the options of ``%ort runs --prune`` and ``ortlab.prune_runs``."""
+    """Runs to remove: the options of ``%ort runs --prune`` and ``ortlab.prune_runs``."""
 
     older_than: str | None = setting(
-        None, help="runs that began longer ago than this go, as in 12h, 30d or 8w"
+        None, help="remove runs that started longer ago than this, such as 12h, 30d or 8w"
     )
-    keep: int | None = setting(None, minimum=0, help="so many of the newest stay, the others go")
+    keep: int | None = setting(
+        None, minimum=0, help="number of newest runs to keep; all others are removed"
+    )
     max_size: str | None = setting(
-        None, help="what the newest may take together, as in 2GB; what is beyond goes"
+        None, help="maximum total size, such as 2GB; the oldest runs beyond it are removed"
     )
-    yes: bool = setting(False, help="remove them; without it they are only shown")
+    yes: bool = setting(False, help="remove the runs; without it they are only listed")

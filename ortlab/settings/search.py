@@ -1,4 +1,4 @@
-"""How races and searches compare set-ups."""
+"""Settings of races and searches, which compare set-ups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ortlab.settings.training import FinetuneSettings
 
 
 class Parallel(TypedDict):
-    """How many train together, and what of ZeRO's they share out."""
+    """Number of workers that train together, and their ZeRO stage."""
 
     workers: int
     zero_stage: int
@@ -20,62 +20,78 @@ class Parallel(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings(Settings):
-    """What a race and a search have in common: set-ups that take turns, and a memory."""
+    """Settings that races and searches share: set-ups that take turns, and a memory limit."""
 
     without: ClassVar[tuple[str, ...]] = (
-        *("engine", "precision", "workers", "zero_stage"),  # it has several
+        *("engine", "precision", "workers", "zero_stage"),  # compared, so several of each
         "isolated",
-        *("param_dtype", "offload_optimizer"),  # for some of those alone
-        # It is no run: its data has no end, its learning rate is one.
+        *("param_dtype", "offload_optimizer"),  # supported by only some set-ups
+        # It is not a run: its data is endless and its learning rate constant.
         *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every", "checkpoint_every"),
         *("checkpoint_minutes", "keep_checkpoints", "keep_best"),
     )
-    """The settings of `FinetuneSettings` that it does not take."""
+    """Settings of `FinetuneSettings` that are not accepted."""
 
     engines: str = setting(
-        ",".join(ENGINES), choices=ENGINES, many=True, help="engines to compare, with commas"
+        ",".join(ENGINES),
+        choices=ENGINES,
+        many=True,
+        help="engines to compare, separated by commas",
     )
     precisions: str = setting(
-        "fp32,bf16", choices=PRECISIONS, many=True, help="their precisions, with commas"
+        "fp32,bf16",
+        choices=PRECISIONS,
+        many=True,
+        help="precisions to compare, separated by commas",
     )
     workers: str = setting(
-        "1", help="processes that train together, as in 1,2: one process, and so many workers"
+        "1",
+        help="numbers of workers to compare: 1 for one process, or 1,2 for one process and two "
+        "workers",
     )
     zero_stages: str = setting(
         "0",
         choices=("0", "1", "2", "3"),
         many=True,
-        help="what workers share out, with commas; see --zero-stage of finetune",
+        help="ZeRO stages of the workers to compare, separated by commas; see --zero-stage of "
+        "finetune",
     )
     memory: str | None = setting(
-        None, help="what the largest micro-batch is to fit into, as in 16GiB; else what is free"
+        None,
+        help="memory that the largest micro-batch must fit into, such as 16GiB; if not set, the "
+        "free memory",
     )
     steps: int | None = setting(
-        None, minimum=1, help="optimizer steps of a turn; else what eager torch does in 30 ms"
+        None,
+        minimum=1,
+        help="optimizer steps per turn; if not set, as many as eager torch runs in 30 ms",
     )
 
     def __post_init__(self) -> None:
         for name in ("workers", "zero_stages"):
-            if isinstance(value := getattr(self, name), int):  # of a single one its number will do
+            if isinstance(value := getattr(self, name), int):  # a single number may be an int
                 object.__setattr__(self, name, str(value))
         super().__post_init__()
         numbers = self.workers.split(",")
         if not all(number.strip().isdecimal() and int(number) for number in numbers):
-            raise ValueError(f"workers={self.workers!r}: numbers with commas, as in 1,2")
+            raise ValueError(
+                f"workers={self.workers!r} must be whole numbers above 0, separated by commas, "
+                "as in 1,2"
+            )
         if len(several := {int(number) for number in numbers} - {1}) > 1:
             raise ValueError(
-                f"workers={self.workers!r}: there are so many workers or so many; choose one of "
-                f"{', '.join(map(str, sorted(several)))} beside 1"
+                f"workers={self.workers!r} has several numbers above 1; choose only one of "
+                f"{', '.join(map(str, sorted(several)))}, with or without 1"
             )
         if self.zero_stages != "0" and not several and getattr(self, "preset", None) is None:
             raise ValueError(
-                f"zero_stages={self.zero_stages!r} are for workers, and there are none; choose "
+                f"zero_stages={self.zero_stages!r} needs at least 2 workers; choose "
                 "workers='1,2', or leave zero_stages out"
             )
 
     @property
     def parallel(self) -> list[Parallel]:
-        """The numbers of workers with the stages of ZeRO that there are to each."""
+        """All pairs of a number of workers and a ZeRO stage to compare; one process has stage 0."""
         numbers = dict.fromkeys(int(number) for number in self.workers.split(","))
         stages = [int(stage) for stage in self.zero_stages.split(",")]
         return [
@@ -86,15 +102,22 @@ class SearchSettings(Settings):
 
     @classmethod
     def besides(cls) -> dict[str, Declaration]:
-        """The settings of `FinetuneSettings` that all set-ups share."""
+        """Return the settings of `FinetuneSettings` that all set-ups share."""
         declared = FinetuneSettings.declarations()
         return {name: declared[name] for name in declared if name not in cls.without}
 
     @classmethod
     def apart(cls, given: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """Keyword arguments by whose they are: these settings, and what all set-ups share.
+        """Split keyword arguments into these settings and those that all set-ups share.
 
-        ValueError for one that is neither.
+        Args:
+            given: Name or alias -> value.
+
+        Returns:
+            The settings of this class, and the values of the shared settings by name.
+
+        Raises:
+            ValueError: If a name is neither, or a value of this class is not allowed.
         """
         own = cls.declarations()
         given = FinetuneSettings.canonical(given)
@@ -108,40 +131,48 @@ class SearchSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RaceSettings(SearchSettings):
-    """Who races and how long; the options of ``%ort race`` and ``ortlab.race``."""
+    """Settings of a race: the options of ``%ort race`` and ``ortlab.race``."""
 
-    rounds: int = setting(10, minimum=1, help="rounds that count; in each every set-up has a turn")
+    rounds: int = setting(
+        10, minimum=1, help="measured rounds; every set-up has one turn per round"
+    )
     batches: int = setting(
-        4, minimum=1, help="different steps of data, which all set-ups go through in turn"
+        4, minimum=1, help="steps with different data, which all set-ups cycle through"
     )
     preset: str | None = setting(
         None,
         choices=("examples",),
-        help="another field: examples is that of ORT's training examples, torch and ORT, without "
-        "DeepSpeed and with",
+        help="predefined set-ups to compare: examples has those of ORT's training examples, torch "
+        "and ORT, without and with DeepSpeed",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings(SearchSettings):
-    """What is searched, and for how long; the options of ``%ort tune`` and ``ortlab.tune``."""
+    """Settings of a search: the options of ``%ort tune`` and ``ortlab.tune``."""
 
-    # Most of what it does not take it finds.
+    # Most settings that it does not accept are results of the search.
     without = (*SearchSettings.without, "batch_size", "accumulation", "recompute")
 
-    rounds: int = setting(8, minimum=2, help="rounds among those that may win")
+    rounds: int = setting(
+        8, minimum=2, help="rounds in which set-ups that can still win are measured"
+    )
     recompute: str = setting(
-        "layers", help="what may be computed again where a micro-batch does not fit; off: nothing"
+        "layers",
+        help="activations to recompute if a micro-batch does not fit, as in finetune; off for none",
     )
     global_batch: int | None = setting(
         None,
         minimum=1,
         unit="samples",
-        help="samples of an optimizer step, which stay the same; else 16, or a loader's own batch",
+        help="samples per optimizer step, the same for all set-ups; if not set, 16 or the batch "
+        "of a DataLoader",
     )
     sizes: int = setting(
-        4, minimum=1, help="micro-batches to choose from: the global batch, its half, and so on"
+        4,
+        minimum=1,
+        help="number of micro-batch sizes to try: the global batch, half of it, and so on",
     )
     target: str = setting(
-        "samples", choices=("samples", "tokens"), help="what a second shall have most of"
+        "samples", choices=("samples", "tokens"), help="quantity per second to maximize"
     )

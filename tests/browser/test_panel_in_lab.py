@@ -75,7 +75,7 @@ def test_a_run_is_changed_while_it_is_awaited(
     expect(result).to_contain_text("precision=fp32 (was bf16)")
     screenshot("panel-undone-dark")
     run.get_by_role("button", name="Checkpoint").click()
-    expect(result).to_contain_text("checkpoint kept: ")
+    expect(result).to_contain_text("checkpoint saved: ")
     run.get_by_role("button", name="Stop").click()
     expect(page.locator(".jp-OutputArea img")).to_be_visible()
     assert "change 2, step" in book.outputs()[1][0]["data"]["text/plain"]

@@ -136,7 +136,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
 def test_a_first_step_that_is_skipped_is_as_if_it_had_not_been(optimizer: str) -> None:
-    """torch's fused SGD would go on with a momentum that nobody has written."""
+    """Torch's fused SGD would go on with a momentum that nobody has written."""
     good, bad = batches(2, bad=(1,))
     states = []
     for groups in ([[bad], [good], [good]], [[good], [good]]):

@@ -275,10 +275,10 @@ def test_workers_race_one_process(own_workers: None) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"workers": "2,4"}, "so many workers or so many; choose one of 2, 4 beside 1"),
-        ({"workers": "two"}, "numbers with commas"),
-        ({"workers": 0}, "numbers with commas"),
-        ({"zero_stages": "0,1"}, "are for workers, and there are none"),
+        ({"workers": "2,4"}, "several numbers above 1; choose only one of 2, 4, with or without 1"),
+        ({"workers": "two"}, "whole numbers above 0, separated by commas"),
+        ({"workers": 0}, "whole numbers above 0, separated by commas"),
+        ({"zero_stages": "0,1"}, "needs at least 2 workers; choose workers='1,2'"),
         ({"workers": 2, "zero_stages": "5"}, "choose from 0, 1, 2, 3"),
     ],
 )

@@ -50,13 +50,18 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag without a value means ``on``."""
+        """True if the flag without a value means ``on``."""
         return self.declaration is not None and self.declaration.type is bool
 
 
 @dataclass(frozen=True)
 class ParsedCommand:
-    """What a user typed after a command: its words by name, and the chosen settings."""
+    """Parsed line after a command.
+
+    Attributes:
+        words: Positional words and extra options, by name.
+        settings: Chosen settings, by name.
+    """
 
     words: dict[str, Any]
     settings: dict[str, Any]

@@ -1,8 +1,8 @@
-"""The settings of a run, or of a model before one, as controls: what they cost, what cannot be had.
+"""Settings panel of a run, or of a model before a run: controls with costs and unavailable values.
 
-The kernel's side: every control is made from its setting's declaration, and every reason comes from
-the engines (`ortlab.training.settings_preview`). The browser's side is js/src/panel.js, which
-documents the messages.
+This is the kernel's side: every control is generated from the declaration of its setting, and every
+reason comes from the engines (`ortlab.training.settings_preview`). The browser's side is
+js/src/panel.js, which documents the messages.
 """
 
 from __future__ import annotations
@@ -45,15 +45,20 @@ if TYPE_CHECKING:
     from ortlab.training.control import ChangeOutcome, ChangeRequest
 
 Start = Callable[[dict[str, Any]], Run]
-"""Starts a run with these settings."""
+"""Starts a run with the given settings."""
 
 
 class Panel:
-    """What a panel shows and does, for a run or for a model before its run; without a widget.
+    """State and actions of a panel, for a run or for a model before its run, without a widget.
 
-    With `start` a model's panel has a button that begins a run on what is called `data`. What is
-    edited stays here until it is applied. `receive` may be called by the kernel's own thread and
-    waits for nothing; `news` does the work, in a thread of the view.
+    Edits are stored here until they are applied. `receive` may be called in the kernel's main
+    thread and never waits; `news` does the work, in a thread of the view.
+
+    Args:
+        target: The run, or the model before its run.
+        name: Name of the model in the notebook.
+        start: Starts a run of the model; the panel has a start button only with it.
+        data: Name of the training data in the notebook.
     """
 
     def __init__(
@@ -67,31 +72,37 @@ class Panel:
         self.run = target if isinstance(target, Run) else None
         self._target = target
         self._name = name
-        self._data = data  # what it is called
+        self._data = data  # name of the data in the notebook
         self._start = start
         self.started_in: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        """Where a run that is started shows itself."""
+        """Context in which a run is started; it selects the output that displays the run."""
         self._fixed = self.run.fixed if self.run else None
         self._held = self._holds()
         self._edits: dict[str, str] = {}
         self._serial = 0
-        self._asked: ChangeRequest | None = None  # the last change whose outcome was not shown yet
+        self._asked: ChangeRequest | None = None  # last change whose outcome was not shown yet
         self._result = ("", "")
         self._plans: dict[tuple[FinetuneSettings, object], tuple[MemoryPlan, EngineSettings]] = {}
         self._foreseen = ""
         self._foreseen_of: object = None
-        self._opened = False  # nobody waits for a prediction before that
-        self._lock = threading.Lock()  # of `news`: a view has several threads
+        self._opened = False  # predictions are not needed before
+        self._lock = threading.Lock()  # for `news`, since a view has several threads
         self._key: object = None
         self._sent: dict[str, Any] = {}
 
     @property
     def title(self) -> str:
-        """What it is the panel of."""
+        """Name of the run or the model."""
         return self.run.name if self.run else self._name
 
     def receive(self, content: Mapping[str, Any]) -> None:
-        """What a person did: edit, apply, undo, checkpoint, start, or that the panel was opened."""
+        """Handle a message of the browser: edit, apply, undo, checkpoint, start or open.
+
+        Errors of an action become the result that the panel shows.
+
+        Args:
+            content: The message, as documented in js/src/panel.js.
+        """
         verb = content["do"]
         if "edits" in content:
             self._edits, self._serial = dict(content["edits"]), content["serial"]
@@ -110,7 +121,11 @@ class Panel:
                 self._result = ("refused", str(error))
 
     def apply(self) -> None:
-        """Has the run take what was edited; ValueError where it cannot."""
+        """Request the run to apply the edits.
+
+        Raises:
+            ValueError: If an edit is not a valid value, or the run cannot apply it.
+        """
         assert self.run is not None
         values, wrong = self._values()
         if wrong:
@@ -119,18 +134,26 @@ class Panel:
             self._ask(self.run.apply(**values))
 
     def undo(self) -> None:
-        """Has the run take what held before the last change; ValueError where there was none."""
+        """Request the run to revert its last change; no effect if there was none.
+
+        Raises:
+            ValueError: If the run cannot apply the earlier settings.
+        """
         assert self.run is not None
         if self.run.earlier_settings:
             self._ask(self.run.undo())
 
     def checkpoint(self) -> None:
-        """Has the run keep its state in a file; not waited for."""
-        self._result = ("asked", "a checkpoint is kept after the step in flight…")
+        """Save a checkpoint of the run, without waiting for it."""
+        self._result = ("asked", "a checkpoint will be saved after the step in flight…")
         Thread(self._keep, name="ortlab-checkpoint").start()
 
     def start(self) -> None:
-        """Begins a run of the model with what was edited."""
+        """Start a run of the model with the edited settings.
+
+        Raises:
+            ValueError: If an edit is not a valid value, or the run cannot be started with it.
+        """
         assert self._start is not None
         values, wrong = self._values()
         if wrong:
@@ -138,16 +161,16 @@ class Panel:
         with self.started_in():
             run = self._start(values)
         self._edits = {}
-        self._result = ("done", f"{run.name} has begun")
+        self._result = ("done", f"{run.name} started")
 
     def news(self) -> dict[str, Any]:
-        """What changed of ``controls`` and ``standing`` since the last call, as JSON."""
+        """Return the changes of ``controls`` and ``standing`` since the last call, as JSON."""
         with self._lock:
             self._hear()
             held = self._holds()
             if held != self._held:
                 self._held = held
-                # What holds is no edit; what was edited meanwhile still is one.
+                # An edit that is in effect now is no longer an edit; newer edits still are.
                 values, wrong = self._values()
                 left = {*values, *wrong}
                 self._edits = {name: text for name, text in self._edits.items() if name in left}
@@ -172,7 +195,7 @@ class Panel:
             return new
 
     def table(self) -> Table[Control]:
-        """The same as text: settings, values, costs, what cannot be had; the line to type."""
+        """Return the panel as a table: settings, values, costs, unavailable values, code line."""
         held = self._holds()
         found = settings_preview.controls(held, held, fixed=self._fixed)
         front = [each for each in found if each.declaration.panel]
@@ -183,14 +206,14 @@ class Panel:
             if not each.declaration.panel and each.value != defaults[each.declaration.name]
         ]
         shown = [*front, *others]
-        notes = [f"{len(found) - len(shown)} more settings have their defaults"]
+        notes = [f"{len(found) - len(shown)} more settings have their default values"]
         if self.run is None:
             notes.append(f"to train: %ort finetune {self._name} {self._data} --lr 1e-4")
         elif self.run.over():
-            notes.append(f"{self.run.name} is over ({self.run.state}): nothing can be applied")
+            notes.append(f"{self.run.name} has ended ({self.run.state}): no setting can be changed")
         else:
-            notes.append("to change some: run.apply(lr=1e-4), or %ort apply --lr 1e-4")
-            notes.append("to go back: run.undo(), or %ort undo")
+            notes.append("to change settings: run.apply(lr=1e-4), or %ort apply --lr 1e-4")
+            notes.append("to revert the last change: run.undo(), or %ort undo")
         return Table(shown, _COLUMNS if self.run else _COLUMNS_BEFORE, notes=notes)
 
     def _holds(self) -> FinetuneSettings:
@@ -200,7 +223,7 @@ class Panel:
         return FinetuneSettings.of({} if entry is None else entry.settings.as_dict())
 
     def _values(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """What was edited and differs from what holds, and what cannot be read."""
+        """Return the edits that differ from the settings in effect, and errors of invalid edits."""
         values, wrong = {}, {}
         for name, text in self._edits.items():
             declaration = FinetuneSettings.declarations()[name]
@@ -214,28 +237,28 @@ class Panel:
         return values, wrong
 
     def _chosen(self, values: Mapping[str, Any], wrong: dict[str, str]) -> FinetuneSettings:
-        if not values:  # asked with every update: to check all settings takes 0.2 ms
+        if not values:  # called in every update; validation takes 0.2 ms
             return self._held
         try:
             return self._held.replace(**values)
-        except ValueError as error:  # each is right, but not with the others
+        except ValueError as error:  # each value is valid, but they conflict
             wrong[list(values)[-1]] = str(error)
             return self._held
 
     def _ask(self, request: ChangeRequest) -> None:
-        self._result = ("asked", "applied after the step in flight…")
-        self._asked = request  # last, since another thread looks for it
+        self._result = ("asked", "will be applied after the step in flight…")
+        self._asked = request  # assigned last, since another thread reads it
 
     def _hear(self) -> None:
-        """Show the outcome of the last change, if there is one by now."""
+        """Show the outcome of the last change if it is known."""
         request = self._asked
         if request is None:
             return
         assert self.run is not None
         if not request.done():
             waits = self.run.state == "paused"
-            after = "when the run goes on" if waits else "after the step in flight…"
-            self._result = ("asked", f"applied {after}")
+            after = "when the run resumes" if waits else "after the step in flight…"
+            self._result = ("asked", f"will be applied {after}")
             return
         outcome = request.result()
         if outcome.state == "applied":
@@ -243,7 +266,7 @@ class Panel:
         elif outcome.state == "refused":
             self._result = ("refused", outcome.text)
         else:
-            self._result = ("refused", f"{self.run.name} ended before it was applied")
+            self._result = ("refused", f"{self.run.name} ended before the change was applied")
         self._asked = None
 
     def _keep(self) -> None:
@@ -253,7 +276,7 @@ class Panel:
         except (ValueError, RuntimeError, OSError) as error:
             self._result = ("refused", str(error))
         else:
-            self._result = ("done", f"checkpoint kept: {path}")
+            self._result = ("done", f"checkpoint saved: {path}")
 
     def _standing(
         self,
@@ -289,7 +312,7 @@ class Panel:
         }
 
     def _line(self, differs: Mapping[str, tuple[Any, Any]]) -> str:
-        """What to type for the same."""
+        """Return the line of code that has the same effect."""
         if not differs:
             return ""
         declared = FinetuneSettings.declarations()
@@ -303,17 +326,17 @@ class Panel:
         return f"%ort finetune {self._name} {self._data} {' '.join(words)}"
 
     def _memory(self, held: FinetuneSettings, chosen: FinetuneSettings) -> str:
-        """The peak of a step as it is and as it would be, by the plan of ORT's graph."""
+        """Return the current and predicted peak memory of a step, from the plan of ORT's graph."""
         now, why = self._peak(held)
         if now is None:
             return f"no prediction: {why}"
         if chosen == held:
-            return f"{memory(now)} at the peak of a step{_each(held)}, by the graph"
+            return f"{memory(now)} at the peak of a step{_each(held)}, predicted from the graph"
         then, why = self._peak(chosen)
         if then is None:
             return f"{memory(now)} at the peak of a step{_each(held)} now; no prediction: {why}"
         if then == now and _each(held) == _each(chosen):
-            return f"{memory(now)} at the peak of a step, as now"
+            return f"{memory(now)} at the peak of a step, unchanged"
         return f"{memory(now)} → {memory(then)} at the peak of a step{_each(chosen)}"
 
     def _peak(self, settings: FinetuneSettings) -> tuple[int | None, str]:
@@ -321,16 +344,16 @@ class Panel:
             graph = (graph_key(settings), settings.recompute, settings.optimizer)
             key = (self._held, graph)
             if key not in self._plans:
-                # That of what holds, and that of what is looked at.
+                # Only plans of the settings in effect stay cached.
                 kept = {known: plan for known, plan in self._plans.items() if known[0] is key[0]}
                 self._plans = {**kept, key: session.plan_for(self._target, settings)}
-        # A graph may hold what no plan can be made of: a panel without one is still a panel.
+        # Some graphs cannot be planned; the panel also works without a prediction.
         except Exception as error:  # noqa: BLE001
             return None, str(error)
         return settings_preview.foreseen(*self._plans[key], settings, batch=self._batch(settings))
 
     def _batch(self, settings: FinetuneSettings) -> int | None:
-        """Samples in a micro-batch: what is chosen, or as many as a loader of its own has given."""
+        """Return the chosen micro-batch size, or the largest recent one of a DataLoader."""
         if self.run is None or "batch_size" not in self.run.fixed:
             return settings.batch_size
         recorder = self.run.recorder
@@ -347,7 +370,7 @@ def _each(settings: FinetuneSettings) -> str:
 
 def _made(outcome: ChangeOutcome) -> str:
     if not outcome.text:
-        return "applied: it held already"
+        return "applied: no value changed"
     cost_s = outcome.cost_s
     took = f"in {plain_text.milliseconds(1e3 * cost_s)}" if cost_s else "at no cost"
     return f"applied after step {outcome.step:,}, {took}: {outcome.text}"
@@ -362,9 +385,9 @@ def _difference(name: str, value: Any, before: Any) -> str:
     return f"{name}={show(value)} (was {show(before)})"
 
 
-@functools.lru_cache(maxsize=16)  # each update of a view asks, and nearly always for the same
+@functools.lru_cache(maxsize=16)  # called in each update of a view, mostly for the same settings
 def _differing(held: FinetuneSettings, chosen: FinetuneSettings) -> Mapping[str, tuple[Any, Any]]:
-    """What is chosen and what holds, by the names of the settings in which they differ."""
+    """Return setting -> (chosen value, value in effect), for the settings that differ."""
     before = held.as_dict()
     return {
         name: (value, before[name])
@@ -411,24 +434,35 @@ _BEFORE: Final[tuple[Column[Control], ...]] = (
         lambda each: ", ".join(c.text for c in each.choices if not c.reason) or "-",
     ),
 )
-_AFTER: Final[tuple[Column[Control], ...]] = (Column("cannot be had", _refused),)
+_AFTER: Final[tuple[Column[Control], ...]] = (Column("not available", _refused),)
 _COLUMNS_BEFORE: Final = (*_BEFORE, *_AFTER)
 _COLUMNS: Final = (
     *_BEFORE,
-    Column[Control]("a change costs", lambda each: " or ".join(each.costs) or "-"),
+    Column[Control]("cost of a change", lambda each: " or ".join(each.costs) or "-"),
     *_AFTER,
 )
 
 
 def panel_of(watched: Watched) -> Panel | None:
-    """The panel of a run; None for what has no settings, such as a loop of the user's own."""
+    """Return the panel of a run.
+
+    Args:
+        watched: A run, or anything else that is recorded.
+
+    Returns:
+        The panel; None if there are no settings, such as for the user's own training loop.
+    """
     return Panel(watched) if isinstance(watched, Run) else None
 
 
 class PanelView(anywidget.AnyWidget):
-    """A panel by itself, in a notebook.
+    """Widget of a panel in a notebook.
 
-    RuntimeError where the package was installed without its JavaScript.
+    Args:
+        panel: The panel to show.
+
+    Raises:
+        RuntimeError: If the package was installed without its JavaScript.
     """
 
     _esm = traitlets.Unicode().tag(sync=True)
@@ -446,14 +480,14 @@ class PanelView(anywidget.AnyWidget):
             self._pump = Pump(panel.run, self._send_news, self._send_news)
 
     def close(self) -> None:
-        """Closes the panel in every browser; the run goes on."""
-        pump = getattr(self, "_pump", None)  # ipywidgets closes what is half made, too
+        """Close the panel in every browser; the run continues."""
+        pump = getattr(self, "_pump", None)  # ipywidgets also closes widgets whose __init__ failed
         if pump is not None:
             pump.close()
         super().close()
 
     def _receive(self, _: PanelView, content: dict[str, Any], __: list[bytes]) -> None:
-        """A click, in the kernel's own thread: what takes time is for another."""
+        """Handle a click in the kernel's main thread; slow work goes to another thread."""
         run = self._panel.run
         if run is not None and content["do"] in ("pause", "resume", "stop"):
             getattr(run, content["do"])()
@@ -470,10 +504,13 @@ class PanelView(anywidget.AnyWidget):
 
 
 def show(panel: Panel) -> None:
-    """Shows the panel in the cell that is running; as text where there is no notebook.
+    """Show the panel in the running cell, or print it as text outside of a notebook.
 
-    Without its JavaScript too, and says so. A run that is started from the panel is shown in its
-    place.
+    It is also printed as text, after an error message, if the package has no JavaScript. A run that
+    is started from the panel replaces the panel in the output.
+
+    Args:
+        panel: The panel to show.
     """
     table = panel.table()
     if getattr(get_ipython(), "kernel", None) is None:

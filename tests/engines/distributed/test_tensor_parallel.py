@@ -114,7 +114,7 @@ def test_ranks_that_fail_stop_the_step_of_all(two: Found, four: Found) -> None:
 
 
 def test_another_process_group_after_the_first(four: Found) -> None:
-    """torch remembers the groups of the first mesh that is equal."""
+    """Torch remembers the groups of the first mesh that is equal."""
     for each in of(four, "again"):
         assert len(each["losses"]) == 3
         for alone, together in each["losses"]:

@@ -679,7 +679,7 @@ def test_a_decoder_trains_with_its_cache_on(ort: OrtModuleEngine) -> None:
 
 
 def test_a_wrapped_model_generates_as_the_plain_one(ort: OrtModuleEngine) -> None:
-    """transformers' generate looks methods up in the model's class, and needs its cache."""
+    """Transformers' generate looks methods up in the model's class, and needs its cache."""
     model = tiny.gpt2(use_cache=True, bos_token_id=0, eos_token_id=0)
     ids = torch.randint(1, 32, (2, 5))
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

@@ -219,7 +219,7 @@ def test_a_checkpoint_is_kept_and_its_file_told(run: Run, data: Gated) -> None:
     page = Page(Panel(run))
     page.send("checkpoint")
     told = page.wait("done")
-    assert Path(told.removeprefix("checkpoint kept: ")).is_file()
+    assert Path(told.removeprefix("checkpoint saved: ")).is_file()
 
 
 def test_a_run_that_is_over_takes_nothing(run: Run, data: Gated) -> None:
@@ -253,7 +253,7 @@ def test_memory_is_predicted_from_the_plan_of_a_wrapped_model(wrapped: nn.Module
     now, then = (panels.memory(plan.peak_bytes(batch=size)) for size in (16, 4096))
     assert page.standing["memory"] == f"{now} → {then} at the peak of a step"
     page.send("edit", lr="0.1")
-    assert page.standing["memory"] == f"{now} at the peak of a step, as now"
+    assert page.standing["memory"] == f"{now} at the peak of a step, unchanged"
     page.send("edit", workers="4", zero_stage="1", batch_size="4096")
     of_rank = plan.peak_bytes_of_rank(4, zero_stage=1, batch=1024)
     assert plan.peak_bytes_of_rank(4, batch=1024) == plan.peak_bytes(batch=1024)
@@ -351,7 +351,7 @@ def test_memory_of_a_run_is_that_of_its_own_batches(data: Gated, wrapped: nn.Mod
         page.send("open")
         plan, _ = session.plan_for(run, run.settings)
         peak = panels.memory(plan.peak_bytes(batch=8))
-        assert page.standing["memory"] == f"{peak} at the peak of a step, by the graph"
+        assert page.standing["memory"] == f"{peak} at the peak of a step, predicted from the graph"
         page.send("edit", batch_size="4096")
         then = panels.memory(plan.peak_bytes(batch=4096))
         assert page.standing["memory"] == f"{peak} → {then} at the peak of a step"
@@ -378,7 +378,7 @@ def test_a_models_panel_starts_a_run_with_what_was_edited(data: Gated) -> None:
     )
     assert page.controls["batch_size"]["reason"] == ""
     page.send("start", **edits)
-    assert page.wait("done") == f"{started[0].name} has begun"
+    assert page.wait("done") == f"{started[0].name} started"
     assert started[0].result(20).steps == 3
     assert started[0].settings.engine == "eager"
 

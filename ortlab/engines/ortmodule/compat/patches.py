@@ -178,7 +178,7 @@ def _constant(value: int) -> Callable[[], int]:
 
 
 def _interop_later(_addresses: Addresses) -> None:
-    from onnxruntime.capi import _pybind_state
+    from onnxruntime.capi import _pybind_state  # optional: onnxruntime
 
     _replace(_pybind_state, "is_torch_interop_default_on", lambda _original: lambda: False)
 
@@ -228,27 +228,27 @@ def _show_deepspeed(_addresses: Addresses) -> None:
 
 
 def _interop_ready(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule import _custom_autograd_function
+    from onnxruntime.training.ortmodule import _custom_autograd_function  # optional: onnxruntime
 
     _custom_autograd_function.custom_autograd_function_enabler.state = True
 
 
 def _no_fallback(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule import _fallback
+    from onnxruntime.training.ortmodule import _fallback  # optional: onnxruntime
 
     package: Any = importlib.import_module(PACKAGE)
     package.ORTMODULE_FALLBACK_POLICY = _fallback._FallbackPolicy.FALLBACK_DISABLE
 
 
 def _no_nvtx(_addresses: Addresses) -> None:
-    from onnxruntime.training.utils import torch_profile_utils
+    from onnxruntime.training.utils import torch_profile_utils  # optional: onnxruntime
 
     for name in ("torch_nvtx_range_push", "torch_nvtx_range_pop"):
         _replace(torch_profile_utils, name, lambda _original: lambda *_message: None)
 
 
 def _device_names(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule import _utils
+    from onnxruntime.training.ortmodule import _utils  # optional: onnxruntime
 
     def make(original: Callable[[Any], str]) -> Callable[[Any], str]:
         def get_device_str(device: Any) -> str:
@@ -262,6 +262,7 @@ def _device_names(_addresses: Addresses) -> None:
 
 
 def _allocator_fields(addresses: Addresses) -> None:
+    # optional: onnxruntime
     from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
 
     def make(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -278,6 +279,7 @@ def _allocator_fields(addresses: Addresses) -> None:
 
 
 def _check_buffers(_addresses: Addresses) -> None:
+    # optional: onnxruntime
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,6 +302,7 @@ def _replace_static(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def _quiet(_addresses: Addresses) -> None:
+    # optional: onnxruntime
     from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
 
     _replace(GraphExecutionManager, "_log_feature_stats", lambda _original: lambda _self: None)
@@ -316,7 +319,7 @@ def _quiet(_addresses: Addresses) -> None:
 
 
 def _cap_onnx(_addresses: Addresses) -> None:
-    from onnxruntime.training.onnxblock import model_accessor
+    from onnxruntime.training.onnxblock import model_accessor  # optional: onnxruntime
 
     def view(onnx: Any) -> _View:
         opset = min(MAX_OPSET, onnx.defs.onnx_opset_version())
@@ -336,7 +339,7 @@ def _cap_onnx(_addresses: Addresses) -> None:
 
 
 def _sequence_infos(_addresses: Addresses) -> None:
-    from onnxruntime.tools import symbolic_shape_infer
+    from onnxruntime.tools import symbolic_shape_infer  # optional: onnxruntime
 
     def view(helper: Any) -> _View:
         return _View(helper, make_sequence_value_info=helper.make_tensor_sequence_value_info)
@@ -348,7 +351,7 @@ def _sequence_infos(_addresses: Addresses) -> None:
 
 
 def _route_export(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule import _graph_transition_manager
+    from onnxruntime.training.ortmodule import _graph_transition_manager  # optional: onnxruntime
 
     def view(torch: Any) -> _View:
         onnx = _View(torch.onnx, export=exporting.legacy_export(torch.onnx.export))
@@ -363,7 +366,7 @@ def _leave_modes(_addresses: Addresses) -> None:
 
 
 def _bind_methods(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule import _utils
+    from onnxruntime.training.ortmodule import _utils  # optional: onnxruntime
 
     def make(original: Callable[..., None]) -> Callable[..., None]:
         def bind(ortmodule: Any, user_module: Any, logger: Any) -> None:
@@ -381,24 +384,26 @@ def _bind_methods(_addresses: Addresses) -> None:
 
 
 def _leave_caches_out(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule import _io
+    from onnxruntime.training.ortmodule import _io  # optional: onnxruntime
 
     _replace(_io, "_extract_schema", outputs.without_caches)
 
 
 def _watch_decisions(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule import _io
+    from onnxruntime.training.ortmodule import _io  # optional: onnxruntime
 
     _replace(_io._FlattenedModule, "forward", traced_decisions.with_decisions)
 
 
 def _restore_after_export(_addresses: Addresses) -> None:
+    # optional: onnxruntime
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     _replace_static(GraphTransitionManager, "_export_model", exporting.repeatable)
 
 
 def _copy_outputs(_addresses: Addresses) -> None:
+    # optional: onnxruntime
     from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -416,6 +421,7 @@ def _copy_outputs(_addresses: Addresses) -> None:
 
 
 def _register_rules(_addresses: Addresses) -> None:
+    # optional: onnxruntime
     from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
     from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
 
@@ -423,12 +429,14 @@ def _register_rules(_addresses: Addresses) -> None:
 
 
 def _fit_masks(_addresses: Addresses) -> None:
+    # optional: onnxruntime
     from onnxruntime.training.ortmodule.graph_optimizer_registry import register_graph_optimizer
 
     register_graph_optimizer()(builder.ask_for_what_is_taken)
 
 
 def _locate_failures(_addresses: Addresses) -> None:
+    # optional: onnxruntime
     from onnxruntime.training.ortmodule._inference_manager import InferenceManager
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
@@ -438,12 +446,14 @@ def _locate_failures(_addresses: Addresses) -> None:
 
 
 def _passes_of_ours(_addresses: Addresses) -> None:
+    # optional: onnxruntime
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
     _replace(TrainingManager, "_create_autofunction_class", lambda _original: lambda it: Passes(it))
 
 
 def _keep_dropouts(_addresses: Addresses) -> None:
+    # optional: onnxruntime
     from onnxruntime.training.ortmodule._runtime_inspector import MemoryObserver
 
     name = "find_memory_optimization_opportunity"
@@ -451,12 +461,13 @@ def _keep_dropouts(_addresses: Addresses) -> None:
 
 
 def _filter_streams(_addresses: Addresses) -> None:
-    from onnxruntime.training.ortmodule import _logger
+    from onnxruntime.training.ortmodule import _logger  # optional: onnxruntime
 
     _replace(_logger, "_suppress_os_stream_output", lambda _original: streams.streams_filtered)
 
 
 def _no_label_hooks(_addresses: Addresses) -> None:
+    # optional: onnxruntime
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     def make(_original: Any) -> Callable[..., list[Any]]:

@@ -62,7 +62,7 @@ def deepspeed_can_be_imported() -> bool:
 
 def interop_waits() -> bool:
     """Return True if ORT does not load its interop extension at import."""
-    from onnxruntime.capi import _pybind_state
+    from onnxruntime.capi import _pybind_state  # optional: onnxruntime
 
     return not _pybind_state.is_torch_interop_default_on()
 
@@ -85,7 +85,7 @@ def fallback_is_off() -> bool:
 
 def nvtx_is_quiet() -> bool:
     """Return True if ORT's profiling ranges do not raise without NVTX."""
-    from onnxruntime.training.utils import torch_profile_utils
+    from onnxruntime.training.utils import torch_profile_utils  # optional: onnxruntime
 
     try:
         torch_profile_utils.torch_nvtx_range_push("probe")
@@ -394,7 +394,7 @@ def is_quiet() -> bool:
 
 def onnx_is_capped() -> bool:
     """Return True if ORT's training API writes a version of ONNX that it can read."""
-    from onnxruntime.training import onnxblock
+    from onnxruntime.training import onnxblock  # optional: onnxruntime
 
     with onnxblock.empty_base() as base:
         model = base.model
@@ -404,6 +404,6 @@ def onnx_is_capped() -> bool:
 
 def sequences_have_shapes() -> bool:
     """Return True if shape inference finds `make_sequence_value_info`."""
-    from onnxruntime.tools import symbolic_shape_infer
+    from onnxruntime.tools import symbolic_shape_infer  # optional: onnxruntime
 
     return hasattr(symbolic_shape_infer.helper, "make_sequence_value_info")

@@ -545,7 +545,7 @@ def test_cross_entropy_refuses_a_label_that_is_no_class(ops: Any) -> None:
 
 
 def _attend(leaves: list[Tensor], mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """torch's in float64; a mask for causal ones too, as torch takes only one of them."""
+    """Torch's in float64; a mask for causal ones too, as torch takes only one of them."""
     query, key, value = leaves
     if causal:
         seen = torch.ones(query.size(-2), key.size(-2)).tril().bool()
