@@ -1,4 +1,4 @@
-"""`ortlab bench papers`: the published benchmarks here, beside the published figures."""
+"""`ortlab bench papers`: the published benchmarks run here, next to the published figures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def measured() -> PaperBench:
 
 
 def row(shown: str, title: str) -> str:
-    """The row of a benchmark in the first table."""
+    """Return a benchmark's row in the first table."""
     (found,) = (line for line in shown.splitlines() if line.startswith(f"| {title} |"))
     return found
 
@@ -137,7 +137,7 @@ def test_an_engine_that_does_not_run_has_no_figures() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--quick", "--threads", "1", "--device", "cpu", "--rounds", "1", "--models", "gpt2"]
     given += ["--engines", "eager", "--precisions", "fp32", "--json", str(tmp_path / "papers.json")]
-    token = progress.set(None)  # the command tells standard error how far it is
+    token = progress.set(None)  # the command reports progress on standard error
     try:
         assert main(["bench", "papers", *given]) == 0
         assert row(capsys.readouterr().out, PAPERS["gpt2"].title)
