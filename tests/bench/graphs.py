@@ -52,7 +52,7 @@ MEASURES: Mapping[str, Callable[[nn.Module], object]] = {
     "capture": capture,
     "memory plan": plan_memory,
 }
-"""What is done with a model, by name; each gets a column."""
+"""Measured operations on a model, by name; each gets a column."""
 
 
 def median_ms(work: Callable[[], object]) -> float:

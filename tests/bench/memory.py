@@ -33,7 +33,7 @@ from tests.bench.children import found_by
 
 BAR, BAR_PLANNED = 0.05, 0.10
 BUDGET_BYTES = 600 * 2**20
-"""Beyond what the process has before the model is made."""
+"""Bytes above the process's size before the model is created."""
 WORDS = 8000
 _M_MMAP_THRESHOLD = -3
 _SMALL = 4

@@ -38,7 +38,7 @@ FIGURES = {
         "loss after the jump": r"the jump: .* -> (\S+),",
     },
 }
-"""The tutorials, and what is read of what each prints."""
+"""The tutorials, and the patterns of the figures in their output."""
 LINE = "seed = 0\n"
 
 

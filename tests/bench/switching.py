@@ -41,10 +41,10 @@ from tests.bench.children import found_by, nothing_cached
 
 BATCH, TOKENS = 4, 64
 STEPS = 10
-"""Under each settings; the last ones are what its median step is of."""
+"""Steps under each set of settings; the median step is computed from the last ones."""
 FIRST = 2
-"""Steps that may still export or compile. The first call of a classifier of transformers' notes its
-kind of problem in its configuration, so the second one compiles again."""
+"""Steps that may still export or compile. The first call of a transformers classifier stores its
+problem type in its configuration, so the second one compiles again."""
 BAR_S = 1.0
 FREE = ("lr", "accumulation", "clip_norm")
 
@@ -61,11 +61,11 @@ CASES: Mapping[str, tuple[dict[str, Any], tuple[dict[str, Any], ...]]] = {
     "ort": ({"engine": "eager"}, ({"engine": "ort"}, {"engine": "eager"})),
     "compile": ({"engine": "eager"}, ({"engine": "compile"}, {"engine": "eager"})),
 }
-"""What a run begins with, and what it goes through again and again."""
+"""Initial settings of each run, and the cycle of changes that it repeats."""
 
 
 MADE_ONCE = ("precision", "engine")
-"""Settings whose first change makes what a return finds again."""
+"""Settings whose first change creates objects that a later return reuses."""
 
 
 @dataclass(frozen=True)

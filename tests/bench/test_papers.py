@@ -31,7 +31,7 @@ MILLIONS = {
     "roberta-large": 354,
     "t5-large": 738,
 }
-"""Parameters of the models on the Hugging Face hub."""
+"""Millions of parameters of the models on the Hugging Face hub."""
 GAINS = {
     "bart-large": 13.8,
     "bert-large": 9.4,
@@ -41,7 +41,7 @@ GAINS = {
     "roberta-large": 18.5,
     "t5-large": 25.4,
 }
-"""In percent, as the pages with the figures print them beside these."""
+"""Speedups in percent, as printed on the pages with the published figures."""
 
 
 @pytest.fixture(scope="module")

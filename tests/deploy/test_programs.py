@@ -28,7 +28,7 @@ from tests.support.tiny import bert, gpt2
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOSTILE = "a\"b\\'`|<b>\n```\n${x} größe 🙂 */ ??/ \\u0022"
-"""What ends a string, a comment, a table's cell or a fence in one of the languages."""
+"""Characters that end a string, comment, table cell or code fence in one of the languages."""
 
 
 class Hostile(nn.Module):
@@ -72,7 +72,7 @@ def javascript_here() -> None:
 
 
 Printed = dict[str, tuple[list[int], list[float]]]
-"""What a program prints of each output: its shape and its first values."""
+"""Shape and first values of each output, as a program prints them."""
 
 
 def program(found: Exported, fence: str) -> str:

@@ -310,4 +310,4 @@ TARGETS = {
     "line": Target(_line, _a_line),
 }
 WORDS = [name.encode() for name in COMMANDS]
-"""What a magic's line begins with."""
+"""The first words of a magic's line."""

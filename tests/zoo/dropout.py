@@ -24,7 +24,7 @@ from torch.nn import functional
 from ortlab.engines.ortmodule.export import Export
 
 Draw = Callable[[Sequence[int], float], Tensor]
-"""Gives the next mask, True where an element is kept, for a shape and a ratio."""
+"""A function that returns the next mask for a shape and a ratio; True keeps an element."""
 
 
 class DropoutDiffers(AssertionError):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 OK, REFUSED, WRONG, FAILED = "ok", "refused", "WRONG", "FAILED"
-"""As eager torch trains; an error before a wrong step; neither; the cell could not be tried."""
+"""Equal to eager torch; an error before a wrong step; neither of them; could not be tried."""
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }  # fmt: skip
 
 TORCH: Final = ("transformer-encoder", "lstm", "gru", "cnn", "mlp")
-"""Torch's own: nn.TransformerEncoder, nn.LSTM, nn.GRU, convolutions with BatchNorm, nn.Linear."""
+"""Torch's own layers: nn.TransformerEncoder, LSTM, GRU, convolutions with BatchNorm, Linear."""
 
 
 def cells() -> tuple[Cell, ...]:
@@ -332,7 +332,7 @@ QUICK: Final = (
     "resnet/image",
     "torch/lstm/0.1",
 )
-"""The cells that stand for the others in `make test`."""
+"""The sample of cells that `make test` runs."""
 
 
 # ---- models --------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ STEPS: Final = 10
 STEPS_TOLERANCE: Final = 1e-3
 LEARNING_RATE: Final = 3e-3
 EPSILON: Final = 1e-6
-"""BERT's. AdamW divides a gradient by its size: with 1e-8, one that is zero in exact arithmetic, as
-of the last bias before a softmax, becomes a step of rounding noise."""
+"""BERT's epsilon. AdamW divides a gradient by its size: with 1e-8, a gradient that is zero in exact
+arithmetic, such as that of the last bias before a softmax, becomes a step of rounding noise."""
 
 
 class Differs(AssertionError):
