@@ -1,6 +1,6 @@
 """Benchmark of the time that a run takes to end, for each way to end it.
 
-Run ``python -m tests.bench.ending`` on an otherwise idle machine.
+Run it on an otherwise idle machine: ``python -m tests.bench.ending``.
 
 Each case ends a real kernel that trains in eager torch: the run's own stop, the notebook's stop
 button (pressed twice) while a cell awaits the run, SIGTERM, and a kernel that is shut down or
@@ -103,7 +103,7 @@ def _wait(client: BlockingKernelClient) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--times", type=int, default=5, help="of each end")
+    parser.add_argument("--times", type=int, default=5, help="runs of each case")
     parser.add_argument("--widths", type=int, nargs="*", default=[500, 4500], help="hidden units")
     arguments = parser.parse_args()
     found: list[list[str]] = []

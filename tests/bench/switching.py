@@ -189,7 +189,9 @@ def main() -> int:
     parser = argparse.ArgumentParser("tests.bench.switching", description=__doc__)
     for name, default in (("layers", 12), ("width", 256), ("rounds", 5), ("processes", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--case", choices=CASES, action="append", help="one alone, or several")
+    parser.add_argument(
+        "--case", choices=CASES, action="append", help="case to run; repeatable (default: all)"
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     given = parser.parse_args()

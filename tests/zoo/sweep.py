@@ -31,10 +31,14 @@ _LIMIT_S: Final = 300.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sweep, print its table and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo.sweep")
-    parser.add_argument("patterns", nargs="*", help="names of cells, with * and ?; all by default")
-    parser.add_argument("--quick", action="store_true", help="the few that stand for the others")
+    parser.add_argument("patterns", nargs="*", help="names of cells, with * and ? (default: all)")
     parser.add_argument(
-        "--all-threads", action="store_true", help="as many as torch takes, not one for each cell"
+        "--quick", action="store_true", help="run the sample of cells that `make test` runs"
+    )
+    parser.add_argument(
+        "--all-threads",
+        action="store_true",
+        help="use torch's number of threads instead of one per cell",
     )
     given = parser.parse_args(arguments)
     chosen = [cell for cell in specs.cells() if _matches(cell, given.patterns, given.quick)]

@@ -930,7 +930,7 @@ def test_nothing_leaks_and_little_is_kept(pool: Any) -> None:
 
 
 def test_what_waits_is_at_most_twice_what_was_in_use(pool: Any) -> None:
-    """Sizes never fit a later request; the most recently returned blocks stay cached."""
+    """The bound holds where no size fits a later request; the last returned blocks stay cached."""
     used, most = pool.held()[0], 0
     for parts in (1, 2, 4, 8, 16, 32):
         results = [pool.permute(torch.empty(2**22 // parts), [0]) for _ in range(parts)]

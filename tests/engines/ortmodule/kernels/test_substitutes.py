@@ -38,7 +38,7 @@ class Mlp(nn.Module):
         self.last = nn.Linear(24, 5)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(input_ids).relu()  # values that rounding moves across zero nowhere
+        x = self.embedding(input_ids).relu()  # rounding moves none of these across zero
         x = x + self.second(self.dropout(self.gelu(self.norm(self.first(x)))))
         seen = self.score(x).softmax(1)
         return nn.functional.cross_entropy(self.last((seen * x).sum(1)), labels)
