@@ -1,8 +1,9 @@
-"""What the export cache saves of the first step: python -m tests.bench.cache [--rounds 3]
+"""Benchmark of the time that the export cache saves in the first step.
 
-Each figure is of a process of its own. The first step runs from its call to the optimizer's end,
-with the model wrapped and nothing exported; one median step is taken off. The bar: with the graph
-in the cache that takes a third of what it takes without.
+Run ``python -m tests.bench.cache [--rounds 3]``. Each figure comes from its own process. The first
+step is timed from its call to the end of the optimizer's step, with the model wrapped and nothing
+exported; one median step is subtracted. The limit: with the graph in the cache it takes a third of
+the time without.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BAR = 1 / 3
 
 
 def _child(layers: int, width: int, dropout: float) -> dict[str, Any]:
-    """The first step and ten more, timed; a digest of the first one's loss and gradients."""
+    """Time the first step and ten more; return also a digest of the first loss and gradients."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -80,7 +81,7 @@ def _child(layers: int, width: int, dropout: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prints a line for each model, and what was measured in every process; 1 above the bar."""
+    """Print a line for each model and the figures of every process; return 1 above the limit."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--child", nargs=3)
@@ -99,7 +100,7 @@ def main() -> int:
 
 
 def _measure(layers: int, width: int, dropout: float, rounds: int) -> bool:
-    """Whether the bar is missed."""
+    """Measure, and return whether the limit is missed."""
     child = ("tests.bench.cache", "--child", layers, width, dropout)
     without, with_cache = [], []
     for _ in range(rounds):

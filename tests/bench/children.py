@@ -1,4 +1,4 @@
-"""Parts of a benchmark in processes of their own."""
+"""Parts of a benchmark that run in their own processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ortlab.engines.ortmodule.compat import extensions
 def found_by(
     module: str, *words: object, variables: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What ``python -m module words`` prints as JSON in its last line, with these `variables`."""
+    """Run ``python -m module words`` with these `variables`; return the JSON of its last line."""
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, words)],
         env={**os.environ, **(variables or {})},
@@ -32,9 +32,9 @@ def found_by(
 
 @contextlib.contextmanager
 def nothing_cached() -> Iterator[dict[str, str]]:
-    """Variables for processes to share caches that have nothing but the built extension in them.
+    """Return environment variables for shared caches that hold nothing but the built extension.
 
-    Runs are kept there, too.
+    Runs are stored there, too.
     """
     built = extensions.cache_folder()
     with tempfile.TemporaryDirectory(prefix="ortlab-", ignore_cleanup_errors=True) as folder:

@@ -1,11 +1,12 @@
-"""How long a run takes to end, however it is ended: python -m tests.bench.ending
+"""Benchmark of the time that a run takes to end, for each way to end it.
 
-Each end is that of a real kernel that trains in eager torch: the run's own stop, the notebook's
-stop button, for the second time, while a cell awaits the run, SIGTERM, and a kernel that is shut
-down or restarted as JupyterLab does it. From the request until the run is over and its checkpoint
-is on the disk, which includes what is left of the step in flight; and until the process is gone.
-The bar is two seconds beyond a step (the longest that the run has made). Wants a machine that does
-nothing else.
+Run it on an otherwise idle machine: ``python -m tests.bench.ending``.
+
+Each case ends a real kernel that trains in eager torch: the run's own stop, the notebook's stop
+button (pressed twice) while a cell awaits the run, SIGTERM, and a kernel that is shut down or
+restarted as JupyterLab does it. Two times are measured from the request: until the run is over and
+its checkpoint is on disk, which includes the rest of the step in flight, and until the process is
+gone. The limit is two seconds more than the longest step of the run.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ print(os.getpid(), run.folder, sum(p.numel() for p in model.parameters()))
 
 
 def measured(width: int, how: str) -> dict[str, Any]:
-    """One end: seconds from the request, of the longest step, and the model's size."""
+    """Return one case: seconds from the request and of the longest step, and the model's size."""
     manager, client = start_new_kernel(kernel_name="python3")
     try:
         printed: list[str] = []
@@ -58,7 +59,7 @@ def measured(width: int, how: str) -> dict[str, Any]:
         )
         pid, folder, count = "".join(printed).split()
         process = psutil.Process(int(pid))
-        if how == "stop button":  # pressed once it leaves the wait, and the second time the run
+        if how == "stop button":  # the first press ends the wait, the second one the run
             _wait(client)
             manager.interrupt_kernel()
             client.get_shell_msg(timeout=120)
@@ -93,16 +94,16 @@ def measured(width: int, how: str) -> dict[str, Any]:
 
 
 def _wait(client: BlockingKernelClient) -> None:
-    """A cell awaits the run."""
+    """Await the run in a cell."""
     client.execute("await run")
     while client.get_iopub_msg(timeout=120)["msg_type"] != "execute_input":
         pass
-    time.sleep(0.5)  # the kernel has told of the cell, and begins it
+    time.sleep(0.5)  # the kernel has announced the cell and is about to run it
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--times", type=int, default=5, help="of each end")
+    parser.add_argument("--times", type=int, default=5, help="runs of each case")
     parser.add_argument("--widths", type=int, nargs="*", default=[500, 4500], help="hidden units")
     arguments = parser.parse_args()
     found: list[list[str]] = []

@@ -1,8 +1,8 @@
-"""What it costs a step to notice numbers that are not finite: python -m tests.bench.finite
+"""Benchmark of the cost per step of detecting numbers that are not finite.
 
-Steps of engine eager in turn with the same steps that look at nothing: no norm of the gradients, no
-flag, no statistics kept from before. The gradient's norm is a number of the charts, and what
-``clip_norm`` takes, too; without that alone is the third column.
+Run ``python -m tests.bench.finite``. Steps of engine eager alternate with the same steps without
+any check: no norm of the gradients, no flag, no saved statistics. The gradient norm is also shown
+in the charts and used by ``clip_norm``; the third column is the cost without the norm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUNDS, STEPS, WARMUP = 15, 12, 5
 
 
 def _blind(stepper: TorchStepper, *, norm: bool) -> None:
-    """Has `stepper` look at nothing, or at the norm alone."""
+    """Disable all checks of `stepper`, or all but the norm."""
 
     def update(_: torch.Tensor, lr: float) -> tuple[Any, None, None]:
         gradients = [p.grad for p in stepper._parameters if p.grad is not None]
@@ -59,7 +59,7 @@ def _step_ms(stepper: TorchStepper, batch: Any) -> float:
 
 
 def main() -> None:
-    """Prints a line for each model: medians of all rounds, and the ranges of the ratios."""
+    """Print a line for each model: medians of all rounds, and the ranges of the ratios."""
     net = nn.Sequential(nn.Linear(64, 500), nn.ReLU(), nn.Linear(500, 10))
     normed = nn.Sequential(nn.Linear(64, 500), nn.BatchNorm1d(500), nn.ReLU(), nn.Linear(500, 10))
     samples = torch.randn(32, 64), torch.arange(32) % 10
@@ -79,7 +79,7 @@ def main() -> None:
         for _ in range(ROUNDS):
             taken: list[list[float]] = [[], [], []]
             for turn in range(STEPS):
-                for place in range(3):  # who comes after whom changes with every turn
+                for place in range(3):  # the order changes with every turn
                     at = (turn + place * (1 + turn % 2)) % 3
                     taken[at].append(_step_ms(steppers[at], batch))
             rounds.append([statistics.median(each) for each in taken])

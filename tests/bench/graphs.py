@@ -1,6 +1,7 @@
-"""What it costs to see a model's graphs: python -m tests.bench.graphs
+"""Benchmark of the cost of viewing a model's graphs.
 
-The bar: capture grows in proportion to the nodes, so its milliseconds a node stay what they are.
+Run ``python -m tests.bench.graphs``. The limit: capture grows in proportion to the nodes, so the
+milliseconds per node stay constant.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROUNDS, PROFILES, STEPS = 5, 3, 5
 
 
 def bert(layers: int) -> nn.Module:
-    """A BERT in engine ort, trained for one step."""
+    """Return a BERT in engine ort, trained for one step."""
     config = BertConfig(
         hidden_size=WIDTH,
         num_hidden_layers=layers,
@@ -37,13 +38,13 @@ def bert(layers: int) -> nn.Module:
 
 
 def capture(model: nn.Module) -> None:
-    """Every stage, read to the last node, and the gradients of its nodes."""
+    """Read every stage to the last node, and the gradients of its nodes."""
     for stage in ortlab.graphs(model).stages.values():
         len(stage.gradients)
 
 
 def plan_memory(model: nn.Module) -> None:
-    """With the capture: lifetimes, and the peak for a batch."""
+    """Plan memory, capture included: lifetimes, and the peak for a batch."""
     ortlab.memory_plan(model).peak_bytes(batch=64)
 
 
@@ -51,11 +52,11 @@ MEASURES: Mapping[str, Callable[[nn.Module], object]] = {
     "capture": capture,
     "memory plan": plan_memory,
 }
-"""What is done with a model, by name; each gets a column."""
+"""Measured operations on a model, by name; each gets a column."""
 
 
 def median_ms(work: Callable[[], object]) -> float:
-    """Of some rounds, after one to warm up."""
+    """Return the median of several rounds, after one warm-up round."""
     rounds = []
     for _ in range(ROUNDS + 1):
         started = time.perf_counter()
@@ -65,7 +66,7 @@ def median_ms(work: Callable[[], object]) -> float:
 
 
 def graphs() -> None:
-    """Prints a line for each number of layers."""
+    """Print a line for each number of layers."""
     heads = "".join(f"{name + ' ms':>16}{'ms a node':>11}" for name in MEASURES)
     print(f"BERT of width {WIDTH}, medians of {ROUNDS}\nlayers  nodes of all stages{heads}")
     for layers in LAYERS:
@@ -79,7 +80,7 @@ def graphs() -> None:
 
 
 def profiles() -> None:
-    """Prints what watching adds to a step, in the least disturbed of some profiles."""
+    """Print the time that watching adds to a step, in the least disturbed of several profiles."""
     print(
         f"\na step in ms, unwatched and watched: the least of {PROFILES} profiles of {STEPS} steps"
     )

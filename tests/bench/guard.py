@@ -1,6 +1,7 @@
-"""What one call of the stale-edit guard costs: python -m tests.bench.guard
+"""Benchmark of the stale-edit guard's cost per call.
 
-The bar: 20 microseconds, and one for every submodule and parameter.
+Run ``python -m tests.bench.guard``. The limit is 20 microseconds plus one for every submodule and
+parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def bert(layers: int, width: int) -> nn.Module:
 
 
 def _call_us(guard: Guard, kwargs: dict[str, torch.Tensor]) -> list[float]:
-    """Microseconds of a call's whole look-up: the guard's key, the arguments', autocast."""
+    """Return the microseconds of a call's whole lookup: the guard's key, arguments and autocast."""
     rounds = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
@@ -44,7 +45,7 @@ def _call_us(guard: Guard, kwargs: dict[str, torch.Tensor]) -> list[float]:
 
 
 def main() -> None:
-    """Prints a line for each model."""
+    """Print a line for each model."""
     ids = torch.zeros(8, 64, dtype=torch.long)
     batch = {"input_ids": ids, "attention_mask": ids, "labels": ids[:, 0]}
     net = nn.Sequential(nn.Linear(64, 500), nn.ReLU(), nn.Linear(500, 10))

@@ -1,12 +1,15 @@
-"""How fast a long history opens: python -m tests.bench.history [--runs 1000] [--points 100000]
+"""Benchmark of the time that a long history takes to open.
 
-Makes runs of real folders below a temporary root: settings, environment, result, notes, a
-checkpoint, and metrics of so many steps as `MetricsFile` writes them, of the columns that a run on
-a CPU has. The metrics of ten are written, the others are hard links to them, since a thousand are
-15 GB; nothing that opens the history reads them, which the figures of --points 100 show. Timed in
-processes of their own, from the call to the table with all its text and the widget's rows: without
-an index, with it, and with it after the file cache of the folders was dropped (as root). Then one
-run more ends, and one run is opened with its charts. The bar: less than a second with the index.
+Run ``python -m tests.bench.history [--runs 1000] [--points 100000]``.
+
+Makes runs in real folders below a temporary root: settings, environment, result, notes, a
+checkpoint, and metrics of that many steps as `MetricsFile` writes them, with the columns of a run
+on a CPU. Only ten metrics files are written; the others are hard links to them, because a thousand
+take 15 GB. Nothing that opens the history reads them, as the figures with --points 100 show. Each
+timing runs in its own process, from the call to the table with all its text and the widget's rows:
+without an index, with it, and with it after the file cache of the folders was dropped (needs root).
+Then one more run ends, and one run is opened with its charts. The limit is one second with the
+index.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ print(read - began, time.perf_counter() - read)
 
 
 def main() -> int:
-    """Prints the figures; 1 where a bar is missed."""
+    """Print the figures; return 1 where a limit is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--points", type=int, default=100_000)
@@ -93,7 +96,7 @@ def main() -> int:
 
 
 def make(root: Path, *, runs: int, points: int) -> None:
-    """So many folders of runs."""
+    """Make that many run folders."""
     settings, about = FinetuneSettings(max_steps=points), environment()
     random = np.random.default_rng(0)
     began = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
@@ -140,7 +143,7 @@ def make(root: Path, *, runs: int, points: int) -> None:
 
 
 def metrics(points: int, random: np.random.Generator) -> np.ndarray:
-    """Steps as a run on a CPU has them."""
+    """Return the metrics of steps as a run on a CPU records them."""
     rows = np.full((points, len(COLUMNS)), np.nan)
     rows[:, [INDEX[name] for name in KNOWN]] = random.random((points, len(KNOWN)))
     rows[:, INDEX["step"]] = np.arange(1, points + 1)
@@ -151,20 +154,20 @@ def metrics(points: int, random: np.random.Generator) -> np.ndarray:
 
 
 def timed(script: str, *arguments: object) -> list[float]:
-    """What a process of its own prints."""
+    """Return the output of code run in its own process."""
     words = [sys.executable, "-c", script, *map(str, arguments)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     return json.loads("[" + ",".join(done.stdout.split()) + "]")
 
 
 def drop(index: Path) -> bool:
-    """Removes the index."""
+    """Remove the index."""
     index.unlink(missing_ok=True)
     return True
 
 
 def forget() -> bool:
-    """Has the system forget what it read; whether it may."""
+    """Drop the folders from the system's file cache; return whether that was permitted."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")

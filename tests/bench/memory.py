@@ -1,11 +1,13 @@
-"""Memory that a step was predicted to take, beside what it took: python -m tests.bench.memory
+"""Benchmark of the predicted memory of a step against its measured memory.
 
-Each line is of a process of its own. The plan is made after a step with a quarter of the sizes; the
-peak is the process's while a step runs, less what it has with weights and optimizer state loaded,
-without an arena. malloc is told to give back what is freed, which the figures would hide otherwise.
-The bar: within 5%, within 10% where recompute plans are on. `--budget` finds the largest batch of
-three models for some memory, and runs that one and 1.1 times as much: the bar is that the first
-stays within it and the second does not.
+Run ``python -m tests.bench.memory``.
+
+Each line comes from its own process. The plan is made after a step with a quarter of the sizes. The
+measured peak is the process's peak while a step runs, minus its size with weights and optimizer
+state loaded, without an arena. malloc is set to return freed memory at once, which would otherwise
+distort the figures. The limit is 5%, or 10% with recompute plans. `--budget` finds the largest
+batch of three models for a given memory, and runs that batch and one of 1.1 times its size: the
+first must stay within the budget and the second must exceed it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from tests.bench.children import found_by
 
 BAR, BAR_PLANNED = 0.05, 0.10
 BUDGET_BYTES = 600 * 2**20
-"""Beyond what the process has before the model is made."""
+"""Bytes above the process's size before the model is created."""
 WORDS = 8000
 _M_MMAP_THRESHOLD = -3
 _SMALL = 4
@@ -39,7 +41,7 @@ _SMALL = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A model of some size and what it is trained on; ``plans`` are recompute plans."""
+    """A model of some size and its training data; ``plans`` are recompute plans."""
 
     kind: str
     width: int
@@ -206,8 +208,8 @@ class Training:
         self._optimizer.zero_grad(set_to_none=True)
 
     def measure(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Bytes of the process when idle, and at its peak in a step with a batch of these sizes."""
-        self.step(batch_of(self.case, sizes))  # an export may have its shapes checked
+        """Return the process's bytes when idle, and at its peak in a step of these batch sizes."""
+        self.step(batch_of(self.case, sizes))  # a new export may first check these shapes
         self.step(batch_of(self.case, sizes))
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -218,7 +220,7 @@ class Training:
 
 
 def give_back_at_once() -> None:
-    """Has malloc give memory back when it is freed, for the process's size to tell what is used."""
+    """Make malloc return freed memory at once, so that the process's size shows what is in use."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
 
 
@@ -240,7 +242,7 @@ def _child(case: Case, budget: int | None) -> dict[str, float]:
 
 
 def _at_the_limit(case: Case, folder: str, budget: int) -> dict[str, float]:
-    """The largest batch by the plan, what that takes with the model, and what 1.1 times it does."""
+    """Return the plan's largest batch, its memory with the model, and that of 1.1 times as many."""
     training = Training(case, {"arena": False}, folder)
     plan = ortlab.memory_plan(training.model)
     others = {name: size for name, size in case.sizes.items() if name != "batch"}
@@ -259,18 +261,18 @@ def _run(number: int, budget: int | None) -> dict[str, float]:
 
 
 def predicted_and_measured(case: Case) -> tuple[float, float]:
-    """Bytes of one step, in a fresh process."""
+    """Return the predicted and measured bytes of one step, in a fresh process."""
     found = _run(CASES.index(case), None)
     return found["predicted"], found["measured"]
 
 
 def limits(case: Case, budget: int = BUDGET_BYTES) -> dict[str, float]:
-    """What `max_batch` promised for `budget` bytes and what was taken, in a fresh process."""
+    """Return what `max_batch` promised for `budget` bytes and what was used, in a fresh process."""
     return _run(CASES.index(case), budget)
 
 
 def _predictions(cases: Sequence[Case]) -> bool:
-    """Prints a line for each; whether all are within the bar."""
+    """Print a line for each case; return whether all are within the limits."""
     met = True
     for case in cases:
         predicted, measured = predicted_and_measured(case)
@@ -303,7 +305,7 @@ def _limits() -> bool:
 
 
 def main() -> int:
-    """Prints the table; 1 where a bar is missed."""
+    """Print the table; return 1 where a limit is missed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--budget", action="store_true")
     parser.add_argument("--child", type=int)

@@ -1,11 +1,14 @@
-"""What watching costs a run: python -m tests.bench.overhead [pairs] [steps]
+"""Benchmark of the overhead that monitoring adds to a run.
+
+Run ``python -m tests.bench.overhead [pairs] [steps]``.
 
 JupyterLab in a headless Chromium on this machine shows the charts and controls of fine-tuning runs.
-In turn with each, the same steps run in a bare loop: no recorder, no sampler, no view. Printed are
-the ratio of their samples per second with its 95 % interval (bootstrap of the median over pairs),
-and the CPU time of every thread of the kernel but the training thread and the kernels' own worker
-threads, as a share of the run; the final picture counts, once a run, so runs should be a minute
-long for this. Bars: the interval's lower end at least 0.97, the share at most 1 %.
+After each run, the same steps run in a bare loop: no recorder, no sampler, no view. It prints the
+ratio of their samples per second with its 95 % interval (bootstrap of the median over pairs), and
+the CPU time of every thread of the kernel except the training thread and the compute kernels' own
+worker threads, as a share of the run. The final picture is included, once per run, so runs should
+take a minute for this figure. The limits: the interval's lower end is at least 0.97, the share at
+most 1 %.
 """
 
 from __future__ import annotations
@@ -126,7 +129,7 @@ Path("results.json").write_text(json.dumps(results))
 
 
 def measure(pairs: int, steps: int) -> list[dict[str, Any]]:
-    """The rows of one session, a row for each pair."""
+    """Return the rows of one session, one row per pair."""
     path = find()
     if path is None:
         raise SystemExit("no Chromium found: apt-get install chromium")
@@ -146,7 +149,7 @@ def measure(pairs: int, steps: int) -> list[dict[str, Any]]:
 
 
 def interval(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
-    """The 95 % interval of the median, by bootstrap over pairs (10,000 draws, seed 0)."""
+    """Return the 95 % interval of the median, by bootstrap over pairs (10,000 draws, seed 0)."""
     generator = np.random.default_rng(0)
     draws = generator.choice(ratios, size=(10_000, len(ratios)))
     low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
@@ -154,7 +157,7 @@ def interval(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, floa
 
 
 def main() -> int:
-    """Prints the figures; 1 when a bar is missed."""
+    """Print the figures; return 1 when a limit is missed."""
     pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 24
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else 100
     rows = measure(pairs, steps)

@@ -1,11 +1,13 @@
-"""What recompute saves and costs: python -m tests.bench.recompute [--doubling]
+"""Benchmark of the memory that recompute saves and the time it costs.
 
-Each line is of processes of their own. Memory is measured as in `tests.bench.memory`, without an
-arena; time with one, steps without and with recompute in turn, and a change between them each time.
-The bars: for BERT 12 x 256 with 16 x 256 tokens what is there after forward falls by 70% and the
-peak by 40%, at no more than 35% more time for a step; a change takes less than a second.
-`--doubling` finds the largest batch that fits into some memory without and with it, and runs both:
-the bar is twice the batch.
+Run ``python -m tests.bench.recompute [--doubling]``.
+
+Each line comes from its own processes. Memory is measured as in `tests.bench.memory`, without an
+arena. Time is measured with one: steps without and with recompute in turn, with a change between
+them each time. The limits, for BERT 12 x 256 with 16 x 256 tokens: the memory in use after forward
+falls by 70% and the peak by 40%, a step takes at most 35% longer, and a change takes less than a
+second. `--doubling` finds the largest batch that fits into a given memory without and with
+recompute, and runs both: the batch must double.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ BUDGET_BYTES = 700 * 2**20
 
 
 def _change(training: Training, plan: str) -> float:
-    """Lets `plan` hold; returns the seconds until the next step could begin."""
+    """Apply `plan`; return the seconds until the next step could begin."""
     execution = execution_of(training.model)
     started = time.perf_counter()
     execution.configure(execution.settings.replace(recompute=plan))
@@ -86,7 +88,7 @@ def _time(case: Case) -> dict[str, Any]:
                 started = time.perf_counter()
                 training.step(batch)
                 steps[plan].append(time.perf_counter() - started)
-    return {"steps": steps, "changes": changes[1:]}  # the first changes nothing
+    return {"steps": steps, "changes": changes[1:]}  # the first one changes nothing
 
 
 def _doubling(case: Case) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def _fell(found: dict[str, Any], name: str) -> float:
 
 
 def savings(case: Case) -> None:
-    """Prints what recompute saves and costs."""
+    """Print the memory that recompute saves and the time it costs."""
     found = _in_a_process("memory", case)
     taken = _in_a_process("time", case)
     off, on = (statistics.median(taken["steps"][plan]) for plan in PLANS)
@@ -145,7 +147,7 @@ def savings(case: Case) -> None:
 
 
 def doubling(case: Case) -> None:
-    """Prints the largest batch without and with recompute, and what came of running it."""
+    """Print the largest batch without and with recompute, and the result of running each."""
     found = _in_a_process("doubling", case)
     off, on = found["off"], found["layers"]
     print(
@@ -158,7 +160,7 @@ def doubling(case: Case) -> None:
 
 
 def main() -> None:
-    """Prints a line or more for each model."""
+    """Print one or more lines for each model."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--doubling", action="store_true")
     parser.add_argument("--child", nargs=2)

@@ -1,7 +1,8 @@
-"""What tutorials reach with other seeds: ``python -m tests.bench.seeds [SEED ...] [--only NAME]``.
+"""Results of the tutorials with other seeds.
 
-Executes the tutorials' own code, once for each seed (0, 1 and 2), with the line ``seed = 0``
-changed, and prints mean and spread of the held-out figures that they print.
+Run ``python -m tests.bench.seeds [SEED ...] [--only NAME]``. It executes the tutorials' own code
+once for each seed (default: 0, 1 and 2), with the line ``seed = 0`` changed, and prints the mean
+and spread of the held-out figures that they print.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ FIGURES = {
         "loss after the jump": r"the jump: .* -> (\S+),",
     },
 }
-"""The tutorials, and what is read of what each prints."""
+"""The tutorials, and the patterns of the figures in their output."""
 LINE = "seed = 0\n"
 
 
 def with_seed(path: Path, seed: int, folder: Path) -> Path:
-    """The tutorial with another seed, in `folder`; ValueError where it has no seed of its own."""
+    """Write the tutorial with another seed to `folder`; raise ValueError where it sets no seed."""
     notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     cells = [cell for cell in notebook.cells if cell.source.count(LINE) == 1]
     if len(cells) != 1:
@@ -55,7 +56,7 @@ def with_seed(path: Path, seed: int, folder: Path) -> Path:
 
 
 def figures(path: Path, seed: int) -> dict[str, float]:
-    """What the tutorial prints with this seed; RuntimeError where it fails or prints no figure."""
+    """Return the tutorial's figures for this seed; RuntimeError where it fails or prints none."""
     with tempfile.TemporaryDirectory() as folder:
         executed = execute(with_seed(path, seed, Path(folder)))
     if executed.failed:
@@ -70,7 +71,7 @@ def figures(path: Path, seed: int) -> dict[str, float]:
 
 
 def summary(values: list[float]) -> str:
-    """Mean, standard deviation over seeds, least and most."""
+    """Return the mean, the standard deviation over seeds, the minimum and the maximum."""
     spread = f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
     return f"{spread} ({min(values):.2f} to {max(values):.2f})"
 

@@ -1,14 +1,16 @@
-"""How long a run stands still when its settings change: python -m tests.bench.switching
+"""Benchmark of the pause of a run when its settings change.
 
-Each case is of processes of their own, with nothing exported or compiled on disk: a run of
-`ortlab.finetune` that goes to and fro between settings while it trains. The latency runs from the
-end of the step in flight to the start of the first one under the new settings. What an engine makes
-in the middle of that step (an export, a session, compiled code) belongs to it: it is what the first
-steps took beyond a median one under the same settings. `cost_s` is what the run itself says, the
-first step included. The bars: recompute, and a return to an engine or a precision, less than a
-second; learning rate, accumulation and clipping the next step, without a stop; another precision on
-ORT no more than the run's first export, which is its first step beyond a median one. `--json FILE`
-keeps all figures. Wants a machine that does nothing else.
+Run ``python -m tests.bench.switching`` on an otherwise idle machine.
+
+Each case runs in its own processes, with nothing exported or compiled on disk: a run of
+`ortlab.finetune` that switches back and forth between settings while it trains. The latency is
+measured from the end of the step in flight to the start of the first step under the new settings.
+Work that an engine does inside that first step (an export, a session, compiled code) is added to
+the latency: it is the time of the first steps beyond a median step under the same settings.
+`cost_s` is the run's own figure, including the first step. The limits: recompute, and a return to
+an earlier engine or precision, take less than a second; learning rate, accumulation and clipping
+apply to the next step without a stop; another precision on ORT takes no longer than the run's first
+export, which is its first step beyond a median one. `--json FILE` stores all figures.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ from tests.bench.children import found_by, nothing_cached
 
 BATCH, TOKENS = 4, 64
 STEPS = 10
-"""Under each settings; the last ones are what its median step is of."""
+"""Steps under each set of settings; the median step is computed from the last ones."""
 FIRST = 2
-"""Steps that may still export or compile. The first call of a classifier of transformers' notes its
-kind of problem in its configuration, so the second one compiles again."""
+"""Steps that may still export or compile. The first call of a transformers classifier stores its
+problem type in its configuration, so the second one compiles again."""
 BAR_S = 1.0
 FREE = ("lr", "accumulation", "clip_norm")
 
@@ -59,16 +61,16 @@ CASES: Mapping[str, tuple[dict[str, Any], tuple[dict[str, Any], ...]]] = {
     "ort": ({"engine": "eager"}, ({"engine": "ort"}, {"engine": "eager"})),
     "compile": ({"engine": "eager"}, ({"engine": "compile"}, {"engine": "eager"})),
 }
-"""What a run begins with, and what it goes through again and again."""
+"""Initial settings of each run, and the cycle of changes that it repeats."""
 
 
 MADE_ONCE = ("precision", "engine")
-"""Settings whose first change makes what a return finds again."""
+"""Settings whose first change creates objects that a later return reuses."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a run. ``late`` are the steps begun under the old settings after the asking."""
+    """One change of a run. ``late`` counts steps begun under the old settings after the request."""
 
     text: str
     latency_s: float
@@ -78,7 +80,7 @@ class Change:
 
 
 class _Trained:
-    """A run that goes through the changes of a case, `rounds` times."""
+    """A run that makes the changes of a case, `rounds` times."""
 
     def __init__(self, case: str, given: argparse.Namespace) -> None:
         begin, cycle = CASES[case]
@@ -113,13 +115,13 @@ class _Trained:
         return events[-1]
 
     def _beyond(self, begin: int, end: int | None) -> tuple[float, float]:
-        """What the first steps after step `begin` took beyond a median one, and that one."""
+        """Return the extra time of the first steps after step `begin`, and the median step."""
         times = self._step_s[begin:end]
         step_s = float(np.median(times[FIRST:]))
         return float((times[:FIRST] - step_s).sum()), step_s
 
     def figures(self) -> dict[str, Any]:
-        """Of the first export or step, and of every change."""
+        """Return the figures of the first export or step, and of every change."""
         events = self._run.recorder.events("change")
         ends = [*(event.step for event in events[1:]), None]
         changes, met = [], set()
@@ -128,21 +130,21 @@ class _Trained:
             first = event.text.startswith(MADE_ONCE) and len(met) == 0
             text = f"{event.text}, the first time" if first else event.text
             met.add(text)
-            late = max(event.step - asked - 1, 0)  # the step in flight is not one of them
+            late = max(event.step - asked - 1, 0)  # without the step in flight
             changes.append(Change(text, latency_s, event.values["cost_s"], step_s, late))
         first_s, _ = self._beyond(0, events[0].step)
         return {"first_s": first_s, "changes": [dataclasses.asdict(each) for each in changes]}
 
 
 def _in_a_process(case: str, given: argparse.Namespace) -> dict[str, Any]:
-    """What a process finds that has nothing exported, compiled or measured on disk."""
+    """Return what a process measures with nothing exported, compiled or timed on disk."""
     sizes = ["--layers", given.layers, "--width", given.width, "--rounds", given.rounds]
     with nothing_cached() as variables:
         return found_by("tests.bench.switching", "--child", case, *sizes, variables=variables)
 
 
 def _bar(text: str, first_s: Sequence[float]) -> float | None:
-    """The most seconds of the change `text`; None where there is no bar, 0 for no stop at all."""
+    """Return the limit in seconds of the change `text`; None for no limit, 0 for no stop at all."""
     if text.startswith(FREE):
         return 0.0
     if text.startswith("precision") and text.endswith("first time"):
@@ -151,7 +153,7 @@ def _bar(text: str, first_s: Sequence[float]) -> float | None:
 
 
 def _rows(found: Sequence[Mapping[str, Any]]) -> tuple[list[list[str]], bool]:
-    """The table's rows for the processes of one case, and whether all bars are met."""
+    """Return the table's rows for the processes of one case, and whether all limits are met."""
     rows, met = [], True
     first_s = [each["first_s"] for each in found]
     changes = [Change(**change) for each in found for change in each["changes"]]
@@ -161,7 +163,7 @@ def _rows(found: Sequence[Mapping[str, Any]]) -> tuple[list[list[str]], bool]:
         step_s = statistics.median(change.step_s for change in ours)
         bar = _bar(text, first_s)
         if bar == 0:
-            # Few steps have no finer median than that.
+            # With few steps the median is no more precise than that.
             within = latency.median < step_s and not any(change.late for change in ours)
             said = "the next step"
         else:
@@ -183,11 +185,13 @@ def _rows(found: Sequence[Mapping[str, Any]]) -> tuple[list[list[str]], bool]:
 
 
 def main() -> int:
-    """Prints a table for each case; 1 where a bar is missed."""
+    """Print a table for each case; return 1 where a limit is missed."""
     parser = argparse.ArgumentParser("tests.bench.switching", description=__doc__)
     for name, default in (("layers", 12), ("width", 256), ("rounds", 5), ("processes", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--case", choices=CASES, action="append", help="one alone, or several")
+    parser.add_argument(
+        "--case", choices=CASES, action="append", help="case to run; repeatable (default: all)"
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     given = parser.parse_args()

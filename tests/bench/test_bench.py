@@ -1,4 +1,4 @@
-"""The benchmark of the engines, run on tiny models; what it says of them is no matter of speed."""
+"""The benchmark of the engines, run on tiny models; the speeds themselves are not tested."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.readme import speed
 from tests.support.waiting import HANGS_S
 
 MODEL = "bert-256/2x128"
-# One thread: two of them wait for each other wherever a third computes.
+# One thread: two would wait for each other whenever another process computes.
 TINY: dict[str, Any] = {"models": MODEL, "rounds": 3, "threads": 1, "device": "cpu", "quick": True}
 NO_ORT = compat.unavailable()
 
@@ -42,7 +42,7 @@ def command(*options: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[list[str]]:
-    """What a benchmark says while it works."""
+    """Collect the progress messages of a benchmark."""
     lines: list[str] = []
     token = progress.set(lines.append)
     yield lines
@@ -51,12 +51,12 @@ def told() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def measured(told: list[str]) -> EngineBench:
-    """Eager torch and ORT in both precisions; compiling is for one test alone."""
+    """Measure eager torch and ORT in both precisions; only one test compiles."""
     return bench.engines(**TINY, engines="eager,ort")
 
 
 def whole(result: EngineBench) -> EngineBench:
-    """As if it were of full models, on a machine that does nothing else."""
+    """Pretend that full models were measured on an otherwise idle machine."""
     settings = result.settings.replace(quick=False)
     return dataclasses.replace(
         result, settings=settings, machine=dataclasses.replace(result.machine, load=0.0)
@@ -176,11 +176,11 @@ def test_models_have_the_size_that_they_say(name: str, millions: float) -> None:
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
 
 
-# ---- what cannot run -----------------------------------------------------------------------------
+# ---- configurations that cannot run --------------------------------------------------------------
 
 
 def test_a_cell_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a compiler, and with an option that ORT refuses here."""
+    """A cell that cannot run gives its reason: no compiler, or an option that ORT refuses here."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("ORTMODULE_USE_TRITON", "1")
     result = bench.engines(**TINY, precisions="fp32")
@@ -198,7 +198,7 @@ def test_a_cell_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_cell_that_fails_later_leaves_the_others() -> None:
-    """After the first round that counts a layer of one of the copies fits no longer."""
+    """A cell that fails later leaves the others: a layer's shape changes after the first round."""
     race = timing.Race(MODEL, BenchSettings(**TINY, engines="eager"), "cpu")
 
     def listen(line: str) -> None:
@@ -259,7 +259,7 @@ def test_all_engines_by_the_command(tmp_path: Path) -> None:
 
 
 def test_interrupted() -> None:
-    """Ctrl-C in a round: the rounds before it are told, as JSON alone where that was asked for."""
+    """Ctrl-C in a round prints the rounds before it, as JSON alone where JSON was requested."""
     options = ["--models", f"{MODEL},gpt2-768", "--engines", "eager", "--rounds", "100000"]
     with subprocess.Popen(
         command(*options, "--json", "-"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -282,7 +282,7 @@ def test_interrupted() -> None:
     assert "not reached" in result.markdown()
 
 
-# ---- what is told --------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def test_json_gives_back_the_same(measured: EngineBench) -> None:
@@ -298,7 +298,7 @@ def test_json_gives_back_the_same(measured: EngineBench) -> None:
 
 
 def test_figures_by_hand(measured: EngineBench) -> None:
-    """Each round is compared by itself: a slow second one of all cells changes no speed."""
+    """Rounds are compared one by one: a second round that is slow for all changes no speed."""
     first, second = measured.cells[0], measured.cells[2]
     one = dataclasses.replace(first, step_ms=(10.0, 30.0, 10.0), losses=(2.0, 2.0))
     other = dataclasses.replace(second, step_ms=(5.0, 15.0, 4.0), losses=(2.1, 2.3), reason=None)

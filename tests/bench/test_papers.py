@@ -1,4 +1,4 @@
-"""`ortlab bench papers`: the published benchmarks here, beside the published figures."""
+"""`ortlab bench papers`: the published benchmarks run here, next to the published figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MILLIONS = {
     "roberta-large": 354,
     "t5-large": 738,
 }
-"""Parameters of the models on the Hugging Face hub."""
+"""Millions of parameters of the models on the Hugging Face hub."""
 GAINS = {
     "bart-large": 13.8,
     "bert-large": 9.4,
@@ -41,7 +41,7 @@ GAINS = {
     "roberta-large": 18.5,
     "t5-large": 25.4,
 }
-"""In percent, as the pages with the figures print them beside these."""
+"""Speedups in percent, as printed on the pages with the published figures."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def measured() -> PaperBench:
 
 
 def row(shown: str, title: str) -> str:
-    """The row of a benchmark in the first table."""
+    """Return a benchmark's row in the first table."""
     (found,) = (line for line in shown.splitlines() if line.startswith(f"| {title} |"))
     return found
 
@@ -137,7 +137,7 @@ def test_an_engine_that_does_not_run_has_no_figures() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--quick", "--threads", "1", "--device", "cpu", "--rounds", "1", "--models", "gpt2"]
     given += ["--engines", "eager", "--precisions", "fp32", "--json", str(tmp_path / "papers.json")]
-    token = progress.set(None)  # the command tells standard error how far it is
+    token = progress.set(None)  # the command reports progress on standard error
     try:
         assert main(["bench", "papers", *given]) == 0
         assert row(capsys.readouterr().out, PAPERS["gpt2"].title)

@@ -1,4 +1,4 @@
-"""A training step taken apart, run on a tiny model; what its parts take is no matter of speed."""
+"""Breakdown of a training step, run on a tiny model; the times themselves are not tested."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ortlab.settings import FinetuneSettings
 from tests.support.waiting import HANGS_S
 
 MODEL = "bert-256/2x128"
-# One thread: two of them wait for each other wherever a third computes.
+# One thread: two would wait for each other whenever another process computes.
 TINY: dict[str, Any] = {"model": MODEL, "steps": 3, "threads": 1, "quick": True}
 
 pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
@@ -43,7 +43,7 @@ def command(*options: str) -> list[str]:
 def answer(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """The command run once, and the file of its figures."""
+    """Return the command's output from a single run, and the file of its figures."""
     file = tmp_path_factory.mktemp("step") / "step.json"
     options = command("--steps", "3", "--json", str(file))
     return subprocess.run(options, capture_output=True, text=True), file
@@ -94,7 +94,7 @@ def test_parts_add_up_to_the_step(measured: StepBench) -> None:
         whole = forward + backward + found.optimizer_ms + found.rest_ms
         assert whole == pytest.approx(found.step_ms)
         assert found.session_ms + found.around_ms == pytest.approx(forward + backward)
-        # Each lies within the next: nothing is counted twice, and nothing was never run.
+        # Each part lies within the next: nothing is counted twice, and each part took some time.
         within = (0.0, found.session_forward_ms, found.export_ms, found.execution_ms)
         assert list(within) == sorted({*within})
         assert found.execution_ms < found.forward_ms
@@ -120,7 +120,7 @@ def test_operators_add_up_to_the_kernels(measured: StepBench) -> None:
 
 
 def test_kernels_are_compared_by_what_was_measured(measured: StepBench) -> None:
-    """This export has measured its pairs just before: those that it took, and those it left."""
+    """Kernels are compared by measured pairs: this export timed the chosen and the rejected."""
     compared = [each for each in measured.operators if each.compared]
     assert sum(each.compared for each in compared) > 10
     for each in compared:
@@ -130,7 +130,7 @@ def test_kernels_are_compared_by_what_was_measured(measured: StepBench) -> None:
 
 @pytest.mark.parametrize(("kernels", "spinning"), [("ort", True), ("torch", False)])
 def test_other_kernels(kernels: str, spinning: bool) -> None:
-    """ORT's workers spin where its own kernels compute alone, but for dropout."""
+    """ORT's workers spin only where ORT's own kernels compute everything but dropout."""
     result = bench.step(**TINY | {"steps": 1, "kernels": kernels})
     assert result.spinning == spinning
     ours = {each.op.rpartition(".")[2] for each in result.operators if "ortlab_kernels" in each.op}
@@ -141,7 +141,7 @@ def test_other_kernels(kernels: str, spinning: bool) -> None:
 
 
 def test_bf16(measured: StepBench) -> None:
-    """What is kept of products is of fp32, which says nothing of these."""
+    """In bf16 no cached choice applies: the stored measurements of products are for fp32."""
     assert sum(each.compared for each in measured.operators if "MatMul" in each.op) > 0
     result = bench.step(**TINY | {"steps": 1, "precision": "bf16"})
     products = [
@@ -152,7 +152,7 @@ def test_bf16(measured: StepBench) -> None:
     assert "in bf16" in result.markdown()
 
 
-# ---- what it leaves ------------------------------------------------------------------------------
+# ---- side effects --------------------------------------------------------------------------------
 
 
 def test_the_session_is_put_back(trial: parts.Trial) -> None:
@@ -184,7 +184,7 @@ def test_the_session_is_put_back_where_a_step_fails(
 def test_both_sessions_run_and_are_told_apart(
     trial: parts.Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn runs the session that it is named for: one is slow forward, the other backward."""
+    """Each turn runs the session it is named for: one is slow in forward, the other in backward."""
     for export, name in ((trial.export, "run_forward"), (trial._twin, "run_backward")):
         agent = export.manager._execution_agent
         run = getattr(agent, name)
@@ -203,7 +203,7 @@ def test_both_sessions_run_and_are_told_apart(
 def test_the_workers_of_the_twin_do_the_other_thing(
     kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ORT's session options say, of every session that is made."""
+    """The twin's workers use the opposite setting, as the session options of every session show."""
     import onnxruntime
 
     key = "session.intra_op.allow_spinning"
@@ -224,7 +224,7 @@ def test_the_workers_of_the_twin_do_the_other_thing(
 def _spins(options: Any, key: str) -> bool:
     try:
         return bool(options.get_session_config_entry(key) != "0")
-    except RuntimeError:  # ORT's own choice, which is to spin
+    except RuntimeError:  # ORT's default, which is to spin
         return True
 
 
@@ -243,7 +243,7 @@ def test_it_leaves_the_process_as_it_was() -> None:
     assert torch.get_num_threads() == threads
 
 
-# ---- what cannot run -----------------------------------------------------------------------------
+# ---- configurations that cannot run --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_refusals(options: list[str], refused: str) -> None:
 
 
 def test_without_ort(tmp_path: Path) -> None:
-    """A machine without a compiler that has built nothing yet."""
+    """Without a compiler, and with nothing built yet, the command says so."""
     nothing = {"PATH": "", "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
     answer = subprocess.run(command(), env=os.environ | nothing, capture_output=True, text=True)
     assert answer.returncode == 1
@@ -290,7 +290,7 @@ def test_interrupted() -> None:
     assert complaints.splitlines()[-1] == "interrupted before the measurement was complete"
 
 
-# ---- what is told --------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def test_json_gives_back_the_same() -> None:
@@ -303,7 +303,7 @@ def test_json_gives_back_the_same() -> None:
 
 
 def test_figures_by_hand(measured: StepBench) -> None:
-    """Of a session of 3 and 5 ms in a forward of 6 and a backward of 7."""
+    """Figures match a hand count: a session of 3 and 5 ms in a forward of 6 and a backward of 7."""
     one = StepParts(
         step_ms=20.0,
         forward_ms=6.0,

@@ -1,10 +1,12 @@
-"""What `ortlab.tune` ends on, beside a race of all that it chose from: python -m tests.bench.tune
+"""Benchmark of `ortlab.tune` against a full grid of the same choices.
 
-The grid: every engine in every precision at every micro-batch, each on a copy of its own. Its time
-and the search's are wall-clock, in one process after another, with nothing cached on disk for
-either. Then the two winners take turns again. The bar: the search's winner is the grid's, or within
-5% of it in those turns, in less than a third of the grid's time. `--json FILE` keeps all figures;
-`-` prints them. Wants a machine that does nothing else.
+Run ``python -m tests.bench.tune`` on an otherwise idle machine.
+
+The grid runs every engine in every precision at every micro-batch, each on its own copy of the
+model. Its time and the search's are wall-clock, measured in one process after the other, with
+nothing cached on disk for either. The two winners are then timed again in turn. The limits: the
+search's winner is the grid's winner or within 5% of it in those turns, and the search takes less
+than a third of the grid's time. `--json FILE` stores all figures; `-` prints them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ BAR, SHARE = 0.05, 1 / 3
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Made-up tokens with a class."""
+    """Random tokens with a class."""
 
     def __init__(self, number: int, tokens: int) -> None:
         made = torch.Generator().manual_seed(0)
@@ -68,7 +70,7 @@ def _grid(given: argparse.Namespace, field: dict[str, dict[str, Any]]) -> dict[s
     from ortlab.search.race import Race
     from ortlab.settings import RaceSettings
 
-    # With its own limit torch would run the last of so many compiled cells as eager torch.
+    # With its default limit torch would run the last of so many compiled cells as eager torch.
     torch._dynamo.config.recompile_limit = 64
     model, data = _model(given.width, given.layers), Sentences(8 * given.batch, given.tokens)
     began = time.perf_counter()
@@ -94,7 +96,7 @@ def _tune(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _apart(part: str, *more: str) -> dict[str, Any]:
-    """What this script says of a part, in a process that finds nothing compiled or exported."""
+    """Return this script's output for one part, run in a process with empty caches."""
     with nothing_cached() as variables:
         words = [*sys.argv[1:], "--part", part, *more]
         return found_by("tests.bench.tune", *words, variables=variables)
@@ -127,7 +129,7 @@ def _compare(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Compares, or does a part of it; the exit status is 1 where the bar is missed."""
+    """Compare, or run one part; the exit status is 1 where a limit is missed."""
     parser = argparse.ArgumentParser("tests.bench.tune", description=__doc__)
     parser.add_argument("--engines", default="eager,compile,ort")
     for name, default in (("width", 256), ("layers", 4), ("tokens", 64), ("batch", 32)):

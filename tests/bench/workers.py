@@ -1,9 +1,11 @@
-"""What ortlab's layer costs on workers, beside plain torchrun: python -m tests.bench.workers
+"""Benchmark of the overhead of ortlab's workers against plain torchrun.
 
-The same BERT on the same batches by the same two gloo processes of one thread each: a run of
-`ortlab.finetune` on local workers, and a plain script with DistributedDataParallel under torchrun.
-Processes of their own take turns; each gives the median of its steps, the first few left out. The
-bar: at most 2% of samples a second. Wants a machine that does nothing else.
+Run ``python -m tests.bench.workers`` on an otherwise idle machine.
+
+The same BERT trains on the same batches in the same two gloo processes of one thread each: once as
+a run of `ortlab.finetune` on local workers, once as a plain script with DistributedDataParallel
+under torchrun. Separate processes take turns; each reports the median of its steps without the
+first few. The limit is 2% of samples per second.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ WORKERS = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints both sides' samples a second, and what the layer costs."""
+    """Print both sides' samples per second and the overhead."""
     given = _parser().parse_args(arguments)
     if given.child == "ortlab":
         print(json.dumps(_by_ortlab(given)))
@@ -117,7 +119,7 @@ def _by_ortlab(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _by_hand(given: argparse.Namespace) -> None:
-    """What a user would write for torchrun."""
+    """Train as a user's own script for torchrun would."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -136,12 +138,12 @@ def _by_hand(given: argparse.Namespace) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         told = loss.detach() / world
-        dist.all_reduce(told)  # the loss of the whole batch, as the charts have it
+        dist.all_reduce(told)  # the loss of the whole batch, as in the charts
         told.item()
         steps_s.append(time.perf_counter() - began)
     if rank == 0:
         print(json.dumps({"steps_s": steps_s[WARMUP:]}))
-    del parallel, loss  # they hold the group, whose threads abort in the interpreter's end
+    del parallel, loss  # they hold the process group, whose threads abort at interpreter exit
     gc.collect()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What `ortlab.export` writes, what it checks, and what it refuses."""
+"""The files that `ortlab.export` writes, its checks and its refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def batch(rows: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
 
 
 def spread(model: nn.Module) -> nn.Module:
-    """Weights with a say: of BERT's own initial ones hardly anything reaches the output."""
+    """Set weights that affect the output: BERT's initial ones hardly reach it."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,7 +58,7 @@ def bert() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def exported(bert: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """BERT in all its forms, with an accuracy."""
+    """Return BERT exported in all forms, with an accuracy metric."""
     path = tmp_path_factory.mktemp("bert") / "out"
     data = [batch(8, 7), batch(8, 5)]
     return ortlab.export(bert, path, batch(), fp16=True, int8=True, eval_data=data)
@@ -74,7 +74,7 @@ def leftovers(parent: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", parity.CELLS)
 def test_architectures_are_torchs(name: str, tmp_path: Path) -> None:
-    """Within 1e-5 of an output's size in every trial; the tolerance of the check is 1e-4."""
+    """Each trial is within 1e-5 of an output's size; the tolerance of the check is 1e-4."""
     found = parity.exported(name, tmp_path / "out")
     form = found.forms[0]
     print(f"{name}: largest difference {form.difference:.1e}, {form.relative:.1e} of its size")
@@ -106,7 +106,7 @@ def test_graph_says_what_it_is(bert: nn.Module, exported: Exported) -> None:
 
 
 def test_any_size_runs(bert: nn.Module, exported: Exported) -> None:
-    """Sizes that no check has seen, in a session of the reader's own."""
+    """Sizes that no check has used run in a separate session."""
     session = onnxruntime.InferenceSession(exported.file, providers=["CPUExecutionProvider"])
     bert.eval()
     try:
@@ -137,7 +137,7 @@ def test_smaller_forms_say_how_far_they_are(exported: Exported) -> None:
 
 
 def test_a_mask_that_hides_nothing_has_the_length_of_what_it_masks() -> None:
-    """BERT leaves such a mask aside, whatever its length."""
+    """BERT ignores such a mask, whatever its length."""
     found = axes.tried(ModelCall.of(tiny.bert().eval(), batch())).found
     assert [axis.name for axis in found] == ["batch", "sequence"]
     assert found[1].places == (("input_ids", 1), ("attention_mask", 1))
@@ -154,7 +154,10 @@ def test_a_second_batch_says_which_sizes_vary(tmp_path: Path) -> None:
 
 
 def test_wrapped_is_exported_as_the_plain_one(tmp_path: Path) -> None:
-    """After an export for training, whose rules write nodes that torch runs; for its last batch."""
+    """The export of a wrapped model equals the plain one's, for the last batch it was called with.
+
+    The training export before it uses rules that write nodes which torch runs.
+    """
     model = spread(tiny.bert())
     wrapped = ortlab.wrap(model, engine="ort", kernels="torch")
     wrapped(**batch(3, 6)).loss.backward()
@@ -162,7 +165,7 @@ def test_wrapped_is_exported_as_the_plain_one(tmp_path: Path) -> None:
     plain = ortlab.export(model, tmp_path / "plain", batch(3, 6))
     assert graph(ours).graph == graph(plain).graph
     assert {node.domain for node in graph(ours).graph.node} == {""}
-    # Engine ort's own rules hold again: another call is another export.
+    # Engine ort's own rules apply again: another call makes another export.
     wrapped(**{name: each for name, each in batch().items() if name != "attention_mask"})
     last = execution_of(wrapped).exports()[-1].stages()["exported"]
     assert "ATen" in {node.op_type for node in last.graph.node}
@@ -191,7 +194,7 @@ class InPlace(nn.Module):
 
 
 def test_what_forward_changes_is_as_it_was(tmp_path: Path) -> None:
-    """An output that is called as an input gets another name; what is not read is no input."""
+    """Inputs and buffers are unchanged; an output named like an input is renamed."""
     model, x = InPlace(), torch.ones(2, 4)
     found = ortlab.export(model, tmp_path / "out", {"x": x, "unused": x})
     assert torch.equal(x, torch.ones(2, 4))
@@ -260,7 +263,7 @@ def test_a_branch_by_value_is_named(tmp_path: Path) -> None:
 
 
 def test_a_branch_by_size_keeps_the_sizes(tmp_path: Path) -> None:
-    """What only raises is no branch."""
+    """A condition that only raises is not counted as a branch."""
     found = ortlab.export(BySize(), tmp_path / "out", torch.randn(2, 4))
     assert [port.shape for port in found.inputs] == [(2, 4)]
     (note,) = found.notes
@@ -335,7 +338,7 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    """No file can have more than 64 KiB, and the weights do."""
+    """A full disk leaves no files: here no file can exceed 64 KiB, and the weights do."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
     try:
@@ -422,7 +425,7 @@ def test_a_manifest_that_is_no_json_or_no_plain_file(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """A model with its weights in a file beside it, in every form."""
+    """Return a model with its weights in a file next to it, in every form."""
     path = tmp_path_factory.mktemp("beside") / "out"
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     return ortlab.export(model, path, torch.randn(2, 8), external_data=True, fp16=True, int8=True)
@@ -480,7 +483,7 @@ def test_external_data_in_a_subgraph_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_more_than_protobuf_takes(tmp_path: Path) -> None:
-    """2.1 GiB of weights, which have a file of their own unasked."""
+    """2.1 GiB of weights get their own file by default."""
     model = nn.Sequential(nn.Embedding(2**19 + 2**14, 1024), nn.Linear(1024, 4))
     found = ortlab.export(model, tmp_path / "out", torch.randint(0, 1000, (2, 3)))
     assert (found.path / "model.onnx.data").stat().st_size > weights.PROTOBUF_LIMIT
@@ -550,12 +553,12 @@ def test_a_page_gets_no_more_than_it_takes_whatever_the_manifest_says(
     facts = json.loads((moved / folder.MANIFEST).read_text())
     facts["forms"][0]["bytes"] = 5
     (moved / folder.MANIFEST).write_text(json.dumps(facts))
-    os.truncate(moved / "model.onnx.data", 240 * 2**20)  # of which the disk holds nothing
+    os.truncate(moved / "model.onnx.data", 240 * 2**20)  # sparse: it takes no space on disk
     with pytest.raises(
         ValueError, match=r"model\.onnx has 240\.0 MiB, and a page can load up to 64"
     ):
         InPage(Exported.load(moved))
     monkeypatch.setattr(in_page, "MOST_BYTES", 2**6)
-    monkeypatch.setattr(weights, "check_places", None)  # a model that is too large is not read
+    monkeypatch.setattr(weights, "check_places", None)  # an oversized model is not read
     with pytest.raises(ValueError, match=r"model\.onnx has .*, and a page can load up to 64 bytes"):
         InPage(Exported.load(moved))

@@ -1,4 +1,4 @@
-"""What leaves for a device trains there as `finetune` does here, by ORT's plain training API."""
+"""Exported training artifacts train as `finetune` does, with ORT's plain training API."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def device_losses(folder: Path, data: list[Any], *, lr: float) -> list[float]:
-    """By the plain training API, as a device would have it."""
+    """Return the losses of ORT's plain training API, as a device would compute them."""
     compat.ortmodule()
     from onnxruntime.training.api import CheckpointState, Module, Optimizer
 
@@ -105,7 +105,7 @@ def test_a_device_trains_as_finetune_does(tmp_path: Path, optimizer: str) -> Non
 
 
 class Words(nn.Module):
-    """A padding's row, which torch leaves alone, a dropout, and a part that is frozen."""
+    """A model with a padding row that torch leaves unchanged, a dropout and a frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Words(nn.Module):
 
 
 class Masked(nn.Module):
-    """The gradient of its weight is what a dropout made of ones."""
+    """A model whose weight gradient is the dropout's output for ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Masked(nn.Module):
 
 
 def test_each_element_is_dropped_as_often_as_any(tmp_path: Path) -> None:
-    """Within six standard errors; ORT's own Dropout drops the first by rote."""
+    """The rates agree within six standard errors; ORT's own Dropout always drops element one."""
     batch, calls = torch.ones(1, 640), 1000
     found = ortlab.export(Masked(), tmp_path / "out", batch, trainable="*")
     assert isinstance(found, TrainingArtifacts)
@@ -212,7 +212,7 @@ def test_a_head_alone_is_trained_and_the_rest_is_as_it_was(tmp_path: Path) -> No
 
 
 def test_broadcast_gradients_are_summed(tmp_path: Path) -> None:
-    """Of a plain export, whose shapes are ONNX's own, that of the position embeddings is not."""
+    """A plain export sums the gradient of the broadcast position embeddings explicitly."""
     torch.manual_seed(2)
     found = ortlab.export(
         tiny.bert(), tmp_path / "o", sentences(1), trainable="*position_embeddings*"
@@ -227,7 +227,7 @@ def test_broadcast_gradients_are_summed(tmp_path: Path) -> None:
 
 def test_a_wrong_gradient_is_refused(tmp_path: Path) -> None:
     class Twice(torch.autograd.Function):
-        """Doubles, and says that it does nothing."""
+        """A function that doubles but reports the gradient of the identity."""
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -279,7 +279,7 @@ def test_its_readme_runs(tmp_path: Path) -> None:
 
 
 class Pools(nn.Module):
-    """Takes maxima, whose gradient in ORT ends the process."""
+    """A model with max pooling, whose gradient in ORT ends the process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class Pools(nn.Module):
 
 
 class Decides(nn.Linear):
-    """Goes one way or another by what it is given."""
+    """A model that branches on the values of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.sum() > 0 else super().forward(-x)
@@ -341,7 +341,7 @@ def test_refused(
 
 
 class BySize(nn.Linear):
-    """Goes one way or another by how much it is given."""
+    """A model that branches on the size of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.shape[0] > 3 else super().forward(-x)

@@ -1,4 +1,4 @@
-"""The programs in an export's README.md: those of Python and JavaScript are run, names and all."""
+"""The Python and JavaScript programs in an export's README.md run, whatever the names are."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.support.tiny import bert, gpt2
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOSTILE = "a\"b\\'`|<b>\n```\n${x} größe 🙂 */ ??/ \\u0022"
-"""What ends a string, a comment, a table's cell or a fence in one of the languages."""
+"""Characters that end a string, comment, table cell or code fence in one of the languages."""
 
 
 class Hostile(nn.Module):
-    """Takes and gives names of the user's, whatever is in them."""
+    """A model whose inputs and outputs have hostile names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Exp
 
 @pytest.fixture
 def javascript_here() -> None:
-    """Node.js with onnxruntime; without them the test is skipped, or fails where they must be."""
+    """Require Node.js with onnxruntime; skip without them, or fail where they are required."""
     try:
         node.ready()
     except node.NoNode as reason:
@@ -72,17 +72,17 @@ def javascript_here() -> None:
 
 
 Printed = dict[str, tuple[list[int], list[float]]]
-"""What a program prints of each output: its shape and its first values."""
+"""Shape and first values of each output, as a program prints them."""
 
 
 def program(found: Exported, fence: str) -> str:
-    """A program as the README has it."""
+    """Return a program from the README."""
     text = (found.path / "README.md").read_text()
     return text.split(f"\n```{fence}\n")[1].split("\n```\n")[0]
 
 
 def filled(found: Exported, rows: int) -> dict[str, torch.Tensor]:
-    """What the programs give."""
+    """Return the inputs that the programs use."""
     sizes = {"batch": rows, "sequence": 7}
     return {
         port.name: torch.full(
@@ -148,7 +148,7 @@ def test_javascript_runs(which: str, request: pytest.FixtureRequest, javascript_
 
 
 def test_javascript_is_torch_on_real_values(tmp_path: Path, javascript_here: None) -> None:
-    """GPT-2's logits of drawn tokens and padding, within 1e-4 in every number."""
+    """JavaScript returns GPT-2's logits for random tokens and padding, each within 1e-4."""
     model = spread(gpt2()).eval()
     found = ortlab.export(model, tmp_path / "out", batch())
     ids = torch.randint(0, 50, (3, 11), generator=torch.Generator().manual_seed(5))
@@ -190,7 +190,7 @@ def test_other_languages_are_there_and_say_so(classifier: tuple[nn.Module, Expor
 
 
 def test_names_stay_in_their_literals(hostile: tuple[nn.Module, Exported]) -> None:
-    """No line of a program, and none of the tables, is broken by them."""
+    """A name breaks no line of a program and no table."""
     _, found = hostile
     text = (found.path / "README.md").read_text()
     fences = [line for line in text.splitlines() if line.lstrip().startswith("```")]

@@ -1,4 +1,4 @@
-"""A run as a plain script: what torchrun makes of it, and what is written of cells."""
+"""A run written as a plain script: its results under torchrun, and the code copied from cells."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def network() -> nn.Module:
 
 
 def samples(count: int = 101) -> TensorDataset:
-    """So many that batches of eight end with an uneven one."""
+    """Return as many samples as make batches of eight end with an uneven one."""
     drawn = torch.Generator().manual_seed(3)
     inputs = torch.randn(count, 6, generator=drawn)
     return TensorDataset(inputs, inputs[:, :4].argmax(1))
 
 
 def text_batches() -> list[dict[str, torch.Tensor]]:
-    """Of token ids, whose labels are ignored here and there: other numbers of them in each half."""
+    """Return token batches with some ignored labels, in different numbers in each half."""
     drawn = torch.Generator().manual_seed(5)
     found = []
     for _ in range(5):
@@ -64,9 +64,10 @@ def of_one_process(model: nn.Module, data: Any, **settings: Any) -> list[float]:
 
 
 def of_torchrun(path: Path) -> list[float]:
-    """The losses that two processes print; nothing of ortlab is on their path.
+    """Return the losses that two processes print; ortlab is not on their path.
 
-    What DeepSpeed compiles for a minute, when it starts the first time, stays in the user's cache.
+    DeepSpeed's extensions, which take a minute to compile at its first start, stay in the
+    user's cache.
     """
     ours = ("PYTHONPATH", "XDG_CACHE_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
@@ -89,7 +90,7 @@ def of_torchrun(path: Path) -> list[float]:
 
 
 def check(model: nn.Module, data: Any, folder: Path, **settings: Any) -> None:
-    """Losses and weights of the script are those of a run of one process."""
+    """Assert that the script's losses and weights match those of a run in one process."""
     stage = settings.pop("zero_stage")
     if stage > 1 and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
@@ -117,16 +118,17 @@ def check(model: nn.Module, data: Any, folder: Path, **settings: Any) -> None:
 def test_fifty_steps_are_those_of_a_run(
     tmp_path: Path, stage: int, optimizer: str, schedule: str
 ) -> None:
-    """Two micro-batches a step, epochs that end with fewer, of which one is uneven."""
+    """Fifty steps match a run: two micro-batches a step, epochs with a shorter and uneven end."""
     more = {"loss": "cross_entropy", "epochs": 9, "batch_size": 8, "accumulation": 2}
     chosen = {**SETTINGS, **more, "optimizer": optimizer, "schedule": schedule}
     check(network(), samples(), tmp_path / "made here", zero_stage=stage, **chosen)
 
 
 def test_a_transformer_with_its_own_loss(tmp_path: Path) -> None:
-    """A list of batches; targets that are ignored; weights that are frozen; no clipping.
+    """Lists as batches, ignored targets, frozen weights and no clipping give the same losses.
 
-    By SGD: a bias of attention's keys has no gradient but rounding, of which AdamW makes steps.
+    The optimizer is SGD: the gradient of attention's key bias is only rounding error, which
+    AdamW would turn into full steps.
     """
     torch.manual_seed(2)
     model = tiny.gpt2()
@@ -135,11 +137,11 @@ def test_a_transformer_with_its_own_loss(tmp_path: Path) -> None:
     check(model, text_batches(), tmp_path, zero_stage=1, **chosen)
 
 
-# --- what is written, without processes
+# --- the written text, without processes
 
 
 def parts(path: Path) -> dict[str, Any]:
-    """What a script defines, which trains nothing."""
+    """Return the definitions of a script, without training."""
     return runpy.run_path(str(path))
 
 
@@ -195,7 +197,7 @@ train = DataLoader(samples(), batch_size=8)
 
 @pytest.fixture
 def cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
-    """A shell in which the cells have run, and whose folder is empty."""
+    """Return a shell in an empty folder in which the cells have run."""
     monkeypatch.chdir(tmp_path)
     shell = InteractiveShell()
     shell.user_ns.update(torch=torch, DataLoader=DataLoader, samples=samples)
@@ -245,7 +247,7 @@ def test_what_cannot_be_known_is_said(cells: InteractiveShell) -> None:
     gone = typed(cells, "%ort script net --loss mse --make-model 'Net(six, 4)' --to more")
     assert "fill in six, which the code uses" in repr(gone)
     empty = typed(cells, "%ort script bare --loss mse --make-data 'Empty()' --to empty")
-    assert "fill in Empty, which the code uses" in repr(empty)  # nothing tells its cell
+    assert "fill in Empty, which the code uses" in repr(empty)  # its cell is not known
 
 
 def test_weights_of_another_form_are_refused_by_the_script(cells: InteractiveShell) -> None:

@@ -1,4 +1,4 @@
-"""One contract for every engine: what it computes is what eager torch computes."""
+"""One contract for every engine: it computes the same results as eager torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Dict(nn.Module):
-    """Gives a dictionary with a nested list."""
+    """A model that returns a dictionary with a nested list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Dict(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight used twice, as embedding and as output layer."""
+    """A model that uses one weight twice, as embedding and as output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Inputs]]] 
 
 @pytest.fixture(params=ENGINES)
 def each(request: pytest.FixtureRequest) -> Engine:
-    """Every engine that runs here; one that does not is skipped with what it lacks."""
+    """Return each engine available here; skip the others with the missing requirement."""
     try:
         return engine(request.param)
     except EngineUnavailable as error:
@@ -105,14 +105,14 @@ def each(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture
 def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Callable[[int, int], Inputs]]:
-    """A model and what makes its inputs."""
+    """Return a model and the function that makes its inputs."""
     torch.manual_seed(7)
     make, inputs = MODELS[request.param]
     return make(), inputs
 
 
 SLOW = {("compile", "gpt2")}
-"""Takes a minute of a CPU where nothing is compiled yet; "bert" and "tied" are much like it."""
+"""Cases that take a CPU minute where nothing is compiled; "bert" and "tied" are similar."""
 
 every_model = pytest.mark.parametrize(
     ("each", "case"),
@@ -137,7 +137,7 @@ def _flat(output: Any) -> list[torch.Tensor]:
 
 
 def _scalar(output: Any) -> torch.Tensor:
-    """A scalar that every output has a part in."""
+    """Return a scalar that depends on every output."""
     total = torch.zeros(())
     for i, value in enumerate(_flat(output)):
         total = total + (value * (i + 1)).sum() / max(value.numel(), 1)
@@ -174,7 +174,7 @@ def _compare_gradients(reference: nn.Module, original: nn.Module) -> None:
 
 @every_model
 def test_loss_and_every_gradient(each: Engine, case: Any) -> None:
-    """Train mode, then another batch size and length, then eval mode with gradients."""
+    """Results match in train mode, for other batch sizes, and in eval mode with gradients."""
     original, inputs = case
     reference = copy.deepcopy(original)
     wrapped = each.wrap(original, _settings(each.name))
@@ -226,7 +226,7 @@ def test_results_keep_their_type(each: Engine) -> None:
 
 
 def test_ten_steps_follow_eager(each: Engine) -> None:
-    """The stepper: loss, schedule, update and evaluation, ten AdamW steps long."""
+    """Loss, schedule, update and evaluation of a stepper match over ten AdamW steps."""
     torch.manual_seed(5)
     model = tiny.bert()
     reference = engine("eager").prepare(copy.deepcopy(model), None, _settings("eager"))
@@ -276,7 +276,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight(each: Engine) -> None:
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight(each: Engine) -> None:
-    """The square root's loss at 0 is 0, its gradient infinite."""
+    """An infinite gradient changes no weight: at 0, the square root's loss is still finite."""
     model = nn.Linear(3, 1, bias=False)
     nn.init.zeros_(model.weight)
     stepper = each.prepare(model, lambda y, _: y.abs().sqrt().sum(), _settings(each.name))
@@ -300,7 +300,7 @@ def test_statistics_stay_what_they_were_before_a_step_that_is_not_finite(each: E
 
 
 def test_evaluation_leaves_a_frozen_part_frozen(each: Engine) -> None:
-    """And the model is left in the mode that it came in."""
+    """Evaluation keeps a frozen part frozen, and the model in its original mode."""
     model = _normed().eval()
     model.train()
     model[1].eval()
@@ -320,7 +320,7 @@ def test_evaluation_leaves_a_frozen_part_frozen(each: Engine) -> None:
 
 
 def test_state_comes_back(each: Engine) -> None:
-    """Weights and optimizer state of one stepper continue in another."""
+    """The weights and optimizer state of one stepper continue in another."""
     torch.manual_seed(5)
     model = _mlp()
     loss = functional.cross_entropy

@@ -1,4 +1,4 @@
-"""fp16's loss scale beside a loop written by hand with torch.autocast and torch's GradScaler."""
+"""The fp16 loss scale, compared with a manual loop that uses torch.autocast and GradScaler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stepper_for(model: nn.Module, loss: Any = functional.cross_entropy, **values
 
 
 def batches(count: int, *, bad: tuple[int, ...] = ()) -> Iterator[Batch]:
-    """Those numbered in `bad` are beyond float16."""
+    """Yield batches; those numbered in `bad` exceed float16's range."""
     generator = torch.Generator().manual_seed(0)
     for i in range(count):
         inputs = torch.randn(4, 4, generator=generator)
@@ -40,7 +40,7 @@ def batches(count: int, *, bad: tuple[int, ...] = ()) -> Iterator[Batch]:
 
 
 def state_of(stepper: Any) -> dict[str, torch.Tensor]:
-    """Weights, statistics and the optimizer's state."""
+    """Return the weights, statistics and optimizer state."""
     state = stepper.state_dict()
     kept = {
         f"{number} {name}": value
@@ -59,7 +59,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def by_hand(
     model: nn.Module, steps: list[list[Batch]], scaler: torch.amp.GradScaler, name: str, clip: float
 ) -> list[tuple[float, float, bool, float]]:
-    """Trains as torch's documentation of mixed precision has it; loss, norm, skip and scale."""
+    """Train as torch's mixed precision docs do; return loss, norm, skip and scale of each step."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -94,10 +94,10 @@ def by_hand(
     return told
 
 
-# torch's own fused SGD has a momentum that nobody wrote where its first step is skipped.
+# torch's own fused SGD uses uninitialized momentum where its first step is skipped.
 @pytest.mark.parametrize(("optimizer", "first_scale"), [("adamw", 2.0**24), ("sgd", 2.0**12)])
 def test_thirty_steps_are_those_of_a_loop_by_hand(optimizer: str, first_scale: float) -> None:
-    """Two micro-batches a step, clipped, with overflows of the data's and of the scale's making."""
+    """Steps of two clipped micro-batches match, with overflows of the data and of the scale."""
     model = network(0.0)
     reference = copy.deepcopy(model)
     data = list(batches(60, bad=(13, 22, 40)))
@@ -109,7 +109,7 @@ def test_thirty_steps_are_those_of_a_loop_by_hand(optimizer: str, first_scale: f
     told = by_hand(reference, steps, scaler, optimizer, clip=0.5)
     for i, (result, (loss, norm, skipped, scale)) in enumerate(zip(results, told, strict=True)):
         assert result.grad_norm is not None
-        assert str(float(result.loss)) == str(loss), i  # NaN is NaN
+        assert str(float(result.loss)) == str(loss), i  # equal even where both are NaN
         assert str(float(result.grad_norm)) == str(norm), i
         assert (bool(result.skipped), float(result.loss_scale or 0)) == (skipped, scale), i
     assert_same(dict(model.state_dict()), dict(reference.state_dict()))
@@ -136,11 +136,11 @@ def test_a_skipped_step_leaves_everything_as_it_was(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
 def test_a_first_step_that_is_skipped_is_as_if_it_had_not_been(optimizer: str) -> None:
-    """Torch's fused SGD would go on with a momentum that nobody has written."""
+    """A skipped first step has no effect; torch's fused SGD would use uninitialized momentum."""
     good, bad = batches(2, bad=(1,))
     states = []
     for groups in ([[bad], [good], [good]], [[good], [good]]):
-        # What is given back to the allocator is what memory that nobody has written holds.
+        # Memory returned to the allocator becomes the content of uninitialized memory.
         del (spoilt := [torch.full((n,), math.nan) for n in (16, 48, 64) for _ in range(50)])[:]
         stepper = stepper_for(network(0.0), optimizer=optimizer)
         for group in groups:
@@ -196,7 +196,7 @@ def test_a_stepper_begins_with_torchs_own_scale_and_takes_one_back() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_no_step_waits_for_the_device(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a tensor is what waits."""
+    """No step reads a tensor's value, which would wait for the device."""
     stepper: TorchStepper = stepper_for(network(0.0), precision=precision)
     good, bad = batches(2, bad=(1,))
     with monkeypatch.context() as patched:
@@ -233,7 +233,7 @@ def test_tf32_is_refused_on_a_cpu(name: str) -> None:
 
 
 def test_a_step_computes_in_tf32_backward_too() -> None:
-    """The setting alone; what it does is CUDA's."""
+    """Forward and backward run with the TF32 setting; its effect on CUDA is not tested here."""
     seen: list[str] = []
 
     def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

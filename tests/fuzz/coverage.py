@@ -1,4 +1,7 @@
-"""One target under atheris: python -m tests.fuzz.coverage TARGET CORPUS [libFuzzer's options]"""
+"""Coverage-guided fuzzing of one target with atheris.
+
+Run ``python -m tests.fuzz.coverage TARGET CORPUS [libFuzzer's options]``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ with atheris.instrument_imports(include=["ortlab"]):
 
 
 def main() -> None:
-    """Runs until libFuzzer's limits are reached; what a target raises ends the process."""
+    """Run until libFuzzer's limits are reached; an exception from the target ends the process."""
     name, *options = sys.argv[1:]
     target = TARGETS[name]
     root = Path(tempfile.mkdtemp(prefix="ortlab-fuzz-"))

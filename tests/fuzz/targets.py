@@ -1,7 +1,8 @@
-"""What reads bytes that others may have written, each as one call that has to end well.
+"""Fuzz targets: readers of untrusted bytes, each wrapped in one call that must end well.
 
-A target is given bytes and a folder of its own. What a reader may raise is its documented error;
-all else is a bug: it leaves the target as it is. `seed` makes what the reader takes, to begin from.
+A target receives bytes and its own folder. A reader may raise its documented error, which the
+target catches; any other exception is a bug and passes through. `seed` makes valid input for the
+reader, from which fuzzing begins.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ortlab.utils.rng import RandomStates
 
 @dataclass(frozen=True)
 class Target:
-    """A reader: ``run`` puts bytes through it, in a folder; ``seed`` is what it takes."""
+    """A reader: ``run`` reads bytes in a folder; ``seed`` is valid input."""
 
     run: Callable[[bytes, Path], None]
     seed: Callable[[Path], bytes]
@@ -55,7 +56,7 @@ def _checkpoint(data: bytes, folder: Path) -> None:
         found = Checkpoint.load(path)
     except ValueError:
         return
-    assert isinstance(found.position.step, int)  # what was not damaged is what was written
+    assert isinstance(found.position.step, int)  # an undamaged file holds what was written
 
 
 def _a_checkpoint(folder: Path) -> bytes:
@@ -79,9 +80,9 @@ def _made() -> Checkpoint:
 
 
 def _shards(data: bytes, folder: Path) -> None:
-    """A folder that a stranger made: what its file says of the shards is a line, a shard the rest.
+    """Read an untrusted sharded folder: the first line describes the shards, the rest is a shard.
 
-    Their digests fit, or nothing of it would be read.
+    The digests match; otherwise nothing of the shards would be read.
     """
     place = folder / "given"
     place.mkdir(exist_ok=True)
@@ -92,7 +93,7 @@ def _shards(data: bytes, folder: Path) -> None:
         parts["digests"][_SHARD] = sharded.fingerprint(place / _SHARD)
         _made()._save_file(place / "state.safetensors", parts)
     except (IndexError, KeyError, RecursionError, TypeError, ValueError):
-        return  # what nobody can write
+        return  # nobody can write such content
     try:
         found = Checkpoint.load(place)
     except ValueError:
@@ -133,7 +134,7 @@ def _some_metrics(folder: Path) -> bytes:
 
 
 def _run(data: bytes, folder: Path) -> None:
-    """A folder of the history, which may be no run: run.json, settings.json, notes by the line."""
+    """Read a history folder that may be no run: run.json, settings.json and notes, line by line."""
     root = folder / "runs"
     path = root / "run-1"
     path.mkdir(parents=True, exist_ok=True)
@@ -151,7 +152,7 @@ def _run(data: bytes, folder: Path) -> None:
 
 
 def _a_run(folder: Path) -> bytes:
-    """With numbers near their ends, and characters of two halves in JSON."""
+    """Return a run with numbers near their limits and surrogate pairs in its JSON."""
     best = {"step": 20, "loss": 0.5, "accuracy": 0.75}
     result = {
         "state": "finished",
@@ -234,7 +235,7 @@ def _a_cached_graph(folder: Path) -> bytes:
 
 
 def _graph(data: bytes, folder: Path) -> None:
-    """The views of a graph, and where its data lies; what protobuf refuses is no graph."""
+    """Build the views of a graph and locate its data; bytes that protobuf refuses are no graph."""
     file = folder / "model.onnx"
     file.write_bytes(data)
     try:
@@ -243,7 +244,7 @@ def _graph(data: bytes, folder: Path) -> None:
         return
     with contextlib.suppress(ValueError):
         weights.check_places(file)
-    # Views are of graphs that ortlab exported: their names are text.
+    # Views show graphs that ortlab exported, whose names are text.
     if not _is_text(model):
         return
     stage = Stage("forward", model)
@@ -253,7 +254,7 @@ def _graph(data: bytes, folder: Path) -> None:
 
 
 def _is_text(message: Message) -> bool:
-    """Whether all names in it are: protobuf gives bytes for what is no UTF-8."""
+    """Return whether all names in the graph are text: protobuf returns bytes for invalid UTF-8."""
     for field, value in message.ListFields():
         single = isinstance(value, str | bytes) or not isinstance(value, Sequence)
         for each in [value] if single else value:
@@ -285,7 +286,7 @@ def _a_graph(folder: Path) -> bytes:
 
 
 def _line(data: bytes, folder: Path) -> None:
-    """A magic's line: read, and not run."""
+    """Parse a magic's line without running it."""
     text = data.decode("utf-8", "replace")
     name, _, rest = text.partition(" ")
     try:
@@ -309,4 +310,4 @@ TARGETS = {
     "line": Target(_line, _a_line),
 }
 WORDS = [name.encode() for name in COMMANDS]
-"""What a magic's line begins with."""
+"""The first words of a magic's line."""

@@ -1,7 +1,7 @@
-"""What reads others' bytes ends in its documented error, whatever they are.
+"""Readers of untrusted bytes must end in their documented error, whatever the bytes are.
 
-Hypothesis damages what is right, everywhere a little; atheris looks for what takes a branch that
-nothing took before, for a bounded time (nightly).
+Hypothesis makes small changes anywhere in valid input. atheris searches for input that reaches new
+branches, for a limited time (nightly).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ edits = st.lists(
 
 
 def damaged(seed: bytes, changes: list[tuple[str, float, bytes]]) -> bytes:
-    """`seed` after each of `changes`, which say where as a share of the length."""
+    """Return `seed` after each of `changes`, which give positions as a share of the length."""
     data = bytearray(seed)
     for kind, share, more in changes:
         at = int(share * len(data))
@@ -91,7 +91,7 @@ def test_much_damage_ends_so_too(name: str, folder: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TARGETS)
 def test_new_branches_end_so_too(name: str, folder: Path) -> None:
-    """By coverage, in a process of its own: atheris ends the one that it runs in."""
+    """Coverage-guided input ends the same way; atheris exits, so it runs in its own process."""
     corpus = folder / "corpus"
     corpus.mkdir()
     seed = TARGETS[name].seed(folder)

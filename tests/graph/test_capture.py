@@ -1,4 +1,4 @@
-"""What is read from ORT's graphs, held to the model itself and to what onnx counts."""
+"""Data read from ORT's graphs, checked against the model itself and onnx's own counts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gpt2() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def called(model: nn.Module, batch: dict[str, Any], **settings: Any) -> nn.Module:
-    """Wrapped, and called once in training and once for evaluation."""
+    """Return the wrapped model, called once in training and once in evaluation mode."""
     wrapped = ortlab.wrap(model.train(), engine="ort", **settings)
     wrapped(**batch).loss.backward()
     wrapped.eval()
@@ -74,7 +74,7 @@ def test_nodes_are_those_of_the_graph(graphs: Graphs) -> None:
 
 @pytest.mark.parametrize("make", [bert, gpt2])
 def test_forward_and_gradient_are_linked(make: Any) -> None:
-    """A forward node is on a gradient path if a floating-point result of it has a gradient."""
+    """A forward node is on a gradient path if one of its floating-point results has a gradient."""
     model, batch = make()
     stage = ortlab.graphs(called(model, batch)).gradient
     results = {output for node in stage.nodes for output in node.outputs}
@@ -102,7 +102,7 @@ def test_nodes_know_their_module(graphs: Graphs) -> None:
     )
     (gelu,) = (n for n in graphs.forward.nodes if n.op.endswith("BiasGelu") and "0" in n.module)
     assert gelu.module == "bert.encoder.layer.0.intermediate.intermediate_act_fn"
-    for node in graphs.gradient.gradients[gelu.name]:  # ORT names them after no module
+    for node in graphs.gradient.gradients[gelu.name]:  # ORT names them without a module
         assert node.module.startswith("bert.encoder.layer.0.intermediate.")
 
 
@@ -123,7 +123,7 @@ def test_a_module_that_is_called_again_has_the_nodes_of_every_call() -> None:
 
 
 def test_modules_in_containers_that_are_not_called() -> None:
-    """The exporter's names leave those out; where two modules may be meant, it is neither."""
+    """The exporter omits containers from names; an ambiguous name is assigned to no module."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -169,7 +169,7 @@ def test_bytes_are_those_of_the_model(graphs: Graphs) -> None:
     stage = ortlab.graphs(wrapped).forward
     assert stage.parameter_bytes == 4 * (3 * 5 + 5)
     batch, width = stage.dims
-    # The product, what ReLU makes of it, and the same under the name of the output.
+    # The product, ReLU's result, and the same result under the output's name.
     assert stage.activation_bytes(**{batch: 7, width: 3}) == 3 * 4 * 5 * 7
     assert not stage.unsized
     with pytest.raises(ValueError, match=f"missing sizes: {width}; pass"):
@@ -261,7 +261,7 @@ def test_a_model_that_fell_back_has_no_graph() -> None:
 
 
 def test_nodes_know_their_line(graphs: Graphs) -> None:
-    """All of forward that computes, also what ORT has made of several, and most of backward."""
+    """Every forward node that computes has a line, fused ones too, and most backward nodes."""
     lines = inspect.getsource(modeling_bert).splitlines()
     for stage in (graphs.exported, graphs.forward, graphs.gradient, graphs.execution):
         forward = [n for n in stage.nodes if n.phase == "forward" and n.op not in _OF_ORTS_OWN]

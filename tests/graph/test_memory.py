@@ -1,4 +1,4 @@
-"""What a step is said to take of memory: held to a graph counted by hand, and to what one took."""
+"""The predicted memory of a step, checked against a hand-counted graph and measured memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = "_original_module"
 
 
 def _by_hand() -> Stage:
-    """Two layers with a view between, forward and backward, and rows called x_dim0."""
+    """Return two layers with a view between, forward and backward, with rows named x_dim0."""
     node = helper.make_node
     nodes = [
         node("Relu", ["x"], ["a"], "/_original_module/first/Relu"),  # 0
@@ -66,7 +66,7 @@ def _by_hand() -> Stage:
 
 
 def test_a_graph_counted_by_hand() -> None:
-    """In rows of 16 bytes: a is there for the view of it, b for who called the model."""
+    """Rows take 16 bytes: a stays alive for its view, b for the caller of the model."""
     rows = 10
     always = 64 + 2 * 64 + 16 * rows + 8  # w, its two moments, x and s
     row = 16 * rows
@@ -95,11 +95,14 @@ def test_a_graph_counted_by_hand() -> None:
     (gradient,) = (tensor for tensor in plan.tensors if tensor.name == late)
     assert gradient.kind == "gradient"
     without = MemoryPlan(_by_hand(), {}, optimizer="sgd")
-    assert without.idle_bytes(batch=rows) == always - 64  # one momentum
+    assert without.idle_bytes(batch=rows) == always - 64  # a single moment
 
 
 def test_what_goes_to_torch_is_a_copy() -> None:
-    """ORT's planner shares no storage with the yield (allocation_planner.cc)."""
+    """Outputs to torch are copies: ORT's planner shares no storage with the yield.
+
+    Source: allocation_planner.cc.
+    """
     stage = _by_hand()
     nodes = stage.model.graph.node
     nodes[3].input[0] = "out"
@@ -184,7 +187,7 @@ def test_an_unknown_optimizer() -> None:
 
 
 def test_the_picture_has_every_tensor_by_name() -> None:
-    """Names of others are text in it, never markup."""
+    """Names from the model appear as text in the picture, never as markup."""
     stage = _by_hand()
     evil = "</title><script>alert(1)</script>"
     for node in stage.model.graph.node:
@@ -206,7 +209,7 @@ def test_the_picture_has_every_tensor_by_name() -> None:
 
 
 def test_the_picture_goes_from_the_first_node_to_the_last() -> None:
-    """Where there are more nodes than columns too: each column is as wide as its nodes."""
+    """With more nodes than columns too, each column is as wide as the nodes it shows."""
     length = 2 * timeline.COLUMNS + 7
     always = timeline.Area("w", "parameter", "", 0, length - 1, 2**20)
     most = timeline.Area("t", "activation", "", length - 2, length - 2, 2**20)
@@ -240,7 +243,7 @@ def test_figures_for_a_view() -> None:
     assert (overlay.name, overlay.unit) == ("memory", "bytes")
     assert overlay.values["/_original_module/first/Relu"] == 160
     assert "view" not in overlay.values
-    assert overlay.values["norm"] == 160 + 4 * 160  # with what the kernel takes for itself
+    assert overlay.values["norm"] == 160 + 4 * 160  # includes the kernel's own workspace
 
 
 class _Net(nn.Module):
@@ -298,7 +301,7 @@ def test_a_decoder_has_two_lengths() -> None:
 
 @needs_ort
 def test_a_step_takes_what_was_predicted() -> None:
-    """Measured in a process of its own."""
+    """The prediction agrees with a step measured in its own process."""
     predicted, measured = bench.predicted_and_measured(bench.CASES[0])
     assert measured > 200e6
     assert predicted == pytest.approx(measured, rel=bench.BAR)

@@ -1,4 +1,4 @@
-"""The outline of a graph, held to torch's own modules and to the graph's own nodes."""
+"""The outline of a graph, checked against torch's own modules and the graph's own nodes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a profile says adds up, is of the graph that runs, and leaves the model as it was.
+"""A profile adds up, describes the graph that runs, and leaves the model unchanged.
 
-No test compares two times that were measured: the machine decides those. What is compared is
-whose time it is, with modules that are busy for a time of their own.
+No test compares two measured times, because the machine decides those. The tests compare which
+module a time is assigned to, with modules that are busy for a fixed time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    """A net with all that a profile could disturb: dropout, statistics, an attribute."""
+    """A net with everything that a profile could disturb: dropout, statistics, an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def wrapped(model: nn.Module, **settings: Any) -> nn.Module:
 
 
 def trained(model: nn.Module, *args: torch.Tensor, **settings: Any) -> nn.Module:
-    """Wrapped, and trained for a step."""
+    """Return the wrapped model after one training step."""
     found = wrapped(model, **settings)
     found(*args).sum().backward()
     return found
@@ -70,7 +70,7 @@ def trained(model: nn.Module, *args: torch.Tensor, **settings: Any) -> nn.Module
 
 @pytest.fixture(scope="module")
 def bert() -> tuple[nn.Module, Profile]:
-    """A BERT that has been called once, and its profile on a batch."""
+    """Return a BERT that was called once, and its profile on a batch."""
     config = BertConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         vocab_size=100,
@@ -113,14 +113,14 @@ def test_what_ran_is_what_the_execution_graph_has(bert: tuple[nn.Module, Profile
     graphs = ortlab.graphs(model)
     expected = {(n.name, n.op, n.module) for n in graphs.execution.nodes if "Yield" not in n.op}
     assert {(node.node, node.op, node.module) for node in found.nodes} == expected
-    # What does not depend on the yield may run after it, wherever the graph has it.
+    # Nodes that do not depend on the yield may run after it, wherever the graph has them.
     ran = {node.node for node in found.nodes if node.phase == "backward"}
     assert {node.name for node in graphs.execution.nodes if node.phase == "backward"} <= ran
     assert len(ran) < len(found.nodes)
     assert found.ort.joined == 1
     total = sum(node.us for node in found.nodes)
     assert sum(found.overlay(graphs.execution).values.values()) == pytest.approx(total)
-    # The session fuses some transposes and casts into other nodes, whose names tell of which.
+    # The session fuses some transposes and casts into other nodes, whose names list the parts.
     assert sum(found.overlay(graphs.gradient).values.values()) > 0.95 * total
     forward = found.overlay(graphs.forward)
     assert (forward.name, forward.unit) == ("time", "us")
@@ -170,7 +170,7 @@ def test_the_picture_escapes_names() -> None:
 
 
 def test_a_picture_with_a_limit() -> None:
-    """Beyond the longest bar; the sums are told in another unit."""
+    """A limit beyond the longest bar sets the scale; the sums are shown in another unit."""
     series = {"a": ("#123456", 1.0)}
     picture = svg_bars.svg([("one", [{"a": 5.0}])], series, told=lambda b: f"{b:g} B", limit=10.0)
     root = ElementTree.fromstring(picture)
@@ -184,7 +184,7 @@ def test_a_picture_with_a_limit() -> None:
 
 
 def test_a_branch_counts_once(tmp_path: Path) -> None:
-    """A profile of ORT's has the nodes within a branch too, whose time is the branch's."""
+    """ORT's profile also lists the nodes within a branch, whose time is part of the branch's."""
     branches = []
     for name in ("Exp", "Log"):
         out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n"])
@@ -224,7 +224,7 @@ def test_a_branch_counts_once(tmp_path: Path) -> None:
         assert 0 < sum(kernel.us for kernel in one.kernels) <= one.us
 
 
-# ---- whose time it is in eager torch -----------------------------------------------------------
+# ---- owners of the time in eager torch ---------------------------------------------------------
 
 BUSY_S = {"forward": 0.004, "backward": 0.012}
 
@@ -236,7 +236,7 @@ def busy(seconds: float) -> None:
 
 
 class Busy(torch.autograd.Function):
-    """The identity, which takes its time both ways."""
+    """The identity, which is busy for a fixed time in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,7 @@ class Slow(nn.Module):
 
 
 class Outer(nn.Module):
-    """The slow module between quick ones, and its own slow part after them."""
+    """A slow module between fast ones, followed by slow code of its own."""
 
     def __init__(self, *, saves_memory: bool = False) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def eager_of(model: nn.Module) -> profile_torch.Eager:
 def test_forward_and_backward_time_belong_to_the_module_that_took_it() -> None:
     found = eager_of(Outer())
     for phase, seconds in BUSY_S.items():
-        for owner in ("inner.1", ""):  # the model's own part is in no module
+        for owner in ("inner.1", ""):  # the model's own code is in no submodule
             assert found.us[owner, phase] >= 1e6 * seconds
 
 
@@ -317,7 +317,7 @@ def test_a_user_of_hooks_keeps_them() -> None:
     assert not any(each._forward_pre_hooks for each in model.modules())
 
 
-# ---- what a profile leaves as it was -----------------------------------------------------------
+# ---- state that a profile must not change ------------------------------------------------------
 
 
 def test_the_model_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ def test_the_model_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_numbers_of_dropout_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a profile draws are given back."""
+    """The random numbers that a profile draws are restored afterwards."""
     given = torch.randn(6, 4)
     model = trained(Block(), given)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
@@ -374,7 +374,7 @@ def test_two_at_once_do_not_mix() -> None:
     own = {"a": Block(), "b": nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))}
 
     def logged(name: str) -> None:
-        busy(BUSY_S["forward"])  # a thread's turn ends within a call or two
+        busy(BUSY_S["forward"])  # a thread's turn ends within one or two calls
         calls.append(name)
 
     for name, model in own.items():
@@ -402,7 +402,7 @@ def test_two_at_once_do_not_mix() -> None:
 
 
 def test_another_threads_calls_wait() -> None:
-    """BatchNorm counts its batches: none of them is lost to a profile that puts buffers back."""
+    """No count of BatchNorm's batches is lost to a profile that restores buffers."""
     given = torch.randn(6, 4)
     model = trained(Block(), given)
     norm: Any = model.norm
@@ -427,7 +427,7 @@ def test_another_threads_calls_wait() -> None:
     assert int(norm.num_batches_tracked) == counted + calls
 
 
-# ---- what it takes to be profiled --------------------------------------------------------------
+# ---- conditions for a profile ------------------------------------------------------------------
 
 
 def test_without_a_batch_the_last_calls_form_is_made_up() -> None:

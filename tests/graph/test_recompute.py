@@ -1,4 +1,4 @@
-"""The table of recompute plans: what each saves, what it costs, and which one is chosen."""
+"""The table of recompute plans: the savings and cost of each, and the choice among them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYER = "bert.encoder.layer.*"
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    """Skips, saying why, where the kernels cannot be built."""
+    """Skip with the reason where the kernels cannot be built."""
     reason = kernels.unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -136,7 +136,7 @@ def test_a_run_s_model_is_changed_by_the_run() -> None:
     (change,) = run.recorder.events("change")
     assert "recompute=layers (was off)" in change.text
     assert change.values["cost_s"] < run.result().wall_s
-    assert execution_of(model).settings.recompute == "off"  # as it was wrapped
+    assert execution_of(model).settings.recompute == "off"  # as set when the model was wrapped
 
 
 class Examples(Dataset[dict[str, Any]]):

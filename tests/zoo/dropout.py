@@ -1,9 +1,9 @@
 """Eager torch with the dropout masks that ORT drew, so that the two can be compared exactly.
 
-Every Dropout node of an exported graph gets a seed of its own. ORT's kernel then draws the masks
-that another session draws with the same seed, ratio and shape: there they are read, and eager
-torch's dropout calls, in the order of the graph's nodes, use them. A ratio, a place or a number of
-dropouts that is not eager torch's gives another mask, and so another loss.
+Every Dropout node of an exported graph gets its own seed. ORT's kernel then draws the same masks in
+another session with the same seed, ratio and shape. The masks are read there and used by eager
+torch's dropout calls, in the order of the graph's nodes. A ratio, position or number of dropouts
+that differs from eager torch's gives another mask, and therefore another loss.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch.nn import functional
 from ortlab.engines.ortmodule.export import Export
 
 Draw = Callable[[Sequence[int], float], Tensor]
-"""Gives the next mask, True where an element is kept, for a shape and a ratio."""
+"""A function that returns the next mask for a shape and a ratio; True keeps an element."""
 
 
 class DropoutDiffers(AssertionError):
-    """Eager torch calls dropout more or less often than ORT's graph does."""
+    """Raised when eager torch calls dropout more or less often than ORT's graph does."""
 
 
 class Replay:
-    """Within it, every export's dropout is seeded; `loss` replays that of the last call."""
+    """Context that seeds the dropout of every export; `loss` replays that of the last call."""
 
     def __init__(self) -> None:
         self._seeds = itertools.count(1)
@@ -78,10 +78,11 @@ class Replay:
                 yield seed
 
     def loss(self, forward: Callable[[], Tensor]) -> Tensor:
-        """What the eager `forward` gives when its dropouts use the masks of ORT's last forward.
+        """Return the output of the eager `forward` with the masks of ORT's last forward.
 
-        Once for every forward of ORT's, for the masks differ from call to call. Dropouts after the
-        last that ORT's graph has must not matter: it leaves out what no result depends on.
+        Call it once for every forward of ORT, because the masks differ from call to call.
+        Dropouts after the last one in ORT's graph must not matter: the graph omits nodes
+        that no result depends on.
         """
         without: list[Tensor] = []
         with self._masks(without):
@@ -94,7 +95,7 @@ class Replay:
 
     @contextlib.contextmanager
     def _masks(self, without: list[Tensor]) -> Iterator[None]:
-        """Fills `without` with the masks of dropouts that ORT's graph has none for."""
+        """Collect in `without` the masks of dropouts that have no node in ORT's graph."""
         assert self._last is not None
         waiting = list(self._draws[id(self._last)])
 
@@ -112,7 +113,7 @@ class Replay:
 
 @contextlib.contextmanager
 def drawing(draw: Draw) -> Iterator[None]:
-    """Within it eager torch's dropouts have the masks of `draw`, in their order."""
+    """Make eager torch's dropouts use the masks of `draw`, in order, within the context."""
     with contextlib.ExitStack() as stack:
         for module, name, replaced in (
             (functional, "dropout", _dropout),
@@ -130,8 +131,8 @@ def _ratio(constant: onnx.NodeProto) -> float:
 
 
 def drawn_by_ort(seed: int | None) -> Draw:
-    """Masks of ORT's own kernel, by this seed; by that of ORT's generator for all with None."""
-    import onnxruntime  # which is not wherever tests are collected
+    """Return masks of ORT's own kernel for this seed; with None, use ORT's generator for all."""
+    import onnxruntime  # onnxruntime is not installed everywhere that tests are collected
 
     node = onnx.helper.make_node("Dropout", ["x", "ratio", "on"], ["y", "mask"])
     if seed is not None:
@@ -213,7 +214,7 @@ def _recurrence(
     both_ways: bool,
     batch_first: bool,
 ) -> Any:
-    """nn.LSTM's and nn.GRU's kernels, one layer at a time, with dropout between them."""
+    """Compute nn.LSTM or nn.GRU one layer at a time, with dropout between the layers."""
     if not training or ratio == 0 or layers == 1:
         rest = (biased, layers, ratio, training, both_ways, batch_first)
         return original(x, states, weights, *rest)

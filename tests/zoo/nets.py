@@ -1,4 +1,4 @@
-"""Models of torch's own layers that return their loss, and batches for them."""
+"""Models built from torch's own layers that return their loss, and batches for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDTH: Final = 16
 
 
 class Classifier(nn.Module):
-    """A body that gives one vector for every sample, a linear layer and the cross entropy."""
+    """A body that returns one vector per sample, followed by a linear layer and cross entropy."""
 
     def __init__(self, body: nn.Module, width: int) -> None:
         super().__init__()
@@ -23,13 +23,13 @@ class Classifier(nn.Module):
         self.head = nn.Linear(width, LABELS)
 
     def forward(self, x: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The loss, a scalar. `mask` is True at the padding of `x`, [samples, length]."""
+        """Return the scalar loss. `mask` is True at the padding of `x`, [samples, length]."""
         found = self.body(x) if mask is None else self.body(x, mask)
         return functional.cross_entropy(self.head(found), labels)
 
 
 class Encoder(nn.Module):
-    """A TransformerEncoder's mean over the length, with padding left out of attention."""
+    """A TransformerEncoder averaged over the length; attention ignores the padding."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class Encoder(nn.Module):
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """[samples, length, width] to [samples, width]."""
+        """Map [samples, length, width] to [samples, width]."""
         found: Tensor = self.layers(x, src_key_padding_mask=mask)
         return found.mean(1)
 
 
 class Recurrent(nn.Module):
-    """The last output of two layers in both directions."""
+    """The last output of a two-layer bidirectional recurrent network."""
 
     def __init__(self, kind: type[nn.RNNBase], dropout: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Recurrent(nn.Module):
         self.layers = kind(_WIDTH, _WIDTH, 2, dropout=dropout, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[samples, length, width] to [samples, 2 * width]."""
+        """Map [samples, length, width] to [samples, 2 * width]."""
         found: Tensor = self.layers(x)[0]
         return found[:, -1]
 
@@ -92,7 +92,7 @@ NETS: Final[dict[str, Callable[[float], nn.Module]]] = {
 
 
 def batch(head: str, samples: int, length: int) -> dict[str, Tensor]:
-    """A labelled batch for `NETS[head]`."""
+    """Return a labeled batch for `NETS[head]`."""
     shape = {"cnn": (samples, 3, length, length), "mlp": (samples, _WIDTH)}
     made = {
         "x": torch.randn(shape.get(head, (samples, length, _WIDTH))),

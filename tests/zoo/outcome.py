@@ -1,4 +1,4 @@
-"""How a cell of the sweep went."""
+"""The result of one cell of the sweep."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass
 
 OK, REFUSED, WRONG, FAILED = "ok", "refused", "WRONG", "FAILED"
-"""As eager torch trains; an error before a wrong step; neither; the cell could not be tried."""
+"""Equal to eager torch; an error before a wrong step; neither of them; could not be tried."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell went, and why where it is not ok.
+    """Result of a cell, with the reason where it is not ok.
 
-    Errors are the largest relative ones that were seen: of losses, of gradients and buffers, of the
-    losses of ten steps. ``exports`` is the number of exported graphs.
+    The errors are the largest relative errors seen: of losses, of gradients and buffers, and of
+    the losses of ten steps. ``exports`` is the number of exported graphs.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Imported by the sweep's fork server: what every cell's process would import otherwise."""
+"""Modules that the sweep's fork server imports once for all cell processes."""
 
 import gc
 
@@ -15,4 +15,4 @@ for family in specs.FAMILIES.values():
         getattr(transformers, head)
 if compat.unavailable() is None:
     compat.ortmodule()
-gc.freeze()  # each export collects garbage: not through all this
+gc.freeze()  # so that the garbage collection of each export skips all these objects

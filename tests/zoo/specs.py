@@ -1,7 +1,7 @@
-"""The sweep's cells: every architecture, with each head, attention and dropout that it offers.
+"""The sweep's cells: every architecture with each head, attention and dropout that it offers.
 
-The models are tiny and random, of transformers and of torch. This list was fixed before the export
-rules that it asked for were written; a cell that fails is mended or refused, not taken out.
+The models are tiny and random, from transformers and from torch. This list was fixed before the
+export rules that it needed were written; a cell that fails is fixed or refused, never removed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Batch = dict[str, Any]
 
 LABELS: Final = 3
 _VOCABULARY: Final = 61
-_FIRST_WORD: Final = 5  # smaller ids are kept for padding, beginning, end and separator
+_FIRST_WORD: Final = 5  # smaller ids are reserved for padding, beginning, end and separator
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training set-up. None where the architecture offers no choice."""
+    """One training setup. A field is None where the architecture offers no choice."""
 
     family: str
     head: str
@@ -33,17 +33,17 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Such as ``bert/sequence/sdpa/0.1``."""
+        """Name of the cell, such as ``bert/sequence/sdpa/0.1``."""
         chosen = [str(each) for each in (self.attention, self.dropout) if each is not None]
         return "/".join([self.family, self.head, *chosen])
 
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture of transformers: its configuration, and the class of each head.
+    """An architecture of transformers: its configuration and the class of each head.
 
-    ``sizes`` are (samples, length) of the two batches; of images the length is height and width.
-    ``options`` are settings that it is wrapped with.
+    ``sizes`` holds (samples, length) of the two batches; for images, length is height and
+    width. ``options`` are the settings for wrapping the model.
     """
 
     config: str
@@ -116,8 +116,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         {**_BERT, "embedding_size": 16},
         _heads("Electra", *_UNDERSTANDING, "causal"),
     ),
-    # ORT would drop out a slice of the relative positions where torch slices what is dropped out:
-    # the same distribution, but masks of another shape.
+    # ORT would drop a slice of the relative positions where torch slices the dropped positions:
+    # same distribution, but masks of another shape.
     "deberta": Family(
         "DebertaConfig",
         _DEBERTA,
@@ -144,7 +144,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         _heads("Longformer", *_UNDERSTANDING),
         sdpa=False,
     ),
-    # Longer than 28 tokens: with fewer, attention is not sparse.
+    # Longer than 28 tokens: attention is not sparse for fewer.
     "big-bird": Family(
         "BigBirdConfig",
         {**_BERT, "block_size": 4, "num_random_blocks": 1, "sep_token_id": 3},
@@ -228,7 +228,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
          "forced_eos_token_id": 2},
         _heads("Marian", "causal", seq2seq="MarianMTModel"),
     ),
-    # It takes spectrograms of one length only.
+    # It accepts spectrograms of a single length.
     "whisper": Family(
         "WhisperConfig",
         {**_BART, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 24,
@@ -297,11 +297,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }  # fmt: skip
 
 TORCH: Final = ("transformer-encoder", "lstm", "gru", "cnn", "mlp")
-"""Torch's own: nn.TransformerEncoder, nn.LSTM, nn.GRU, convolutions with BatchNorm, nn.Linear."""
+"""Torch's own layers: nn.TransformerEncoder, LSTM, GRU, convolutions with BatchNorm, Linear."""
 
 
 def cells() -> tuple[Cell, ...]:
-    """Every cell of the sweep."""
+    """Return every cell of the sweep."""
     return tuple(_cells())
 
 
@@ -332,14 +332,14 @@ QUICK: Final = (
     "resnet/image",
     "torch/lstm/0.1",
 )
-"""The cells that stand for the others in `make test`."""
+"""The sample of cells that `make test` runs."""
 
 
 # ---- models --------------------------------------------------------------------------------------
 
 
 def model(cell: Cell) -> nn.Module:
-    """The cell's model in training mode, with weights that depend on the cell alone."""
+    """Return the cell's model in training mode, with weights that depend on the cell alone."""
     import torch
 
     torch.manual_seed(_seed(cell))
@@ -353,10 +353,10 @@ def _seed(cell: Cell) -> int:
 
 
 def _spread(module: nn.Module) -> None:
-    """Gives every weight a say.
+    """Spread the weights so that each of them affects the output.
 
-    With the usual initial weights attention is uniform and biases are zero, so that what goes wrong
-    there hardly shows.
+    With the usual initial weights, attention is uniform and biases are zero, which hides most
+    errors in them.
     """
     import torch
 
@@ -380,7 +380,7 @@ def _transformers_model(cell: Cell) -> nn.Module:
     if cell.head == "causal" and "masked" in family.heads:
         chosen["is_decoder"] = True
     if cell.family == "big-bird" and cell.head == "causal":
-        chosen["attention_type"] = "original_full"  # no other is offered to a decoder
+        chosen["attention_type"] = "original_full"  # a decoder offers no other
     if cell.family == "beit" and cell.head == "image":
         chosen.pop("out_indices")
     config = getattr(transformers, family.config)(**chosen)
@@ -390,7 +390,7 @@ def _transformers_model(cell: Cell) -> nn.Module:
         _set_dropout(getattr(config, name) if name else config, cell.dropout or 0.0)
     made: nn.Module = getattr(transformers, family.heads[cell.head])(config)
     if not cell.dropout:
-        # A decoder's head for tokens drops out a tenth where its configuration has no ratio for it.
+        # A decoder's token head uses a dropout of 0.1 where its configuration has no ratio for it.
         for each in made.modules():
             if isinstance(each, torch.nn.Dropout):
                 each.p = 0.0
@@ -398,7 +398,7 @@ def _transformers_model(cell: Cell) -> nn.Module:
 
 
 def _set_dropout(config: Any, ratio: float) -> None:
-    """Sets every ratio of dropout. Whole layers and paths are never dropped."""
+    """Set every dropout ratio. Whole layers and paths are never dropped."""
     for name in vars(config):
         if "drop" in name:
             layers = "layerdrop" in name or "drop_path" in name
@@ -416,7 +416,7 @@ def _torch_model(cell: Cell) -> nn.Module:
 
 
 def batches(cell: Cell) -> tuple[Batch, Batch]:
-    """Two labelled batches of different sizes, the last sample of each shorter than the others."""
+    """Return two labeled batches of different sizes; the last sample of each is shorter."""
     import torch
 
     torch.manual_seed(_seed(cell) + 1)
@@ -448,7 +448,7 @@ def _text(cell: Cell, samples: int, length: int) -> Batch:
     config = getattr(transformers, family.config)(**family.settings)
     ids, mask = _words(samples, length, pad=config.pad_token_id)
     ends = mask.sum(1) - 1
-    if "seq2seq" in family.heads:  # the sample's representation is taken at its end
+    if "seq2seq" in family.heads:  # the sample's representation is read at its end
         ids[torch.arange(samples), ends] = config.eos_token_id
     if cell.head == "answers" and getattr(config, "sep_token_id", None) is not None:
         ids[:, [2, 3, 5]] = config.sep_token_id  # question, context
@@ -477,7 +477,7 @@ def _targets(cell: Cell, ids: Tensor, mask: Tensor) -> Batch:
 
 
 def _words(samples: int, length: int, *, pad: int) -> tuple[Tensor, Tensor]:
-    """Token ids and their attention mask, [samples, length]; the last sample is padded."""
+    """Return token ids and their attention mask, [samples, length]; the last sample is padded."""
     import torch
 
     ids = torch.randint(_FIRST_WORD, _VOCABULARY, (samples, length))

@@ -1,8 +1,8 @@
-"""The sweep: every cell of `specs` in a process of its own, and a table of how it went.
+"""The sweep: every cell of `specs` in its own process, and a table of the results.
 
-``python -m tests.zoo.sweep [pattern ...] [--quick] [--all-threads]``; a pattern is a cell's name,
-or matches some: ``'gpt*/0.1'``. The exit status is 1 when less than 98% of the cells are ok, or any
-other is not refused.
+Run ``python -m tests.zoo.sweep [pattern ...] [--quick] [--all-threads]``. A pattern is a cell's
+name or a glob that matches several: ``'gpt*/0.1'``. The exit status is 1 when less than 98% of the
+cells are ok, or when a cell that is not ok was not refused.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ _LIMIT_S: Final = 300.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the sweep, prints its table and returns the exit status."""
+    """Run the sweep, print its table and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo.sweep")
-    parser.add_argument("patterns", nargs="*", help="names of cells, with * and ?; all by default")
-    parser.add_argument("--quick", action="store_true", help="the few that stand for the others")
+    parser.add_argument("patterns", nargs="*", help="names of cells, with * and ? (default: all)")
     parser.add_argument(
-        "--all-threads", action="store_true", help="as many as torch takes, not one for each cell"
+        "--quick", action="store_true", help="run the sample of cells that `make test` runs"
+    )
+    parser.add_argument(
+        "--all-threads",
+        action="store_true",
+        help="use torch's number of threads instead of one per cell",
     )
     given = parser.parse_args(arguments)
     chosen = [cell for cell in specs.cells() if _matches(cell, given.patterns, given.quick)]
@@ -58,7 +62,7 @@ def _matches(cell: specs.Cell, patterns: Sequence[str], quick: bool) -> bool:
 
 
 def passed(outcomes: Sequence[Outcome]) -> bool:
-    """Whether 98% are ok, and every other is refused."""
+    """Return whether 98% of the cells are ok and every other one is refused."""
     count = Counter(outcome.status for outcome in outcomes)
     return count[OK] + count[REFUSED] == len(outcomes) and count[OK] >= WANTED * len(outcomes)
 
@@ -67,7 +71,7 @@ def passed(outcomes: Sequence[Outcome]) -> bool:
 
 
 def run(cells: Iterable[specs.Cell]) -> Iterator[Outcome]:
-    """How each cell went, as they end; two run at a time."""
+    """Yield the outcome of each cell as it ends; two cells run at a time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.zoo.preload"])
     with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
@@ -89,7 +93,7 @@ def in_process(
     task: Callable[[Connection, specs.Cell], None] = _try,
     limit_s: float = _LIMIT_S,
 ) -> Outcome:
-    """How `task` went with `cell`, in a process of its own that has `limit_s` seconds."""
+    """Return the outcome of `task` for `cell`, run in its own process for up to `limit_s` s."""
     started = time.perf_counter()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=task, args=(sender, cell), daemon=True)

@@ -1,4 +1,4 @@
-"""The sweep's quick subset, and that what it goes by would notice what it is there to notice."""
+"""The sweep's quick subset, and proof that its checks detect the errors they are meant for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LIMIT_S = 30 * 60
 
 
 def swept(*arguments: str) -> str:
-    """What the sweep prints, in a process whose threads are as many as it chooses itself."""
+    """Return the output of the sweep, run in a process that chooses its own number of threads."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.zoo.sweep", *arguments],
         cwd=ROOT,
@@ -103,7 +103,7 @@ def _hang(*_: object) -> None:
     time.sleep(600)
 
 
-# ---- what a trial notices ------------------------------------------------------------------------
+# ---- what a trial detects ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ MASKED = "bert/sequence/sdpa/0.1"
 
 
 def edit_last_dropout(monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
-    """Exports have another ratio in their last Dropout node than eager torch has."""
+    """Change the ratio of the last Dropout node in every export."""
     seed = dropout.Replay._seed
 
     def seed_and_edit(self: dropout.Replay, graph: onnx.GraphProto) -> Iterator[int]:
@@ -156,7 +156,7 @@ def test_a_missing_dropout_is_wrong(trial: Any, monkeypatch: pytest.MonkeyPatch)
 def test_a_twin_that_differs_is_wrong(
     trial: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The self-check cannot know it: it is the twin that is edited."""
+    """A twin that differs is reported; the self-check cannot find it, as the twin is edited."""
     pair = trial.Pair(specs.model(CELLS["torch/mlp/0.0"]))
     head = pair.twin.head.weight
     if name == "loss":

@@ -1,4 +1,4 @@
-"""One cell tried: a model trained by ``ortlab.wrap`` against the same model in eager torch."""
+"""Trial of one cell: train a model with ``ortlab.wrap`` against the same model in eager torch."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ STEPS: Final = 10
 STEPS_TOLERANCE: Final = 1e-3
 LEARNING_RATE: Final = 3e-3
 EPSILON: Final = 1e-6
-"""BERT's. AdamW divides a gradient by its size: with 1e-8, one that is zero in exact arithmetic, as
-of the last bias before a softmax, becomes a step of rounding noise."""
+"""BERT's epsilon. AdamW divides a gradient by its size: with 1e-8, a gradient that is zero in exact
+arithmetic, such as that of the last bias before a softmax, becomes a step of rounding noise."""
 
 
 class Differs(AssertionError):
-    """ORT's loss, a gradient or a buffer is not eager torch's."""
+    """Raised when ORT's loss, a gradient or a buffer differs from eager torch's."""
 
 
 def trial(cell: specs.Cell) -> Outcome:
-    """Tries `cell` in this process: see `Pair` for what has to hold."""
+    """Try `cell` in this process. See `Pair` for the conditions that must hold."""
     started = time.perf_counter()
     pair = None
     status, reason = OK, ""
     try:
         first, second = specs.batches(cell)
         family = specs.FAMILIES.get(cell.family)
-        # The masks that are replayed are those of ORT's own dropout.
+        # The replayed masks are those of ORT's own dropout.
         options = {"kernels": "ort" if cell.dropout else "torch"}
         pair = Pair(specs.model(cell), **options, **(family.options if family else {}))
         with pair.replay:
@@ -53,30 +53,31 @@ def trial(cell: specs.Cell) -> Outcome:
         status, reason = REFUSED, str(error)
     except AssertionError as error:
         status, reason = WRONG, str(error)
-    except Exception:  # noqa: BLE001 - whatever it is, the table shows it
+    except Exception:  # noqa: BLE001 - the table shows any error
         status, reason = FAILED, traceback.format_exc(limit=-3)
     errors = {} if pair is None else pair.errors
     return Outcome(cell.name, status, reason, seconds=time.perf_counter() - started, **errors)
 
 
 class Pair:
-    """A model in ORT and its twin in eager torch, which drops out what ORT drops out."""
+    """A model in ORT and its twin in eager torch, which uses the same dropout masks."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.twin = copy.deepcopy(model)
         self.model = model
-        # Only an export of its own has dropouts that can be replayed.
+        # Only an export made here has dropouts that can be replayed.
         options |= {"fallback": False, "cache": False}
         self.wrapped = ortlab.wrap(model, engine="ort", **options)
         self.replay = Replay()
         self.errors: dict[str, Any] = {}
 
     def compare(self, batch: Mapping[str, Any]) -> None:
-        """Raises Differs where the loss, a gradient or a buffer is not eager torch's.
+        """Raise Differs where the loss, a gradient or a buffer differs from eager torch's.
 
-        The loss by 1e-4, relatively. Gradients by 1e-3 of their norm, or for a gradient that is
-        next to nothing, as one that is zero in exact arithmetic, of a thousandth of the norm of
-        all. Buffers by 1e-4 of their norm.
+        Tolerances are relative: 1e-4 for the loss, and 1e-3 of its norm for a gradient. A
+        gradient that is almost zero, such as one that is zero in exact arithmetic, is
+        compared with a thousandth of the norm of all gradients. Buffers must agree within
+        1e-4 of their norm.
         """
         ours, theirs = self._losses(batch)
         self._hold("loss", "loss_error", _relative(ours, theirs), LOSS_TOLERANCE)
@@ -91,7 +92,7 @@ class Pair:
             self._hold(f"buffer {name}", "gradient_error", error, BUFFER_TOLERANCE)
 
     def train(self, batches: Iterable[Mapping[str, Any]]) -> None:
-        """Raises Differs where a step's loss is not eager torch's by 1e-3, or the loss rises."""
+        """Raise Differs where a step's loss is off from eager torch's by 1e-3 or the loss rises."""
         optimizers = [
             torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, eps=EPSILON)
             for module in (self.model, self.twin)
@@ -135,7 +136,16 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def _relative(a: Tensor, b: Tensor, least: float = 1e-12) -> float:
-    """||a - b|| / ||b||, NaN where either is not finite."""
+    """Return
+
+    a - b
+
+    /
+
+    b
+
+    , or NaN where either is not finite.
+    """
     a, b = a.detach().double(), b.detach().double()
     if a.shape != b.shape:
         return math.inf

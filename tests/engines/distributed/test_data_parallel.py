@@ -1,4 +1,4 @@
-"""Several processes that train together: what they compute is what one computes."""
+"""Data-parallel processes that train together compute the same as one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ranks(request: pytest.FixtureRequest) -> Found:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_fifty_steps_are_those_of_one_process(two: Found, stage: int, optimizer: str) -> None:
-    """Losses, gradient norms, states, evaluation: with accumulation, clipping, uneven shares."""
+    """Losses, norms, states and evaluation match: with accumulation, clipping and uneven shares."""
     found = of(two, f"parity eager {stage} {optimizer}")
     check_parity(found, "eager")
     sharer = " by torch's ZeroRedundancyOptimizer" if stage else ""
@@ -63,7 +63,7 @@ def test_fifty_steps_in_ort(two: Found, stage: int, optimizer: str) -> None:
 
 
 def test_a_run_moves_to_more_processes_and_back(two: Found) -> None:
-    """By a checkpoint's file, in the middle of an epoch; ZeRO's stage 1 in between."""
+    """A checkpoint file resumes mid-epoch on more processes and back, with ZeRO 1 in between."""
     for each in of(two, "moving"):
         assert len(each["whole"]) == 15
         assert each["moved"] == pytest.approx(each["whole"], rel=TOLERANCE)
@@ -93,7 +93,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(two: Found, stage: int) -> No
 
 
 def test_a_rank_that_fails_stops_the_step_of_all(two: Found) -> None:
-    """In a first micro-batch, a last one and in evaluation; then all go on as one process."""
+    """A failure in a first or last micro-batch or in evaluation stops all; training continues."""
     other, failed = of(two, "failing")
     assert len(other["told"]) == 3
     assert all("RankFailed: rank 1 of 2 has failed" in told for told in other["told"])
@@ -131,13 +131,13 @@ def test_statistics_are_the_same_on_all_ranks(two: Found) -> None:
 @pytest.mark.parametrize("case", ["unused", "layouts"])
 @pytest.mark.parametrize("stage", ["0", "1"])
 def test_models_that_are_not_plain(two: Found, case: str, stage: str) -> None:
-    """A parameter that the loss does not use, one that lies otherwise in memory."""
+    """Unused parameters and parameters with another memory layout match."""
     for each in of(two, case):
         assert each[stage] < TOLERANCE
 
 
 def test_stage_1_holds_half_of_the_optimizer_state(two: Found) -> None:
-    """In fp32 the ZeRO paper has 4 + 4 + 8 bytes a parameter, the last shared out at stage 1."""
+    """ZeRO stage 1 partitions the last of the paper's 4 + 4 + 8 bytes a parameter (fp32)."""
     for each in of(two, "held"):
         parameters = each["parameters"]
         for stage, state in (("0", 8 * parameters), ("1", 8 * parameters / 2)):
@@ -156,7 +156,7 @@ def test_what_is_refused_among_ranks(two: Found) -> None:
 
 
 def test_adasum_of_vectors(ranks: Found) -> None:
-    """Tensors of odd sizes, cut by the halving; some of zeros; the same bits on every rank."""
+    """Adasum gives the same bits on every rank for odd sizes, which halving cuts, and for zeros."""
     found = of(ranks, "combined")
     assert all(each["error"] < 1e-6 for each in found)
     assert len({each["digest"] for each in found}) == 1
@@ -164,7 +164,7 @@ def test_adasum_of_vectors(ranks: Found) -> None:
 
 @pytest.mark.parametrize("case", ["sgd 0", "sgd 1", "adamw 0"])
 def test_adasum_trains_as_the_paper_says(ranks: Found, case: str) -> None:
-    """Gradients under SGD, changes of the parameters under AdamW; five steps."""
+    """Five Adasum steps match the paper: gradients under SGD, parameter changes under AdamW."""
     found = [each[case] for each in of(ranks, "adasum")]
     for each in found:
         assert each["error"] < 1e-6

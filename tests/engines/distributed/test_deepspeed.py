@@ -1,4 +1,4 @@
-"""ZeRO's stages 1 to 3 through DeepSpeed: what two processes compute is what one computes."""
+"""ZeRO stages 1 to 3 through DeepSpeed: two processes compute the same as one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     ("stage", "optimizer"), [(1, "adamw"), (2, "adamw"), (3, "adamw"), (2, "sgd"), (3, "sgd")]
 )
 def test_fifty_steps_are_those_of_one_process(two: Found, stage: int, optimizer: str) -> None:
-    """Losses, gradient norms, states, evaluation: with accumulation, clipping, uneven shares."""
+    """Losses, norms, states and evaluation match: with accumulation, clipping and uneven shares."""
     found = of(two, f"parity eager {stage} {optimizer}")
     check_parity(found, "eager")
     assert f"ZeRO stage {stage} by DeepSpeed {compatibility.DEEPSPEED}" in found[0]["notes"][-1]
@@ -47,7 +47,7 @@ def test_fifty_steps_in_ort(two: Found, stage: int, optimizer: str) -> None:
 
 @pytest.mark.nightly
 def test_fifty_steps_compiled(tmp_path: Path) -> None:
-    """As eager, with 16-bit weights too."""
+    """Compiled steps match eager ones, with 16-bit weights too."""
     if (reason := compatibility.deepspeed_missing()) is not None:
         pytest.skip(reason)
     ranks = run("tests.support.compiled_ranks", 2, tmp_path)
@@ -58,24 +58,25 @@ def test_fifty_steps_compiled(tmp_path: Path) -> None:
 
 
 def test_a_run_moves_from_stage_to_stage(two: Found) -> None:
-    """One process, stage 2, stage 3, one process, by a checkpoint's file."""
+    """A checkpoint file moves a run from one process to stage 2, stage 3 and back to one."""
     for each in of(two, "moving"):
         assert len(each["whole"]) == 20
         assert each["moved"] == pytest.approx(each["whole"], rel=TOLERANCE)
 
 
 def test_one_model_goes_through_the_stages_and_is_whole_again(two: Found) -> None:
-    """Of what DeepSpeed puts on modules and parameters nothing stays: the case checks it."""
+    """The case checks that nothing DeepSpeed adds to modules and parameters remains."""
     for each in of(two, "in place"):
         found, expected = each["losses"]
         assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_bytes_are_those_of_the_paper(two: Found) -> None:
-    """In fp32 ZeRO has 4 + 4 + 8 bytes a parameter (arXiv:1910.02054, sections 3 and 5).
+    """The bytes match ZeRO's 4 + 4 + 8 bytes a parameter in fp32.
 
-    The last is shared out at stage 1, the second at 2, the first at 3. All tensors of the process
-    between two steps are told, but for stage 3's buffers for gradients under way.
+    Source: arXiv:1910.02054, sections 3 and 5. The last term is partitioned at stage 1, the
+    second at 2, the first at 3. All tensors of the process between two steps are counted,
+    except stage 3's buffers for in-flight gradients.
     """
     for each in of(two, "held"):
         whole = 4 * each["parameters"]
@@ -94,7 +95,7 @@ def test_bytes_are_those_of_the_paper(two: Found) -> None:
 
 
 def test_bytes_of_16_bit_weights_are_those_of_the_paper(two: Found) -> None:
-    """2 + 2 + 12 bytes a parameter (arXiv:1910.02054, section 3.1), shared out as in fp32."""
+    """The bytes match 2 + 2 + 12 a parameter (arXiv:1910.02054, 3.1), partitioned likewise."""
     for each in of(two, "held mixed"):
         whole = 2 * each["parameters"]
         for stage in STAGES:
@@ -112,11 +113,11 @@ def test_bytes_of_16_bit_weights_are_those_of_the_paper(two: Found) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", ["mixed", "mixed sums"])
 def test_16_bit_weights_are_rounded_from_an_fp32_copy(two: Found, case: str, stage: str) -> None:
-    """Losses, norms and the copy, against torch alone; losses against fp32.
+    """Losses, norms and the fp32 copy match torch alone; losses are close to those of fp32.
 
-    All but the order of fp32's additions is the same, which gives 2e-7. It may round a weight to
-    the next bf16 number, one in 256 away: that is where the tolerance comes from. A few such
-    roundings one way, 2%, is what the losses may be away from fp32's.
+    Only the order of fp32's additions differs, which gives 2e-7. It may round a weight to the
+    next bf16 number, one part in 256 away, which sets the tolerance. A few such roundings in
+    one direction, 2%, is the distance allowed between the losses and those of fp32.
     """
     for each in of(two, f"{case} {stage}"):
         assert each["steps"] < ROUNDED
@@ -155,7 +156,7 @@ def test_weights_that_stay_keep_32_bits(two: Found, stage: str) -> None:
     [*(f"{s} {bad}" for s in STAGES for bad in ("nan", "infinite", "steep")), "2 offloaded"],
 )
 def test_16_bit_weights_after_a_loss_that_is_not_finite(two: Found, case: str) -> None:
-    """Those of 32 bits where the optimizer is on the host, too."""
+    """16-bit weights are unchanged; so are the 32-bit ones with the optimizer on the host."""
     for each in of(two, "mixed damaged"):
         finite, unchanged = each[case]
         assert not finite
@@ -164,7 +165,7 @@ def test_16_bit_weights_after_a_loss_that_is_not_finite(two: Found, case: str) -
 
 @pytest.mark.parametrize("case", ["2 param_dtype", "3 param_dtype", "2 offload_optimizer"])
 def test_16_bit_weights_after_a_rank_that_failed(two: Found, case: str) -> None:
-    """Those of 32 bits where the optimizer is on the host, too."""
+    """Training continues with 16-bit weights, and 32-bit ones with the optimizer on the host."""
     for each in of(two, "mixed failing"):
         assert each[case]["told"] in ("RankFailed", "ValueError")
         assert each[case]["same"]
@@ -194,10 +195,10 @@ def test_fifty_steps_with_the_optimizer_on_the_host(two: Found, stage: int, opti
 
 
 def test_bytes_on_the_host(two: Found) -> None:
-    """A share of 4 + 8 bytes a parameter for the fp32 copy and moments, and 4 of gradients.
+    """The host holds a share of 4 + 8 bytes a parameter for fp32 copy and moments, 4 for gradients.
 
-    Stage 3 has them twice. In stages 1 and 2 new weights go through a buffer and the largest
-    gradient through two, which are not told.
+    Stage 3 has the gradients twice. In stages 1 and 2, new weights pass through a buffer and
+    the largest gradient through two; these are not counted.
     """
     for each in of(two, "held offloaded"):
         whole = 4 * each["parameters"]
@@ -230,7 +231,7 @@ def test_a_nan_on_one_rank_changes_no_weight_on_any(two: Found, stage: str) -> N
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_that_fails_stops_the_step_of_all(two: Found, stage: str) -> None:
-    """In a first micro-batch, a last one and in evaluation; then all go on as one process."""
+    """A failure in a first or last micro-batch or in evaluation stops all; training continues."""
     other, failed = of(two, f"failing {stage}")
     assert len(other["told"]) == 3
     assert all("RankFailed: rank 1 of 2 has failed" in told for told in other["told"])
@@ -255,14 +256,14 @@ def test_statistics_are_the_same_on_all_ranks(two: Found) -> None:
 @pytest.mark.parametrize("case", ["unused", "layouts"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_models_that_are_not_plain(two: Found, case: str, stage: str) -> None:
-    """A parameter that the loss does not use, one that lies otherwise in memory."""
+    """Unused parameters and parameters with another memory layout match."""
     for each in of(two, case):
         assert each[stage] < TOLERANCE
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_layers_that_take_turns(two: Found, stage: str) -> None:
-    """The first micro-batch of a step goes through one, the second through another."""
+    """The first micro-batch of a step uses one layer, the second another one."""
     for each in of(two, "turns"):
         assert each[stage] < TOLERANCE
 
@@ -277,7 +278,10 @@ def test_an_infinite_loss_with_finite_gradients(two: Found, stage: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_layers_that_come_and_go_are_refused(two: Found, stage: str) -> None:
-    """DeepSpeed would add up gradients of different layers; the state stays, and steps follow."""
+    """Changing layers are refused, as DeepSpeed would add gradients of different layers.
+
+    The state is unchanged, and further steps run.
+    """
     for each in of(two, "wayward"):
         ranks, steps = each[stage]
         assert "the ranks used different layers" in ranks
@@ -358,13 +362,13 @@ def test_what_goes_together(changes: dict[str, Any]) -> None:
 
 
 def test_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stage 1 is torch's own then."""
-    monkeypatch.setitem(sys.modules, "deepspeed", None)  # Python's way: it cannot be imported
+    """Without DeepSpeed, stage 1 is torch's own."""
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # Python's convention: the import fails
     assert "pip install 'ortlab[deepspeed]'" in str(
         compatibility.ranks_conflict(_settings(zero_stage=2), 2)
     )
     assert compatibility.ranks_conflict(_settings(zero_stage=1), 2) is None
-    for more in (HALVES, {"offload_optimizer": True}):  # nobody else does that
+    for more in (HALVES, {"offload_optimizer": True}):  # only DeepSpeed provides this
         told = str(compatibility.ranks_conflict(_settings(zero_stage=1, **more), 2))
         assert f"{list(more)[-1]}=" in told
         assert "pip install 'ortlab[deepspeed]'" in told

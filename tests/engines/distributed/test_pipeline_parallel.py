@@ -1,4 +1,4 @@
-"""Ranks that have the stages of a model: what they compute is what one process computes."""
+"""Pipeline-parallel ranks, which each run a stage of a model, compute the same as one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _check_parity(found: list[Any]) -> None:
 
 @pytest.mark.parametrize("case", ["eager", "sgd", "ort", "bf16", "swapped"])
 def test_fifty_steps_are_those_of_one_process(two: Found, case: str) -> None:
-    """Losses, gradient norms, states, evaluation; then the user's model is whole, and trained."""
+    """Losses, norms, states and evaluation match; then the user's model is whole and trained."""
     if case == "ort":
         try:
             engine("ort")
@@ -53,7 +53,7 @@ def test_fifty_steps_are_those_of_one_process(two: Found, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["data x stages", "zero", "four"])
 def test_four_ranks_are_one_process(four: Found, case: str) -> None:
-    """Two stages of two data-parallel ranks each, with ZeRO's stage 1 beside, and four stages."""
+    """Four ranks match: two stages of two data-parallel ranks (ZeRO 1), and four stages."""
     _check_parity(of(four, case))
 
 
@@ -104,7 +104,7 @@ def test_what_is_refused(two: Found) -> None:
 
 
 def test_a_stage_that_fails_stops_the_others(two: Found) -> None:
-    """As a worker's call does, its rank leaves the process group; the others do not wait for it."""
+    """A failed rank leaves the process group, as a worker's call does; the others do not wait."""
     failed, other = of(two, "failing")
     assert failed["told"] == "ValueError: a row is out of range"
     assert "Connection closed by peer" in other["told"]

@@ -1,4 +1,4 @@
-"""Ranks that share the layers of a model: what they compute is what one process computes."""
+"""Tensor parallel ranks, which split a model's layers, compute the same as one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _check_parity(found: list[Any], tolerance: float = TOLERANCE) -> None:
     "model", ["sequential", "sequential sgd", "encoder", "scaled", "bert", "qwen3"]
 )
 def test_fifty_steps_are_those_of_one_process(two: Found, model: str) -> None:
-    """Losses, gradient norms, states, evaluation; then the user's model is whole, and trained."""
+    """Losses, norms, states and evaluation match; then the user's model is whole and trained."""
     _check_parity(of(two, model))
 
 
@@ -62,7 +62,7 @@ def test_in_bfloat16_only_the_rounding_differs(two: Found) -> None:
 
 
 def test_ranks_hold_their_shares(two: Found, four: Found) -> None:
-    """880 of 1644 parameters: half of four layers' weights and of two biases, the rest whole."""
+    """A rank has 880 of 1644 parameters: half of four weights and two biases, all the rest."""
     for each in of(two, "sequential"):
         held = each["held"]
         assert held["parameters"] == held["gradients"] == 4 * 880
@@ -87,7 +87,7 @@ def test_a_nan_changes_no_weight(two: Found) -> None:
 
 
 def test_dropout_of_split_and_of_whole_activations(two: Found) -> None:
-    """Checkpointing computes the split region twice in each step: the masks are the same."""
+    """Checkpointing computes the split region twice in each step with the same dropout masks."""
     first, second = of(two, "dropout")
     assert first["whole"] == second["whole"]
     assert len(set(first["whole"])) == 2
@@ -114,7 +114,7 @@ def test_ranks_that_fail_stop_the_step_of_all(two: Found, four: Found) -> None:
 
 
 def test_another_process_group_after_the_first(four: Found) -> None:
-    """Torch remembers the groups of the first mesh that is equal."""
+    """A later process group works too, although torch caches the groups of the first equal mesh."""
     for each in of(four, "again"):
         assert len(each["losses"]) == 3
         for alone, together in each["losses"]:

@@ -1,4 +1,4 @@
-"""Models that an exported graph gets wrong if nobody looks: each trains right or is refused."""
+"""Models that a naive export gets wrong: each trains correctly or is refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _wrap(ort: OrtModuleEngine, model: nn.Module, **settings: Any) -> nn.Module:
 def _assert_trains_as_eager(
     ort: OrtModuleEngine, model: nn.Module, *batches: tuple[Any, ...]
 ) -> nn.Module:
-    """The same outputs and gradients as eager torch for each of `batches`; returns the wrapper."""
+    """Assert eager torch's outputs and gradients for each of `batches`; return the wrapper."""
     twin = copy.deepcopy(model)
     wrapped = _wrap(ort, model)
     for batch in batches:
@@ -54,7 +54,7 @@ def _assert_trains_as_eager(
     return wrapped
 
 
-# --- 1, 2: what forward decides by a tensor's value
+# --- 1, 2: branches on a tensor's value
 
 
 class Branch(nn.Module):
@@ -86,7 +86,7 @@ class InNumpy(Branch):
 
 
 class BranchAfterNorm(nn.Module):
-    """The branch is known only after BatchNorm has changed its statistics."""
+    """The branch is known only after BatchNorm has updated its statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def _of_size(size: float) -> tuple[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", [Branch, Loop])
 def test_a_decision_by_value_is_followed(ort: OrtModuleEngine, kind: type[nn.Module]) -> None:
-    """A graph for each way; which one fits, its own outputs tell."""
+    """Each branch gets a graph; a graph's own outputs tell whether it applies."""
     wrapped = _assert_trains_as_eager(ort, kind(), *map(_of_size, (2, -3, 1, 2, -3, 1, 4)))
     notes = [note for note in ort.report(wrapped).notes if note.startswith("exported again")]
     assert len(notes) == (1 if kind is Branch else 3)
@@ -125,7 +125,7 @@ def test_ways_to_decide_have_a_bound(ort: OrtModuleEngine) -> None:
         wrapped(*_of_size(times + 0.5))
     with pytest.raises(ExportFailed, match=r"16 branches already have an export each"):
         wrapped(*_of_size(16.5))
-    wrapped(*_of_size(3.5))  # what is there goes on
+    wrapped(*_of_size(3.5))  # existing exports still run
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_fraction_that_is_read_is_refused_with_its_line(
 
 
 class Guarded(Branch):
-    """Reads a value in eager torch only, as transformers' masks do: the graph has both cases."""
+    """A layer that reads a value in eager torch only, as transformers' masks do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = x > 0
@@ -201,14 +201,14 @@ class ByParity(Branch):
 
 
 def test_a_decision_by_size_is_checked_for_every_shape(ort: OrtModuleEngine) -> None:
-    """Seven rows come when other sizes of their bucket are known, and from the cache, too."""
+    """Seven rows run after other sizes of their bucket are known, and with a cached graph too."""
     for _ in range(2):
         batches = [(torch.randn(rows, 3),) for rows in (8, 6, 10, 12, 7, 6, 7)]
         _assert_trains_as_eager(ort, ByParity(), *batches)
 
 
 class ByChunks(Branch):
-    """A step for every whole chunk; lengths below the next multiple take as many."""
+    """A model with a step per whole chunk; lengths below the next multiple take as many."""
 
     def __init__(self, count: Callable[[int], int]) -> None:
         super().__init__()
@@ -229,13 +229,13 @@ class ByChunks(Branch):
 def test_a_size_that_is_read_as_a_number_is_checked_for_every_shape(
     ort: OrtModuleEngine, count: Callable[[int], int]
 ) -> None:
-    """Three lengths agree, and the fourth is of their bucket."""
+    """Three lengths agree, and the fourth, in the same bucket, needs one more step."""
     batches = [(torch.randn(2, length, 3),) for length in (16, 17, 18, 32)]
     _assert_trains_as_eager(ort, ByChunks(count), *batches)
 
 
 class Heads(nn.Module):
-    """Attention as users write it: sizes are handed on to torch."""
+    """Attention as users write it: sizes are passed to torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class HoldsLength(nn.Module):
 
 
 class HoldsTable(HoldsLength):
-    """Adds a table made in numpy; ORT cannot run another length at all."""
+    """A layer that adds a numpy table; ORT cannot run another length at all."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.from_numpy(np.arange(x.shape[1], dtype=np.float32))
@@ -283,7 +283,7 @@ class HoldsTable(HoldsLength):
 def test_a_graph_that_holds_sizes_is_exported_for_each_shape(
     ort: OrtModuleEngine, kind: type[nn.Module]
 ) -> None:
-    """Batches of other sizes first: the length changes when all seems well known."""
+    """Other batch sizes run first: the length changes once the graph seems well checked."""
     sizes = [(8, 60), (4, 60), (3, 60), (5, 60), (5, 50), (8, 60), (2, 33), (5, 50)]
     wrapped = _assert_trains_as_eager(ort, kind(), *((torch.randn(*s, 3),) for s in sizes))
     remarks = ort.report(wrapped).remarks
@@ -291,7 +291,7 @@ def test_a_graph_that_holds_sizes_is_exported_for_each_shape(
 
 
 class Mamba(nn.Module):
-    """A step of its state for every token, in Python."""
+    """A Mamba model, which updates its state for every token in Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ def test_exports_for_each_shape_have_a_bound(ort: OrtModuleEngine) -> None:
         wrapped(torch.randn(2, length, 3))
     with pytest.raises(ExportFailed, match="pad batches to fewer sizes"):
         wrapped(torch.randn(2, 18, 3))
-    wrapped(torch.randn(2, 3, 3))  # what is there goes on
+    wrapped(torch.randn(2, 3, 3))  # existing exports still run
 
 
 # --- 4: a parameter's shape edited in place
@@ -338,7 +338,7 @@ def test_a_parameter_that_gets_another_shape(ort: OrtModuleEngine) -> None:
 
 
 class Average(nn.Module):
-    """Keeps a moving average of its input, in place."""
+    """A model that keeps a moving average of its input, in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,8 +351,8 @@ class Average(nn.Module):
 
 
 def test_a_buffer_that_forward_changes(ort: OrtModuleEngine) -> None:
-    """BatchNorm's trains; any other is refused by name, and is as it was."""
-    torch.manual_seed(0)  # the gradient of the bias before the norm is rounding, now and then large
+    """BatchNorm's buffers train; a change of any other is refused by name and undone."""
+    torch.manual_seed(0)  # the bias before the norm has only rounding error as its gradient
     batches = [(torch.randn(4, 3),), (torch.randn(6, 3),), (torch.randn(4, 3),)]
     norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     _assert_trains_as_eager(ort, norm, *batches)
@@ -449,7 +449,7 @@ def test_a_second_backward_is_refused(ort: OrtModuleEngine) -> None:
 
 
 def test_a_step_between_forward_and_backward_is_refused(ort: OrtModuleEngine) -> None:
-    """As in eager torch: the gradient would be that of other weights."""
+    """The step is refused, as in eager torch: the gradient would belong to other weights."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     optimizer, wrapped = torch.optim.SGD(model.parameters(), lr=0.1), _wrap(ort, model)
     late = wrapped(torch.randn(2, 3)).sum()
@@ -459,7 +459,7 @@ def test_a_step_between_forward_and_backward_is_refused(ort: OrtModuleEngine) ->
         late.backward()
 
 
-# --- gradients that nothing asks for, or nothing but an input
+# --- gradients that are not needed, or for an input alone
 
 
 class TwoHeads(nn.Module):
@@ -474,7 +474,7 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("head", [0, 1])
 def test_what_no_output_in_use_depends_on_has_no_gradient(ort: OrtModuleEngine, head: int) -> None:
-    """Zeros would be decayed by AdamW."""
+    """Unused parameters have no gradient: AdamW would decay them with zeros."""
     model = TwoHeads()
     twin = copy.deepcopy(model)
     wrapped = _wrap(ort, model)
@@ -532,7 +532,7 @@ def test_a_backward_hook_is_refused(ort: OrtModuleEngine) -> None:
 
 
 class Hooks(Branch):
-    """Limits the gradient of what it computes, or keeps it."""
+    """A layer that clamps or stores the gradient of its result."""
 
     def __init__(self, how: Callable[[torch.Tensor], object]) -> None:
         super().__init__()
@@ -557,7 +557,7 @@ def test_a_hook_of_what_forward_computes_is_refused(
         _wrap(ort, Hooks(how))(torch.randn(2, 3))
 
 
-# --- what forward changes in place
+# --- in-place changes by forward
 
 
 class ChangesInput(Branch):
@@ -598,12 +598,12 @@ def test_what_forward_collects_is_told_and_left(ort: OrtModuleEngine) -> None:
     assert any("forward sets Collects.losses" in remark for remark in ort.report(wrapped).remarks)
 
 
-# --- no samples
+# --- empty batches
 
 
 @pytest.mark.parametrize("layer", [nn.Conv1d(3, 3, 1), nn.Linear(4, 4)], ids=["conv", "linear"])
 def test_an_empty_batch_is_refused(ort: OrtModuleEngine, layer: nn.Module) -> None:
-    """ORT's gradient of a convolution divides by zero, which ends the process."""
+    """An empty batch is refused: ORT's gradient of a convolution would divide by zero."""
     wrapped = _wrap(ort, layer)
     wrapped(torch.randn(2, 3, 4)).sum().backward()
     with pytest.raises(ExportFailed, match=r"an input is empty \(\[0, 3, 4\]\)"):
@@ -629,7 +629,7 @@ def test_a_decision_by_random_numbers_is_refused(ort: OrtModuleEngine) -> None:
 
 
 class NumpyMask(Branch):
-    """Masks its input by numpy's random numbers, as transformers' SpecAugment does."""
+    """A layer that masks its input with numpy's random numbers, as transformers' SpecAugment."""
 
     share = 0.5
 
@@ -639,14 +639,14 @@ class NumpyMask(Branch):
 
 
 class SkipsLayers(Branch):
-    """Skips itself at random, at a rate of zero: BART's layerdrop."""
+    """A layer that skips itself at random with a rate of zero, as BART's layerdrop."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if torch.rand([]) < 0.0 else self.layer(x)
 
 
 def test_numpys_random_numbers_are_refused_where_they_matter(ort: OrtModuleEngine) -> None:
-    np.random.seed(0)  # one mask of eight is like that of the other seed
+    np.random.seed(0)  # one mask of eight equals that of the other seed
     with pytest.raises(ExportFailed, match="random numbers from Python or numpy"):
         _wrap(ort, NumpyMask())(torch.randn(2, 3))
     harmless = NumpyMask()
@@ -659,7 +659,7 @@ def test_random_numbers_that_change_nothing_hinder_no_check(ort: OrtModuleEngine
     assert not ort.report(wrapped).remarks
 
 
-# --- results that no graph has
+# --- results that are not in any graph
 
 
 def test_a_decoder_trains_with_its_cache_on(ort: OrtModuleEngine) -> None:
@@ -679,7 +679,7 @@ def test_a_decoder_trains_with_its_cache_on(ort: OrtModuleEngine) -> None:
 
 
 def test_a_wrapped_model_generates_as_the_plain_one(ort: OrtModuleEngine) -> None:
-    """Transformers' generate looks methods up in the model's class, and needs its cache."""
+    """Generation works; it looks up methods in the model's class and needs the model's cache."""
     model = tiny.gpt2(use_cache=True, bos_token_id=0, eos_token_id=0)
     ids = torch.randint(1, 32, (2, 5))
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -725,18 +725,18 @@ def test_a_wrapped_model_saves_what_the_model_would(ort: OrtModuleEngine, tmp_pa
     assert list(wrapped.state_dict()) == list(model.state_dict())
 
 
-# --- the first check takes some of the batch's rows
+# --- the first check uses some of the batch's rows
 
 
 class NeedsAll(Branch):
-    """Fewer rows do not fit it."""
+    """A model that rejects a batch with fewer rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x).view(4, -1, 3).mean(1)
 
 
 class HoldsSize(Branch):
-    """Its graph holds the number of rows, which nothing in forward tells."""
+    """A model whose graph holds the number of rows, though forward does not show it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x) / float(x.shape[0])
@@ -777,7 +777,10 @@ def test_what_is_wrong_on_rows_and_on_all_is_refused(ort: OrtModuleEngine) -> No
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_nothing_is_computed_for_frozen_parameters(ort: OrtModuleEngine, cached: bool) -> None:
-    """ORTModule would: fine-tuning a head alone cost the whole backward pass."""
+    """Frozen parameters get no gradient computations, so training only a head stays cheap.
+
+    ORTModule computes the whole backward pass for them.
+    """
     x = torch.randn(4, 3)
     if cached:
         _wrap(ort, _with_frozen_body())(x).sum().backward()
@@ -802,11 +805,11 @@ def _with_frozen_body() -> nn.Module:
     return model
 
 
-# --- rows that a mask hides whole
+# --- rows that are fully masked
 
 
 class Masked(nn.Module):
-    """Attention with a mask to add, as models make it: the lowest number hides a key."""
+    """Attention with an additive mask, as in models: the lowest number hides a key."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -827,7 +830,10 @@ PADDED = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 0, 0]], dtype=torch.bool)
 def test_a_row_that_is_hidden_whole_has_plain_attentions_gradient(
     ort: OrtModuleEngine, precision: Any
 ) -> None:
-    """Torch's flash attention on a CPU has another one, of which the check says so."""
+    """A fully masked row has plain attention's gradient.
+
+    Torch's flash attention on a CPU computes another one, and the check says so.
+    """
     model, x = Masked(PADDED), torch.randn(2, 3, 6)
     twin = copy.deepcopy(model)
     wrapped = _wrap(ort, model, precision=precision)
@@ -838,7 +844,7 @@ def test_a_row_that_is_hidden_whole_has_plain_attentions_gradient(
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name, **close)
     report = ort.report(wrapped)
-    if precision == "fp32":  # in bf16 so few numbers may be as far off by rounding
+    if precision == "fp32":  # in bf16, rounding can explain a difference in so few numbers
         assert any("computes another gradient" in remark for remark in report.remarks), report
     assert any(note.startswith("checked on") for note in report.notes), report
 
@@ -863,7 +869,7 @@ def test_plain_attention_is_asked_where_the_first_comparison_fails_alone(
 
 
 class WrongAndMasked(Masked):
-    """Beside the row that is hidden, ORT's sigmoid is zero where torch's is not."""
+    """A model that also has a wrong row: ORT's sigmoid is zero where torch's is not."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + torch.sigmoid(x[:, None] - 40.0).log()

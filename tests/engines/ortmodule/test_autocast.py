@@ -1,4 +1,4 @@
-"""A user's own autocast and GradScaler: the same with the ORT engine as with eager torch."""
+"""A user's own autocast and GradScaler work with the ORT engine as with eager torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.settings import EngineSettings
 from tests.support import tiny
 
-HALF = 5e-3  # relative, of a whole gradient: float16 has ten bits
+HALF = 5e-3  # relative error of a whole gradient: float16 has ten bits
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def _mlp() -> nn.Module:
 
 
 class Logits(nn.Module):
-    """BERT that takes token ids and gives logits."""
+    """A BERT that takes token ids and returns logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def _data(model: nn.Module) -> torch.Tensor:
 
 
 def _step(model: nn.Module, x: torch.Tensor, scaler: Any, optimizer: Any, scale: float) -> Any:
-    """One step by hand in float16; the output and the gradient before it is unscaled."""
+    """Run a manual step in float16; return the output and the gradient before unscaling."""
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.float16):
         output = model(x)
@@ -62,11 +62,11 @@ def _step(model: nn.Module, x: torch.Tensor, scaler: Any, optimizer: Any, scale:
 
 @pytest.mark.parametrize("make", [_mlp, Logits])
 def test_autocast_and_scaler_by_hand(ort: OrtModuleEngine, make: Any) -> None:
-    """Types, gradients, the scale and what an overflow skips are those of eager torch."""
+    """Types, gradients, scale and the steps skipped by overflow match eager torch."""
     model = make()
     twin = copy.deepcopy(model)
     wrapped, x = ort.wrap(model, EngineSettings()), _data(model)
-    wrapped(x).sum().backward()  # in float32: autocast comes after the first call
+    wrapped(x).sum().backward()  # in float32: autocast starts after the first call
     sides = []
     for each in (twin, wrapped):
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
@@ -101,7 +101,7 @@ def test_autocast_inside_autocast_and_switched_off(ort: OrtModuleEngine) -> None
 
 
 class Partly(nn.Module):
-    """Leaves its second layer in float32."""
+    """A model that computes its second layer in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_a_part_that_forward_keeps_in_float32_is_never_lowered(ort: OrtModuleEng
 
 
 class InBfloat16(Partly):
-    """Has an autocast of its own, and needs none around it."""
+    """A model with its own autocast, which needs no outer one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -143,7 +143,7 @@ def test_an_autocast_of_forwards_own_alone_is_refused(ort: OrtModuleEngine) -> N
 
 @pytest.mark.parametrize("make", [_mlp, Logits])
 def test_autocast_in_bfloat16_on_a_cpu(ort: OrtModuleEngine, make: Any) -> None:
-    """Torch's products in the graph; types as in eager torch, values within bfloat16's rounding."""
+    """The graph has torch's products; types match, and values match within bfloat16's rounding."""
     model = make()
     twin, exact = copy.deepcopy(model), copy.deepcopy(model)
     wrapped, x = ort.wrap(model, EngineSettings()), _data(model)
@@ -206,7 +206,7 @@ def test_autocast_in_bfloat16_without_torchs_kernels_falls_back(ort: OrtModuleEn
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """What apex calls its own."""
+    """A layer with the name of apex's own."""
 
 
 def test_apex_is_refused_with_what_took_its_place(
@@ -216,7 +216,7 @@ def test_apex_is_refused_with_what_took_its_place(
     model = nn.Sequential(nn.Linear(3, 3), FusedLayerNorm(3))
     with pytest.raises(ValueError, match=r"apex's FusedLayerNorm.*layers of torch\.nn"):
         ort.wrap(model, EngineSettings())
-    # As apex.amp.initialize leaves it; apex itself does not build on today's torch.
+    # The state after apex.amp.initialize; apex itself does not build on today's torch.
     options = types.SimpleNamespace(enabled=True)
     state = types.SimpleNamespace(_amp_state=types.SimpleNamespace(opt_properties=options))
     monkeypatch.setitem(sys.modules, "apex.amp._amp_state", state)

@@ -1,4 +1,4 @@
-"""What is kept of a call: enough to make another like it, and none of its data."""
+"""A call signature records enough of a call to create a similar one, and none of its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient checkpointing in ORT: gradients are eager torch's, and recomputation takes its place."""
+"""Gradient checkpointing in ORT: gradients match eager torch, and ORT's recompute replaces it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECOMPUTES = "gradient checkpointing: replaced by ORT's recomputation"
 
 @pytest.fixture
 def ort() -> OrtModuleEngine:
-    """The engine; skipped with its reason where ORT cannot run."""
+    """Return the engine; skip with its reason where ORT cannot run."""
     try:
         engine("ort")
     except EngineUnavailable as error:
@@ -66,7 +66,7 @@ def in_segments(block: nn.Module, x: Tensor) -> Tensor:
 def assert_trains_as_eager(
     ort: OrtModuleEngine, model: nn.Module, batches: list[dict[str, Any]]
 ) -> nn.Module:
-    """Loss and all gradients, checkpointed in both."""
+    """Compare the loss and all gradients, with checkpointing in both."""
     eager = copy.deepcopy(model)
     wrapped = ort.wrap(model, EngineSettings(cache=False))
     for batch in batches:
@@ -98,7 +98,7 @@ def test_trains_as_eager_torch_does(
 
 
 def transformer(name: str, p: float = 0.0) -> nn.Module:
-    """A small BERT or GPT-2 with dropout `p`."""
+    """Return a small BERT or GPT-2 with dropout `p`."""
     import transformers
 
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def text(rows: int, length: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_models_of_transformers(ort: OrtModuleEngine, name: str, reentrant: bool) -> None:
     model = transformer(name)
-    with warnings.catch_warnings():  # transformers is about to rename it
+    with warnings.catch_warnings():  # transformers will rename it
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     wrapped = assert_trains_as_eager(ort, model, [text(4, 12), text(3, 9)])
@@ -132,7 +132,7 @@ def test_models_of_transformers(ort: OrtModuleEngine, name: str, reentrant: bool
 
 
 def recomputed(folder: Path) -> list[str]:
-    """The nodes of the graph that a session runs which compute something again."""
+    """Return the operators that the session's graph recomputes."""
     (file,) = folder.glob("*execution_model_training.onnx")
     nodes = onnx.load(file, load_external_data=False).graph.node
     return [node.op_type for node in nodes if "_recompute" in node.name]
@@ -141,7 +141,7 @@ def recomputed(folder: Path) -> list[str]:
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_the_graph_recomputes(ort: OrtModuleEngine, name: str, p: float, tmp_path: Path) -> None:
-    """Where checkpointing is asked for, and only there; never a dropout, nor a whole layer."""
+    """The graph recomputes only where checkpointing is on, and no dropout or layer norm."""
     for asked in (True, False):
         model = transformer(name, p)
         if asked:
@@ -160,7 +160,7 @@ def test_the_graph_recomputes(ort: OrtModuleEngine, name: str, p: float, tmp_pat
 
 
 def test_a_forward_without_a_backward(ort: OrtModuleEngine) -> None:
-    """ORT's own recomputed dropout would draw another mask afterwards."""
+    """Later masks stay correct; ORT's own recomputed dropout would draw another mask."""
     model = Blocks(without_reentry, p=0.5)
     last = nn.Parameter(torch.ones(16))
 
@@ -232,9 +232,9 @@ def test_plans_that_are_chosen_and_left_again(
 
 @pytest.mark.parametrize("asked", ["precision", "autocast", "layers"])
 def test_in_bfloat16_on_a_cpu(ort: OrtModuleEngine, asked: str) -> None:
-    """ORT's own plans know no kernels for it: whole layers are computed again."""
+    """ORT's own plans have no bfloat16 kernels on a CPU, so whole layers are recomputed."""
     model = transformer("bert", p=0.1)
-    with warnings.catch_warnings():  # transformers is about to rename it
+    with warnings.catch_warnings():  # transformers will rename it
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable({"use_reentrant": False})
     chosen = {
@@ -268,7 +268,7 @@ def test_in_bfloat16_without_a_list_of_layers(ort: OrtModuleEngine) -> None:
 
 
 def test_a_part_that_eager_torch_would_not_train(ort: OrtModuleEngine) -> None:
-    """Re-entry without an input that requires a gradient: eager torch gives the part none."""
+    """A reentrant checkpoint of an input without gradient is refused; eager skips the part."""
     model = nn.Sequential(Blocks(with_reentry), nn.Linear(16, 4))
     wrapped = ort.wrap(model, EngineSettings(cache=False))
     with pytest.raises(SelfCheckFailed, match="gradients differ"):

@@ -1,4 +1,4 @@
-"""What the ORT engine refuses, notices, checks and shows."""
+"""The ORT engine's refusals, detection of edits, checks and reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.zoo import specs
 
 @pytest.fixture
 def ort() -> OrtModuleEngine:
-    """The engine; skipped with its reason where ORT cannot run."""
+    """Return the engine; skip with its reason where ORT cannot run."""
     try:
         engine("ort")
     except EngineUnavailable as error:
@@ -109,7 +109,7 @@ EDITS: list[Callable[[Net], None]] = [
 def test_an_edit_is_noticed_on_the_next_call(
     ort: OrtModuleEngine, edit: Callable[[Net], None]
 ) -> None:
-    """Outputs and gradients are those of the edited model, and the note says what changed."""
+    """Outputs and gradients are those of the edited model, and the note names the change."""
     net = Net()
     wrapped = _wrap(ort, net, self_check=False)
     x = torch.randn(3, 6)
@@ -130,7 +130,7 @@ def test_an_edit_is_noticed_on_the_next_call(
 
 
 def test_another_dtype_is_noticed(ort: OrtModuleEngine) -> None:
-    """ORT has no ReluGrad for double on a CPU, and says so; the float32 graph is not run."""
+    """ORT reports that it has no ReluGrad for double on a CPU; the float32 graph is not run."""
     net = Net()
     wrapped = _wrap(ort, net)
     wrapped(torch.randn(3, 6))
@@ -198,7 +198,7 @@ def test_autocast_switched_on_later_is_noticed(ort: OrtModuleEngine) -> None:
 
 
 def test_dropout_goes_on_in_training_mode_without_gradients(ort: OrtModuleEngine) -> None:
-    """As in eager torch: no_grad is not eval()."""
+    """Dropout is active under no_grad, which is not eval(), as in eager torch."""
     wrapped = _wrap(ort, Net(p=0.5)).train()
     x = torch.randn(64, 6)
     with torch.no_grad():
@@ -223,7 +223,7 @@ def test_a_backward_after_another_export_uses_its_own_graph(ort: OrtModuleEngine
 
 
 def test_the_check_disturbs_nothing(ort: OrtModuleEngine) -> None:
-    """Buffers, random numbers, .grad and dropout are as an unchecked call leaves them."""
+    """Buffers, random numbers, .grad and dropout are the same as after a call without a check."""
     from ortlab.engines.ortmodule import compat
 
     outcomes = []
@@ -248,14 +248,14 @@ def test_the_check_disturbs_nothing(ort: OrtModuleEngine) -> None:
 
 
 class Noise(nn.Linear):
-    """Adds noise of its own."""
+    """A layer that adds its own noise."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + torch.randn(4)
 
 
 class Spectrum(nn.Linear):
-    """Uses an operator that ONNX has no rule for in this exporter."""
+    """A layer with an operator that this exporter has no ONNX rule for."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.special.bessel_j0(super().forward(x))
@@ -329,7 +329,7 @@ def test_a_run_does_not_fall_back_because_an_earlier_one_did(ort: OrtModuleEngin
 
 
 class Checkpointed(nn.Module):
-    """Computes its dropout again in the backward pass."""
+    """A model that recomputes its dropout in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -445,7 +445,7 @@ def test_a_tuple_is_no_list(ort: OrtModuleEngine) -> None:
 
 
 def test_threads_wait_for_each_other(ort: OrtModuleEngine) -> None:
-    """A check puts buffers back: what another thread has counted meanwhile must not be lost."""
+    """No count of another thread is lost when a check restores buffers."""
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     wrapped = _wrap(ort, model)
     errors: list[BaseException] = []
@@ -454,7 +454,7 @@ def test_threads_wait_for_each_other(ort: OrtModuleEngine) -> None:
         try:
             for i in range(5):
                 wrapped(torch.randn(rows + i, 6))
-        except BaseException as error:  # noqa: BLE001 - a thread's is lost otherwise
+        except BaseException as error:  # noqa: BLE001 - a thread's error would be lost
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(rows,)) for rows in (3, 10, 20)]
@@ -587,7 +587,7 @@ def test_a_seed_repeats_the_dropout_of_a_run(ort: OrtModuleEngine) -> None:
 
 
 def test_a_wrapper_is_what_its_model_is_to_those_who_ask(ort: OrtModuleEngine) -> None:
-    """Libraries ask a model for its class; who replaces its forward leaves the model as it is."""
+    """The wrapper has its model's class, which libraries check; a replaced forward stays on it."""
     model = tiny.gpt2().eval()
     before = set(vars(model))
     wrapped = ort.wrap(model, EngineSettings())
@@ -604,7 +604,7 @@ def test_a_wrapper_is_what_its_model_is_to_those_who_ask(ort: OrtModuleEngine) -
 
 
 class LogOfSigmoid(nn.Module):
-    """ORT's sigmoid is zero where torch's is not, far below: a matter of the batch's values."""
+    """A model that is wrong for some values: far below 0, ORT's sigmoid is 0 and torch's is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -630,7 +630,7 @@ def test_the_second_batch_is_checked_too(ort: OrtModuleEngine, rows: int) -> Non
 
 
 class LogOfTokens(nn.Module):
-    """Right for token 0, and for token 1 as `LogOfSigmoid` is far below."""
+    """A model that is correct for token 0 and wrong for token 1, as `LogOfSigmoid` far below 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -643,7 +643,7 @@ class LogOfTokens(nn.Module):
 def test_what_the_first_check_left_out_of_rows_is_refused_in_the_second_step(
     ort: OrtModuleEngine,
 ) -> None:
-    ids = torch.arange(512).reshape(8, 64) % 2  # every second token is left out
+    ids = torch.arange(512).reshape(8, 64) % 2  # every second token is left out of the first check
     wrapped = _wrap(ort, LogOfTokens())
     wrapped(ids)
     with pytest.raises(SelfCheckFailed, match="and wrong for the next"):
@@ -651,7 +651,7 @@ def test_what_the_first_check_left_out_of_rows_is_refused_in_the_second_step(
 
 
 class Tagger(nn.Module):
-    """A class for each token, and their mean loss; with `places` one for all, by every token."""
+    """A tagger with a mean loss per token; with `places`, one class for all tokens together."""
 
     def __init__(self, *, places: int = 0) -> None:
         super().__init__()
@@ -690,7 +690,7 @@ def test_the_first_check_is_of_a_few_tokens_where_they_will_do(
     assert first.startswith(f"checked on {checked}: ")
 
 
-# --- what torch has added to a module's methods since ORTModule
+# --- additions to torch's module methods since ORTModule
 
 
 def test_a_state_is_assigned_as_to_the_model() -> None:

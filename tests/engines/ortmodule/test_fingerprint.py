@@ -1,4 +1,4 @@
-"""What the name of an exported graph depends on, and what not."""
+"""The facts that the name of an exported graph depends on, and those that it must ignore."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ _numbers = itertools.count()
 
 
 def _model(source: str = CELL) -> nn.Module:
-    """What a notebook's cell makes: each is a file of its own."""
+    """Return the model of a notebook cell; each call uses its own file name."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(source, f"/tmp/ipykernel/{next(_numbers)}.py", "exec"), namespace)
     model: nn.Module = namespace["model"]
@@ -189,7 +189,7 @@ def test_a_change_gives_another_name(
 
 
 def test_a_patched_function_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no user's code, yet what it looks up may be."""
+    """A package's function is not user code, but a patch of one that it looks up counts."""
     from transformers.models.bert import modeling_bert
 
     model = _bert()

@@ -1,4 +1,4 @@
-"""What forward keeps from call to call, and what it hides from autograd: right, or refused."""
+"""State that forward keeps between calls or hides from autograd is correct, or refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _wrap(model: nn.Module, **settings: Any) -> nn.Module:
 
 
 def _assert_trains_as_eager(model: nn.Module) -> nn.Module:
-    """Three steps of SGD, a batch each: outputs, gradients and buffers; returns the wrapper."""
+    """Compare three SGD steps, a batch each: outputs, gradients and buffers; return the wrapper."""
     twin = copy.deepcopy(model)
     wrapped = _wrap(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.03) for each in (model, twin)]
@@ -59,7 +59,7 @@ def _assert_trains_as_eager(model: nn.Module) -> nn.Module:
     return wrapped
 
 
-# --- buffers that are other tensors afterwards
+# --- buffers that forward replaces
 
 
 def _averaged(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,10 @@ def _first_mean(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", [_averaged, _averaged_before, _first_mean])
 def test_a_buffer_that_forward_sets_anew_is_refused(how: Forward) -> None:
-    """ORT's session would end the process on the first, and keep a quarter's mean of the last."""
+    """A replaced buffer is refused: ORT's session would end the process or compute a wrong mean.
+
+    The first case ends the process; the last would keep the mean of a quarter of the batch.
+    """
     model = Layer(how)
     before = None if how is _first_mean else torch.zeros(3)
     model.register_buffer("mean", before)
@@ -95,7 +98,7 @@ def test_a_buffer_that_forward_sets_anew_is_refused(how: Forward) -> None:
 
 
 def test_a_buffer_that_forward_makes_anew_as_it_was_trains() -> None:
-    """As the frequencies of a rotary embedding."""
+    """A buffer that forward recreates with equal values trains, such as rotary frequencies."""
 
     def tabled(model: Any, x: torch.Tensor) -> torch.Tensor:
         model.register_buffer("table", torch.arange(3.0), persistent=False)
@@ -107,7 +110,7 @@ def test_a_buffer_that_forward_makes_anew_as_it_was_trains() -> None:
 
 
 def test_a_buffer_that_forward_changes_in_place_is_refused() -> None:
-    """No graph holds it; BatchNorm's own, which do, are another matter."""
+    """The graph cannot hold the change; only BatchNorm's own buffers are supported."""
 
     def averaged(model: Any, x: torch.Tensor) -> torch.Tensor:
         y = model.layer(x)
@@ -121,7 +124,7 @@ def test_a_buffer_that_forward_changes_in_place_is_refused() -> None:
     assert not model.mean.any()
 
 
-# --- tensors besides parameters and buffers, which a graph holds as constants
+# --- tensors other than parameters and buffers, which a graph holds as constants
 
 KEPT = {"mean": torch.zeros(3)}
 COUNT = torch.zeros(3)
@@ -153,7 +156,7 @@ def _counted(model: Any, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_constant_that_forward_changes_in_place_is_refused(how: Forward, name: str) -> None:
-    """Eager torch disagrees with itself from call to call, so the self-check cannot tell."""
+    """The call is refused: eager torch gives another result each time, so no check can compare."""
     model: Any = Layer(how)
     model.mean = torch.zeros(3)
     with pytest.raises(ExportFailed, match=rf"forward changes {name} in place.*engine='eager'"):
@@ -191,7 +194,7 @@ def test_data_is_what_it_is_at_each_call(how: Forward) -> None:
 
 
 def test_what_is_detached_is_not_written_over() -> None:
-    """ORT computes in the place of what nobody reads any more, and knew of one reader only."""
+    """ORT reuses memory without further readers, and used to count only one of two readers."""
 
     def distilled(model: Any, x: torch.Tensor) -> torch.Tensor:
         y = model.layer(x)
@@ -218,7 +221,7 @@ def test_data_that_forward_sets_is_refused() -> None:
         _wrap(Layer(set_anew))(torch.randn(8, 3))
 
 
-# --- what is computed while gradients are off
+# --- computations while gradients are off
 
 
 def _under_no_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -260,7 +263,7 @@ def test_what_is_computed_under_no_grad_has_no_gradient(how: Forward) -> None:
 
 
 def test_what_needs_no_gradient_costs_no_detach() -> None:
-    """Positions and masks are mostly computed under no_grad, in every layer."""
+    """No detach node is added for positions and masks, which each layer computes under no_grad."""
 
     def positioned(model: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -273,7 +276,7 @@ def test_what_needs_no_gradient_costs_no_detach() -> None:
     assert not [node for node in ortlab.graphs(wrapped).gradient.nodes if node.op == "ATen"]
 
 
-# --- what a call was given, changed before its backward
+# --- inputs that change between a call and its backward
 
 
 def _embedded() -> nn.Module:
@@ -313,10 +316,10 @@ NUMBERS = torch.tensor([[0, 1], [2, 1]])
 def test_an_input_is_changed_where_eager_torch_lets_it(
     model: nn.Module, given: torch.Tensor
 ) -> None:
-    """A batch in a buffer that is used again: ORT gave the gradient of the next one."""
+    """A reused batch buffer is refused or works as in eager; ORT used the next batch's values."""
     twin, given = copy.deepcopy(model), given.clone()
     wrapped = _wrap(model)
-    for each in (wrapped, twin):  # one call without, after which all is as for any step
+    for each in (wrapped, twin):  # one call without the change, so that the first check is over
         each(given).sum().backward()
     now, then = given.clone(), given.clone()
     outputs = wrapped(now).sum(), twin(then).sum()

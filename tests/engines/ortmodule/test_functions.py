@@ -1,6 +1,7 @@
 """torch.autograd.Functions train in ORT as in eager torch: loss, gradients, another batch size.
 
-Most of them have a backward that is not the derivative of their forward, so one that is lost shows.
+The backward of most of them is not the derivative of their forward, so that a lost backward is
+detected.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ortlab.settings import EngineSettings
 
 @pytest.fixture
 def ort() -> OrtModuleEngine:
-    """The engine; skipped with its reason where ORT cannot run."""
+    """Return the engine; skip with its reason where ORT cannot run."""
     try:
         engine("ort")
     except EngineUnavailable as error:
@@ -40,7 +41,7 @@ def ort() -> OrtModuleEngine:
 
 
 Middle = Callable[[Tensor, Tensor, Tensor], Any]
-"""Of the hidden values [N, 8], a parameter [8] and a buffer [8]."""
+"""A function of the hidden values [N, 8], a parameter [8] and a buffer [8]."""
 
 
 class Net(nn.Module):
@@ -61,7 +62,7 @@ class Net(nn.Module):
 
 
 class Rounded(Function):
-    """Lets the gradient through, three times as large."""
+    """A function that rounds and passes the gradient through, three times as large."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class Rounded(Function):
 
 
 class SavedInputs(Function):
-    """Keeps both of its inputs the way torch's documentation asks for."""
+    """A function that saves both inputs as torch's documentation recommends."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class SavedOutput(Function):
 
 
 class KeptAsAttribute(Function):
-    """Keeps tensors as one should not, and as many do."""
+    """A function that saves tensors as attributes: discouraged, but common."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ class TwoOutputs(Function):
 
 
 class Materialized(Function):
-    """The second output's gradient, which nothing computes, is a tensor of zeros."""
+    """The unused second output's gradient is a tensor of zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +150,7 @@ class NotMaterialized(Function):
 
 
 class NotDifferentiable(Function):
-    """Its second output takes part in the loss and has no gradient."""
+    """The second output is part of the loss and has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,7 +202,7 @@ class PlainArguments(Function):
 
 
 class WithSetup(Function):
-    """The style with setup_context, which takes arguments by name."""
+    """The setup_context style, which takes arguments by name."""
 
     @staticmethod
     def forward(x: Tensor, scale: float = 3.0) -> Tensor:
@@ -230,7 +231,7 @@ class InPlace(Function):
 
 
 class Reversed(Function):
-    """Domain adaptation's gradient reversal, which returns its very input."""
+    """The gradient reversal of domain adaptation, which returns its input itself."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -242,7 +243,7 @@ class Reversed(Function):
 
 
 class Chosen(Function):
-    """A mask of booleans and indices of integers go out, a mask comes in."""
+    """The outputs include a boolean mask and integer indices; one input is a mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,7 +259,7 @@ class Chosen(Function):
 
 
 class Listed(Function):
-    """Tensors in a list get no gradient, and are as new as any other input."""
+    """Tensors in a list get no gradient; their values are passed anew in each call."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, others: list[Tensor]) -> Tensor:
@@ -270,7 +271,7 @@ class Listed(Function):
 
 
 class Deciding(Function):
-    """Takes another way by a tensor's value, which no graph freezes."""
+    """A function that branches on a tensor's value, which the graph must not freeze."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -283,7 +284,7 @@ class Deciding(Function):
 
 
 class WithSymbolic(Function):
-    """Exported by its own symbolic, it would lose its backward."""
+    """A function with a symbolic; an export by it would lose the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -299,7 +300,7 @@ class WithSymbolic(Function):
 
 
 class Outer(Function):
-    """Calls another Function; its own backward counts."""
+    """A function that calls another Function; its own backward is used."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -318,7 +319,7 @@ def bound(function: Callable[..., Tensor], x: Tensor, weight: Tensor, _constant:
 def in_place(x: Tensor, _weight: Tensor, _constant: Tensor) -> Tensor:
     x = x + 1
     InPlace.apply(x)
-    return x * 2 + 1  # reads what the function left in it
+    return x * 2 + 1  # reads the value that the function left in x
 
 
 def reversed_and_straight(x: Tensor, _weight: Tensor, _constant: Tensor) -> Tensor:
@@ -383,12 +384,12 @@ MIDDLES: dict[str, Middle] = {
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    """Of every parameter; zeros where there is none, as ORT has no other way to say it."""
+    """Return the gradient of every parameter; zeros stand for None, as ORT has no other form."""
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
 def assert_trains_as_eager(ort: OrtModuleEngine, model: nn.Module, **settings: Any) -> nn.Module:
-    """Loss and all gradients, of the input as well, for two batches of different sizes."""
+    """Compare the loss and all gradients, of the input too, for two batches of different sizes."""
     eager = copy.deepcopy(model)
     wrapped = ort.wrap(model, EngineSettings(**settings))
     for rows in (5, 3):
@@ -419,7 +420,7 @@ def test_trains_as_eager_torch_does(ort: OrtModuleEngine, name: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
 def test_modes(ort: OrtModuleEngine, training: bool, grad: bool) -> None:
-    """In evaluation mode, and where no gradient is asked for, forward is the same."""
+    """Forward is the same in evaluation mode and without gradients."""
     model = Net(three_times).train(training)
     wrapped = ort.wrap(model, EngineSettings())
     x = torch.randn(4, 6)
@@ -446,7 +447,7 @@ def middle(x, weight, constant):
 
 @pytest.fixture
 def cell() -> Iterator[types.ModuleType]:
-    """Stands in for a notebook's __main__: what is run in it replaces what was."""
+    """Return a stand-in for a notebook's __main__, in which later definitions replace earlier."""
     module = types.ModuleType("a_notebook")
     sys.modules[module.__name__] = module
     yield module
@@ -454,7 +455,7 @@ def cell() -> Iterator[types.ModuleType]:
 
 
 def test_a_function_that_is_defined_again(ort: OrtModuleEngine, cell: types.ModuleType) -> None:
-    """The user runs the cell again with another forward and backward: the old one is not run."""
+    """A rerun of the cell with another forward and backward replaces the old function."""
     exec(CELL.format(forward=2, backward=3), cell.__dict__)
     model = Net(lambda x, w, c: cell.middle(x, w, c))
     wrapped = ort.wrap(model, EngineSettings())
@@ -470,7 +471,7 @@ def test_a_function_that_is_defined_again(ort: OrtModuleEngine, cell: types.Modu
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     again = [note for note in ort.report(wrapped).notes if note.startswith("exported again")]
     assert len(again) == 1
-    assert "a_notebook." in again[0]  # whichever of what the cell defines is seen first
+    assert "a_notebook." in again[0]  # whichever of the cell's definitions is found first
 
 
 def test_a_backward_that_is_replaced(
@@ -519,7 +520,7 @@ def made_inside(x: Tensor, *_others: Tensor) -> Tensor:
     class Inside(Function):
         @staticmethod
         def forward(ctx: Any, y: Tensor) -> Tensor:
-            return y * x  # a tensor of this very call
+            return y * x  # a tensor of this call only
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -554,7 +555,10 @@ def test_what_a_graph_cannot_hold_is_refused(
 def test_without_what_it_is_built_with(
     ort: OrtModuleEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The function is named, and what to install; a model without one is not concerned."""
+    """The error names the function and what to install; models without functions still run.
+
+    The function cannot be built here, because Python.h is missing.
+    """
     interop._ready.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(extensions, "python_header", lambda: tmp_path / "Python.h")
@@ -593,7 +597,7 @@ def test_what_a_function_raises_is_said(ort: OrtModuleEngine) -> None:
 
 
 class Watched(Function):
-    """Remembers what its last forward kept."""
+    """A function that remembers the tensors its last forward saved."""
 
     kept: weakref.ref[Tensor]
 
@@ -610,7 +614,7 @@ class Watched(Function):
 
 @pytest.mark.parametrize("backward", [True, False])
 def test_what_is_kept_for_backward_is_let_go(ort: OrtModuleEngine, backward: bool) -> None:
-    """After the backward pass, and with the outputs where there is none."""
+    """Saved tensors are released after backward, or with the outputs where there is no backward."""
     wrapped = ort.wrap(Net(lambda x, w, c: Watched.apply(x)), EngineSettings(self_check=False))
     outputs = wrapped(torch.randn(4, 6))
     gc.collect()
@@ -624,7 +628,7 @@ def test_what_is_kept_for_backward_is_let_go(ort: OrtModuleEngine, backward: boo
 
 
 class Noisy(Function):
-    """A dropout of its own."""
+    """A function with its own dropout."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -637,8 +641,8 @@ class Noisy(Function):
 
 
 def test_a_random_function_draws_anew_in_every_call(ort: OrtModuleEngine) -> None:
-    """ORT merges equal nodes: two calls on the same input must stay two."""
-    # A sum: ORT may run either of them first.
+    """Two calls on the same input draw twice, although ORT merges equal nodes."""
+    # A sum, because ORT may run either of them first.
     wrapped = ort.wrap(Net(lambda x, w, c: Noisy.apply(x) + Noisy.apply(x)), EngineSettings())
     x = torch.randn(64, 6)
     model = execution_of(wrapped).module

@@ -1,4 +1,4 @@
-"""The whole step in one graph is the step that torch takes: weights, moments, statistics."""
+"""The fused step in a single graph matches torch's step: weights, moments and statistics."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def stepper(model: nn.Module, loss: Any = None, **changes: Any) -> FusedStepper:
 @pytest.mark.parametrize("clip_norm", [math.inf, 0.5])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "momentum", "lamb"])
 def test_an_operator_steps_as_the_optimizer_does(name: str, clip_norm: float) -> None:
-    """Ten steps over a matrix and a vector: bit for bit, LAMB to the last digits."""
+    """Ten steps over a matrix and a vector match bit for bit; LAMB up to the last digits."""
     from ortlab.engines.torch.lamb import Lamb
 
     torch.manual_seed(1)
@@ -115,7 +115,7 @@ def test_a_bad_step_stays_bad_and_moves_nothing() -> None:
     assert bad
     assert torch.equal(weight, torch.ones(3))
     bad.zero_()
-    part = torch.tensor([math.inf, 0.0])  # of a step whose last micro-batch is still to come
+    part = torch.tensor([math.inf, 0.0])  # of a step whose last micro-batch has not run yet
     verdict = optimizers.judge(torch.tensor([math.inf]), torch.tensor(1.0), bad, part)
     assert not optimizers.sgd(weight, torch.ones(3), verdict, rates).any()
     assert not bad
@@ -127,7 +127,7 @@ def test_a_bad_step_stays_bad_and_moves_nothing() -> None:
 @pytest.mark.parametrize(("micro", "clip_norm"), [(1, None), (2, 0.5)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_steps_are_those_of_engine_ort(optimizer: str, micro: int, clip_norm: float | None) -> None:
-    """The graph's gradients are the same; what differs is who steps."""
+    """Gradients come from the same graph; only the optimizer step differs."""
     data, chosen = sentences(8), {"optimizer": optimizer, "clip_norm": clip_norm}
     found = {}
     for name in ("ort", "offload"):
@@ -157,7 +157,7 @@ def test_steps_are_those_of_engine_ort(optimizer: str, micro: int, clip_norm: fl
 
 
 def test_a_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else computes: not torch's optimizer, not autograd."""
+    """A step calls neither torch's optimizer nor autograd."""
     model, data = tiny.bert(), sentences(2)
     made = stepper(model)
     made.step(data[:1], lr=1e-2)
@@ -177,7 +177,7 @@ def test_a_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_state_goes_to_eager_and_back_without_a_trace() -> None:
-    """Six steps in one engine, and two each in offload, eager, offload."""
+    """Six steps in one engine match two each in offload, eager and offload."""
     data, runs = sentences(6), []
     for names in (("offload",) * 3, ("offload", "eager", "offload")):
         torch.manual_seed(2)
@@ -196,7 +196,7 @@ def test_state_goes_to_eager_and_back_without_a_trace() -> None:
 
 
 def test_a_loaded_state_goes_on_bit_for_bit() -> None:
-    """Moments that lie elsewhere by now are found there."""
+    """The engine finds moments whose memory address has changed."""
     data = sentences(6)
     torch.manual_seed(2)
     model = tiny.bert()
@@ -210,7 +210,7 @@ def test_a_loaded_state_goes_on_bit_for_bit() -> None:
 
 
 def test_weights_that_moved_are_found() -> None:
-    """As after model.to(), or a load that assigns."""
+    """The engine finds weights that model.to() or an assigning load has moved."""
     model, data = nn.Sequential(nn.Linear(4, 3)), torch.ones(2, 4)
     made = stepper(model, lambda scores, _: scores.square().mean(), optimizer="sgd")
     made.step([(data, data)], lr=0.1)
@@ -255,7 +255,7 @@ def test_shared_gradients_and_unused_weights() -> None:
 
 
 class Normed(nn.Module):
-    """Keeps statistics of what it is given, and counts."""
+    """A model that keeps statistics of its input and counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def test_statistics_and_counters_are_torchs_and_stay_finite() -> None:
     for name in ("eager", "offload"):
         torch.manual_seed(5)
         models[name] = model = Normed()
-        chosen = settings(name, optimizer="sgd")  # AdamW makes steps of a gradient's rounding
+        chosen = settings(name, optimizer="sgd")  # AdamW amplifies a gradient's rounding
         made = engine(name).prepare(model, nn.functional.cross_entropy, chosen)
         for x in data:
             made.step([(x, torch.arange(6) % 3)], lr=0.01)
@@ -288,7 +288,7 @@ def test_statistics_and_counters_are_torchs_and_stay_finite() -> None:
 
 
 def test_micro_batches_may_begin_later_and_are_told() -> None:
-    """Gradients that wait for more take memory, which a step of one batch does not."""
+    """Gradients that wait for later micro-batches take memory; a step of one batch needs none."""
     data, found = sentences(6), {}
     for name in ("ort", "offload"):
         torch.manual_seed(2)
@@ -306,7 +306,7 @@ def test_micro_batches_may_begin_later_and_are_told() -> None:
 
 
 def test_one_session_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph was checked in a session of its own, which is at rest when the whole step runs."""
+    """The separate session that checked the graph is released while the whole step runs."""
     rested: list[CachedExport] = []
     monkeypatch.setattr(CachedExport, "rest", lambda served: rested.append(served))
     made = stepper(tiny.bert())
@@ -354,7 +354,7 @@ def test_a_run_foresees_its_memory_and_changes_its_engine() -> None:
 
 
 class Doubled(torch.autograd.Function):
-    """Has a backward of its own."""
+    """A function with its own backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -372,7 +372,7 @@ class Own(nn.Linear):
 
 
 class Decides(nn.Linear):
-    """Goes one way or another by what it is given."""
+    """A layer that branches on the values of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.sum() > 0 else super().forward(-x)
@@ -404,7 +404,7 @@ def test_a_model_that_changes_with_every_call_is_refused() -> None:
     class Counts(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             calls.append(len(calls))
-            if x.shape[0] > 1000:  # what decides by sizes is checked once more, with forward
+            if x.shape[0] > 1000:  # a branch on sizes gets one more check against forward
                 return super().forward(-x)
             return super().forward(x)
 
@@ -414,7 +414,7 @@ def test_a_model_that_changes_with_every_call_is_refused() -> None:
 
 
 def test_a_fallback_is_torch_with_the_same_state() -> None:
-    """Forward that ORT cannot run goes on in torch, and says so."""
+    """A forward that ORT cannot run continues in torch and reports that."""
 
     class Sparse(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Exported graphs on disk: what is kept, what is found again, and what is trusted."""
+"""Exported graphs on disk: what is stored, found again and trusted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(mode: int) -> None:
 
 
 def test_any_damage_is_a_miss_or_changes_nothing() -> None:
-    """Each byte of a file changed, and the file cut off anywhere."""
+    """Changing any byte of a file, or truncating it anywhere, is a miss or has no effect."""
     entry = graph_cache.CachedGraph({"a.onnx": b"some graph", "b.onnx": b""}, {"seconds": 1})
     graph_cache.store(NAME, entry)
     whole = _file().read_bytes()
@@ -70,7 +70,7 @@ def test_any_damage_is_a_miss_or_changes_nothing() -> None:
 
 
 def test_what_would_fill_memory_is_not_unpacked() -> None:
-    """Half a megabyte of zeros, packed, which unpack to more than all graphs may take."""
+    """Compressed zeros (0.5 MB) that would unpack beyond the limit for all graphs are a miss."""
     graph_cache.store(NAME, ENTRY)
     with zipfile.ZipFile(_file(), "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("facts.json", "{}")
@@ -93,7 +93,7 @@ def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -
     for age, name in zip((30, 20, 10), names, strict=True):
         graph_cache.store(name, ENTRY)
         os.utime(_file(name), (time.time() - age, time.time() - age))
-    graph_cache.load(names[0])  # used just now
+    graph_cache.load(names[0])  # makes it the most recently used
     graph_cache.store("3" * 64, ENTRY)
     assert {path.stem[0] for path in graph_cache.folder().glob("*.zip")} == {"0", "2", "3"}
 
@@ -148,7 +148,7 @@ print(json.dumps([stored, found]))
 
 
 def test_processes_that_write_one_entry_at_once() -> None:
-    """Readers see one writer's whole file or none, while one of them clears the folder too."""
+    """Readers see one writer's complete file or none, while a process also clears the folder."""
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", WRITER, str(i), "2"],

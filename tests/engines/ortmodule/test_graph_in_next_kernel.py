@@ -1,4 +1,4 @@
-"""The graph of one kernel in the next: the same numbers, checked again, never the wrong one."""
+"""A cached graph in the next kernel: the same numbers, checked again, never the wrong graph."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FROM_CACHE = "graph from the cache (saved "
 
 @pytest.fixture
 def ort() -> OrtModuleEngine:
-    """The engine; skipped with its reason where ORT cannot run."""
+    """Return the engine; skip with its reason where ORT cannot run."""
     try:
         engine("ort")
     except EngineUnavailable as error:
@@ -39,7 +39,7 @@ def ort() -> OrtModuleEngine:
 
 
 class Net(nn.Module):
-    """Layers, dropout, statistics and a buffer that forward reads."""
+    """A net with layers, dropout, statistics and a buffer that forward reads."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def _net(p: float = 0.0, seed: int = 1) -> nn.Module:
 
 
 def _hits(wrapped: nn.Module) -> int:
-    """How many of the graphs that `wrapped` runs came from the cache, as its notes say."""
+    """Return the number of graphs of `wrapped` from the cache, which its notes must match."""
     execution = execution_of(wrapped)
     hits = sum(each.from_cache for each in execution.exports())
     assert hits == sum(note.startswith(FROM_CACHE) for note in execution.report().notes)
@@ -72,7 +72,7 @@ def _hits(wrapped: nn.Module) -> int:
 
 
 def _numbers(wrapped: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    """Outputs, gradients and buffers of one training step's forward and backward."""
+    """Return outputs, gradients and buffers of one training step's forward and backward."""
     model = execution_of(wrapped).module
     model.zero_grad()
     output = wrapped(*args, **kwargs)
@@ -97,7 +97,7 @@ def test_a_hit_gives_the_same_numbers_to_the_bit(ort: OrtModuleEngine) -> None:
             assert torch.equal(a, b)
         assert _hits(wrapped) == hits
     assert len(_entries()) == 1
-    for wrapped in (without, first, second):  # and on they go alike
+    for wrapped in (without, first, second):  # later results match too
         wrapped.get_submodule("second").weight.data.mul_(2)
     x = torch.randn(7, 6)
     expected = _numbers(without, x)
@@ -138,7 +138,7 @@ def test_dropout_drops_and_is_off_in_the_check(ort: OrtModuleEngine) -> None:
 
 
 def test_another_number_of_threads_misses(ort: OrtModuleEngine) -> None:
-    """Other kernels may be the faster ones."""
+    """Another number of threads is a cache miss: other kernels may be faster."""
     before = torch.get_num_threads()
     try:
         for threads, hits in ((1, 0), (2, 0), (1, 1)):
@@ -198,7 +198,7 @@ def test_evaluation_without_gradients_is_cached_too(ort: OrtModuleEngine) -> Non
 
 
 def _edit(change: Callable[[onnx.GraphProto], object], part: str) -> None:
-    """Changes one graph of the only entry."""
+    """Edit one graph of the only entry."""
     (path,) = _entries()
     entry = graph_cache.load(path.stem)
     assert entry is not None
@@ -233,7 +233,7 @@ def _forget_a_node(graph: onnx.GraphProto) -> None:
 def test_a_wrong_graph_is_caught_and_replaced(
     ort: OrtModuleEngine, change: Callable[[onnx.GraphProto], object], part: str
 ) -> None:
-    """The check that every first export gets; then the right one takes the place of the wrong."""
+    """The check of every first export finds the wrong graph, and the right one replaces it."""
     x = torch.randn(5, 6)
     reference = _numbers(_wrap(ort, _net()), x)
     _edit(change, part)
@@ -256,7 +256,7 @@ def test_the_user_is_told_of_a_wrong_graph(ort: OrtModuleEngine) -> None:
 
 
 def test_no_weight_is_in_a_file(ort: OrtModuleEngine) -> None:
-    """Looked for in all its parts: any four numbers of a weight that stand side by side."""
+    """No part of the file contains any four adjacent numbers of a weight."""
     model = _net()
     _numbers(_wrap(ort, model), torch.randn(5, 6))
     (path,) = _entries()
@@ -269,7 +269,7 @@ def test_no_weight_is_in_a_file(ort: OrtModuleEngine) -> None:
 
 
 class Baked(nn.Module):
-    """Adds numbers that are no parameter: an attribute's."""
+    """A layer that adds a tensor attribute that is not a parameter."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ def test_a_graph_that_holds_many_numbers_is_not_kept(
 
 
 class Twice(torch.autograd.Function):
-    """x + x."""
+    """A function that returns x + x."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -308,7 +308,7 @@ class Twice(torch.autograd.Function):
 
 
 class Calling(nn.Module):
-    """A layer and what `call` makes of it."""
+    """A layer followed by `call`."""
 
     def __init__(self, call: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -417,7 +417,7 @@ def test_a_copy_and_a_later_export_hit_in_the_same_kernel(ort: OrtModuleEngine) 
 def test_a_session_that_cannot_be_made_is_an_export(
     ort: OrtModuleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever ORT makes of an entry."""
+    """If ORT makes no session of an entry, for any reason, the model is exported."""
     x = torch.randn(5, 6)
     reference = _numbers(_wrap(ort, _net()), x)
 
@@ -455,7 +455,7 @@ print(json.dumps({"hit": hit, "digest": digest.hexdigest()}))
 
 
 def test_the_next_kernels_at_once(ort: OrtModuleEngine) -> None:
-    """Two that find nothing and write the same entry at once, then two more that find it."""
+    """Two kernels miss and write the same entry at once; then two more hit it."""
     found = []
     for _ in range(2):
         started = [

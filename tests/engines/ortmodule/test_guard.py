@@ -1,4 +1,4 @@
-"""The guard sees every edit, forgets none, and takes an earlier state for what it is."""
+"""The guard detects every edit, remembers all of them, and recognizes an earlier state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Config:
 
 
 class Scale:
-    """An object that is called."""
+    """A callable object."""
 
     factor = 2.0
 
@@ -35,7 +35,7 @@ class Scale:
 
 
 class Net(nn.Module):
-    """Something of everything that the guard watches."""
+    """A model with one of everything that the guard watches."""
 
     kind = "plain"
 
@@ -160,7 +160,7 @@ def test_an_edit_changes_the_key_and_is_named(edit: Callable[[Net], None]) -> No
 
 
 def test_training_itself_changes_nothing() -> None:
-    """New values of weights and buffers, an optimizer's step, .grad."""
+    """Training changes no key: new values of weights and buffers, an optimizer's step, .grad."""
     net = Net()
     guard = Guard(net)
     before = guard.key()
@@ -172,7 +172,7 @@ def test_training_itself_changes_nothing() -> None:
 
 
 def test_an_earlier_state_has_its_earlier_key() -> None:
-    """Going back and forth makes no new keys: the very same objects come back."""
+    """Switching back and forth creates no new keys, where the very same objects return."""
     net = Net()
     guard = Guard(net)
     train = guard.key()
@@ -249,7 +249,7 @@ def test_another_hook_in_the_place_of_one_is_noticed() -> None:
 
 
 def test_a_vocabulary_is_watched_by_its_length() -> None:
-    """Comparing a hundred thousand entries in every call would take longer than the step."""
+    """Only the length is compared: 100,000 entries in every call would take longer than a step."""
     net = Net()
     net.vocabulary = {f"word {i}": i for i in range(100_000)}
     guard = Guard(net)
@@ -330,7 +330,7 @@ def test_what_forward_does_not_read_is_no_change(edit: str) -> None:
 
 
 def test_another_list_of_the_same_plain_values_is_no_change() -> None:
-    """As save_pretrained gives a configuration."""
+    """Equal plain values in a new list are no change, as when save_pretrained copies a config."""
     net = Net()
     net.config.names = ["Net"]
     guard = Guard(net)

@@ -1,6 +1,7 @@
-"""ORTModule's own options: each changes what ORT does, for one model alone, and nothing else.
+"""ORTModule's own options: each changes what ORT does for one model, and nothing else.
 
-What an option does is read from the graphs; that gradients stay eager torch's is checked with each.
+The effect of an option is read from the graphs; each test also checks that the gradients match
+eager torch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BATCH = (torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]), torch.tensor([0, 2]))
 
 
 class Net(nn.Module):
-    """Token classification of the first token; a norm and a Dropout that may have no effect."""
+    """Token classification of the first token, with a norm and an optional Dropout."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _needs_ort() -> None:
-    """Skips with its reason where ORT cannot run."""
+    """Skip with the reason where ORT cannot run."""
     try:
         engine("ort")
     except EngineUnavailable as error:
@@ -71,7 +72,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(
     model: nn.Module, *batch: torch.Tensor, half: bool = False, **settings: Any
 ) -> tuple[nn.Module, Export]:
-    """`model` wrapped, after one forward and backward whose gradients are those of eager torch."""
+    """Return `model` wrapped, after a forward and a backward whose gradients match eager torch."""
     eager = copy.deepcopy(model)
     wrapped = ortlab.wrap(model, **settings)
     for module in (wrapped, eager):
@@ -98,7 +99,7 @@ def gradient_ops(export: Export) -> Counter[str]:
 
 
 def test_fp16_on_a_cpu_is_refused(no_gpu: None) -> None:
-    """By a loop's autocast it is the loop's own choice."""
+    """Inside a loop's autocast, fp16 is allowed: it is the loop's own choice."""
     with pytest.raises(ValueError, match="ORT's CPU kernels compute float16 in float32; choose"):
         ortlab.wrap(Net(), precision="fp16")
     with pytest.raises(ValueError, match="is for CUDA devices"):
@@ -120,7 +121,7 @@ def test_what_trains_on_a_gpu_may_have_any_precision(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_tf32_is_an_option_of_orts_cuda_provider(precision: str) -> None:
-    """Which is looked at here as it is on its way to a session that no CPU can make."""
+    """The option is checked on its way to a session, because a CPU cannot create that session."""
     manager = trained(Net())[1].manager
     options._set(manager, EngineSettings(precision=precision))
     of_cpu = manager._get_session_config()
@@ -161,7 +162,7 @@ def test_log_level(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_messages_about_an_export_come_with_an_export(capfd: pytest.CaptureFixture[str]) -> None:
-    """Not with a graph from the cache."""
+    """A graph from the cache prints no messages of an export."""
     for _ in range(2):
         ortlab.wrap(Net(), log_level="devinfo")(*BATCH)
         assert "Exporting the PyTorch model" in capfd.readouterr().err
@@ -206,7 +207,7 @@ def test_save_onnx(tmp_path: Path) -> None:
     assert files == {*of_torch, *of_ort, "net_execution_model_training.onnx"}
     graph = onnx.load(tmp_path / "net_execution_model_training.onnx").graph
     assert any(node.op_type.endswith("Grad") for node in graph.node)
-    # Not of the twin without dropout, which is for the self-check.
+    # Not the twin without dropout, which the self-check uses.
     processed = onnx.load(tmp_path / "net_post_processed_training.onnx").graph
     ratios = [node.input[1] for node in processed.node if node.op_type == "Dropout"]
     assert ratios
@@ -220,7 +221,7 @@ def test_save_onnx_where_it_cannot(tmp_path: Path, path: str) -> None:
 
 
 def test_compute_optimizer() -> None:
-    """With it the head runs on the first token only: its Gather comes before the head."""
+    """The option makes the head run on the first token only: its Gather comes before the head."""
 
     def gathers_before_the_loss(export: Export) -> list[str]:
         order = [node.op_type for node in export.manager._onnx_models.optimized_model.graph.node]
@@ -232,7 +233,7 @@ def test_compute_optimizer() -> None:
 
 
 class Halves(nn.Module):
-    """A float32 stretch between two layers that autocast runs in float16."""
+    """A float32 part between two layers that autocast runs in float16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,12 +267,12 @@ def test_cast_propagation(more_casts: dict[str, Any], fewer_casts: dict[str, Any
 
 
 def test_arena() -> None:
-    """The process gives back what a step took but the batch, 16 MiB, or keeps it."""
+    """The process returns the memory of a step, except the 16 MiB batch, or keeps it."""
     assert _kept_bytes(arena=False) < 24 * 2**20 < _kept_bytes(arena=True)
 
 
 def _kept_bytes(*, arena: bool) -> int:
-    """What the process has more after a step than before, of 64 MiB that a step takes."""
+    """Return the bytes that the process has gained after a step, of 64 MiB that a step takes."""
     code = f"""
         import ctypes, os, torch
         ctypes.CDLL(None).mallopt(-3, 1 << 16)  # what is freed is given back at once
@@ -301,7 +302,7 @@ def test_memory_efficient_gradient() -> None:
 def test_memory_level(
     gpt2: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is computed again is what ORTModule does by its variable."""
+    """The level recomputes the same nodes as ORTModule's own variable."""
     x = torch.randint(1, 100, (2, 8), generator=torch.Generator().manual_seed(0))
     for level in range(3):
         model = gpt2()
@@ -379,7 +380,7 @@ def test_memory_plans_that_are_none(tmp_path: Path, text: str, said: str) -> Non
 
 
 def test_skip_checks(capfd: pytest.CaptureFixture[str]) -> None:
-    """ORT tells of a check that it makes: at the export, and then in each of three steps or not."""
+    """ORT logs each check: one at the export, and one in each of three steps unless skipped."""
     for skipped, checks in (("disabled", 4), ("device,execution_agent", 4), ("build_gradient", 1)):
         wrapped = ortlab.wrap(Net(), skip_checks=skipped, log_level="info", self_check=False)
         for _ in range(3):
@@ -412,7 +413,7 @@ def test_custom_autograd() -> None:
 
 
 def test_what_a_cuda_session_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For want of a GPU: what ORTModule would give its CUDA provider, of options set on it."""
+    """Options set on it reach ORTModule's CUDA provider; without a GPU, the session is not made."""
     with monkeypatch.context() as pretended:
         pretended.setattr(torch.cuda, "is_available", lambda: True)
         wrapped = ortlab.wrap(
@@ -438,7 +439,7 @@ def test_what_a_cuda_session_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.mark.parametrize("on", [True, False])
 def test_external_allocator(on: bool) -> None:
-    """It is torch's where its addresses are known, which here are made up."""
+    """The allocator is torch's where its addresses are known; here they are invented."""
     wrapped = ortlab.wrap(Net(), external_allocator=on)
     manager: Any = wrapped._torch_module._execution_manager(True)
     assert not manager._runtime_options.use_external_gpu_allocator
@@ -447,7 +448,7 @@ def test_external_allocator(on: bool) -> None:
     assert manager._runtime_options.use_external_gpu_allocator is on
 
 
-# ---- what cannot be ------------------------------------------------------------------------------
+# ---- invalid options -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -542,7 +543,7 @@ def test_a_variable_that_cannot_be_is_named(no_gpu: None, monkeypatch: pytest.Mo
 
 
 def test_every_variable_of_orts_is_known() -> None:
-    """Those that ORT reads are settings, refused, or said to be without effect."""
+    """Every variable that ORT reads is a setting, refused, or documented as having no effect."""
     import onnxruntime
 
     files = (Path(onnxruntime.__file__).parent / "training").rglob("*.py")
@@ -553,12 +554,12 @@ def test_every_variable_of_orts_is_known() -> None:
     elsewhere = {
         "ORTMODULE_SAVE_ONNX_PATH",  # the folder of ortlab.torch_ort.DebugOptions
         "ORTMODULE_JSON_CONFIG_PATH",  # for ORT's own reader of JSON, see options.from_json
-        "ORTMODULE_TRITON_DEBUG",  # what triton=True compiles is told of, and no graph changes
+        "ORTMODULE_TRITON_DEBUG",  # a detail of triton=True's compiler, which changes no graph
     }
     assert read - declared - set(options.UNUSED) - set(options.REFUSED) - elsewhere == set()
 
 
-# ---- models apart, and changes -------------------------------------------------------------------
+# ---- separate models, and changes ----------------------------------------------------------------
 
 
 def test_two_models_differ() -> None:

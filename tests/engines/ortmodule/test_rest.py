@@ -1,4 +1,4 @@
-"""Sessions that are not in use give their memory back, and are made again of the same graph."""
+"""Unused sessions release their memory, and are created again from the same graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BATCH = {"input_ids": IDS, "labels": torch.tensor([0, 1, 1])}
 
 @pytest.fixture(scope="module", autouse=True)
 def ready() -> None:
-    """Skips, saying why, where ORT or the kernels are not to be had."""
+    """Skip with the reason where ORT or the kernels are not available."""
     try:
         engine("ort")
     except EngineUnavailable as error:
@@ -75,7 +75,7 @@ def test_a_session_that_is_made_again_computes_the_same(own: str) -> None:
 
 @pytest.mark.parametrize("meanwhile", ["rest", "layers"])
 def test_backward_runs_in_the_session_of_its_forward(meanwhile: str) -> None:
-    """Which has made way for another one by then, or for none."""
+    """Backward finds its session after another one, or none, has replaced it."""
     model, execution = wrapped(kernels="torch")
     forward(model)
     before = gradients(model, forward(model))
@@ -129,7 +129,7 @@ def test_what_is_at_rest_is_let_go_where_memory_is_scarce(
 ) -> None:
     model, execution = wrapped(kernels="torch")
     forward(model)
-    monkeypatch.setattr(process_memory, "_SCARCE", 1.0)  # of all memory: some is always taken
+    monkeypatch.setattr(process_memory, "_SCARCE", 1.0)  # the share that must be free
     execution.configure(execution.settings.replace(precision="bf16"))
     forward(model)
     assert not execution.kept()
@@ -141,7 +141,10 @@ def test_what_is_at_rest_is_let_go_where_memory_is_scarce(
 
 
 def test_a_run_tells_what_it_keeps_for_a_return() -> None:
-    """On another engine too; and when it is over nothing keeps a step's memory."""
+    """A run reports the graphs cached for earlier settings, even on another engine.
+
+    When it is over, no session holds a step's memory.
+    """
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -150,7 +153,7 @@ def test_a_run_tells_what_it_keeps_for_a_return() -> None:
     changes = iter([{"precision": "bf16"}, {"engine": "eager"}, {"engine": "ort"}])
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Applies the next change in each step, and keeps what the run told before it."""
+        """Apply the next change in each step, and record the run's status before it."""
         run = ortlab.session.session.last_run
         if run is not None and run.name == started[0] and torch.is_grad_enabled():
             lines.append(
@@ -194,7 +197,7 @@ print((before - resident()) >> 20, (x.nbytes * 12) >> 20)
 
 
 def test_the_memory_of_a_step_goes_back_to_the_system() -> None:
-    """Of activations that take 96 MiB and more."""
+    """The memory of a step is released; its activations take at least 96 MiB."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=300, check=False
     )

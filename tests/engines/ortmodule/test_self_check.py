@@ -1,4 +1,4 @@
-"""The comparison finds what differs, says how much, and leaves no trace."""
+"""The comparison finds every difference, reports its size, and has no side effects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_equal_is_equal() -> None:
 @pytest.mark.parametrize("scale", [1e-14, 1e-7, 1.0, 1e14, 1e30, 1e37])
 @pytest.mark.parametrize("error", [0.0, 1e-5, 1e-2])
 def test_errors_are_relative_at_any_scale(scale: float, error: float) -> None:
-    """Single precision holds squares from 1e-45 to 1e38."""
+    """Errors are relative at any scale; single precision holds squares from 1e-45 to 1e38."""
     torch.manual_seed(5)
     values = torch.randn(100_000).double() * scale
     other = values * (1 + error)
@@ -58,7 +58,7 @@ def test_errors_are_relative_at_any_scale(scale: float, error: float) -> None:
 
 @pytest.mark.parametrize("at", [5, 70_002, 199_999])
 def test_one_number_among_many(at: int) -> None:
-    """As far as 200,000 of them, between them infinities and NaN that both sides have."""
+    """One wrong number among 200,000 is found, with infinities and NaN equal on both sides."""
     torch.manual_seed(4)
     values = torch.randn(200_000)
     values[::1000] = float("inf")
@@ -76,7 +76,7 @@ def test_one_number_among_many(at: int) -> None:
 
 
 def _error_of(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Its relative error, of one output that is let pass."""
+    """Return the relative error of a single output, without a tolerance."""
     return self_check._errors({"output": a}, {"output": b})["output"]
 
 
@@ -164,7 +164,7 @@ def test_no_dropout_is_left(name: str) -> None:
 
 @pytest.mark.parametrize("drop", [functools.partial(functional.dropout, p=1.0), nn.Dropout(1.0)])
 def test_a_dropout_of_everything_stays(drop: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """In a graph it is a product with 0."""
+    """A dropout with ratio 1 stays: in a graph it is a product with 0."""
     mode = NoDropout()
     with mode:
         assert not drop(torch.ones(3)).any()
@@ -172,7 +172,7 @@ def test_a_dropout_of_everything_stays(drop: Callable[[torch.Tensor], torch.Tens
 
 
 class Counts(nn.Module):
-    """Changes a buffer and draws a random number."""
+    """A layer that changes a buffer and draws a random number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_observing_leaves_no_trace(noisy: bool) -> None:
 
 
 class _HookedWhenCalled(nn.Linear):
-    """As models of transformers are, which note that they have installed their hooks."""
+    """A layer that records that it installed its hooks, as transformers' models do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not getattr(self, "hooked", False):
@@ -234,7 +234,7 @@ def test_every_place_of_a_large_output_counts_by_another_number() -> None:
     model = nn.Module()
     model.register_parameter("scale", scale)
     seen = observe(lambda: scale * 1.0, model, inputs=[], gradients=True)
-    cotangent = seen.gradients["scale"]  # of y = scale
+    cotangent = seen.gradients["scale"]  # the gradient of y = scale is the cotangent
     assert (cotangent != 0).all()
     assert len(set(cotangent[:1000].tolist())) > 990
     rows = cotangent[: 3 * 65_536].reshape(3, -1)
@@ -246,7 +246,7 @@ def test_every_place_of_a_large_output_counts_by_another_number() -> None:
     ("values", "finite"),
     [
         ([1.0, -2.0], True),
-        ([3e38, 3e38], True),  # whose sum is not
+        ([3e38, 3e38], True),  # their sum is not finite
         ([float("inf"), 1.0], False),
         ([float("inf"), float("-inf")], False),
         ([float("nan"), 1.0], False),
@@ -349,7 +349,7 @@ def test_no_rows_where_they_cannot_be_told(module: nn.Module, args: tuple[Any, .
 def test_an_error_is_rounding_where_eager_torch_has_one_like_it(
     theirs: float, ours: float, rounding: bool
 ) -> None:
-    """Each is off from double precision by that share, in one gradient."""
+    """An error counts as rounding if eager torch has a similar one against double precision."""
     exact, seen = _observed(), {}
     for name, off in (("eager", theirs), ("ort", ours)):
         bias = exact.gradients["bias"] * (1 + off)
@@ -359,7 +359,7 @@ def test_an_error_is_rounding_where_eager_torch_has_one_like_it(
 
 
 def _wide(activation: nn.Module, hidden: int = 2048) -> tuple[nn.Sequential, torch.Tensor]:
-    """Of its numbers between the layers, 64 for each hidden one, one is zero but for a rounding."""
+    """Return a model where one of 64 numbers per hidden unit is zero but for rounding."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, hidden), activation, nn.Linear(hidden, 1))
     x = 4 * torch.randn(64, 8)
@@ -392,7 +392,7 @@ def _at_a_kink(model: nn.Module, x: torch.Tensor, other: Observed) -> bool:
 
 @pytest.mark.parametrize("side", [-1.0, 1.0], ids=["below", "above"])
 def test_either_side_of_a_relu_near_zero_is_right(side: float) -> None:
-    """Where eager torch is on the right one, as double precision tells."""
+    """Either side of a ReLU near zero passes; double precision says that eager torch is right."""
     model, x = _wide(nn.ReLU())
     eager = _seen(_shift(model, -1e-7 * side), x)
     other = _seen(_shift(copy.deepcopy(model), 1e-6 * side), x)
@@ -414,7 +414,7 @@ def test_a_kink_that_moves_much_is_an_error() -> None:
         (nn.GELU(), "gradients", 2e-3),  # has no kink
         (nn.ReLU(), "gradients", 6e-2),
         (nn.ReLU(), "gradients", float("nan")),
-        (nn.ReLU(), "outputs", 2e-4),  # which no kink changes
+        (nn.ReLU(), "outputs", 2e-4),  # a kink does not change outputs
     ],
     ids=str,
 )

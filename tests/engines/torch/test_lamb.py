@@ -1,4 +1,4 @@
-"""LAMB, against the paper's algorithm written out, and where a step is void."""
+"""LAMB, compared with the paper's algorithm written out, and with steps that are skipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Net(nn.Module):
-    """A weight whose norm is far above 10, one of zeros, a bias, a norm, and one that is unused."""
+    """A net with a weight of norm far above 10, a zero weight, a bias, a norm, an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,9 +58,9 @@ def stepper_for(model: nn.Module, name: str = "eager", **values: Any) -> Any:
 
 
 def by_hand(model: nn.Module, steps: list[Batch], clip: float) -> list[float]:
-    """Algorithm 2 of the paper, without bias correction, in float64; the losses.
+    """Run the paper's algorithm 2 in float64, without bias correction; return the losses.
 
-    As in the authors' code biases and norms have neither decay nor ratio.
+    As in the authors' code, biases and norms have neither decay nor trust ratio.
     """
     beta1, beta2, eps = 0.9, 0.999, 1e-6
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in _named(model)}
@@ -153,7 +153,7 @@ def test_pieces_of_any_size_are_the_same_step(monkeypatch: pytest.MonkeyPatch) -
 def test_a_loss_that_is_not_finite_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
-    """Where the flag is read, and, as on a device, where the values before are given back."""
+    """No value changes where the flag is read, nor where values are restored, as on a device."""
     monkeypatch.setattr(lamb.Lamb, "_is_read_at_once", lambda self, flag: at_once)
     plain, stepper = stepper_for(Net()), stepper_for(Net())
     good, bad, late = data(3)
@@ -165,13 +165,13 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     stepper.step([bad], lr=LR)
     assert not stepper.finite()
     assert_same(before, state_of(stepper))
-    stepper.step([late], lr=LR)  # what came before holds
+    stepper.step([late], lr=LR)  # stepping stays disabled
     assert_same(before, state_of(stepper))
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_an_overflow_is_skipped(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
-    """By the optimizer itself: GradScaler would wait for the device to know."""
+    """The optimizer itself skips the step; GradScaler would wait for the device."""
     asked: list[torch.Tensor] = []
 
     def known(_: Any, flag: torch.Tensor) -> bool:
@@ -197,7 +197,7 @@ def test_an_overflow_is_skipped(monkeypatch: pytest.MonkeyPatch, at_once: bool) 
 
 
 def test_a_state_goes_on_elsewhere() -> None:
-    """Two moments and no more, so that the state is of the same form as another library's."""
+    """The state has two moments and nothing else, to match the form of other libraries."""
     *first, batch, last = data(5)
     one, other = stepper_for(Net()), stepper_for(Net())
     for each in first:
@@ -214,7 +214,7 @@ def test_a_state_goes_on_elsewhere() -> None:
 
 
 def test_decay_is_adopted() -> None:
-    """Also for the parameters of one kind alone."""
+    """A new decay applies, to the parameters of a single kind as well."""
     batch, more = data(2)
     model = Net()
     stepper = stepper_for(model, weight_decay=0.0)
@@ -223,7 +223,7 @@ def test_decay_is_adopted() -> None:
     stepper.adopt(FinetuneSettings(optimizer="lamb", weight_decay=100.0, device="cpu"))
     before = model.inner.weight.detach().clone()
     stepper.step([more], lr=LR)
-    # What remains of the update is the decay, whose ratio is that of x and 100 x.
+    # The rest of the update is decay, whose trust ratio is that of x and 100 x.
     now = {name: p.detach() for name, p in _named(model)}
     assert float((now["inner.weight"] - before * (1 - LR)).norm() / before.norm()) < 1e-2
     assert float((now["norm.weight"] - twin.norm.weight.detach()).abs().max()) < 10 * LR

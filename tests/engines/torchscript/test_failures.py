@@ -1,4 +1,4 @@
-"""What a user reads when ORTModule cannot take a model."""
+"""The messages that a user reads when ORTModule cannot run a model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class AndConstant(nn.Linear):
 
 
 class Straight(torch.autograd.Function):
-    """Rounds, lets the gradient through, and returns more than ORT can pass on."""
+    """A function that rounds, passes the gradient, and returns a type ORT does not support."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> tuple[Tensor, str]:
@@ -80,7 +80,7 @@ class Raising(nn.Linear):
 
 def failure(ort: compat.TrainingRuntime, model: nn.Module) -> Failure:
     wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - ORT raises all kinds
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - ORT raises many exception types
         wrapped(torch.randn(6, 6))
     return compat.explain(caught.value)
 
@@ -137,7 +137,7 @@ def test_functions_are_refused_in_an_export_only(ort: compat.TrainingRuntime) ->
 
 @pytest.fixture
 def grouped(ort: compat.TrainingRuntime) -> nn.Module:
-    """A grouped convolution, where another package's rule has taken the place of ours."""
+    """Return a grouped convolution after another package's rule has replaced ortlab's."""
     from torch.onnx import register_custom_op_symbolic
 
     from ortlab.engines.ortmodule.compat.symbolics import builder
@@ -150,7 +150,7 @@ def grouped(ort: compat.TrainingRuntime) -> nn.Module:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_grouped_convolution_never_gets_orts_gradient(grouped: Any, training: bool) -> None:
-    """In evaluation mode neither, where ortlab's engine takes gradients as well."""
+    """A grouped convolution is refused in eval mode too, where ortlab also has gradients."""
     grouped.train(training)
     grouped._torch_module.is_training = lambda: True
     with pytest.raises(RuntimeError) as caught:
@@ -177,7 +177,7 @@ def test_a_model_of_a_library_is_located_in_the_library(ort: compat.TrainingRunt
     from transformers import BertConfig, BertModel
 
     class Strange(BertModel):
-        """BERT, with an operator that no rule knows in the one place that is a library's own."""
+        """A BERT with an operator without a rule, at the one place in the library's code."""
 
     config = BertConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,

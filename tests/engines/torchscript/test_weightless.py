@@ -1,4 +1,4 @@
-"""Forward runs for an export without computing what depends on weights, and nothing shows it."""
+"""An export can run forward without computing weight-dependent values, with the same graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ weightless = pytest.importorskip("ortlab.engines.torchscript.weightless")
 
 
 class Net(nn.Module):
-    """A layer; what else there is, the classes below have of their own."""
+    """A single layer; the subclasses below each add one property."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Normed(Net):
-    """Has statistics that every forward changes."""
+    """A net with statistics that every forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Normed(Net):
 
 
 class ByInput(Net):
-    """Decides by what is given."""
+    """A net that branches on its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.layer(x)
@@ -54,24 +54,24 @@ class ByInput(Net):
 
 
 class ByResult(Net):
-    """Decides by what it computes."""
+    """A net that branches on a computed value."""
 
     def change(self, y: torch.Tensor) -> torch.Tensor:
         return y if y.abs().sum() > 0 else -y
 
 
 class Catches(Net):
-    """Goes another way where no value is to be had."""
+    """A net that takes another branch where no value is available."""
 
     def change(self, y: torch.Tensor) -> torch.Tensor:
         try:
             return y if bool((y == y).all()) else y - 1
-        except Exception:  # noqa: BLE001 - what a model does
+        except Exception:  # noqa: BLE001 - as a user's model might
             return -y
 
 
 class Writes(Net):
-    """Writes what it computes into a tensor that it made."""
+    """A net that writes its result into a tensor that it created."""
 
     def change(self, y: torch.Tensor) -> torch.Tensor:
         room = torch.ones(len(y), 4)
@@ -80,7 +80,7 @@ class Writes(Net):
 
 
 class Convolves(Net):
-    """Does what the tracer notes in pieces, on what follows from the input alone."""
+    """A net that applies an operation to the input that the tracer records in several parts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.layer(
@@ -90,14 +90,14 @@ class Convolves(Net):
 
 
 class AsksForType(Net):
-    """Computes something else of anything but a plain tensor."""
+    """A net that computes something else for tensor subclasses."""
 
     def change(self, y: torch.Tensor) -> torch.Tensor:
         return y if type(y) is torch.Tensor else -y
 
 
 class Draws(Net):
-    """Draws random numbers besides dropout, so no check can tell whether the graph is right."""
+    """A net with random numbers other than dropout, so that no check can verify the graph."""
 
     def change(self, y: torch.Tensor) -> torch.Tensor:
         return y + torch.rand_like(y)
@@ -145,7 +145,7 @@ def test_what_needs_values_is_exported_with_them(kind: type[Net]) -> None:
 
 
 class Traced(Net):
-    """Runs as in an export, and asks for a size."""
+    """A net that runs as in an export and reads a size."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with weightless.running():
@@ -187,7 +187,7 @@ def test_what_follows_from_inputs_is_computed_and_what_follows_from_weights_is_n
         weightless.without_weights(),
         weightless.running(),
         contextlib.suppress(RuntimeError),
-    ):  # as forward may
+    ):  # forward may suppress errors too
         layer(x).sum().item()
     assert type(layer(x)) is torch.Tensor
     assert not weightless.is_asked()

@@ -1,4 +1,4 @@
-"""Attention by torch's fused kernels in ORT's graph, beside eager torch."""
+"""Attention with torch's fused kernels in ORT's graph, compared with eager torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(com
 
 
 class Attends(nn.Module):
-    """One layer of attention, [batch, length, 24] in and out, with the arguments given."""
+    """One attention layer, [batch, length, 24] in and out, with the given arguments."""
 
     def __init__(self, *, learned: bool = False, **given: Any) -> None:
         super().__init__()
@@ -72,14 +72,14 @@ def _step(model: nn.Module, x: Tensor, mask: Tensor | None) -> list[Tensor]:
     ],
 )
 def test_it_is_eager_torchs(mask: str, given: dict[str, Any]) -> None:
-    """Dropout too: the numbers that it draws are torch's, in the order of eager torch."""
+    """Results match, with dropout too: the random numbers are torch's, in eager torch's order."""
     torch.manual_seed(0)
     model = Attends(learned=mask == "learned", **given)
     twin = copy.deepcopy(model)
     wrapped = ortlab.wrap(model, engine="ort", attention="fused", cache=False)
     for batch, length in ((2, 5), (3, 9), (2, 5)):
         x, given_mask = torch.randn(batch, length, 24), _mask(mask, batch, length)
-        _step(wrapped, x, given_mask)  # the check of a first shape draws, too
+        _step(wrapped, x, given_mask)  # the check of a new shape draws random numbers, too
         steps = []
         for each in (wrapped, twin):
             torch.manual_seed(1)

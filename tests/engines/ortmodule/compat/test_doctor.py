@@ -1,4 +1,4 @@
-"""The doctor: every finding names a fix, and a missing part never makes a check raise."""
+"""The doctor: every finding names a fix, and no check raises because of a missing part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 @pytest.fixture
 def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """Versions to pretend, by distribution; None for one that is not installed."""
+    """Return the versions to simulate by distribution; None for one that is not installed."""
     pretended: dict[str, str | None] = {}
     real = importlib.metadata.version
 
@@ -62,7 +62,7 @@ def test_what_is_wrong_has_a_fix(versions: dict[str, str | None]) -> None:
 
 
 def test_a_missing_compiler(tmp_path: Path) -> None:
-    """PATH emptied, nothing built yet: in a process of its own, as a user would meet it."""
+    """With an empty PATH and nothing built, a separate process reports the missing compiler."""
     code = """
 import json
 from ortlab.engines import doctor
@@ -165,7 +165,7 @@ def test_elsewhere_the_other_engines_are_named(
 
 # ---- ROCm ----------------------------------------------------------------------------------------
 
-# torch/version.py of the wheel for ROCm, which cannot run here.
+# torch/version.py of the ROCm wheel, which cannot run here.
 ROCM = """from typing import Optional
 
 __all__ = ['__version__', 'debug', 'cuda', 'git_version', 'hip', 'rocm', 'xpu']
@@ -180,7 +180,7 @@ xpu: Optional[str] = None
 
 
 def test_a_torch_for_rocm_is_named(tmp_path: Path) -> None:
-    """A folder laid out as the wheel is, before the real torch: nothing of it is imported."""
+    """A folder like the wheel's, ahead of the real torch, is recognized without importing it."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text(ROCM)
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libamdhip64.so.7')")
@@ -230,12 +230,12 @@ def test_cpu_and_cuda_builds_are_not_for_rocm(monkeypatch: pytest.MonkeyPatch) -
         assert by_name(doctor.checks())["torch's build"].ok
 
 
-# ---- CUDA's libraries: the mechanism, on libraries of our own, for want of a GPU -----------------
+# ---- CUDA's libraries: the mechanism, tested with libraries of our own, as there is no GPU -------
 
 
 @pytest.fixture
 def nvidia(tmp_path: Path) -> Path:
-    """Site-packages with libraries of the right names, laid out as NVIDIA's wheels are."""
+    """Create site-packages with libraries named and arranged as in NVIDIA's wheels."""
     site = tmp_path / "site-packages"
     folders = {
         "nvidia-cuda-runtime-cu11": "cuda_runtime", "nvidia-cublas-cu11": "cublas",
@@ -249,7 +249,7 @@ def nvidia(tmp_path: Path) -> Path:
 
 
 def beside(site: Path, code: str) -> str:
-    """What `code` prints in a process of its own, where torch lies in `site`."""
+    """Return the output of `code` in a separate process, where torch is located in `site`."""
     code = f"""
 import ctypes
 from pathlib import Path
@@ -276,7 +276,7 @@ def compiled(path: Path, code: str, *options: str) -> None:
 
 
 def test_cuda_libraries_are_loaded_from_nvidias_packages(nvidia: Path, tmp_path: Path) -> None:
-    """A provider that links to them by name alone, as ORT's does, loads without LD_LIBRARY_PATH."""
+    """A provider that links to them by name, as ORT's does, loads without LD_LIBRARY_PATH."""
     libraries = [str(path) for path in sorted(nvidia.glob("nvidia/*/lib/*"))]
     provider = tmp_path / "libprovider.so"
     compiled(provider, "int provider() { return 2; }", "-Wl,--no-as-needed", *libraries)
@@ -329,7 +329,7 @@ def test_workers_are_optional(versions: dict[str, str | None]) -> None:
 
 
 def test_no_part_is_needed_to_look(tmp_path: Path) -> None:
-    """A Python with nothing installed: neither torch nor ORT, nor anything else of ours."""
+    """The checks run in a Python without torch, ORT or any other dependency."""
     code = (
         "from ortlab.engines import doctor; from ortlab.utils.findings import findings_table; "
         "print(findings_table(doctor.checks()))"

@@ -1,4 +1,4 @@
-"""The extensions' cache: built once, by whoever comes first; nothing half-built is ever seen."""
+"""The extensions' cache: built once, by the first process; a partial build is never visible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUILD = (
     "extensions.build(lambda l: print(l, flush=True))"
 )
 
-# Stands in for a compiler: counts its runs, takes its time, and copies a finished library.
+# Stands in for a compiler: counts its runs, waits, and copies a finished library.
 COMPILER = """#!{python}
 import shutil, sys, time
 with open({counter!r}, "a") as file:
@@ -37,20 +37,20 @@ shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of its own."""
+    """Return an empty cache for the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "ortlab" / "extensions"
 
 
 @pytest.fixture
 def library() -> Path:
-    """The real extension, from the user's cache; built there when it is missing."""
+    """Return the real extension from the user's cache, built there if missing."""
     return extensions.build()[0]
 
 
 @pytest.fixture
 def compiler(library: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A slow compiler in CXX; the file that counts its runs."""
+    """Set a slow compiler as CXX; return the file that counts its runs."""
     counter, program = tmp_path / "runs", tmp_path / "slow-c++"
     text = COMPILER.format(python=sys.executable, counter=str(counter), library=str(library))
     program.write_text(text)
@@ -64,7 +64,7 @@ def test_two_processes_build_it_once(compiler: Path, cache: Path) -> None:
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = "".join(process.communicate(timeout=HANGS_S)[0] for process in both)
     assert [process.returncode for process in both] == [0, 0]
-    assert compiler.read_text() == "run\nrun\n"  # it compiles, and it links
+    assert compiler.read_text() == "run\nrun\n"  # one run compiles, the other links
     assert said.count("building ORT's aten_op_executor") == 1
     assert "another process is building" in said
     assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".so"]
@@ -130,7 +130,7 @@ def test_a_compiler_that_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(OrtUnavailable, match="building ORT's aten_op_executor failed") as caught:
         extensions.build()
-    assert Path(caught.value.fix.rpartition(": ")[2]).is_file()  # full output of the compiler
+    assert Path(caught.value.fix.rpartition(": ")[2]).is_file()  # the compiler's full output
     assert not list(cache.glob("*.so"))
     assert not extensions.built()
 
@@ -145,7 +145,7 @@ def test_a_library_that_does_not_load(compiler: Path, cache: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_real_build(cache: Path) -> None:
-    """What every other test spares itself: the compiler's 10 to 40 seconds."""
+    """The real build works; it takes 10 to 40 seconds, so every other test avoids it."""
     said: list[str] = []
     addresses = extensions.load(said.append)
     assert addresses["aten_op_executor"].keys() == set(extensions.ATEN.functions)

@@ -1,4 +1,4 @@
-"""Passes through ORT's session: parameters that move, what raises, C++ and Python alike."""
+"""Passes through ORT's session behave alike in C++ and Python: moved parameters and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(com
 
 @pytest.fixture(params=["C++", "Python"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With what was built, and as where nothing could be."""
+    """Run with the built extension, and as if nothing could be built."""
     if request.param == "Python":
         monkeypatch.setattr(native, "_functions", dict)
     elif not native._functions():
@@ -29,7 +29,7 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def _models() -> tuple[nn.Module, nn.Module]:
-    """A model and its twin; the last of its outputs has no gradient."""
+    """Return a model and its twin; the last of the outputs has no gradient."""
     torch.manual_seed(0)
 
     class Two(nn.Module):
@@ -48,7 +48,7 @@ def _models() -> tuple[nn.Module, nn.Module]:
 
 
 def _same(wrapped: nn.Module, twin: nn.Module, *, outputs: tuple[int, ...] = (0, 1)) -> None:
-    """Both give the same outputs, and gradients from some of them."""
+    """Assert the same outputs, and the same gradients from some of them."""
     x = torch.randn(4, 6)
     grads = []
     for each in (wrapped, twin):
@@ -77,7 +77,7 @@ def _new(p: nn.Parameter) -> None:
 
 
 def _transposed(p: nn.Parameter) -> None:
-    """Where it lay, with the other strides."""
+    """Transpose a parameter in place: the same memory with other strides."""
     p.data = p.data.t()
 
 
@@ -104,7 +104,7 @@ def test_parameters_are_read_where_they_are(
 
 
 def test_a_view_of_other_sizes_is_noticed(either: str) -> None:
-    """As many elements in the same place, of another shape."""
+    """A weight with as many elements in the same memory but another shape is noticed."""
     model = nn.Linear(4, 9, bias=False)
     wrapped = ortlab.wrap(model, engine="ort", cache=False)
     assert wrapped(torch.ones(2, 4)).shape == (2, 9)
@@ -127,11 +127,11 @@ def test_what_backward_raises_is_shown_as_it_is(either: str) -> None:
 
 
 def test_a_pass_leaves_nothing_behind(either: str) -> None:
-    """What a forward without a backward holds goes with its outputs, and so does what it read."""
+    """A forward without a backward releases its state and its inputs with its outputs."""
     model, _ = _models()
     wrapped = ortlab.wrap(model, engine="ort", cache=False)
     x = torch.randn(4, 6)
-    before = _ways_back()  # what another test holds, in a failure's frames for one
+    before = _ways_back()  # objects of other tests may remain, for example in a failure's frames
     wrapped(x)[0].sum().backward()
     out = wrapped(x)[0]
     assert len(_ways_back()) == len(before) + 1

@@ -1,4 +1,4 @@
-"""Every row mends what it says, is needed, and leaves torch as the user knows it."""
+"""Every patch fixes its symptom, is needed, and leaves torch's public behavior unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ortlab.engines.ortmodule.compat import base, extensions, patches
 from ortlab.engines.ortmodule.compat.patches import ROWS, Patch
 from ortlab.engines.torchscript import streams
 
-# In a process of its own for every row, forked so that torch is imported once.
+# Each row runs in its own process, forked so that torch is imported only once.
 WITHOUT_EACH = """
 import json, os, torch, onnx, onnxruntime, sympy
 from ortlab.engines.ortmodule.compat import exporting, extensions, patches
@@ -45,7 +45,7 @@ print(json.dumps(unneeded))
 
 
 def python(code: str) -> str:
-    """What a fresh Python prints; CalledProcessError when it fails."""
+    """Return the output of a fresh Python; raise CalledProcessError when it fails."""
     return subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout
@@ -103,7 +103,7 @@ print(json.dumps([loaded, same, logging.getLogger().handlers]))
 
 @pytest.mark.parametrize("first", ["", "import onnxruntime.training"])
 def test_torch_stays_torch(ort: compat.TrainingRuntime, first: str) -> None:
-    """Also where the user imported ORT first, which fails half way."""
+    """Torch is unchanged, even where the user imported ORT first, which fails halfway."""
     code = """
 import warnings; warnings.simplefilter("ignore")
 import json, logging, torch, torch.onnx, torch.utils.checkpoint, torch.autograd
@@ -126,7 +126,7 @@ same = torch.equal(state, torch.get_rng_state()) and onnx.IR_VERSION == ir
 same = same and logging.getLogger().handlers == []
 print(json.dumps([changed, same and torch.are_deterministic_algorithms_enabled() == flag]))
 """
-    # The user's own import lets DeepSpeed say something first, where it is installed.
+    # The user's own import lets DeepSpeed print first, where it is installed.
     printed = python(code.replace("FIRST", first)).splitlines()
     assert len(printed) == 1 or first
     assert json.loads(printed[-1]) == [[], True]
@@ -154,7 +154,7 @@ with torch.no_grad():
 
 
 def test_what_is_printed_meanwhile_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
-    """The exporter's C++ warnings are dropped; what the model or another thread prints is not."""
+    """The exporter's C++ warnings are dropped; output of the model or another thread is kept."""
     with streams.streams_filtered():
         os.write(1, b"a line of the user's\n[W1121 shape_type_inference.cpp:1974] Warning: noise\n")
         os.write(2, b"progress: 3%\n")
@@ -163,7 +163,11 @@ def test_what_is_printed_meanwhile_is_kept(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_what_c_holds_back_is_filtered_and_not_said_in_halves() -> None:
-    """Where standard output is no terminal C writes 4096 bytes at a time: as long as two texts."""
+    """Output buffered by C is filtered and never split.
+
+    Where standard output is not a terminal, C writes 4096 bytes at a time, as long as two of
+    the texts here.
+    """
     code = """
         import ctypes, os
         from ortlab.engines.torchscript import streams
@@ -175,7 +179,7 @@ def test_what_c_holds_back_is_filtered_and_not_said_in_halves() -> None:
                 libc.printf(b"%s", graph + b"a line of the user's\\n")
             os.write(1, b"after\\n")
     """
-    # With that Python has C hold nothing back.
+    # This variable makes Python turn off C's buffering.
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -213,7 +217,7 @@ def test_bert_trains_as_eager_torch_does(ort: compat.TrainingRuntime, attention:
 
 
 def test_generated_artifacts_are_read_by_ort(ort: compat.TrainingRuntime, tmp_path: Path) -> None:
-    """The training API's models, written with the newest onnx from a model of the newest IR."""
+    """ORT reads the training API's models, written with the newest onnx from the newest IR."""
     from onnxruntime.training import api, artifacts
 
     nodes = [onnx.helper.make_node("Gemm", ["x", "w", "b"], ["y"])]
@@ -248,7 +252,7 @@ def test_generated_artifacts_are_read_by_ort(ort: compat.TrainingRuntime, tmp_pa
 
 
 def test_two_exports_at_once(ort: compat.TrainingRuntime) -> None:
-    """The exporter is process-wide state: two threads take turns and both get their graph."""
+    """Two threads that export take turns on the exporter's global state; both get their graph."""
     from concurrent.futures import ThreadPoolExecutor
 
     def train(width: int) -> bool:

@@ -1,4 +1,4 @@
-"""Products with vectors train in ORT as in eager torch: loss and each gradient, at two sizes."""
+"""Products with vectors train in ORT as in eager torch: the loss and gradients at two sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Sizes = tuple[int, ...]
 
 
 class Net(nn.Module):
-    """`form` of the input and parameters, both of which get a gradient."""
+    """`form` applied to the input and parameters, all of which get a gradient."""
 
     def __init__(self, form: Callable[..., Tensor], *sizes: Sizes) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def attend(x: Tensor, weight: Tensor, vector: Tensor) -> Tensor:
-    """Additive attention."""
+    """Compute additive attention."""
     share = (torch.tanh(x @ weight) @ vector).softmax(-1)
     return (share[..., None] * x).sum(-2)
 
@@ -74,7 +74,7 @@ FORMS: dict[str, tuple[Callable[..., Tensor], list[Sizes], Sizes, Sizes]] = {
 
 
 def worst(name: str, **settings: Any) -> float:
-    """The largest error of loss or a gradient against eager torch in fp32, by norm."""
+    """Return the largest error, by norm, of the loss or a gradient against eager torch in fp32."""
     torch.manual_seed(0)
     form, weights, *batches = FORMS[name]
     ours = Net(form, *weights)

@@ -1,4 +1,4 @@
-"""Each export rule against eager torch: outputs and every gradient, at two batch shapes."""
+"""Each export rule matches eager torch: outputs and every gradient, for two batch shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batch = tuple[Tensor, ...]
 
 
 class Calling(nn.Module):
-    """A function of its inputs, with a parameter before and after it, so that gradients flow."""
+    """A function of the inputs with a parameter before and after it, so that gradients flow."""
 
     def __init__(self, function: Callable[..., Tensor], *, before: bool = True) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Calling(nn.Module):
 def compare(
     ort: TrainingRuntime, model: nn.Module, *batches: Tensor | Batch, rtol: float = 1e-4
 ) -> None:
-    """Raises where ORTModule's output, a gradient or a buffer differs from eager torch's."""
+    """Raise where ORTModule's output, a gradient or a buffer differs from eager torch's."""
     twin = copy.deepcopy(model)
     wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
     for batch in batches:
@@ -54,7 +54,7 @@ def compare(
             assert error <= 1e-3 * scale, f"{name}: {error}"
     for (name, buffer), other in zip(model.named_buffers(), twin.buffers(), strict=True):
         if name.endswith("num_batches_tracked"):
-            continue  # counted in Python, by the engine
+            continue  # the engine counts in Python
         torch.testing.assert_close(buffer, other, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -96,7 +96,7 @@ def attend_masked(kind: str) -> Callable[..., Tensor]:
 def test_attention(
     ort: TrainingRuntime, function: Callable[..., Tensor], counts: tuple[int, ...]
 ) -> None:
-    for before in (True, False):  # without, the heads' size is not known at export
+    for before in (True, False):  # otherwise the heads' size is not known at export
         batches = heads(*counts), heads(*counts, batch=3, length=7)
         compare(ort, Calling(function, before=before), *batches)
 
@@ -281,7 +281,7 @@ BENDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", BENDS)
 def test_where_it_bends(ort: TrainingRuntime, name: str) -> None:
-    """A batch that is nowhere at a bend comes first, as the self-check's does."""
+    """The first batch is away from every kink, as the self-check's may be; the next are at them."""
     layer = Calling(BENDS[name])
     torch.nn.init.ones_(layer.before)
     compare(ort, layer, torch.randn(4, 6), BENT, 0 * BENT)
@@ -404,7 +404,7 @@ INDEXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", INDEXED)
 def test_an_index_that_occurs_twice(ort: TrainingRuntime, name: str) -> None:
-    """A batch whose indices differ comes first, as the self-check's may."""
+    """The first batch has no repeated index, as the self-check's may have none."""
     first, second = (torch.randn(4, 6) for _ in range(2))
     compare(ort, Calling(INDEXED[name]), (first, ONCE), (second, TWICE))
 
@@ -457,7 +457,7 @@ WITH_GRADIENT = ("%", "fmod", "div, floor", "div, trunc")
 @pytest.mark.parametrize("by", [3, -3, 0.1, -0.7], ids=str)
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_division_below_zero(ort: TrainingRuntime, name: str, by: float) -> None:
-    """A first batch without a number below 0, as the self-check's may be."""
+    """The first batch has no number below 0, as the self-check's may have none."""
     divide = DIVISIONS[name]
     whole, fractions = torch.arange(6).repeat(2, 1), torch.rand(2, 6)
     edges = torch.tensor([1.0, 0.3, -0.1, -0.7, 2.1, -6.0]).repeat(2, 1)
@@ -475,7 +475,7 @@ def test_division_has_torchs_gradient(ort: TrainingRuntime, name: str) -> None:
 
 
 class Dividing(nn.Module):
-    """By a parameter and of one, as they are."""
+    """A division by a parameter and of a parameter, without changes to them."""
 
     def __init__(self, divide: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -546,7 +546,7 @@ OF_ONES = torch.linspace(0.5, 3.0, 9)
     ],
 )
 def test_logits_far_from_zero(ort: TrainingRuntime, target: float, options: dict[str, Any]) -> None:
-    """ORT's sigmoid is 0 from -18.5 on, and its log has a gradient that is NaN."""
+    """ORT's sigmoid is 0 from -18.5 down, and the gradient of its log is NaN."""
 
     def loss(x: Tensor) -> Tensor:
         labels = torch.full_like(x, target)
@@ -564,7 +564,7 @@ def test_logits_far_from_zero(ort: TrainingRuntime, target: float, options: dict
 
 
 def test_smoothed_labels_that_are_all_ignored(ort: TrainingRuntime) -> None:
-    """The mean over none is NaN, its gradients are 0."""
+    """The mean over no labels is NaN, and its gradients are 0."""
     model = Calling(lambda x, labels: F.cross_entropy(x, labels, label_smoothing=0.2))
     wrapped = ort.ORTModule(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
     for labels in (torch.arange(4), torch.full((4,), -100)):
@@ -620,7 +620,7 @@ MAX_POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", MAX_POOLS)
 def test_max_pooling(ort: TrainingRuntime, name: str) -> None:
-    """ORT's own gradient ends the process."""
+    """Max pooling trains; ORT's own gradient ends the process."""
     compare(ort, Calling(MAX_POOLS[name]), torch.randn(2, 3, 6, 6), torch.randn(3, 3, 7, 8))
 
 
@@ -675,7 +675,7 @@ def test_deberta(ort: TrainingRuntime) -> None:
 
 
 class Logits(nn.Module):
-    """A model of transformers that gives its logits alone."""
+    """A model of transformers that returns its logits alone."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Every supported torch has what ortlab and ORT take from it, as its wheel's own sources show.
+"""Every supported torch has the names that ortlab and ORT use, as its wheel's sources show.
 
-The quick tests read the table that was looked up; ``make nightly`` looks everything up again.
+The quick tests read the stored table; ``make nightly`` looks up everything again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_a_torch_lacks_nothing(version: str) -> None:
 
 
 def test_the_table_knows_every_private_name() -> None:
-    """What torch documents, the nightly test alone looks up."""
+    """The table has every private name; only the nightly test looks up the documented ones."""
     unknown = set(torch_range.names_taken()) - set(torch_range.stored()["names"])
     assert not [name for name in unknown if "._" in name], RENEW
 
@@ -63,7 +63,7 @@ def targets(torch: tuple[int, int], *, onnx: tuple[int, int], cuda: bool) -> set
 
 @pytest.mark.parametrize("minor", MINORS)
 def test_the_rows_that_apply(minor: int) -> None:
-    """All of them to every torch, but for one that is for CPUs and two that are for new onnx."""
+    """All rows apply to every torch, except one for CPUs and two for new versions of onnx."""
     every = {row.target for row in patches.ROWS}
     assert targets((2, minor), onnx=(1, 18), cuda=False) == every
     assert every - targets((2, minor), onnx=(1, 17), cuda=True) == {
@@ -99,7 +99,7 @@ FILES = {
     [
         ("torch.nn", True),
         ("torch.rand", True),
-        ("torch.Tensor.anything", True),  # it inherits: not known from here
+        ("torch.Tensor.anything", True),  # it inherits: the sources here do not show its attributes
         ("torch.onnx.Mode.EVAL", True),
         ("torch.onnx.Mode.TRAINING", False),
         ("torch.onnx.export", True),
@@ -133,7 +133,7 @@ def test_names_are_found(text: str, names: list[str]) -> None:
 
 @pytest.mark.nightly
 def test_the_wheels_of_the_registry() -> None:
-    """Also that no torch has come out that nobody has looked at."""
+    """The registry's wheels match the table, and the table covers every release of torch."""
     now, then = torch_range.renewed(), torch_range.stored()
     assert list(now["torches"]) == list(then["torches"]), RENEW
     assert {**now, "date": ""} == {**then, "date": ""}, RENEW

@@ -1,4 +1,4 @@
-"""What the kernel tests share: the kernels, loaded, and torch's threads as they were."""
+"""Fixtures of the kernel tests: the loaded kernels, and torch's thread count restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ortlab.engines.ortmodule import kernels
 
 @pytest.fixture(scope="session")
 def ops() -> Any:
-    """The kernels by their names; skips, saying why, where they cannot be built."""
+    """Return the kernels by name; skip with the reason where they cannot be built."""
     reason = kernels.unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -22,7 +22,7 @@ def ops() -> Any:
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """The test may change how many threads torch has."""
+    """Let the test change torch's number of threads, and restore it."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""What a wrapped model's dropouts drop: every element as often as any, and nothing by rote."""
+"""Dropout masks of wrapped models: every element is equally likely, and no mask is fixed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Dropped(nn.Module):
-    """What a dropout makes of its weight, which is all ones."""
+    """A model that applies dropout to its weight, which is all ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,10 @@ class Dropped(nn.Module):
 
 
 def _are_as_chance_has_them(call: Callable[[], Tensor]) -> None:
-    """Within five standard errors: each element, their spread, and neighbours in place and time."""
+    """Assert, within five standard errors, each share, their spread, and neighbors' independence.
+
+    Neighbors are compared both in place and in time.
+    """
     dropped = torch.stack([call().detach() == 0 for _ in range(CALLS)])
     shares, error = dropped.double().mean(0), (RATIO * (1 - RATIO) / CALLS) ** 0.5
     assert (shares - RATIO).abs().max() < 5 * error
@@ -98,7 +101,7 @@ def test_the_gradient_is_that_of_the_mask(ops: Any, way: str) -> None:
 
 
 def test_double_precision_is_as_exact_as_torchs(ops: Any) -> None:
-    """By the same seed the mask is that of float32."""
+    """With the same seed, the mask is that of float32."""
     torch.manual_seed(0)
     x, gradient = (torch.randn(33, 70, dtype=torch.float64) for _ in range(2))
     torch.manual_seed(1)
@@ -111,7 +114,7 @@ def test_double_precision_is_as_exact_as_torchs(ops: Any) -> None:
 
 
 def _masks(ops: Any, shape: Sequence[int], ratio: float, *, attention: bool) -> Tensor:
-    """Of the kernels, by the next draw of torch's; attention's keeps its own as signs."""
+    """Return the kernels' mask for torch's next draw; attention stores its own as signs."""
     if not (attention and len(shape) == 4):
         return ops.dropout(torch.ones(tuple(shape)), ratio, False)[1].bool()
     *heads, queries, keys = shape
@@ -124,11 +127,11 @@ def _masks(ops: Any, shape: Sequence[int], ratio: float, *, attention: bool) -> 
     ("name", "chosen"),
     [
         *itertools.product(("bert-768", "gpt2-768", "vit-small"), ("measured", "ort")),
-        ("t5-small", "measured"),  # with ORT's, encoder and decoder take turns
+        ("t5-small", "measured"),  # ORT's kernels interleave encoder and decoder
     ],
 )
 def test_a_step_is_eager_torchs_with_the_same_masks(ops: Any, name: str, chosen: str) -> None:
-    """Both draw by the same seed, in the order of their dropouts."""
+    """Both draw from the same seed, in the order of the dropouts."""
     model, batch = models.build(name, quick=True)
     parameters = list(model.parameters())
 
@@ -150,7 +153,7 @@ def test_a_step_is_eager_torchs_with_the_same_masks(ops: Any, name: str, chosen:
 
 
 def test_where_there_are_no_kernels_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ORT's own Dropout draws then; with a dropout in the graph, and in training alone."""
+    """A note says that ORT's own Dropout draws; only in training, with a dropout in the graph."""
     monkeypatch.setattr(kernels, "unavailable", lambda: "no compiler")
     x = torch.ones(SIZE)
     for settings, model in itertools.product(
@@ -164,7 +167,10 @@ def test_where_there_are_no_kernels_it_is_said(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_where_one_of_orts_stays_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where no rule fits it; none of the sweep's models has such a one."""
+    """A note says that a dropout of ORT remains, because no rule fits it.
+
+    None of the sweep's models has such a dropout.
+    """
     x = torch.ones(SIZE)
     for rules, told in ((substitutes.DROPOUT, 0), ({}, 1)):
         monkeypatch.setattr(substitutes, "DROPOUT", rules)

@@ -1,4 +1,4 @@
-"""Which kernel is taken: measured once, kept in the user's cache, and believed."""
+"""The choice of kernels: measured once, stored in the user's cache, and reused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.kernel_nodes import operators
 
 @pytest.fixture(autouse=True)
 def no_timings(ops: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of the test's own, where nothing was measured; the extension stays built."""
+    """Set up an empty timing cache for the test; the built extension stays available."""
     built = extensions.cache_folder().resolve()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     extensions.cache_folder().parent.mkdir(parents=True, mode=0o700)
@@ -36,7 +36,7 @@ def _model() -> nn.Module:
 
 
 def _trained(rows: int = 6, **settings: Any) -> nn.Module:
-    """A wrapped model after one step; its graph is exported, whatever was cached before."""
+    """Return a wrapped model after one step; it is always exported."""
     model = ortlab.wrap(_model(), cache=False, self_check=False, **settings)
     torch.manual_seed(1)
     model(torch.randn(rows, 12)).square().mean().backward()
@@ -97,7 +97,7 @@ def test_its_names_tell_operator_and_sizes() -> None:
 
 @pytest.mark.parametrize("ort_is_faster", [True, False])
 def test_what_the_file_says_is_believed(ort_is_faster: bool) -> None:
-    """All that may be chosen, in both ways; what is not measured stays as it was."""
+    """Stored timings decide both ways; kernels without a timing stay unchanged."""
     _trained()
     chosen = [1.0, 1000.0] if ort_is_faster else [1000.0, 1.0]
     _write(dict.fromkeys(_kept(), chosen))
@@ -113,7 +113,7 @@ def test_what_the_file_says_is_believed(ort_is_faster: bool) -> None:
 
 
 def test_one_of_them_alone() -> None:
-    """Each name is for its own nodes: ORT's Softmax stays where only it is faster."""
+    """Each name applies to its own nodes: ORT's Softmax stays where only it is faster."""
     _trained()
     timings = {name: [1000.0, 1.0] for name in _kept()}
     for name in timings:
@@ -131,8 +131,8 @@ def test_one_of_them_alone() -> None:
     ("ort_ms", "ours_ms", "enough"),
     [
         ([60.0], [2.0], True),
-        ([60.0], [25.0], False),  # chance may make twice of one call
-        ([6.0], [0.2], False),  # an ORT thread that had to wake up may, too
+        ([60.0], [25.0], False),  # a single call may take twice as long by chance
+        ([6.0], [0.2], False),  # or because an ORT thread had to wake up
         ([30.0, 28.0], [24.0, 23.0], True),
         ([9.0, 3.0], [4.0, 4.1], False),
         ([9.0, 8.0], [4.0, 4.1], True),
@@ -156,7 +156,7 @@ def test_rounds_end_when_they_tell_which_is_faster(
     ids=str,
 )
 def test_every_call_counts_but_one_that_was_held_up(taken: list[float], told: float) -> None:
-    """Half of ORT's calls may take twice as long, as they do in training: the best tells little."""
+    """Half of ORT's calls may take twice as long, as in training, so the minimum is no guide."""
     assert kernel_choice._typical(taken) == pytest.approx(told)
 
 
@@ -195,7 +195,7 @@ def test_a_damaged_file_is_measured_again() -> None:
 
 @contextlib.contextmanager
 def _a_file_for_a_folder() -> Iterator[None]:
-    """Where the folder would be: root may write to any folder, and to no file as to one."""
+    """Put a file where the folder would be: unlike a read-only folder, this also stops root."""
     folder = kernel_choice.path().parent
     folder.write_text("not a folder", encoding="utf-8")
     yield
@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_written_does_no_harm() -> None:
 
 
 def test_measuring_moves_no_random_number() -> None:
-    """Of torch's generator, which kernels draw from: none that does is timed."""
+    """No kernel that draws from torch's generator is timed."""
     model = onnx.ModelProto()
     model.CopyFrom(ortlab.graphs(_trained(kernels="ort")).execution.model)
     (batch,) = (each.name for each in model.graph.input if "original_module" not in each.name)
@@ -221,7 +221,7 @@ def test_measuring_moves_no_random_number() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     chosen.keep()
     assert any("> ortlab_kernels::layer_norm" in name for name in _kept())
-    assert not any("dropout" in name.lower() for name in _kept())  # taken whatever is faster
+    assert not any("dropout" in name.lower() for name in _kept())  # used whichever is faster
 
 
 def test_the_step_that_measures_draws_as_every_other() -> None:

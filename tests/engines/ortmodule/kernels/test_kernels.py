@@ -1,4 +1,4 @@
-"""Every kernel beside torch's own functions in float64, over many shapes, layouts and types."""
+"""Every kernel against torch's own functions in float64, for many shapes, layouts and types."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tests.support.waiting import HANGS_S
 
 LOW = torch.bfloat16
 ULP = 2.0**-8
-"""Half a unit in the last place of bfloat16, relative: what one rounding costs at most."""
+"""Largest relative error of one rounding to bfloat16: half a unit in the last place."""
 EXACT = 3e-6
-"""Relative to the largest element: float32 has 2**-24, and rows of a few hundred add up."""
+"""Tolerance relative to the largest element: 2**-24 for float32, summed over long rows."""
 SIZES = (1, 2, 3, 7, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 129, 257)
 TYPES = pytest.mark.parametrize("kind", [torch.float32, LOW], ids=["fp32", "bf16"])
 WIDTHS = pytest.mark.parametrize("low", [False, True], ids=["wide", "low"])
 
 
 def _draws(count: int, seed: int) -> Iterator[random.Random]:
-    """`count` sources of random sizes; torch's generator is seeded along."""
+    """Yield `count` sources of random sizes, and seed torch's generator with each."""
     for i in range(count):
         torch.manual_seed(1000 * seed + i)
         yield random.Random(1000 * seed + i)
 
 
 def _sizes(draw: random.Random, ranks: tuple[int, ...], most: int = 40_000) -> list[int]:
-    """Sizes of one of these ranks, of `most` elements at most."""
+    """Return sizes from one of these ranges, with at most `most` elements."""
     while True:
         sizes = [draw.choice(SIZES) for _ in range(draw.choice(ranks))]
         if math.prod(sizes) <= most:
@@ -47,7 +47,7 @@ def _sizes(draw: random.Random, ranks: tuple[int, ...], most: int = 40_000) -> l
 
 
 def _laid_out(draw: random.Random, x: Tensor, *, fill: float = torch.nan) -> Tensor:
-    """The same numbers, in one of the ways that they may lie in memory; `fill` lies beside them."""
+    """Return the same numbers in a random memory layout, with `fill` in the gaps."""
     way = draw.randrange(4)
     if way == 1 and x.dim() > 1:  # transposed
         a, b = draw.sample(range(x.dim()), 2)
@@ -56,7 +56,7 @@ def _laid_out(draw: random.Random, x: Tensor, *, fill: float = torch.nan) -> Ten
         wider = torch.full((*x.shape[:-1], 2 * x.shape[-1]), fill, dtype=x.dtype)
         wider[..., ::2] = x
         return wider[..., ::2]
-    if way == 3:  # not at the beginning of its storage
+    if way == 3:  # with an offset into its storage
         storage = torch.full((x.numel() + 3,), fill, dtype=x.dtype)
         storage[3:] = x.flatten()
         return storage[3:].view(x.shape)
@@ -72,7 +72,7 @@ def _kind(low: bool) -> torch.dtype:
 
 
 def _check(found: Tensor, expected: Tensor, tolerance: float, kind: torch.dtype) -> None:
-    """Type, sizes, and the largest error beside the largest element."""
+    """Assert the type, the sizes, and the largest error relative to the largest element."""
     assert found.dtype == kind
     assert found.shape == expected.shape
     if expected.numel():
@@ -82,7 +82,7 @@ def _check(found: Tensor, expected: Tensor, tolerance: float, kind: torch.dtype)
 
 
 def _each(found: Tensor, expected: Tensor, tolerance: float, kind: torch.dtype) -> None:
-    """Type, sizes, and the error of each element beside that element or a millionth."""
+    """Assert the type, the sizes, and each element's error relative to it, or to a millionth."""
     assert found.dtype == kind
     torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=1e-6)
 
@@ -103,7 +103,7 @@ def test_to_bf16_rounds_as_torch_does(ops: Any) -> None:
 
 
 def _tolerance(kind: torch.dtype, low: bool = False) -> float:
-    """Of a product: operands are what they are, results round once, or twice where scaled."""
+    """Return a product's tolerance: operands are exact, results round once, or twice if scaled."""
     return 2.5 * ULP if low or kind == LOW else EXACT
 
 
@@ -114,7 +114,7 @@ def test_matmul(ops: Any, kind: torch.dtype, low: bool) -> None:
         m, k, n = (draw.choice(SIZES) for _ in range(3))
         batch = [draw.choice((1, 2, 3, 5)) for _ in range(draw.choice((0, 1, 2)))]
         transpose_a, transpose_b = draw.random() < 0.5, draw.random() < 0.5
-        other = draw.choice((batch, []))  # a matrix for all, or one for each
+        other = draw.choice((batch, []))  # one matrix for all, or one for each
         a = _random(draw, [*batch, *((k, m) if transpose_a else (m, k))], kind)
         b = _random(draw, [*other, *((n, k) if transpose_b else (k, n))], kind)
         alpha = draw.choice((1.0, 0.125, -2.5))
@@ -145,7 +145,7 @@ def test_matmul_broadcasts_as_torch_does(ops: Any, kind: torch.dtype) -> None:
     [((0, 4), (4, 3)), ((3, 4), (4, 0)), ((2, 0, 4), (4, 3)), ((0, 3, 4), (0, 4, 2))],
 )
 def test_products_of_nothing(ops: Any, a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    """A batch of no rows, as the last one of a filtered loader may be."""
+    """A batch without rows works, such as the last one of a filtered loader."""
     x, y = torch.randn(a), torch.randn(b)
     assert ops.matmul(x, y, False, False, 1.0, False).shape == (x @ y).shape
     if len(b) == 2:
@@ -214,12 +214,12 @@ def test_dropout_of_none_and_of_all(ops: Any, sizes: tuple[int, ...]) -> None:
     found, mask = ops.dropout(x, 1.0, False)
     assert not found.any()
     assert not ops.dropout_backward(x, mask, 1.0, False).any()
-    assert mask.sum() <= 1  # ORT's rule for a ratio of one: the mask says 0, the scale is none
+    assert mask.sum() <= 1  # ORT's rule for a ratio of one: the mask is 0, and there is no scale
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 0.9])
 def test_dropout_is_as_frequent_as_it_says(ops: Any, ratio: float) -> None:
-    """Within five standard deviations: of all, of each place in a block, and of neighbours."""
+    """The rate is within five deviations: overall, by position in a block, and of neighbors."""
     torch.manual_seed(0)
     count = 2**20
     kept = ops.dropout(torch.ones(count), ratio, False)[1].double()
@@ -237,7 +237,7 @@ def test_dropout_is_as_frequent_as_it_says(ops: Any, ratio: float) -> None:
 
 
 def _philox(counters: np.ndarray, key: int) -> np.ndarray:
-    """Philox 4x32-10 (Salmon et al., SC 2011), the four words of each counter."""
+    """Compute Philox 4x32-10 (Salmon et al., SC 2011): the four words of each counter."""
     low = np.uint64(0xFFFFFFFF)
     shift = np.uint64(32)
     c = [counters & low, counters >> shift, np.zeros_like(counters), np.zeros_like(counters)]
@@ -251,7 +251,7 @@ def _philox(counters: np.ndarray, key: int) -> np.ndarray:
 
 
 def test_random_numbers_are_philox(ops: Any) -> None:
-    """Beside the paper's generator, which is checked by its authors' known answers (Random123)."""
+    """The numbers match the paper's generator, verified by its known answers (Random123)."""
     zeros = _philox(np.zeros(1, np.uint64), 0)[:, 0].tolist()
     assert zeros == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     for seed in range(5):
@@ -265,7 +265,7 @@ def test_random_numbers_are_philox(ops: Any) -> None:
 
 
 def _draw_all(ops: Any) -> list[Tensor]:
-    """What draws random numbers, of sizes that several threads share."""
+    """Run the kernels that draw random numbers, at sizes that several threads share."""
     x = torch.ones(301, 999)
     heads = torch.ones(2, 4, 70, 65)
     drawn = ops.attention(heads, heads, heads, None, 0.3, False, 0.1, False, False)
@@ -293,7 +293,7 @@ def test_calls_differ_and_each_takes_one_draw(ops: Any) -> None:
     x = torch.ones(2, 2, 3, 4)
     ops.dropout(x, 0.0, False)
     ops.attention(x, x, x, None, 0.0, False, 1.0, False, False)
-    assert torch.equal(torch.get_rng_state(), state)  # nothing to draw
+    assert torch.equal(torch.get_rng_state(), state)  # no draw
 
 
 # ---- elementwise ---------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ GELUS = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
 
 def _gelu(x: Tensor, gradient: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    """Of float64, by torch."""
+    """Compute GELU in float64 with torch."""
     at = x.double().requires_grad_()
     found = F.gelu(at, approximate=approximate)
     found.backward(gradient.double())
@@ -341,7 +341,7 @@ def test_fast_gelu_without_a_bias(ops: Any, low: bool) -> None:
 
 @GELUS
 def test_gelu_far_out(ops: Any, approximate: str) -> None:
-    """Each element by itself: zero far below, all of it far above, and a NaN stays one."""
+    """Each element is exact: zero far below, the identity far above, and a NaN stays NaN."""
     forward, backward = _ours(ops, approximate)
     x = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([-1e4, 1e4, -1e18, 1e18, 0.0])])
     ones, zeros = torch.ones_like(x), torch.zeros_like(x)
@@ -361,7 +361,7 @@ def test_gelu_far_out(ops: Any, approximate: str) -> None:
 def test_relu_backward(ops: Any, kind: torch.dtype, low: bool) -> None:
     for draw in _draws(20, 8):
         result = torch.randn(*_sizes(draw, (1, 2, 3))).relu()
-        result[torch.rand(result.shape) < 0.1] = torch.nan  # which lets the gradient through
+        result[torch.rand(result.shape) < 0.1] = torch.nan  # passes the gradient through
         result = _laid_out(draw, result.to(kind))
         gradient = _random(draw, result.shape, draw.choice((torch.float32, kind)))
         found = ops.relu_backward(gradient, result, low)
@@ -434,7 +434,7 @@ def test_softmax_and_its_gradient(ops: Any) -> None:
 
 @TYPES
 def test_layer_norm_and_its_gradients(ops: Any, kind: torch.dtype) -> None:
-    """Rows of length one, rows far from zero, and gradients in bfloat16 among them."""
+    """The rows include ones of length one and ones far from zero, and gradients in bfloat16."""
     for draw in _draws(60, 14):
         sizes = _sizes(draw, (1, 2, 3))
         x = _laid_out(draw, torch.randn(*sizes) * draw.choice((0.1, 1, 50)))
@@ -448,7 +448,7 @@ def test_layer_norm_and_its_gradients(ops: Any, kind: torch.dtype) -> None:
         found, mean, rstd = ops.layer_norm(x, weight, bias, eps)
         center = leaves[0].detach().mean(-1, keepdim=True)
         spread = leaves[0].detach().var(-1, correction=0, keepdim=True)
-        # x itself is known to 2**-24 of its size: that is what the deviation is made of.
+        # x itself is known to 2**-24 of its size, which limits the precision of the deviation.
         doubt = 3e-7 * float(x.abs().max() / spread.add(eps).sqrt().min())
         _check(mean, center, 1e-6, torch.float32)
         if sizes[-1] > 1:
@@ -508,7 +508,7 @@ def test_cross_entropy_and_its_gradient(ops: Any, kind: torch.dtype, low: bool, 
         if (labels == ignored).all():
             labels[0] = classes - 1
         if (labels == ignored).all():
-            continue  # of a mean over nothing below
+            continue  # below, the mean is over nothing
         labels = torch.stack([labels, labels], 1)[:, 0] if draw.random() < 0.5 else labels
         way = "mean" if mean else "sum"
         at = logits.double().requires_grad_()
@@ -526,7 +526,7 @@ def test_cross_entropy_and_its_gradient(ops: Any, kind: torch.dtype, low: bool, 
 
 
 def test_cross_entropy_where_nothing_counts(ops: Any) -> None:
-    """As torch: the mean of nothing is no number, the sum is zero, and gradients are zero."""
+    """As in torch: the mean of nothing is NaN, the sum is zero, and the gradients are zero."""
     logits, labels = torch.randn(4, 7), torch.full((4,), -100)
     for mean in (True, False):
         loss, sums = ops.cross_entropy(logits, labels, -100, mean)
@@ -545,7 +545,7 @@ def test_cross_entropy_refuses_a_label_that_is_no_class(ops: Any) -> None:
 
 
 def _attend(leaves: list[Tensor], mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Torch's in float64; a mask for causal ones too, as torch takes only one of them."""
+    """Compute torch's attention in float64, with causality as a mask: torch takes only one."""
     query, key, value = leaves
     if causal:
         seen = torch.ones(query.size(-2), key.size(-2)).tril().bool()
@@ -571,7 +571,7 @@ def _attention_case(draw: random.Random) -> tuple[list[Tensor], Tensor, list[int
 
 
 def _mask(draw: random.Random, way: str, sizes: list[int]) -> Tensor | None:
-    """One of fewer sizes than the scores have, or ones among them; some rows see nothing."""
+    """Return a mask that broadcasts to the scores' sizes; some of its rows hide every key."""
     if way == "none":
         return None
     kept = [1 if draw.random() < 0.4 else size for size in sizes][draw.choice((0, 0, 2)) :]
@@ -586,15 +586,15 @@ def _mask(draw: random.Random, way: str, sizes: list[int]) -> Tensor | None:
 
 
 def _whole(mask: Tensor, sizes: list[int]) -> Tensor:
-    """A mask of the size of the scores, to take gradients of."""
+    """Return the mask at the scores' full size, to take its gradient."""
     return mask.double().expand(sizes).clone().requires_grad_()
 
 
 def _check_gradients(
     found: Any, expected: list[Tensor], tolerance: float, kind: torch.dtype
 ) -> None:
-    """Those of a query cancel out where its weights are even: beside the largest of the others."""
-    share = 0.1 if tolerance < 0.01 else 1.0  # bfloat16's digits go at once
+    """Assert gradients relative to the largest of all: a query's may cancel out."""
+    share = 0.1 if tolerance < 0.01 else 1.0  # in bfloat16, cancellation loses all digits at once
     largest = share * max(float(each.abs().max()) for each in expected)
     for ours, exact in zip(found, expected, strict=True):
         assert ours.dtype == kind
@@ -604,7 +604,7 @@ def _check_gradients(
 
 
 def _check_mask(found: Tensor, expected: Tensor, terms: Tensor, tolerance: float) -> None:
-    """Of a broadcast mask it is a sum, in which much cancels out: beside the sum of its `terms`."""
+    """Assert a broadcast mask's gradient relative to the sum of its `terms`, as they cancel out."""
     expected = expected.nan_to_num(0.0).sum_to_size(found.shape)
     assert found.dtype == torch.float32
     off = (found.double() - expected).abs().max()
@@ -615,7 +615,7 @@ def _check_mask(found: Tensor, expected: Tensor, terms: Tensor, tolerance: float
 @pytest.mark.parametrize("way", ["none", "bool", "float", "infinite", "lowest"])
 @WIDTHS
 def test_attention(ops: Any, way: str, causal: bool, low: bool) -> None:
-    """Results, the softmax that is kept, and all gradients, beside float64 autograd of torch's."""
+    """The result, the saved softmax and all gradients match torch's autograd in float64."""
     for draw in _draws(8, 16):
         given, gradient, sizes = _attention_case(draw)
         mask, scale = _mask(draw, way, sizes), draw.choice((0.125, 1.0, 0.4))
@@ -624,7 +624,7 @@ def test_attention(ops: Any, way: str, causal: bool, low: bool) -> None:
         adds = mask is not None and mask.dtype != torch.bool
         trained = _whole(mask, sizes) if adds else mask
         expected = _attend(leaves, trained, causal, scale)
-        # What they tell apart is bfloat16's digits of the scores: their size counts.
+        # The difference is in bfloat16's digits of the scores, so their size matters.
         tolerance = 0.05 if low else 2e-5
         narrow = low and draw.random() < 0.5
         found, kept = ops.attention(*given, mask, 0.0, causal, scale, low, narrow)
@@ -661,7 +661,7 @@ def test_attention_gives_the_gradients_that_are_wanted(ops: Any) -> None:
 @WIDTHS
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
 def test_attention_drops_what_it_marks(ops: Any, ratio: float, low: bool) -> None:
-    """The sign of what is kept tells what was dropped; the weights follow, and the gradients."""
+    """The sign of the saved weights marks dropped ones; result and gradients follow it."""
     for draw in _draws(8, 17):
         given, gradient, sizes = _attention_case(draw)
         mask, causal = (
@@ -716,14 +716,14 @@ def test_attention_that_drops_all(ops: Any) -> None:
 
 
 def test_a_nan_stays_one(ops: Any) -> None:
-    """What is broken is not made to look sound."""
+    """A NaN in the input stays a NaN in the output."""
     x = torch.randn(1, 1, 70, 8)
     broken = x.clone()
     broken[..., 3, :] = torch.nan
     for low in (False, True):
         found, _ = ops.attention(broken, x, x, None, 0.0, False, 1.0, low, False)
         assert found[0, 0, 3].isnan().all()
-        # torch 2.13's bfloat16 products have it in the row before as well, on AMX.
+        # torch 2.13's bfloat16 products on AMX also have the NaN in the row before.
         assert found[0, 0, : 2 if low else 3].isfinite().all()
     found, _, _ = ops.layer_norm(broken, torch.ones(8), torch.ones(8), 1e-5)
     assert found[0, 0, 3].isnan().all()
@@ -753,7 +753,7 @@ def test_embedding_backward(ops: Any) -> None:
 
 
 def test_embedding_of_one_row_and_of_a_transposed_batch(ops: Any, threads: None) -> None:
-    """All on one row, and a table that several threads share."""
+    """A single row for all indices, and a table that several threads share, work."""
     torch.manual_seed(0)
     gradient = torch.randn(500, 8)
     found = ops.embedding_backward(gradient, torch.full((500,), 2), 5, -1)
@@ -802,7 +802,7 @@ def test_torchs_default_type_does_not_matter(ops: Any, kind: torch.dtype) -> Non
 
 
 def test_autocast_around_the_call_does_not_matter(ops: Any) -> None:
-    """Precision is the graph's: the user's autocast is around ORT's calls as well."""
+    """The graph decides the precision, although the user's autocast surrounds ORT's calls too."""
     torch.manual_seed(0)
     x, y, bias = torch.randn(6, 33, 64), torch.randn(64, 48), torch.randn(48)
     heads = x.view(2, 3, 33, 64)
@@ -829,7 +829,7 @@ def test_autocast_around_the_call_does_not_matter(ops: Any) -> None:
 
 
 def test_inputs_stay_as_they_are(ops: Any) -> None:
-    """No kernel writes into what it is given, nor gives it back as its own result to be changed."""
+    """No kernel writes to its input or returns it as its own result, which might be changed."""
     torch.manual_seed(0)
     x, y, bias = torch.randn(70, 64), torch.randn(64, 70), torch.randn(64)
     heads = torch.randn(2, 2, 70, 64)
@@ -858,14 +858,14 @@ def test_inputs_stay_as_they_are(ops: Any) -> None:
 
 @pytest.fixture
 def pool(ops: Any) -> Iterator[Any]:
-    """The kernels, with nothing kept that is not in use; afterwards they keep memory again."""
+    """Return the kernels with no unused memory cached; enable the cache again afterwards."""
     gc.collect()
     ops.trim(True)
     yield ops
     ops.trim(True)
 
 
-LARGE = (600, 64)  # floats of 150 KiB: the pool's
+LARGE = (600, 64)  # floats of 150 KiB, so that the pool is used
 
 
 def test_blocks_come_back_and_are_used_again(pool: Any) -> None:
@@ -877,7 +877,7 @@ def test_blocks_come_back_and_are_used_again(pool: Any) -> None:
     assert pool.held()[2] == taken + 1
     view = x[3:]
     del x
-    assert pool.held()[0] > used  # the view holds it
+    assert pool.held()[0] > used  # the view keeps it alive
     del view
     assert pool.held()[0] == used
     assert pool.held()[1] > 0
@@ -904,7 +904,7 @@ def test_trim_frees_what_waits(pool: Any) -> None:
     assert pool.trim(False) == waiting
     assert pool.held()[1] == 0
     assert torch.equal(y, expected)
-    del y  # nothing is kept now
+    del y  # nothing is cached now
     assert pool.held()[:2] == (used, 0)
     pool.trim(True)
     pool.permute(torch.randn(LARGE), [0, 1])
@@ -912,7 +912,7 @@ def test_trim_frees_what_waits(pool: Any) -> None:
 
 
 def test_nothing_leaks_and_little_is_kept(pool: Any) -> None:
-    """Fifty rounds of sizes that never were the same: at most twice the most that was in use."""
+    """After fifty rounds of new sizes, memory is at most twice the peak in use."""
     start, most = pool.held()[0], 0
     draw = random.Random(0)
     for _ in range(50):
@@ -930,7 +930,7 @@ def test_nothing_leaks_and_little_is_kept(pool: Any) -> None:
 
 
 def test_what_waits_is_at_most_twice_what_was_in_use(pool: Any) -> None:
-    """Of sizes none of which is right for another's; what came back last is what is kept."""
+    """The bound holds where no size fits a later request; the last returned blocks stay cached."""
     used, most = pool.held()[0], 0
     for parts in (1, 2, 4, 8, 16, 32):
         results = [pool.permute(torch.empty(2**22 // parts), [0]) for _ in range(parts)]
@@ -945,7 +945,7 @@ def test_what_waits_is_at_most_twice_what_was_in_use(pool: Any) -> None:
 
 
 def test_what_is_held_is_at_most_twice_what_was_in_use(pool: Any) -> None:
-    """Also while blocks are taken that none of those that wait is right for."""
+    """The bound holds also while new blocks are taken that no cached one fits."""
     used, most = pool.held()[0], 0
     for parts in (1, 4, 16):
         results = [pool.permute(torch.empty(2**22 // parts), [0]) for _ in range(parts)]
@@ -956,7 +956,7 @@ def test_what_is_held_is_at_most_twice_what_was_in_use(pool: Any) -> None:
 
 
 def test_what_waits_is_given_back_where_memory_ends() -> None:
-    """Blocks of other sizes hold most of what the process may have."""
+    """Cached blocks of other sizes are released when the process reaches its memory limit."""
     code = """
 import resource, psutil, torch
 from ortlab.engines.ortmodule import kernels
@@ -992,7 +992,7 @@ def test_equal_rounds_ask_the_system_for_nothing(pool: Any) -> None:
 
 
 def _busy(ops: Any, seed: int, rounds: int) -> list[str]:
-    """Calls at random that hold results for a while; says which of them did not stay."""
+    """Run random calls that keep some results; return those that changed."""
     draw, wrong = random.Random(seed), []
     held: list[tuple[Tensor, Tensor]] = []
     for turn in range(rounds):
@@ -1054,10 +1054,10 @@ def test_a_result_outlives_the_thread_that_made_it(pool: Any) -> None:
 
 
 def test_what_ends_in_the_middle_of_a_trace_is_no_part_of_it(ops: Any) -> None:
-    """A session that garbage collection ends there once made exports fail, now and then."""
+    """A session collected during a trace leaves no nodes in it, which once broke exports."""
 
     class User:
-        """Somebody who wants memory kept."""
+        """A user of the kernels that asks for cached memory."""
 
     users = [User()]
     kernels.keep_memory_for(users[0], True)

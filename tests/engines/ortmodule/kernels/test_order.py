@@ -1,4 +1,4 @@
-"""The order in which a session runs a graph that it got as it is."""
+"""The order in which a session runs a graph that it received unchanged."""
 
 from __future__ import annotations
 

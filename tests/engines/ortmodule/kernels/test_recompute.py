@@ -1,4 +1,4 @@
-"""Recompute in the backward pass: the same numbers, in less memory, by another graph alone."""
+"""Recompute in the backward pass: the same numbers in less memory, by editing the graph alone."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ TEXT = {"input_ids": IDS, "attention_mask": (IDS > 3).long()}
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    """Skips, saying why, where the kernels cannot be built."""
+    """Skip with the reason where the kernels cannot be built."""
     reason = kernels.unavailable()
     if reason is not None:
         pytest.skip(reason)
 
 
 class Blocks(nn.Module):
-    """Blocks with running statistics, whose forward must not be run twice."""
+    """Blocks with running statistics, whose forward must not run twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def wrapped(model: nn.Module, **settings: Any) -> tuple[nn.Module, GraphDispatch
 def trained(
     model: nn.Module, batch: dict[str, torch.Tensor], seed: int = 7
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss, and every gradient and buffer, of a step from this seed."""
+    """Return the loss, gradients and buffers of a step with this seed."""
     model.zero_grad()
     torch.manual_seed(seed)
     outputs = model(**batch)
@@ -106,7 +106,7 @@ def choose(execution: GraphDispatcher, plan: str) -> None:
 
 
 def again(model: nn.Module) -> list[str]:
-    """The nodes of the graph that the session runs which compute something again."""
+    """Return the nodes of the session's graph that recompute something."""
     names = [node.name for node in ortlab.graphs(model).stages["execution"].nodes]
     return [name for name in names if name.endswith("_recompute")]
 
@@ -118,10 +118,10 @@ def peak_bytes(model: nn.Module, **sizes: int) -> int:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kernels", ["torch", "ort"])
 def test_loss_and_gradients_stay_bit_for_bit(name: str, kernels: str) -> None:
-    """With dropout, for shapes that come later too, and back again."""
+    """Numbers are identical with dropout, for later shapes, and after the plan is removed."""
     make, batch = MODELS[name]
     if (name, kernels) == ("t5", "ort"):
-        # Without a plan ORT optimizes the graph once more, and encoder and decoder take turns.
+        # Without a plan ORT optimizes again and interleaves the order of encoder and decoder.
         make = functools.partial(t5, dropout=0.0)
     torch.manual_seed(0)
     model = make()
@@ -137,7 +137,7 @@ def test_loss_and_gradients_stay_bit_for_bit(name: str, kernels: str) -> None:
             found.append(trained(wrapper, given))
         return found
 
-    results()  # shapes are checked once
+    results()  # each shape is checked once
     without = results()
     exported = execution.report().export_s
     choose(execution, "layers")
@@ -192,7 +192,7 @@ def test_what_a_layer_gives_is_kept_and_running_statistics_move_once() -> None:
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 @pytest.mark.parametrize("kernels", ["torch", "ort"])
 def test_the_last_product_of_a_layer_does_not_run_again(name: str, kernels: str) -> None:
-    """What is kept in its place is little: what a norm has read, and a dropout's mask."""
+    """The replacement is small: the input of a norm and a dropout's mask are saved instead."""
     make, batch = MODELS[name]
     wrapper, execution = wrapped(make(), kernels=kernels)
     trained(wrapper, batch)
@@ -225,7 +225,7 @@ def test_the_plan_of_memory_sees_it() -> None:
 
 
 def test_nodes_run_in_the_order_that_the_memory_plan_counts_on(tmp_path: Path) -> None:
-    """As ORT's own profile tells; sizes come when they are ready."""
+    """ORT's own profile shows the planned order; nodes that compute sizes may run at any time."""
     wrapper, execution = wrapped(tiny.gpt2(0.1), kernels="torch", recompute="layers")
     batch = MODELS["gpt2"][1]
     trained(wrapper, batch)
@@ -254,7 +254,7 @@ def test_bfloat16_products() -> None:
 
 
 def test_a_graph_from_the_cache() -> None:
-    """The cached graph has no plans in it: they are made of it, or not, each time."""
+    """The cached graph has no recompute plans: they are applied, or not, at each load."""
     make, batch = MODELS["bert"]
     torch.manual_seed(0)
     model = make()

@@ -1,4 +1,4 @@
-"""Graphs with other kernels: the same numbers, the same names, and all that reads them."""
+"""Graphs with substituted kernels: the same numbers and names, and correct views of the graph."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.support import tiny
 from tests.support.kernel_nodes import PREFIX, nodes, operator, operators
 
 FP32, BF16 = 1e-4, 5e-2
-"""Relative to the largest element: of the loss, and of a whole gradient."""
+"""Tolerances of the loss and of a whole gradient, relative to the largest element."""
 
 
 class Mlp(nn.Module):
-    """A layer of each kind that has a kernel, beside attention."""
+    """A layer of each kind that has a kernel, except attention."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Mlp(nn.Module):
         self.last = nn.Linear(24, 5)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(input_ids).relu()  # of what no rounding puts on the other side of zero
+        x = self.embedding(input_ids).relu()  # rounding moves none of these across zero
         x = x + self.second(self.dropout(self.gelu(self.norm(self.first(x)))))
         seen = self.score(x).softmax(1)
         return nn.functional.cross_entropy(self.last((seen * x).sum(1)), labels)
 
 
 class Turned(nn.Module):
-    """Attention in a model whose batch is the second axis: ORT's products read it as it lies."""
+    """Attention with the batch as second axis: ORT's products read it without a transpose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _loss(output: Any) -> Tensor:
 
 
 def _step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and all gradients of one step."""
+    """Return the loss and all gradients of one step."""
     model.zero_grad()
     loss = _loss(model(**batch))
     loss.backward()
@@ -102,7 +102,7 @@ def _wrap(model: nn.Module, **settings: Any) -> nn.Module:
 
 
 def _assert_near(found: Any, expected: Any, tolerance: float) -> None:
-    """The loss within `tolerance`, gradients within ten times that in fp32."""
+    """Assert the loss within `tolerance`, and gradients within ten times that in fp32."""
     (loss, gradients), (exact, all_exact) = found, expected
     assert abs(loss - exact) <= tolerance * max(1.0, abs(exact)), (float(loss), float(exact))
     assert gradients.keys() == all_exact.keys()
@@ -111,14 +111,14 @@ def _assert_near(found: Any, expected: Any, tolerance: float) -> None:
     for name, gradient in gradients.items():
         assert gradient.dtype == torch.float32
         off = float((gradient - all_exact[name]).norm())
-        # Some gradients are zero but for rounding, as that of a key's bias.
+        # Some gradients are only rounding error, such as that of a key's bias.
         beside = max(float(all_exact[name].norm()), 0.02 * largest)
         assert off <= share * beside, f"{name}: {off} beside {beside}"
 
 
 @functools.cache
 def _traced(name: str, precision: str, kernels: str, p: float = 0.0) -> nn.Module:
-    """A wrapped model after one step, for tests that only read its graph."""
+    """Return a wrapped model after one step, for tests that only read its graph."""
     model = _wrap(_model(name, p), precision=precision, kernels=kernels)
     _step(model, _batch(name))
     return model
@@ -126,7 +126,7 @@ def _traced(name: str, precision: str, kernels: str, p: float = 0.0) -> nn.Modul
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_kept() -> Iterator[None]:
-    """The models that tests here share are not to be listed in those of other files."""
+    """Release the shared models, so that other test files do not list them."""
     yield
     _traced.cache_clear()
     gc.collect()
@@ -138,7 +138,7 @@ def nothing_kept() -> Iterator[None]:
 @MODELS
 @PRECISIONS
 def test_loss_and_gradients_are_eager_torchs(ops: Any, name: str, precision: str) -> None:
-    """For two shapes of batch with one graph, in the second of which nothing is measured."""
+    """Two batch shapes match with one graph; no kernel is timed in the second."""
     model = _model(name)
     wrapped = _wrap(model, precision=precision)
     for rows, length in ((3, 9), (5, 13)):
@@ -160,7 +160,7 @@ def test_measured_kernels_give_the_same_numbers(ops: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
 @PRECISIONS
 def test_eval_without_gradients(ops: Any, name: str, precision: str) -> None:
-    """Dropout is off, and nothing of training is left in what is run."""
+    """Dropout is off, and no training-only code runs."""
     model = _model(name, 0.5)
     wrapped = _wrap(model, precision=precision)
     for each in (model, wrapped):
@@ -192,7 +192,7 @@ def test_dropout_is_seeded_and_new_each_step(ops: Any, name: str) -> None:
 
 
 def test_dropouts_gradient_is_that_of_its_own_mask(ops: Any) -> None:
-    """A line through dropout: the gradient of each element is what forward did to it."""
+    """With a linear function before dropout, each element's gradient equals its output."""
 
     class Line(nn.Module):
         def __init__(self) -> None:
@@ -213,7 +213,7 @@ def test_dropouts_gradient_is_that_of_its_own_mask(ops: Any) -> None:
 
 
 def test_self_check_passes(ops: Any) -> None:
-    """With dropout: the check takes it out of a twin of the graph, ours as well."""
+    """The check passes with dropout: it removes ortlab's own dropout from a twin graph, too."""
     for precision in ("fp32", "bf16"):
         for name in ("mlp", "gpt2"):
             wrapped = _wrap(_model(name, 0.2), precision=precision, self_check=True)
@@ -237,7 +237,7 @@ def test_indices_of_an_embedding_may_be_short(ops: Any, kind: torch.dtype) -> No
 
 
 def test_a_default_type_of_torch_does_not_matter(ops: Any) -> None:
-    """A notebook that computes in float64 elsewhere."""
+    """A notebook that computes in float64 elsewhere gets the same numbers."""
     model, batch = _model("mlp"), _batch("mlp")
     expected = _step(model, batch)
     torch.set_default_dtype(torch.float64)
@@ -249,7 +249,7 @@ def test_a_default_type_of_torch_does_not_matter(ops: Any) -> None:
 
 
 def test_autocast_around_a_step_leaves_fp32_alone(ops: Any) -> None:
-    """Where forward turns autocast off, products of matrices that broadcast stay float32 too."""
+    """Where forward turns autocast off, broadcast matrix products also stay in float32."""
 
     class Whole(nn.Module):
         def __init__(self) -> None:
@@ -263,7 +263,7 @@ def test_autocast_around_a_step_leaves_fp32_alone(ops: Any) -> None:
     torch.manual_seed(0)
     model, batch = Whole(), {"x": torch.randn(33, 64)}
     wrapped = _wrap(model)
-    with torch.autocast("cpu", torch.bfloat16):  # eager's own backward would follow it
+    with torch.autocast("cpu", torch.bfloat16):  # eager's own backward would run under it
         _step(wrapped, batch)
         found, expected = _loss(wrapped(**batch)), _loss(model(**batch))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -275,7 +275,7 @@ def test_autocast_around_a_step_leaves_fp32_alone(ops: Any) -> None:
 
 
 def test_a_trained_mask_gets_its_gradient(ops: Any) -> None:
-    """A bias that attention learns, as T5's, broadcast over the batch."""
+    """A learned attention bias, as T5's, that is broadcast over the batch gets its gradient."""
 
     class Biased(nn.Module):
         def __init__(self) -> None:
@@ -306,7 +306,7 @@ def test_a_trained_mask_gets_its_gradient(ops: Any) -> None:
 def test_attention_broadcasts_as_torchs_does(
     ops: Any, heads: tuple[int, int], shared: tuple[int, int]
 ) -> None:
-    """Heads that share their keys and values, and learned queries for all of a batch."""
+    """Heads that share keys and values, and learned queries shared by the batch, broadcast."""
 
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -371,7 +371,7 @@ def test_the_session_runs_kernels_and_only_where_wanted(
 
 @pytest.mark.parametrize("name", ["mlp"])
 def test_nodes_that_are_replaced_keep_their_names(ops: Any, name: str) -> None:
-    """Attention is exported as another node; here there is none."""
+    """Attention is exported as another node, and does not occur here."""
     before = {each.name for each in nodes(_traced(name, "fp32", "ort", 0.1))}
     for precision in ("fp32", "bf16"):
         after = nodes(_traced(name, precision, "torch", 0.1))
@@ -417,7 +417,7 @@ def test_sizes_of_what_kernels_give_are_known(ops: Any, name: str, precision: st
 
 
 _TAKES_ANY = {"Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten", "Shape"}
-"""ORT's operators that have kernels for bfloat16 on a CPU, for they do not compute."""
+"""ORT's operators with bfloat16 kernels on a CPU: those that only move data."""
 
 
 @MODELS
@@ -509,7 +509,7 @@ def _hits(model: nn.Module) -> int:
 @PRECISIONS
 @pytest.mark.parametrize("kernels", ["torch", "measured"])
 def test_the_cache_keeps_kernels(ops: Any, kernels: str, precision: str) -> None:
-    """The second comes from the cache, runs the same nodes and trains the same."""
+    """The second model comes from the cache, runs the same nodes and trains identically."""
     model, batch = _model("gpt2", 0.1), _batch("gpt2")
 
     def trained() -> tuple[nn.Module, list[Tensor]]:
@@ -584,7 +584,7 @@ def test_a_scalar_has_a_gradient_through_relu(ops: Any) -> None:
 
 @torch.jit.script
 def _either(a, t):  # type: ignore[no-untyped-def]
-    if bool(t.sum() > 0):  # noqa: SIM108 - a node with two branches is what this is for
+    if bool(t.sum() > 0):  # noqa: SIM108 - the test needs a node with two branches
         r = a * 2.0
     else:
         r = a + 1.0
@@ -593,7 +593,7 @@ def _either(a, t):  # type: ignore[no-untyped-def]
 
 @PRECISIONS
 def test_what_a_branch_reads_stays(ops: Any, precision: str) -> None:
-    """A product before its bias, in float32, though its only other reader takes another type."""
+    """A float32 product before its bias stays, though its only other reader uses another type."""
 
     class Branching(nn.Module):
         def __init__(self) -> None:
