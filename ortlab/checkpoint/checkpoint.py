@@ -33,7 +33,7 @@ import safetensors.torch
 import torch
 
 from ortlab.checkpoint import sharded
-from ortlab.checkpoint.serialization import Packed, memory_of, rebuilt, unpacked
+from ortlab.checkpoint.nested_values import Packed, memory_of, rebuilt, unpacked
 from ortlab.utils.environment import environment
 from ortlab.utils.files import folder_beside, write_beside
 from ortlab.utils.rng import RandomStates

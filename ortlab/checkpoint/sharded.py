@@ -21,7 +21,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from ortlab.checkpoint.serialization import Packed, unpacked
+from ortlab.checkpoint.nested_values import Packed, unpacked
 
 _SUFFIX = ".safetensors"
 

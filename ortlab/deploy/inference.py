@@ -36,7 +36,8 @@ from ortlab.deploy.on_device_training import TrainingArtifacts
 from ortlab.deploy.trace import trace
 from ortlab.engines import wrapped_models
 from ortlab.engines.base import LossFunction, is_ortmodule, tell
-from ortlab.engines.batch import loss_function, to_device
+from ortlab.engines.batch import to_device
+from ortlab.engines.losses import loss_function
 from ortlab.engines.torchscript import decisions
 from ortlab.engines.torchscript.isolation import NotInGraph, undisturbed
 from ortlab.settings import ExportSettings

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import cast
 
+from ortlab.engines import compatibility
 from ortlab.engines.base import Cost, Engine, EngineUnavailable
-from ortlab.engines.distributed import compatibility
 from ortlab.settings import EngineSettings, FinetuneSettings, unknown_name
 
 

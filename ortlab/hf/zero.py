@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from ortlab.engines.distributed import compatibility, deepspeed_library
+from ortlab.engines import compatibility
+from ortlab.engines.distributed import deepspeed_library
 from ortlab.settings import EngineSettings
 
 STAGES = (0, 1, 2, 3)

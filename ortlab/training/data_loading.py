@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from ortlab.checkpoint.checkpoint import Order, Position, Unit
+from ortlab.engines import compatibility
 from ortlab.engines.base import Batch
-from ortlab.engines.distributed import compatibility
 from ortlab.settings import FinetuneSettings
 from ortlab.utils.rng import RandomStates
 

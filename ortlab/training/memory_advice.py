@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engines.distributed import compatibility
+from ortlab.engines import compatibility
 from ortlab.engines.registry import refusal
 from ortlab.utils.hardware import host_memory
 from ortlab.utils.process_memory import free_bytes, memory

@@ -14,7 +14,7 @@ from torch import nn
 from ortlab.checkpoint.checkpoint import Checkpoint, check_model
 from ortlab.engines import wrapped_models
 from ortlab.engines.base import LossFunction, Stepper, tell
-from ortlab.engines.batch import loss_function
+from ortlab.engines.losses import loss_function
 from ortlab.engines.nonfinite import Cause, first_bad
 from ortlab.engines.registry import engine as engine_called
 from ortlab.engines.registry import engine_for

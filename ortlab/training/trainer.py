@@ -21,8 +21,8 @@ from ortlab.training.data_loading import Batches, Epoch
 from ortlab.training.evaluator import Evaluation, Evaluator
 from ortlab.training.failures import FailureHandler, FailurePolicy
 from ortlab.training.memory_advice import MemoryAdvisor
-from ortlab.training.samples import rank_sample, step_sample
 from ortlab.training.schedule import learning_rate
+from ortlab.training.step_metrics import rank_sample, step_sample
 from ortlab.training.training_state import TrainingState, place
 from ortlab.utils.errors import out_of_memory
 from ortlab.utils.process_memory import Meter

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ortlab.checkpoint.checkpoint import Checkpoint, Order, Position
-from ortlab.checkpoint.serialization import Packed
+from ortlab.checkpoint.nested_values import Packed
 from ortlab.checkpoint.sharded import Shards
 from ortlab.settings import FinetuneSettings
 from ortlab.utils.rng import RandomStates

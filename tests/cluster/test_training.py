@@ -27,8 +27,8 @@ import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.cluster import facts
 from ortlab.cluster.call import RankError
+from ortlab.engines import compatibility
 from ortlab.engines.base import EngineUnavailable, StepperLost
-from ortlab.engines.distributed import compatibility
 from ortlab.engines.registry import engine
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX, Recorder

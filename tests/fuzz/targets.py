@@ -24,7 +24,7 @@ from onnx import TensorProto, helper
 
 from ortlab.checkpoint import sharded
 from ortlab.checkpoint.checkpoint import Checkpoint, Position
-from ortlab.checkpoint.serialization import Packed
+from ortlab.checkpoint.nested_values import Packed
 from ortlab.deploy import weights
 from ortlab.deploy.exported import Exported
 from ortlab.engines.ortmodule import graph_cache

@@ -24,8 +24,9 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ortlab.engines import compatibility
 from ortlab.engines.base import Batch, LossFunction, Report
-from ortlab.engines.distributed import adasum, compatibility
+from ortlab.engines.distributed import adasum
 from ortlab.engines.distributed.batch_split import share_of, weights_of
 from ortlab.engines.distributed.comm_timer import Clock
 from ortlab.engines.distributed.zero1 import ShardedOptimizer

@@ -28,7 +28,7 @@ from torch import nn
 from ortlab.checkpoint.checkpoint import check_model, check_optimizer
 from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, LossFunction, Report, StateBytes
-from ortlab.engines.distributed.compatibility import DEEPSPEED
+from ortlab.engines.compatibility import DEEPSPEED
 from ortlab.engines.distributed.data_parallel import MOST_NUMBERS, Ranks
 from ortlab.engines.distributed.deepspeed_checkpoint import Layout, ShardedState
 from ortlab.engines.distributed.deepspeed_config import accumulates_in_fp32, configuration

@@ -34,9 +34,9 @@ import functools
 import torch.distributed as dist
 from torch import nn
 
+from ortlab.engines import compatibility
 from ortlab.engines.base import Engine, LossFunction
 from ortlab.engines.distributed import (
-    compatibility,
     deepspeed,
     deepspeed_library,
     pipeline_parallel,

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ortlab.engines import compatibility
 from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.distributed import compatibility, steppers
+from ortlab.engines.distributed import steppers
 from ortlab.engines.distributed.batch_split import share_of, weights_of
 from ortlab.engines.registry import engine
 from ortlab.settings import FinetuneSettings

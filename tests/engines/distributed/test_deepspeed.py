@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ortlab.engines import compatibility
 from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.distributed import compatibility
 from ortlab.engines.registry import engine
 from ortlab.settings import FinetuneSettings
 from tests.support.several import TOLERANCE, Found, check_parity, of, run

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from torch import nn
 
+from ortlab.engines import compatibility
 from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.distributed import compatibility, pipeline_stages
+from ortlab.engines.distributed import pipeline_stages
 from ortlab.engines.registry import engine, refusal
 from ortlab.settings import FinetuneSettings
 from tests.support.several import TOLERANCE, Found, of, run

@@ -1,5 +1,5 @@
 // Panel beside the graph: details of a node, a module or a tensor, and search results.
-import { bytesOf } from "./colours.js";
+import { bytesOf } from "./node_colors.js";
 import { button, make } from "./elements.js";
 import { amount } from "./format.js";
 

@@ -5,7 +5,7 @@
 // requests netron's modules, {do: "stage", stage} another stage. From the kernel: {is: "netron", error},
 // with the modules in its buffer if there is no error.
 import "./graphview.css";
-import { colouring, modes } from "./colours.js";
+import { colouring, modes } from "./node_colors.js";
 import { Details } from "./details.js";
 import { button, make } from "./elements.js";
 import { Graph, MOST } from "./graph.js";

@@ -1,5 +1,5 @@
 // Table of a graph's modules that can be unfolded down to its nodes. Only visible rows are created.
-import { bytesOf } from "./colours.js";
+import { bytesOf } from "./node_colors.js";
 import { amount } from "./format.js";
 import { button, make } from "./elements.js";
 

@@ -1,7 +1,8 @@
 """Conflicts between settings, decided from values alone before anything is loaded or started.
 
-This is the only module that decides which settings go together; the registry, the engines and the
-steppers of several processes ask it. Each function returns the message of the first rule that the
+This is the module that decides which settings go together; the registry, the engines and the
+steppers of several processes ask it. Settings of one class that exclude each other are refused when
+they are made (`ortlab.settings`). Each function returns the message of the first rule that the
 settings break, or None. Conditions of this machine (a device, a compiler) are decided by each
 engine's own `unavailable` and `refuses`; only `deepspeed_missing` looks at what is installed.
 
