@@ -124,7 +124,7 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     expect(picture).to_be_visible()
     words = book.outputs()[1][-1]["data"]["text/plain"]
     assert "the workers trained until step" in words
-    assert "ZeRO stage 1 over 2 workers" in words
+    assert "ZeRO stage 1 on 2 workers" in words
     picture.scroll_into_view_if_needed()
     screenshot("ranks-picture")
 

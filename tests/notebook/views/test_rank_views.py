@@ -207,7 +207,7 @@ def test_a_run_that_moved_to_one_process_keeps_them(run: OnRanks) -> None:
     news = feed.news(now=True)
     assert [row[2] for row in news["ranks"]] == [0, 0]
     assert news["rank_notes"][0].startswith("the workers trained until step 5;")
-    assert news["rank_notes"][-1].startswith("ZeRO stage 1 over 2 workers")
+    assert news["rank_notes"][-1].startswith("ZeRO stage 1 on 2 workers")
 
 
 def test_the_widget_has_them(run: OnRanks) -> None:
