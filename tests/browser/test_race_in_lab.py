@@ -41,7 +41,7 @@ def test_a_table_fills_in_and_the_best_is_applied(
     expect(apply).to_be_visible()
     expect(page.get_by_role("button", name="Stop", exact=True)).to_be_hidden()
     apply.click()
-    expect(page.get_by_text("finetune of this Sequential takes engine=")).to_be_visible()
+    expect(page.get_by_text("finetune of this Sequential uses engine=")).to_be_visible()
     page.locator("[data-ortlab-search]").scroll_into_view_if_needed()
     screenshot("race-light")
     book.theme("JupyterLab Dark")

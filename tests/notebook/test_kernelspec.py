@@ -55,7 +55,7 @@ def test_install_start_list_remove(data: Path, capsys: pytest.CaptureFixture[str
         assert (folder / logo).stat().st_size > 300
     with started("mine") as kernel:
         # %ort is available without %load_ext, and loading it again changes nothing.
-        assert "this kernel computes" in kernel("%ort --help").text
+        assert "what this kernel runs on" in kernel("%ort --help").text
         assert "already loaded" in kernel("%load_ext ortlab").text
         asked = "import os, sys, ortlab, torch; print(sys.executable, ortlab.__file__)"
         assert kernel(asked).text.split() == [sys.executable, ortlab.__file__]
@@ -88,7 +88,7 @@ def test_below_a_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     folder = prefix / "share" / "jupyter" / "kernels" / "ortlab"
     assert kernel_json(folder)["display_name"] == "ortlab (CPU)"
     # Jupyter does not search there by default.
-    assert f"JUPYTER_PATH names {prefix}/share/jupyter\n" in capsys.readouterr().out
+    assert f"JUPYTER_PATH contains {prefix}/share/jupyter\n" in capsys.readouterr().out
 
 
 def test_gpu_without_one(capsys: pytest.CaptureFixture[str], data: Path) -> None:

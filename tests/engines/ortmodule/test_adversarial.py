@@ -444,7 +444,7 @@ def test_a_second_backward_is_refused(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
     loss = wrapped(torch.randn(2, 3)).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"once for each forward.*engine='eager'"):
+    with pytest.raises(RuntimeError, match=r"only once per forward.*engine='eager'"):
         loss.backward()
 
 

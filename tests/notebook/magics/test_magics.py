@@ -334,7 +334,7 @@ def test_help_for_everything(ip: Typist) -> None:
             assert f"%ort {command}" in page
     page = ip("%ort finetune --help")
     assert "--batch-size N" in page
-    assert "samples in a micro-batch; default 16 samples" in page
+    assert "micro-batch size; default 16 samples" in page
     assert "<adamw|sgd|lamb>" in page
     assert "--engine" in ip("%%ort --help\nmodel = Net()")
     assert "model" not in ip.shell.user_ns
