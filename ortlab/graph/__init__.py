@@ -7,9 +7,9 @@ from typing import Final
 
 STAGES: Final[Mapping[str, str]] = {
     "exported": "as exported by torch",
-    "forward": "forward pass, optimized by ORT before it builds the gradient",
+    "forward": "optimized by ORT before it builds the gradient",
     "gradient": "with the gradient that ORT builds",
     "execution": "as executed by ORT's session",
-    "eval": "forward pass only, as exported for evaluation",
+    "eval": "of the forward pass only, as exported for evaluation",
 }
 """Stages of a model's graph, each with a short description."""
