@@ -648,7 +648,7 @@ def test_a_loader_keeps_the_sizes_of_its_batches(threads_end: None) -> None:
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"engine": "ort", "precision": "bf16", "kernels": "ort"}, "needs torch's kernels"),
         ({"recompute": "layers"}, "recompute='layers' is for engine 'ort'"),
-        ({"engine": "ort", "precision": "fp16"}, "ORT's CPU kernels take float16 as float32"),
+        ({"engine": "ort", "precision": "fp16"}, "ORT's CPU kernels compute float16 in float32"),
         ({"precision": "tf32"}, "is for CUDA devices"),
     ],
 )
