@@ -509,7 +509,9 @@ def test_state_dict_and_back() -> None:
     other.load_state_dict(state)
     assert [float(other.train_step(x, y)[0]) for x, y in data[3:]] == expected
     wrong = {"0.weight": {"Moment_1": torch.zeros(3)}}
-    with pytest.raises(ValueError, match=r"Moment_1 of shape \[3\] for 0\.weight, whose shape is \[16, 8\]"):
+    with pytest.raises(
+        ValueError, match=r"Moment_1 of shape \[3\] for 0\.weight, whose shape is \[16, 8\]"
+    ):
         other.load_state_dict({**state, "optimizer": wrong})
     part = {**state, "model": {"full_precision": {"0.bias": torch.zeros(16)}}, "optimizer": {}}
     with pytest.raises(ValueError, match=r"0\.weight is not in the checkpoint"):

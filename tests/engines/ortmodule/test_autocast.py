@@ -118,7 +118,9 @@ def test_a_part_that_forward_keeps_in_float32_is_never_lowered(ort: OrtModuleEng
     wrapped, x = ort.wrap(Partly(), EngineSettings()), torch.randn(4, 6)
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ExportFailed, match=r"use engine='eager', or remove the autocast inside forward"),
+        pytest.raises(
+            ExportFailed, match=r"use engine='eager', or remove the autocast inside forward"
+        ),
     ):
         wrapped(x)
 
