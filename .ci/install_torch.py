@@ -44,7 +44,7 @@ def installed(torch: Requirement) -> str | None:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether the default build, with gigabytes of CUDA libraries, is worth its download."""
+    """Return whether the default build, with gigabytes of CUDA libraries, is worth its download."""
     return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
 
 

@@ -25,7 +25,7 @@ _ANSWERS = (*TARGETS, "start_positions", "end_positions", "return_loss")
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor is passed: an argument's position, or a keyword."""
+    """Place of a tensor in a call: an argument's position, or a keyword."""
 
     name: str
     at: int | str

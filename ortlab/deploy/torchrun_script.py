@@ -23,14 +23,6 @@ from ortlab.settings import IN_ORT, LOSSES, FinetuneSettings
 if TYPE_CHECKING:
     from torch import nn
 
-_FUNCTIONS = {
-    "cross_entropy": "cross_entropy",
-    "mse": "mse_loss",
-    "l1": "l1_loss",
-    "bce_with_logits": "binary_cross_entropy_with_logits",
-}
-"""Functions of `torch.nn.functional`, by the name of the loss in the settings."""
-
 
 @dataclass(frozen=True)
 class Script:
@@ -210,7 +202,9 @@ class _Writer:
         if loss is None and name is None:
             return None
         if isinstance(name, str):
-            return f"functional.{_FUNCTIONS[name]}" if name in LOSSES else name
+            from ortlab.engines.losses import loss_function  # heavy: torch
+
+            return f"functional.{loss_function(name).__name__}" if name in LOSSES else name
         called = getattr(loss, "__name__", "")
         if not called.isidentifier():
             raise ValueError(

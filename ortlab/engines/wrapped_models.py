@@ -33,7 +33,7 @@ _LOSS = re.compile(r"(?<!With)(?<!And)Loss$")
 
 _DEEPEST = 8
 _MOST_ITEMS = 100_000
-"""How deep, and up to how many items, containers are searched for models."""
+"""Depth and number of items up to which containers are searched for models."""
 
 _MOST_REMARKS = 5
 """Remarks on a model that the table shows."""

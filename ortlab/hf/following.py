@@ -97,7 +97,7 @@ class TrainerRun(StoredRun):
         root: Path | None = None,
     ) -> None:
         self.interactive = threading.current_thread() is not threading.main_thread()
-        """Whether pause and stop have an effect."""
+        """True if pause and stop have an effect."""
         self.error: BaseException | None = None
         """Error that ``train`` raised, if it is known."""
         self._kind = model.__class__.__name__

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 SLACK = 1.3
 """Factor by which a speed may exceed the product of factors that predicts it."""
 NEAR = 1.05
-"""As `SLACK`, for another micro-batch of a set-up whose first step is slow."""
+"""Like `SLACK`, for another micro-batch of a set-up whose first step is slow."""
 MARGIN = 1.03
 """A candidate is dropped if its best round times this factor is slower than the leader."""
 FIRST = 2

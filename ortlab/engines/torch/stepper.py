@@ -467,11 +467,10 @@ def _may_change(buffer: torch.Tensor) -> bool:
     return buffer.is_floating_point() or buffer.dim() == 0
 
 
-class Eager:
-    """Engine that runs the model in eager torch: the reference for every other engine."""
+class _TorchEngine:
+    """The part that both engines of PyTorch have in common: they make no graph of their own."""
 
-    name = "eager"
-    capabilities = Capabilities(workers=True, zero_stages=(0, 1, 2, 3))
+    name: str
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
@@ -481,10 +480,6 @@ class Eager:
         """See `Engine.refuses`."""
         return self.unavailable() or no_device(settings) or refuses_precision(settings)
 
-    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:  # noqa: ARG002
-        """See `Engine.cost`."""
-        return "rebuild"
-
     def graph_key(self, settings: EngineSettings) -> Hashable:  # noqa: ARG002
         """See `Engine.graph_key`."""
         return None
@@ -492,6 +487,25 @@ class Eager:
     def graph_changes(self, before: EngineSettings, after: EngineSettings) -> str:  # noqa: ARG002
         """See `Engine.graph_changes`."""
         return ""
+
+    def report(self, wrapped: nn.Module) -> Report:  # noqa: ARG002
+        """See `Engine.report`."""
+        return Report(engine_used=self.name)
+
+    def kept(self, wrapped: nn.Module) -> Mapping[str, int]:  # noqa: ARG002
+        """See `Engine.kept`."""
+        return {}
+
+
+class Eager(_TorchEngine):
+    """Engine that runs the model in eager torch: the reference for every other engine."""
+
+    name = "eager"
+    capabilities = Capabilities(workers=True, zero_stages=(0, 1, 2, 3))
+
+    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:  # noqa: ARG002
+        """See `Engine.cost`."""
+        return "rebuild"
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """Return `model` itself.
@@ -510,14 +524,6 @@ class Eager:
         """See `Engine.unwrap`."""
         return wrapped
 
-    def report(self, wrapped: nn.Module) -> Report:  # noqa: ARG002
-        """See `Engine.report`."""
-        return Report(engine_used=self.name)
-
-    def kept(self, wrapped: nn.Module) -> Mapping[str, int]:  # noqa: ARG002
-        """See `Engine.kept`."""
-        return {}
-
     def prepare(
         self,
         model: nn.Module,
@@ -531,7 +537,7 @@ class Eager:
         return _stepper(self, model, loss, settings, processes, stepper)
 
 
-class Compile:
+class Compile(_TorchEngine):
     """Engine that runs the model through torch.compile with its default backend, Inductor."""
 
     name = "compile"
@@ -543,10 +549,6 @@ class Compile:
             return None
         return "engine 'compile' needs a C++ compiler: apt-get install g++, or use engine='eager'"
 
-    def refuses(self, settings: EngineSettings) -> str | None:
-        """See `Engine.refuses`."""
-        return self.unavailable() or no_device(settings) or refuses_precision(settings)
-
     def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
         """See `Engine.cost`; torch recompiles for another precision or another type of weights."""
         same = all(
@@ -554,14 +556,6 @@ class Compile:
             for name in ("engine", "precision", "param_dtype")
         )
         return "rebuild" if same else "recompile"
-
-    def graph_key(self, settings: EngineSettings) -> Hashable:  # noqa: ARG002
-        """See `Engine.graph_key`."""
-        return None
-
-    def graph_changes(self, before: EngineSettings, after: EngineSettings) -> str:  # noqa: ARG002
-        """See `Engine.graph_changes`."""
-        return ""
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """Return torch.compile's module; the first call with a new kind of input compiles.
@@ -580,14 +574,6 @@ class Compile:
         """See `Engine.unwrap`."""
         original: nn.Module = wrapped._orig_mod  # type: ignore[assignment]
         return original
-
-    def report(self, wrapped: nn.Module) -> Report:  # noqa: ARG002
-        """See `Engine.report`."""
-        return Report(engine_used=self.name)
-
-    def kept(self, wrapped: nn.Module) -> Mapping[str, int]:  # noqa: ARG002
-        """See `Engine.kept`."""
-        return {}
 
     def prepare(
         self,

@@ -39,7 +39,7 @@ def sets_data(func: Callable[..., Any]) -> bool:
 
 
 class _Asked(threading.local):
-    """Whether gradients are enabled in the call that this thread exports for."""
+    """State that says if gradients are enabled in the call that this thread exports for."""
 
     gradients: bool = False
 

@@ -97,7 +97,7 @@ class Displays:
 
     @property
     def _has_front_end(self) -> bool:
-        """Whether a kernel serves this shell; a terminal displays text only."""
+        """Return whether a kernel serves this shell; a terminal displays text only."""
         return getattr(self._shell, "kernel", None) is not None
 
     def _formatter(self, kind: str | None = None) -> Any:
