@@ -33,6 +33,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # the others. Tests that need several threads request them from torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+pytest_plugins = ["tests.support.typed_magics"]  # its fixture is used in several folders
+
 LONG = (
     "test_notebooks.py",
     "engines/test_contract.py",

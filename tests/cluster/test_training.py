@@ -35,7 +35,7 @@ from ortlab.metrics.recorder import INDEX, Recorder
 from ortlab.session import session
 from ortlab.training.run import Run
 from ortlab.utils.errors import out_of_memory
-from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture
+from tests.support.typed_magics import Typist
 from tests.support.waiting import HANGS_S
 
 pytestmark = [
@@ -543,9 +543,7 @@ def test_python_ends_the_run_before_its_workers(tmp_path: Path) -> None:
     assert "Error" not in done.stderr
 
 
-def test_a_class_of_a_cell_and_the_options_as_they_are_typed(
-    ip: Typist,  # noqa: F811
-) -> None:
+def test_a_class_of_a_cell_and_the_options_as_they_are_typed(ip: Typist) -> None:
     """Nothing of the notebook can be imported on a rank."""
     ip(
         """

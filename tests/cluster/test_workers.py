@@ -24,8 +24,8 @@ import ortlab
 from ortlab.cluster.call import RankDied, RankError
 from ortlab.cluster.workers import Workers
 from ortlab.session import session
-from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.support.readme import ROOT
+from tests.support.typed_magics import Typist
 from tests.support.waiting import HANGS_S, eventually
 
 # Pickled by value like functions of a cell, and without pytest on the ranks.
@@ -295,7 +295,7 @@ def test_one_call_at_a_time(two: Workers, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def typist(threads_end: None, ip: Typist) -> Iterator[Typist]:  # noqa: F811
+def typist(threads_end: None, ip: Typist) -> Iterator[Typist]:
     """Return a shell, without workers before and after."""
     assert session.workers is None
     yield ip

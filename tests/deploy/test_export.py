@@ -26,8 +26,8 @@ from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.torchscript.isolation import NotInGraph
 from ortlab.notebook.views import display, in_page
 from ortlab.notebook.views.in_page import InPage
-from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.support import parity, tiny
+from tests.support.typed_magics import Typist
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -501,7 +501,7 @@ def at(tmp_path: Path) -> Iterator[Path]:
     os.chdir(before)
 
 
-def test_typed(ip: Typist, at: Path) -> None:  # noqa: F811
+def test_typed(ip: Typist, at: Path) -> None:
     ip("model = Net()\ndata = batches()")
     out = ip("exported = %ort export model out/ --batch data --int8 --eval-data data")
     assert "exporting Net at opset 17" in out
@@ -541,7 +541,7 @@ def test_a_page_needs_the_extension(exported: Exported) -> None:
         exported.in_page()
 
 
-def test_the_extension_shows_a_model_in_the_page(exported: Exported, ip: Typist) -> None:  # noqa: F811
+def test_the_extension_shows_a_model_in_the_page(exported: Exported, ip: Typist) -> None:
     assert isinstance(exported.in_page(), InPage)
 
 

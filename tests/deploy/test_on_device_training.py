@@ -22,8 +22,8 @@ from ortlab.deploy.on_device_training import TrainingArtifacts, chosen
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.compat import artifacts
 from ortlab.engines.torchscript.isolation import NotInGraph
-from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.support import tiny
+from tests.support.typed_magics import Typist
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 pytestmark = [needs_ort, pytest.mark.usefixtures("one_thread")]
@@ -371,7 +371,7 @@ def test_patterns() -> None:
         chosen(model, [])
 
 
-def test_typed(ip: Typist, tmp_path: Path) -> None:  # noqa: F811
+def test_typed(ip: Typist, tmp_path: Path) -> None:
     ip.shell.user_ns |= {
         "net": nn.Linear(4, 3),
         "train": [(torch.ones(2, 4), torch.tensor([0, 1]))],

@@ -28,8 +28,8 @@ from ortlab.search.race import Race, field_of
 from ortlab.search.result import Cell, RaceResult
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings, RaceSettings
-from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.support.tiny import bert
+from tests.support.typed_magics import Typist
 from tests.support.waiting import until
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
@@ -459,7 +459,7 @@ def test_the_best_settings_train_the_model() -> None:
 # ---- magics --------------------------------------------------------------------------------------
 
 
-def test_typed(ip: Typist) -> None:  # noqa: F811
+def test_typed(ip: Typist) -> None:
     ip("net = Net(); data = batches(); metric = nn.CrossEntropyLoss()")
     ip(
         "race = %ort race net data --loss metric --engines eager --rounds 2 --steps 1 "
@@ -480,7 +480,7 @@ def test_typed(ip: Typist) -> None:  # noqa: F811
     assert "--engines" in ip.completions("%ort race net data --eng")
 
 
-def test_stopped_by_the_magic(ip: Typist) -> None:  # noqa: F811
+def test_stopped_by_the_magic(ip: Typist) -> None:
     ip("net = Net(); data = batches()")
     ip("race = %ort race net data --loss cross_entropy --engines eager --rounds 100000")
     name = ip["race"].name

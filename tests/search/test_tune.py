@@ -20,8 +20,8 @@ from ortlab.search.result import TuneResult
 from ortlab.search.tune import setups_of
 from ortlab.session import session
 from ortlab.settings import TuneSettings
-from tests.notebook.magics.test_magics import Typist, ip  # noqa: F401 - a fixture
 from tests.search.test_race import Net, no_searches, pairs  # noqa: F401 - fixtures
+from tests.support.typed_magics import Typist
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -373,7 +373,7 @@ def test_refused_before_anything_starts(options: dict[str, Any], message: str) -
     assert not session.searches
 
 
-def test_typed(ip: Typist) -> None:  # noqa: F811
+def test_typed(ip: Typist) -> None:
     ip("net = Net(); data = batches()")
     ip(
         "tune = %ort tune net data --loss cross_entropy --engines eager --rounds 2 --steps 1 "
