@@ -15,78 +15,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.engines.base import EngineUnavailable, Stepper
-from ortlab.engines.registry import engine
-from ortlab.metrics.recorder import INDEX, Recorder
 from ortlab.metrics.setting_changes import refusals
-from ortlab.settings import FinetuneSettings
-from ortlab.training import data_loading, trainer
-from ortlab.training.control import Control
+from tests.support.changed_runs import Course
+from tests.support.needed_engines import needs
 from tests.support.resuming import Tokens, bert, examples, loud, network
 from tests.support.waiting import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def needs(*names: str) -> None:
-    for name in names:
-        try:
-            engine(name)
-        except EngineUnavailable as error:
-            pytest.skip(str(error))
-
-
-class Course:
-    """A run of the loop that can be changed: `stop` steps, `act`, the rest; `each` every step."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Any,
-        begin: Checkpoint | None = None,
-        *,
-        loss: Any = None,
-        act: Callable[[Course], None] = lambda _: None,
-        each: Callable[[Any, int], None] = lambda *_: None,
-        stop: int = 4,
-        **values: Any,
-    ) -> None:
-        settings = FinetuneSettings(
-            **{"engine": "eager", "device": "cpu", "lr": 0.01, "batch_size": 4, "epochs": 2}
-            | {"cache": False, **values}
-        )
-        self.model, self.recorder, self.made = model, Recorder(), 0
-        wrapped: dict[str, nn.Module] = {}
-
-        def prepare(settings: FinetuneSettings) -> Stepper:
-            self.made += 1
-            name = settings.engine
-            if name not in wrapped:
-                wrapped[name] = engine(name).wrap(model, settings.replace(precision="fp32"))
-            return engine(name).prepare(wrapped[name], loss, settings)
-
-        self.control = Control()
-        self.loop = trainer.Trainer(
-            prepare(settings),
-            data_loading.batches(data, settings),
-            settings,
-            control=self.control,
-            recorder=self.recorder,
-            begin=begin,
-            prepare=prepare,
-        )
-        for done, _ in enumerate(self.loop.steps(), 1):
-            each(self, done)
-            if done == stop:
-                act(self)
-        self.recorder.close()
-
-    def column(self, name: str = "loss") -> list[float]:
-        values: list[float] = self.recorder.rows()[:, INDEX[name]].tolist()
-        return values
-
-    def told(self, kind: str) -> list[str]:
-        return [event.text for event in self.recorder.events(kind)]
 
 
 def apply(**changes: Any) -> Callable[[Course], None]:

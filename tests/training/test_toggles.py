@@ -20,8 +20,9 @@ from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.registry import engine_for
 from ortlab.settings import FinetuneSettings
 from tests.support import tiny
+from tests.support.changed_runs import Course
+from tests.support.needed_engines import needs
 from tests.support.resuming import Tokens, bert
-from tests.training.test_apply import Course, needs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
