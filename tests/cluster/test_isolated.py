@@ -25,7 +25,9 @@ from ortlab.engines.base import NotFinite, StepperLost
 from ortlab.session import session
 from ortlab.training import data_loading
 from ortlab.training.run import Run
-from tests.cluster.test_training import (
+from tests.support.needed_engines import needs
+from tests.support.waiting import HANGS_S, until
+from tests.support.worker_runs import (
     CHOSEN,
     TOLERANCE,
     Network,
@@ -33,15 +35,12 @@ from tests.cluster.test_training import (
     data,
     difference,
     losses,
-    needs,
-    own_workers,  # noqa: F401 - a fixture
     train,
 )
-from tests.support.waiting import HANGS_S, until
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals, and gloo over loopback"),
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "own_workers"),
 ]
 CGROUPS = Path("/sys/fs/cgroup")
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,58 +20,35 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
-import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.cluster import facts
 from ortlab.cluster.call import RankError
 from ortlab.engines import compatibility
-from ortlab.engines.base import EngineUnavailable, StepperLost
-from ortlab.engines.registry import engine
+from ortlab.engines.base import StepperLost
 from ortlab.history.run_folder import RunFolder
-from ortlab.metrics.recorder import INDEX, Recorder
+from ortlab.metrics.recorder import INDEX
 from ortlab.session import session
 from ortlab.training.run import Run
 from ortlab.utils.errors import out_of_memory
+from tests.support.needed_engines import needs
 from tests.support.typed_magics import Typist
 from tests.support.waiting import HANGS_S
+from tests.support.worker_runs import (
+    TOLERANCE,
+    Network,
+    begin,
+    column,
+    data,
+    difference,
+    losses,
+    train,
+)
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals, and gloo over loopback"),
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "own_workers"),
 ]
-
-TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_workers() -> Iterator[None]:
-    """Stop the workers of earlier tests; those of this file serve all its tests, then stop."""
-    if session.workers is not None:
-        session.workers.stop()
-        session.workers = None
-    yield
-    if session.workers is not None:
-        session.workers.stop()
-        session.workers = None
-
-
-class Network(nn.Module):
-    """A small model with dropout, a running statistic and tied weights."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first = nn.Linear(6, 32)
-        self.dropout = nn.Dropout(dropout)
-        self.again = nn.Linear(6, 32)
-        self.again.weight = self.first.weight
-        self.last = nn.Linear(32, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(x)) + self.again(x)
-        return self.last(self.dropout(hidden))
 
 
 class _Large(torch.autograd.Function):
@@ -107,42 +83,6 @@ class Wide(Network):
         return _Large.apply(scores) if self.where == "backward" else torch.empty(2**60)
 
 
-def data(samples: int = 400) -> TensorDataset:
-    drawn = torch.Generator().manual_seed(3)
-    inputs = torch.randn(samples, 6, generator=drawn)
-    return TensorDataset(inputs, torch.randint(0, 4, (samples,), generator=drawn))
-
-
-CHOSEN: dict[str, Any] = {
-    "engine": "eager",
-    "device": "cpu",
-    "loss": "cross_entropy",
-    "lr": 0.01,
-    "batch_size": 13,
-    "accumulation": 2,
-    "epochs": 4,
-    "max_steps": 50,
-}
-
-
-def begin(model: nn.Module, **changes: Any) -> Run:
-    return ortlab.finetune(model, data(), **{**CHOSEN, **changes})
-
-
-def train(model: nn.Module, **changes: Any) -> Run:
-    run = begin(model, **changes)
-    run.result(HANGS_S)
-    return run
-
-
-def column(recorder: Recorder, name: str) -> np.ndarray[Any, Any]:
-    return recorder.rows()[:, INDEX[name]]
-
-
-def losses(run: Run) -> np.ndarray[Any, Any]:
-    return column(run.recorder, "loss")
-
-
 def at(run: Run, step: int) -> Run:
     """Wait until `run` has made this many steps."""
     until = time.monotonic() + HANGS_S
@@ -153,11 +93,6 @@ def at(run: Run, step: int) -> Run:
     return run
 
 
-def difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    assert len(one) == len(other)
-    return float((np.abs(one - other) / np.abs(one)).max())
-
-
 def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -165,13 +100,6 @@ def weights(model: nn.Module) -> torch.Tensor:
 def pids() -> list[int]:
     assert session.workers is not None
     return session.workers.pids
-
-
-def needs(name: str) -> None:
-    try:
-        engine(name)
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
@@ -515,7 +443,7 @@ def test_python_ends_the_run_before_its_workers(tmp_path: Path) -> None:
             import sys, time
             sys.path.insert(0, {str(Path(__file__).parents[2])!r})
             import ortlab
-            from tests.cluster.test_training import CHOSEN, Network, data
+            from tests.support.worker_runs import CHOSEN, Network, data
 
             chosen = dict(CHOSEN, epochs=900, max_steps=9000)
             run = ortlab.finetune(Network(), data(), **chosen)
