@@ -14,7 +14,7 @@ import ortlab
 from ortlab.engines.ortmodule import compat
 from ortlab.graph.capture import Graphs, Overlay, Stage
 from ortlab.graph.module_tree import ROWS, Outline
-from tests.graph.test_capture import called, gpt2
+from tests.support.called_models import called, gpt2
 
 pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 

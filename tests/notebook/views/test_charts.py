@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import os
 import subprocess
@@ -14,13 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from nbclient import NotebookClient
 
 from ortlab.metrics.recorder import COLUMNS, INDEX, Event, Recorder, Rows, Sample, Status
 from ortlab.metrics.setting_changes import Change, changes
@@ -30,6 +27,7 @@ from ortlab.notebook.views import charts, display, run_feed
 from ortlab.notebook.views.pump import Pump
 from ortlab.notebook.views.run_feed import WIRE, Feed, Update
 from tests.browser.bench_update import LIMIT_BYTES, LIMIT_MS, measure
+from tests.support.notebook_outputs import execute, pixels
 from tests.support.practice import Practice
 from tests.support.waiting import HANGS_S
 
@@ -419,12 +417,6 @@ def test_numbers_read_well(value: float, shown: str) -> None:
     assert plain_text.number(value) == shown
 
 
-def pixels(png: bytes) -> Any:
-    from matplotlib.image import imread
-
-    return imread(io.BytesIO(png), format="png")
-
-
 @pytest.mark.parametrize("steps", [0, 1, 80])
 def test_picture_of_any_length(steps: int) -> None:
     run = Still(r"a title with $\frac{$ and <b>")
@@ -468,18 +460,6 @@ def test_terminal_gets_lines(capfd: pytest.CaptureFixture[str]) -> None:
     assert shown[0].startswith("line fit · ")
     assert any(line.startswith("line fit · finished · step 40 of 40") for line in shown)
     assert any(line.startswith("training loss") for line in shown)
-
-
-def execute(tmp_path: Path, *cells: str) -> nbformat.NotebookNode:
-    """Execute a notebook without a browser and return it as it is saved."""
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    source = str(Path(__file__).parents[3])
-    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
-    client = NotebookClient(
-        book, timeout=120, store_widget_state=False, resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.execute(env={**os.environ, "PYTHONPATH": path})
-    return book
 
 
 START = (

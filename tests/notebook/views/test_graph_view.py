@@ -23,8 +23,8 @@ from ortlab.engines.ortmodule import compat, kernels
 from ortlab.graph.capture import Graphs, Overlay, Stage
 from ortlab.notebook.static_views import sketch
 from ortlab.notebook.views import graph_view, netron, recompute_view
-from tests.graph.test_capture import bert, called, gpt2
-from tests.notebook.views.test_charts import execute
+from tests.support.called_models import bert, called, gpt2
+from tests.support.notebook_outputs import execute
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 ROOT = Path(__file__).parents[3]

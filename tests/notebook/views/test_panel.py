@@ -22,7 +22,7 @@ from ortlab.notebook.views.panel import Panel
 from ortlab.session import session
 from ortlab.settings import PRECISIONS
 from ortlab.training.run import Run
-from tests.notebook.views.test_charts import execute
+from tests.support.notebook_outputs import execute
 from tests.support.practice import Practice
 from tests.support.waiting import HANGS_S, until
 

@@ -17,7 +17,7 @@ from ortlab.notebook.static_views import plain_text
 from ortlab.notebook.views import charts, rank_feed
 from ortlab.notebook.views.rank_feed import RankFeed
 from ortlab.settings import FinetuneSettings
-from tests.notebook.views.test_charts import pixels
+from tests.support.notebook_outputs import pixels
 from tests.support.waiting import HANGS_S
 
 MIB = 1024**2
