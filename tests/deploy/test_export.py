@@ -27,28 +27,10 @@ from ortlab.engines.torchscript.isolation import NotInGraph
 from ortlab.notebook.views import display, in_page
 from ortlab.notebook.views.in_page import InPage
 from tests.support import parity, tiny
+from tests.support.tiny import batch, spread
 from tests.support.typed_magics import Typist
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def batch(rows: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
-    drawn = torch.Generator().manual_seed(0)
-    return {
-        "input_ids": torch.randint(0, 50, (rows, length), generator=drawn),
-        "attention_mask": torch.ones(rows, length, dtype=torch.long),
-        "labels": torch.randint(0, 2, (rows,), generator=drawn),
-    }
-
-
-def spread(model: nn.Module) -> nn.Module:
-    """Set weights that affect the output: BERT's initial ones hardly reach it."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
-    return model
 
 
 @pytest.fixture(scope="module")

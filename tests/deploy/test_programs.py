@@ -21,9 +21,8 @@ import ortlab
 from ortlab.deploy import snippets
 from ortlab.deploy.exported import Exported
 from ortlab.deploy.graph import Port
-from tests.deploy.test_export import batch, spread
 from tests.support import node
-from tests.support.tiny import bert, gpt2
+from tests.support.tiny import batch, bert, gpt2, spread
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,9 +1,10 @@
-"""Transformers small enough for a test."""
+"""Transformers small enough for a test, and a batch for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import (
     BertConfig,
@@ -42,4 +43,24 @@ def gpt2(dropout: float = 0.0, **changes: Any) -> nn.Module:
         "use_cache": False,
     }
     model: nn.Module = GPT2LMHeadModel(GPT2Config(**{**config, **changes}))
+    return model
+
+
+def batch(rows: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
+    """Return `rows` sentences of `length` tokens for `bert`, with their labels."""
+    drawn = torch.Generator().manual_seed(0)
+    return {
+        "input_ids": torch.randint(0, 50, (rows, length), generator=drawn),
+        "attention_mask": torch.ones(rows, length, dtype=torch.long),
+        "labels": torch.randint(0, 2, (rows,), generator=drawn),
+    }
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """Set weights that affect the output: BERT's initial ones hardly reach it."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
     return model
