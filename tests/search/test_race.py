@@ -28,6 +28,7 @@ from ortlab.search.race import Race, field_of
 from ortlab.search.result import Cell, RaceResult
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings, RaceSettings
+from tests.support.small_classifier import Net, pairs
 from tests.support.tiny import bert
 from tests.support.typed_magics import Typist
 from tests.support.waiting import until
@@ -39,16 +40,6 @@ FAST: dict[str, Any] = {"engines": "eager", "rounds": 2, "steps": 2, "device": "
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def no_searches(threads_end: None) -> Iterator[None]:
-    """Stop all searches after the test, so that none runs on in another test."""
-    yield
-    for search in session.searches:
-        search.stop()
-        assert search.wait_over(60)
-    session.searches.clear()
-
-
 def sentences(number: int = 4, rows: int = 4) -> list[dict[str, torch.Tensor]]:
     made = torch.Generator().manual_seed(1)
     return [
@@ -56,26 +47,6 @@ def sentences(number: int = 4, rows: int = 4) -> list[dict[str, torch.Tensor]]:
             "input_ids": torch.randint(50, (rows, 8), generator=made),
             "labels": torch.randint(2, (rows,), generator=made),
         }
-        for _ in range(number)
-    ]
-
-
-class Net(nn.Module):
-    """Two layers, batch statistics and dropout; a head of two classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
-
-
-def pairs(number: int = 4, rows: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    made = torch.Generator().manual_seed(2)
-    return [
-        (torch.randn(rows, 4, generator=made), torch.randint(2, (rows,), generator=made))
         for _ in range(number)
     ]
 

@@ -20,7 +20,7 @@ from ortlab.search.result import TuneResult
 from ortlab.search.tune import setups_of
 from ortlab.session import session
 from ortlab.settings import TuneSettings
-from tests.search.test_race import Net, no_searches, pairs  # noqa: F401 - fixtures
+from tests.support.small_classifier import Net, pairs
 from tests.support.typed_magics import Typist
 
 pytestmark = pytest.mark.usefixtures("one_thread")
