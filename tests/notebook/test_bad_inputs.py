@@ -16,7 +16,7 @@ from jupyter_client.manager import start_new_kernel
 
 from ortlab.engines.ortmodule import compat
 from ortlab.settings import FinetuneSettings
-from tests.notebook.test_kernel import Cell, Kernel
+from tests.support.jupyter_kernel import Cell, Kernel
 
 with Path(__file__).with_name("bad_inputs.tsv").open(encoding="utf-8", newline="") as file:
     TABLE = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1:]

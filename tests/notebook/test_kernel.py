@@ -7,18 +7,16 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 
 from ortlab.cluster.rank import footprint
 from ortlab.history.run_folder import RunFolder
 from tests.bench.ending import ENDS, measured
+from tests.support.jupyter_kernel import Kernel
 from tests.support.waiting import HANGS_S
 
 PRELUDE = """
@@ -27,51 +25,6 @@ import asyncio, ortlab, torch
 from torch import nn
 data = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]
 """
-
-
-@dataclass
-class Cell:
-    """A cell's reply and its outputs, in order: message type and content."""
-
-    reply: dict[str, Any]
-    outputs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-
-    @property
-    def shown(self) -> list[dict[str, Any]]:
-        """Data of every display and of the cell's value."""
-        kinds = ("display_data", "execute_result")
-        return [content["data"] for kind, content in self.outputs if kind in kinds]
-
-    @property
-    def text(self) -> str:
-        return "".join(content["text"] for kind, content in self.outputs if kind == "stream")
-
-
-class Kernel:
-    def __init__(self, client: BlockingKernelClient) -> None:
-        self.client = client
-
-    def run(self, code: str) -> Cell:
-        outputs: list[tuple[str, dict[str, Any]]] = []
-        reply = self.client.execute_interactive(
-            code,
-            timeout=HANGS_S,
-            store_history=True,
-            output_hook=lambda message: outputs.append((message["msg_type"], message["content"])),
-        )
-        return Cell(reply["content"], outputs)
-
-    def __call__(self, code: str) -> Cell:
-        cell = self.run(code)
-        assert cell.reply["status"] == "ok", cell
-        return cell
-
-    def complete(self, code: str) -> list[str]:
-        answer = self.client.complete(code, len(code), reply=True, timeout=HANGS_S)
-        content: dict[str, Any] = answer["content"]
-        assert content["cursor_end"] == len(code)
-        matches: list[str] = content["matches"]
-        return [code[: content["cursor_start"]] + match for match in matches]
 
 
 @pytest.fixture(scope="module")

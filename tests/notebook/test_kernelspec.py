@@ -17,7 +17,7 @@ import ortlab
 from ortlab.cli import main
 from ortlab.engines import doctor
 from ortlab.utils import hardware
-from tests.notebook.test_kernel import Kernel
+from tests.support.jupyter_kernel import Kernel
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from jupyter_client.manager import KernelManager
 
 from ortlab.cluster.workers import Workers
 from ortlab.engines.ortmodule import compat
-from tests.notebook.test_kernel import Kernel
+from tests.support.jupyter_kernel import Kernel
 from tests.support.waiting import HANGS_S
 
 NEEDS_ROOT = pytest.mark.skipif(
