@@ -26,11 +26,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from ortlab.checkpoint.checkpoint import Checkpoint, Order, Position
+from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.checkpoint.nested_values import Packed
 from ortlab.checkpoint.sharded import Shards
-from ortlab.settings import FinetuneSettings
-from ortlab.utils.rng import RandomStates
+from tests.support.small_checkpoint import taken
 from tests.support.waiting import HANGS_S
 
 PLAIN: dict[str, Any] = {
@@ -58,16 +57,6 @@ class Odd(nn.Module):
         self.register_buffer("empty", torch.zeros(0, 4))
         self.register_buffer("hollow", torch.zeros(0, 4))
         self.norm = nn.BatchNorm1d(3)
-
-
-def taken(
-    model: dict[str, Any] | None = None, optimizer: dict[str, Any] | None = None, step: int = 3
-) -> Checkpoint:
-    now = RandomStates.now()
-    order = Order(now, [torch.Generator().manual_seed(5).get_state()])
-    place = Position(step, 1, 2, 4, "samples", -1, now, order, 99)
-    values = {"weight": torch.ones(2)} if model is None else model
-    return Checkpoint(values, optimizer or {}, place, FinetuneSettings().as_dict())
 
 
 def same(one: Any, other: Any) -> bool:
@@ -321,7 +310,7 @@ def test_values_that_no_run_has_are_refused_though_the_digest_fits(
 BIG = "{'weight': torch.full((100_000,), float(step))}"
 SAVING = f"""
 import resource, sys, torch
-from tests.checkpoint.test_checkpoint import taken
+from tests.support.small_checkpoint import taken
 path, full_after = sys.argv[1], int(sys.argv[2])
 step = 1
 while True:
