@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from tests.browser.lab import (
     CHROMIUM_ARGUMENTS,
     SAID,
+    SCREENSHOTS,
     Lab,
     Notebook,
     Opens,
@@ -32,7 +32,6 @@ NOTEBOOKS_OWN = "/static/notebook/notebook_core."
 """Notebook 7.6's own script, which reads the schema of settings that it does not have, on every
 page, even with an empty notebook.
 """
-SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ CHROMIUM_ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 SETTINGS: dict[str, dict[str, Any]] = {
     "@jupyterlab/apputils-extension/notification": {
         "fetchNews": "false",

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Error, sync_playwright
 
-from tests.browser.conftest import SCREENSHOTS
-from tests.browser.lab import CHROMIUM_ARGUMENTS, Lab, Notebook
+from tests.browser.lab import CHROMIUM_ARGUMENTS, SCREENSHOTS, Lab, Notebook
 from tests.support.chromium import find
 
 TUTORIALS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))

@@ -7,21 +7,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import FrameLocator, Locator, Page, expect
 
-from tests.browser.lab import NEEDS_ORT, Lab, Notebook, Opens, Takes
+from tests.browser.lab import NEEDS_ORT, Lab, Opens, Takes
+from tests.support.lab_views import BERT, drawn, graph, pane
 
 pytestmark = [pytest.mark.browser, NEEDS_ORT]
 
-MODEL = """
-%load_ext ortlab
-import torch, ortlab
-from transformers import BertConfig, BertForSequenceClassification
-model = BertForSequenceClassification(BertConfig(
-    num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128,
-    vocab_size=100))
-model = ortlab.wrap(model.train(), engine="ort", self_check=False)
-ids = torch.randint(0, 100, (2, 8))
-model(input_ids=ids, labels=torch.arange(2)).loss.backward()
-"""
 STAGE = """
 %load_ext ortlab
 import onnx
@@ -39,26 +29,6 @@ def stage(names, weights=()):
 SHOW = "%ort graph model"
 
 
-def graph(book: Notebook, which: int = 0) -> Locator:
-    """Return a view once its panes are drawn; the browser draws only what is scrolled into view."""
-    view = book.page.locator(".ortlab-graph").nth(which)
-    expect(view).to_be_visible()
-    book.check()
-    view.scroll_into_view_if_needed()
-    drawn(view)
-    return view
-
-
-def drawn(view: Locator) -> None:
-    """Wait until all panes of a view are drawn."""
-    expect(view.locator(".ortlab-pane[data-drawn]").first).to_be_visible()
-    expect(view.locator(".ortlab-pane:not([data-drawn])")).to_have_count(0)
-
-
-def pane(view: Locator, phase: str) -> FrameLocator:
-    return view.frame_locator(f".ortlab-pane[data-phase={phase}] iframe")
-
-
 def node(frame: FrameLocator, text: str) -> Locator:
     """Return a node of the drawing by its label, in which netron draws its own dot character."""
     return frame.locator(".graph-node", has_text=text.replace(".", "\u2024")).first
@@ -70,7 +40,7 @@ def row(view: Locator, name: str) -> Locator:
 
 
 def test_a_click_selects_the_partner(notebook: Opens, screenshot: Takes) -> None:
-    book = notebook([MODEL, SHOW])
+    book = notebook([BERT, SHOW])
     book.run()
     view = graph(book)
     forward, gradient = pane(view, "forward"), pane(view, "backward")
@@ -101,7 +71,7 @@ def test_a_click_selects_the_partner(notebook: Opens, screenshot: Takes) -> None
 
 def test_a_closed_view_leaves_no_graph_in_the_page(notebook: Opens, page: Page) -> None:
     """A closed view releases its graph, although JupyterLab keeps the models of closed widgets."""
-    book = notebook([MODEL, SHOW])
+    book = notebook([BERT, SHOW])
     book.run()
     watched = page.context.new_cdp_session(page)
     watched.send("Performance.enable")
@@ -142,7 +112,7 @@ def fill(shown: Locator) -> str:
 
 
 def test_colours(notebook: Opens, page: Page, screenshot: Takes) -> None:
-    book = notebook([MODEL, SHOW])
+    book = notebook([BERT, SHOW])
     book.run()
     view = graph(book)
     choose = view.get_by_label("color by")
@@ -177,7 +147,7 @@ def test_colours(notebook: Opens, page: Page, screenshot: Takes) -> None:
 
 def test_search_and_folding(notebook: Opens, page: Page, screenshot: Takes) -> None:
     count = "print(sum('com.microsoft.BiasGelu' in n.op for n in nodes))"
-    book = notebook([MODEL, SHOW, f"nodes = ortlab.graphs(model).gradient.nodes\n{count}"])
+    book = notebook([BERT, SHOW, f"nodes = ortlab.graphs(model).gradient.nodes\n{count}"])
     book.run()
     view = graph(book)
     forward = pane(view, "forward")
@@ -232,7 +202,7 @@ def test_nothing_leaves_the_page(notebook: Opens, page: Page, lab: Lab) -> None:
             sent.append(len(raw))
 
     page.on("websocket", lambda socket: socket.on("framereceived", received))
-    book = notebook([MODEL, SHOW, SHOW])
+    book = notebook([BERT, SHOW, SHOW])
     book.run()
     graph(book, 0)
     graph(book, 1)
@@ -300,7 +270,7 @@ def test_odd_graphs(notebook: Opens, page: Page) -> None:
 
 
 def test_a_saved_page_has_the_picture(notebook: Opens, page: Page, screenshot: Takes) -> None:
-    book = notebook([MODEL, SHOW])
+    book = notebook([BERT, SHOW])
     book.run()
     graph(book)
     picture = page.locator("[data-ortlab-still] img")
@@ -324,7 +294,7 @@ def test_nothing_is_cut_off_on_a_narrow_page(
     notebook: Opens, page: Page, screenshot: Takes
 ) -> None:
     page.set_viewport_size({"width": 760, "height": 1200})
-    book = notebook([MODEL, SHOW])
+    book = notebook([BERT, SHOW])
     book.run()
     view = graph(book)
     click(node(pane(view, "forward"), "embeddings"))

@@ -9,9 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.lab import NEEDS_ORT, Notebook, Notebook7, Takes, write_notebook
-from tests.browser.test_graphs_in_lab import MODEL as BERT
-from tests.browser.test_graphs_in_lab import graph, pane
-from tests.browser.test_panel_in_lab import FINETUNE, MODEL, opened
+from tests.support.lab_views import BERT, FINETUNE, MODEL, graph, opened, pane
 
 pytestmark = [pytest.mark.browser, NEEDS_ORT]
 

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Page, expect
 
 from tests.browser.lab import Opens, Takes
+from tests.support.lab_views import FINETUNE, MODEL, opened
 
 pytestmark = pytest.mark.browser
 
-MODEL = """
-%load_ext ortlab
-import ortlab
-from torch import nn
-model = nn.Sequential(nn.Linear(64, 500), nn.ReLU(), nn.Linear(500, 10))
-train, valid = ortlab.data.digits()
-"""
-FINETUNE = (
-    "run = %ort finetune model train --eval-data valid --loss cross_entropy --engine eager "
-    "--device cpu --epochs 100000 --eval-every 1000000"
-)
 VIOLET = """canvas => {
     const { width, height } = canvas;
     const { data } = canvas.getContext('2d').getImageData(0, 0, width, height);
@@ -32,11 +22,6 @@ CUT_OFF = """root => [...root.querySelectorAll('*')]
     .filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0
         && !e.closest('.uplot') && !['INPUT', 'SELECT', 'OPTION'].includes(e.tagName))
     .map(e => e.className)"""
-
-
-def opened(run: Locator) -> None:
-    run.locator(".ortlab-settings-fold").click()
-    expect(run.get_by_label("engine", exact=True)).to_be_visible()
 
 
 def test_a_run_is_changed_while_it_is_awaited(
