@@ -21,7 +21,7 @@ BIN := .venv/bin
 DONE := .venv/ortlab-setup
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Two files of tests at a time: most wait for processes, browsers and compilers half of their time.
-# tests/conftest.py says which are the first.
+# tests/support/slow_tests.py says which are the first.
 TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 FRONT_END := $(shell find ortlab/notebook/js -type f -not -path '*/node_modules/*' 2>/dev/null)
 

@@ -16,6 +16,7 @@ import torch
 from ortlab.engines.ortmodule import compat, graph_cache
 from ortlab.engines.ortmodule.compat import extensions
 from ortlab.notebook.static_views import drawing
+from tests.support.slow_tests import LONG, SLOW
 
 # The libraries read these variables when they are imported, so a fixture would set them too late.
 # The kernels and scripts that tests start inherit them.
@@ -34,43 +35,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["tests.support.typed_magics"]  # its fixture is used in several folders
-
-LONG = (
-    "test_notebooks.py",
-    "engines/test_contract.py",
-    "zoo/test_sweep.py",
-    "cluster/test_training.py",
-    "engines/distributed/test_deepspeed.py",
-    "engines/distributed/test_tensor_parallel.py",
-    "bench/test_bench.py",
-    "search/test_race.py",
-    "browser/test_ranks_in_lab.py",
-    "browser/test_charts_in_lab.py",
-    "training/test_resume.py",
-    "browser/test_graphs_in_lab.py",
-    "browser/test_panel_in_lab.py",
-    "deploy/test_torchrun_script.py",
-)
-"""Files that take about a minute or more each, the longest first."""
-SLOW = (
-    "browser/",
-    "bench/test_step.py",
-    "cluster/",
-    "deploy/test_torchrun_script.py",
-    "engines/distributed/",
-    "engines/ortmodule/compat/test_patches.py",
-    "engines/ortmodule/kernels/",
-    "engines/ortmodule/test_graph_in_next_kernel.py",
-    "hf/",
-    "notebook/test_bad_inputs.py",
-    "notebook/test_kernel.py",
-    "notebook/test_privacy.py",
-    "search/",
-    "test_torch_ort.py",
-    "training/test_failures.py",
-    "training/test_run.py",
-)
-"""Files and folders that run in `make test` but not in `make check`, in addition to `LONG`."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

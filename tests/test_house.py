@@ -17,7 +17,6 @@ from PIL import Image
 
 import ortlab
 from tests.browser import pictures
-from tests.conftest import LONG
 from tests.support import reference
 from tests.support.readme import (
     DOCS,
@@ -32,6 +31,7 @@ from tests.support.readme import (
     stored_tables,
     tables,
 )
+from tests.support.slow_tests import LONG
 
 PACKAGE = ROOT / "ortlab"
 BUILD_HOOK = PACKAGE / "notebook" / "build.py"  # runs in hatch's environment, not in the user's

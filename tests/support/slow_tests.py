@@ -1,0 +1,40 @@
+"""The tests that take long, by their place below tests/."""
+
+from __future__ import annotations
+
+LONG = (
+    "test_notebooks.py",
+    "engines/test_contract.py",
+    "zoo/test_sweep.py",
+    "cluster/test_training.py",
+    "engines/distributed/test_deepspeed.py",
+    "engines/distributed/test_tensor_parallel.py",
+    "bench/test_bench.py",
+    "search/test_race.py",
+    "browser/test_ranks_in_lab.py",
+    "browser/test_charts_in_lab.py",
+    "training/test_resume.py",
+    "browser/test_graphs_in_lab.py",
+    "browser/test_panel_in_lab.py",
+    "deploy/test_torchrun_script.py",
+)
+"""Files that take about a minute or more each, the longest first."""
+SLOW = (
+    "browser/",
+    "bench/test_step.py",
+    "cluster/",
+    "deploy/test_torchrun_script.py",
+    "engines/distributed/",
+    "engines/ortmodule/compat/test_patches.py",
+    "engines/ortmodule/kernels/",
+    "engines/ortmodule/test_graph_in_next_kernel.py",
+    "hf/",
+    "notebook/test_bad_inputs.py",
+    "notebook/test_kernel.py",
+    "notebook/test_privacy.py",
+    "search/",
+    "test_torch_ort.py",
+    "training/test_failures.py",
+    "training/test_run.py",
+)
+"""Files and folders that run in `make test` but not in `make check`, in addition to `LONG`."""
