@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ortlab.graph.capture import Graphs
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
-    from ortlab.graph.recompute import RecomputePlans
+    from ortlab.graph.recompute_plans import RecomputePlans
     from ortlab.history.comparison import RunComparison
     from ortlab.history.listing import History
     from ortlab.history.prune import Pruning

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ortlab.graph.capture import Graphs, Overlay, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
-    from ortlab.graph.recompute import RecomputePlans
+    from ortlab.graph.recompute_plans import RecomputePlans
     from ortlab.history.comparison import RunComparison
     from ortlab.history.listing import History
     from ortlab.history.run_files import StoredRun
@@ -130,7 +130,7 @@ class ModelReports:
         """
         # heavy: torch
         from ortlab.graph.capture import with_loss
-        from ortlab.graph.recompute import plan_for
+        from ortlab.graph.recompute_plans import plan_for
         from ortlab.training.run import Run
 
         model: nn.Module | None
@@ -154,7 +154,7 @@ class ModelReports:
         settings: EngineSettings | None = None,
     ) -> RecomputePlans:
         """See `ortlab.api.recompute_plans`; `settings` select the graph built for them."""
-        from ortlab.graph.recompute import RecomputePlans  # heavy: torch
+        from ortlab.graph.recompute_plans import RecomputePlans  # heavy: torch
 
         choose = functools.partial(self._choose_recompute, model)
         return RecomputePlans(model, batch, optimizer=optimizer, choose=choose, settings=settings)

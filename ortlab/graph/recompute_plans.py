@@ -1,9 +1,9 @@
 """Memory that each recompute plan saves and time that it costs, estimated before it runs.
 
 A plan names modules whose activations are recomputed in the backward pass, see
-`ortlab.engines.ortmodule.kernels.recompute`. The memory is computed from the graph that the plan
-produces, as in `memory`. The time is the time of the kernels that run twice, from a profile of the
-model's own steps.
+`ortlab.engines.ortmodule.kernels.recomputed_graph`. The memory is computed from the graph that the
+plan produces, as in `memory`. The time is the time of the kernels that run twice, from a profile of
+the model's own steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from ortlab.engines.base import Batch
 from ortlab.engines.ortmodule import options
-from ortlab.engines.ortmodule.kernels.recompute import LAYERS, SUFFIX, Plans
+from ortlab.engines.ortmodule.kernels.recomputed_graph import LAYERS, SUFFIX, Plans
 from ortlab.graph import profiler
 from ortlab.graph.capture import capture, execution_behind
 from ortlab.graph.memory import MemoryPlan, plan, plan_of

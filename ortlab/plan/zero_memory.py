@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ortlab.engines.wrapped_models import WrappedModels
     from ortlab.graph.memory import MemoryPlan
-    from ortlab.graph.recompute import RecomputePlans
+    from ortlab.graph.recompute_plans import RecomputePlans
 
 STAGES: Final = (0, 1, 2, 3)
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)

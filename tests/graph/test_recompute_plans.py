@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 import ortlab
 from ortlab.engines.ortmodule import kernels
 from ortlab.engines.ortmodule.engine import execution_of
-from ortlab.engines.ortmodule.kernels.recompute import UnknownPlan
-from ortlab.graph.recompute import RecomputePlans
+from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
+from ortlab.graph.recompute_plans import RecomputePlans
 from ortlab.session import session
 from tests.support import tiny
 

@@ -44,7 +44,7 @@ RESULTS = [
     "graph.capture.Graphs",
     "graph.capture.Stage",
     "graph.memory.MemoryPlan",
-    "graph.recompute.RecomputePlans",
+    "graph.recompute_plans.RecomputePlans",
     "graph.profile.Profile",
     "search.race.Race",
     "search.tune.Tune",

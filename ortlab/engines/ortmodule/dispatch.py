@@ -34,7 +34,7 @@ from ortlab.engines.ortmodule.export_pool import (
     bucket,
 )
 from ortlab.engines.ortmodule.guard import Guard
-from ortlab.engines.ortmodule.kernels.recompute import UnknownPlan
+from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
 from ortlab.engines.ortmodule.self_check import (
     EagerOnly,
     Observed,

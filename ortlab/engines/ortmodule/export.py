@@ -20,17 +20,17 @@ from torch import nn
 
 from ortlab.engines.ortmodule import dropout, graph_cache, kernels, options
 from ortlab.engines.ortmodule.compat import (
+    gradient_checkpointing,
     interop,
     outputs,
     profiling,
-    recompute,
     restoring,
     traced_decisions,
 )
 from ortlab.engines.ortmodule.compat.symbolics import builder
 from ortlab.engines.ortmodule.fingerprint import Unknowable, fingerprint
 from ortlab.engines.ortmodule.kernels import kernel_choice, substitutes
-from ortlab.engines.ortmodule.kernels import recompute as recomputing
+from ortlab.engines.ortmodule.kernels import recomputed_graph as recomputing
 from ortlab.engines.torchscript import decisions, streams, undifferentiated, weightless
 
 _HALF = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.BFLOAT16: torch.bfloat16}
@@ -55,7 +55,7 @@ class Export:
         self._executed: bytes | None = None
         self._as_it_is = False  # True if the session was given this graph and reorders its nodes
         self.plans: tuple[str, ...] = ()
-        """Recompute plans of the backward pass, see `kernels.recompute`."""
+        """Recompute plans of the backward pass, see `kernels.recomputed_graph`."""
         self._rewritten = False  # by recompute plans, or by layers in place of checkpointing
         self._optimized: bytes | None = None
         self._resting_bytes: int | None = None
@@ -260,14 +260,14 @@ class Export:
         manager = self.manager
         runtime = manager._runtime_options
         self._rewritten = bool(self.plans)
-        if self.gradient and recompute.asks_for_checkpointing(manager):
+        if self.gradient and gradient_checkpointing.asks_for_checkpointing(manager):
             if self.plans:
-                recompute.withdraw(manager)
-                self.checkpointing = recompute.CHOSEN
+                gradient_checkpointing.withdraw(manager)
+                self.checkpointing = gradient_checkpointing.CHOSEN
             elif runtime.low_precision:  # which ORT's own kernels lack
                 self._rewritten = True
             else:
-                self.checkpointing = recompute.replace_checkpointing(manager)
+                self.checkpointing = gradient_checkpointing.replace_checkpointing(manager)
         if runtime.torch_kernels and self._let_go_of_memory is None:
             keep = runtime.enable_cpu_mem_arena
             self._let_go_of_memory = kernels.keep_memory_for(self, keep)
@@ -342,7 +342,9 @@ class Export:
             )
         plans = recomputing.Plans(onnx.load_model_from_string(graph))
         if not self.plans:
-            self.checkpointing = recompute.LAYERS if plans.layers else recompute.NOTHING
+            self.checkpointing = (
+                gradient_checkpointing.LAYERS if plans.layers else gradient_checkpointing.NOTHING
+            )
         executed = plans.applied(self.plans or plans.layers).SerializeToString()
         restoring.open_session(self.manager, executed, configure=configure, in_file_order=True)
         return bytes(executed)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.kernels.recompute import UnknownPlan
+from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
 from ortlab.engines.torch.stepper import refuses_precision, trains_on_cpu
 from ortlab.settings import EngineSettings, unknown_name
 
@@ -194,7 +194,7 @@ def recomputes(settings: EngineSettings) -> bool:
 
 
 def recomputed(settings: EngineSettings) -> tuple[str, ...]:
-    """Return the plans of `ortlab.engines.ortmodule.kernels.recompute` that the settings choose.
+    """Return the plans of `kernels.recomputed_graph` that the settings choose.
 
     Args:
         settings: Settings of the engine.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab.graph.capture import Graphs, Stage
-    from ortlab.graph.recompute import RecomputePlans
+    from ortlab.graph.recompute_plans import RecomputePlans
     from ortlab.history.comparison import RunComparison
     from ortlab.history.listing import History
     from ortlab.metrics.recorder import Watched
@@ -49,7 +49,7 @@ class Displays:
             ("ortlab.search.result", "Result"): self._display_result,
             ("ortlab.graph.capture", "Graphs"): _display_graphs,
             ("ortlab.graph.capture", "Stage"): _display_stage,
-            ("ortlab.graph.recompute", "RecomputePlans"): _display_plans,
+            ("ortlab.graph.recompute_plans", "RecomputePlans"): _display_plans,
         }
 
     def register(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ortlab.graph.capture import Graphs, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
-    from ortlab.graph.recompute import RecomputePlans
+    from ortlab.graph.recompute_plans import RecomputePlans
     from ortlab.notebook.magics.parsing import ParsedCommand
     from ortlab.notebook.magics.variables import Variables
     from ortlab.plan.zero_memory import ZeroPlan

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from ortlab.graph.recompute import OFF, signed
+from ortlab.graph.recompute_plans import OFF, signed
 from ortlab.notebook.views.closing import close_all, ends_with_cell
 from ortlab.utils.process_memory import memory
 
 if TYPE_CHECKING:
-    from ortlab.graph.recompute import RecomputePlans, Saving
+    from ortlab.graph.recompute_plans import RecomputePlans, Saving
 
 _MOST_TIMES = 64
 """Maximum of a slider, as a multiple of the last call's size."""

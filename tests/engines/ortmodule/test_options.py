@@ -30,7 +30,7 @@ from ortlab.engines.ortmodule.compat import restoring
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.export import Export
 from ortlab.engines.ortmodule.export_pool import ExportFailed
-from ortlab.engines.ortmodule.kernels.recompute import UnknownPlan
+from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
 from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings, FinetuneSettings
 

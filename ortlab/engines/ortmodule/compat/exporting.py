@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.onnx import TrainingMode
 
-from ortlab.engines.ortmodule.compat import interop, recompute
+from ortlab.engines.ortmodule.compat import gradient_checkpointing, interop
 from ortlab.engines.ortmodule.compat.symbolics import builder
 from ortlab.engines.torchscript import failures, weightless
 from ortlab.engines.torchscript.failures import Node
@@ -159,7 +159,7 @@ def repeatable(export_model: Callable[..., Any]) -> Callable[..., Any]:
             quiet = _without_the_advice(kwargs["logger"])
         with quiet, _undisturbed(flattened_module), builder.gradients_for(flattened_module):
             result = export_model(flattened_module=flattened_module, device=device, **kwargs)
-            recompute.mark(result[0], _last.checkpoints)
+            gradient_checkpointing.mark(result[0], _last.checkpoints)
             _last.nodes = _take_stacks(result[0].graph)
         # The mode tells whether the graph gets a gradient, which is possible in evaluation mode.
         mode = kwargs["model_info_for_export"].export_mode

@@ -26,9 +26,9 @@ import torch.utils.checkpoint
 
 from ortlab.engines.ortmodule.compat import (
     exporting,
+    gradient_checkpointing,
     outputs,
     probes,
-    recompute,
     symbolics,
     traced_decisions,
 )
@@ -457,7 +457,7 @@ def _keep_dropouts(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._runtime_inspector import MemoryObserver
 
     name = "find_memory_optimization_opportunity"
-    _replace(MemoryObserver, name, recompute.without_dropout)
+    _replace(MemoryObserver, name, gradient_checkpointing.without_dropout)
 
 
 def _filter_streams(_addresses: Addresses) -> None:

@@ -5,8 +5,8 @@ module that other modules read are stored. Everything else in it that the gradie
 recomputed from them just before it is read (Chen et al., Training Deep Nets with Sublinear Memory
 Cost, 2016). The last matrix products of a module are not recomputed if storing their results takes
 little more memory. Kernels stay the same, and dropout draws the same mask again, because its random
-numbers are generated from a stored key. ORT has recompute plans of its own (`compat.recompute`),
-which name operators and support only its own kernels.
+numbers are generated from a stored key. ORT has recompute plans of its own
+(`compat.gradient_checkpointing`), which name operators and support only its own kernels.
 """
 
 from __future__ import annotations

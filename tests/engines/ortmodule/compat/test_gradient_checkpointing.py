@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
-from ortlab.engines.ortmodule.kernels.recompute import SUFFIX
+from ortlab.engines.ortmodule.kernels.recomputed_graph import SUFFIX
 from ortlab.engines.ortmodule.self_check import SelfCheckFailed
 from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings

@@ -19,7 +19,7 @@ from ortlab.engines.ortmodule.compat.symbolics import (
     products,
     tensors,
 )
-from ortlab.engines.ortmodule.compat.symbolics import torch as torch_rules
+from ortlab.engines.ortmodule.compat.symbolics import run_by_torch as torch_rules
 
 __all__ = ["activations", "layers", "products", "register", "tensors"]
 
