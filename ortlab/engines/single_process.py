@@ -136,7 +136,7 @@ class OneProcess:
         """
         return nn.utils.get_total_norm(gradients)
 
-    def equalise(self, statistics: Sequence[torch.Tensor]) -> None:
+    def equalize(self, statistics: Sequence[torch.Tensor]) -> None:
         """Synchronize running statistics across processes, in place.
 
         Args:

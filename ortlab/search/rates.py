@@ -8,7 +8,7 @@ from ortlab.bench.interleaved import Spread
 from ortlab.utils import svg_bars
 from ortlab.utils.tables import rounded
 
-COLOUR = "#4a86cf"
+COLOR = "#4a86cf"
 ROW, LABEL, NUMBER, LETTERS = 20, 220, 160, 36
 ROOM = svg_bars.WIDTH - LABEL - NUMBER
 """Sizes in the chart: row height, width of labels, numbers and bars in pixels; label letters."""
@@ -41,7 +41,7 @@ def picture(rows: Sequence[tuple[str, Spread | None, str]], unit: str) -> str:
         if rate is None:
             parts.append(svg_bars.text(LABEL, middle, words[:LETTERS]))
             continue
-        parts.append(svg_bars.box(LABEL, middle - 6, rate.median * scale, 12, (COLOUR, 0.8)))
+        parts.append(svg_bars.box(LABEL, middle - 6, rate.median * scale, 12, (COLOR, 0.8)))
         low, high = LABEL + rate.low * scale, LABEL + rate.high * scale
         parts.append(
             svg_bars.box(low, middle - 0.75, max(high - low, 1.0), 1.5, (svg_bars.TEXT, 1))

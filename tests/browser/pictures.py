@@ -23,7 +23,7 @@ WIDTH, HEIGHT = 1280, 1500
 """Size of the page; it is higher than any view."""
 MOST_BYTES = 150_000
 """Size limit of one picture."""
-COLOURS = 256
+COLORS = 256
 LONG_MS = 300_000
 """Timeout of training on a busy machine."""
 CELLS = [
@@ -89,7 +89,7 @@ def save(view: Locator, path: Path) -> None:
     """Save a picture of the visible `view`, with few enough colors for a small file."""
     view.scroll_into_view_if_needed()
     with Image.open(io.BytesIO(view.screenshot())) as picture:
-        few = picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+        few = picture.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
         few.save(path, optimize=True)
 
 

@@ -204,19 +204,19 @@ def test_dark_theme(notebook: Opens, page: Page, screenshot: Takes) -> None:
     book = notebook([START.format(options=options)])
     book.start()
     run = book.view()
-    light = axis_colour(run)
+    light = axis_color(run)
     book.theme("JupyterLab Dark")
     page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
     run.get_by_role("button", name="Pause").click()
     expect(run.locator(".ortlab-state")).to_have_text("paused")
-    assert max(light) < 150 < min(axis_colour(run)), "the axes' words follow the theme"
+    assert max(light) < 150 < min(axis_color(run)), "the axes' words follow the theme"
     screenshot("live-dark")
     run.get_by_role("button", name="Stop").click()
     expect(page.locator(".jp-OutputArea img")).to_be_visible()
     screenshot("stopped-dark")
 
 
-def axis_colour(run: Locator) -> tuple[int, int, int]:
+def axis_color(run: Locator) -> tuple[int, int, int]:
     """Return the most opaque color in the lower left corner of a chart, where tick labels are."""
     red, green, blue = (
         run.locator("canvas")

@@ -107,8 +107,8 @@ def reveal(view: Locator, text: str) -> None:
 
 
 def fill(shown: Locator) -> str:
-    colour: str = shown.locator(".node-item path").first.evaluate("e => getComputedStyle(e).fill")
-    return colour
+    color: str = shown.locator(".node-item path").first.evaluate("e => getComputedStyle(e).fill")
+    return color
 
 
 def test_colours(notebook: Opens, page: Page, screenshot: Takes) -> None:

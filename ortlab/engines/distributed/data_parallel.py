@@ -116,7 +116,7 @@ class Ranks(OneProcess):
         self._random = RandomStates.now()
         self.reseeded(settings.seed)
         # Before 2.13 DistributedDataParallel synchronizes the parameters only.
-        self.equalise(list(owner.buffers()))
+        self.equalize(list(owner.buffers()))
         self._parallel: Any = self._made_parallel()
 
     def _made_parallel(self) -> Any:
@@ -286,7 +286,7 @@ class Ranks(OneProcess):
         squares = self._agree([norm.double().square()])[0]
         return (squares / self._size).sqrt().to(norm.dtype)
 
-    def equalise(self, statistics: Sequence[torch.Tensor]) -> None:
+    def equalize(self, statistics: Sequence[torch.Tensor]) -> None:
         """Broadcast rank 0's running statistics, one collective for each type.
 
         Args:

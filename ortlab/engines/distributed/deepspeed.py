@@ -36,7 +36,7 @@ from ortlab.engines.distributed.deepspeed_library import (
     Attributes,
     collectives,
     forget,
-    initialised,
+    initialized,
 )
 from ortlab.engines.torch.stepper import TorchStepper, decay_of
 from ortlab.settings import FinetuneSettings
@@ -197,10 +197,10 @@ class DeepSpeedRanks(Ranks):
         for parameter, _ in self._laid:  # DeepSpeed broadcasts them byte by byte
             parameter.data = parameter.data.contiguous()
             if self._has_copies:  # DeepSpeed would broadcast the rounded values only
-                self.equalise([parameter.data])
+                self.equalize([parameter.data])
         whole = [(parameter, parameter.data) for parameter, _ in self._laid if self._has_copies]
         self._root = _Root(self.module, self.loss, halves=self._has_copies)
-        self._engine = self._parallel = initialised(
+        self._engine = self._parallel = initialized(
             self.device,
             model=self._root,
             optimizer=inner,

@@ -126,7 +126,7 @@ def library(device: torch.device) -> Any:
     return found
 
 
-def initialised(device: torch.device, **arguments: Any) -> Any:
+def initialized(device: torch.device, **arguments: Any) -> Any:
     """Return the engine of ``deepspeed.initialize``, with the environment left unchanged.
 
     Args:

@@ -169,7 +169,7 @@ class PipelineRanks(Ranks):
                 partition_method="uniform",
                 dynamic_shape=True,  # the last batch may be smaller
             )
-            engine = deepspeed_library.initialised(
+            engine = deepspeed_library.initialized(
                 self.device,
                 model=pipeline,
                 # DeepSpeed requires an optimizer for a backward pass; nobody steps it.

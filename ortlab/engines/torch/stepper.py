@@ -240,7 +240,7 @@ class TorchStepper:
         sums = self._accumulate(batches_)
         started = time.perf_counter()
         grad_norm, loss_scale, skipped = self._update(sums.loss, lr)
-        self._processes.equalise(self._changing)
+        self._processes.equalize(self._changing)
         self._keep_finite(kept, self._bad.bool() if skipped is None else skipped)
         return StepResult(
             loss=sums.loss,

@@ -33,7 +33,7 @@ LINE_IN = 0.24  # a line of the heading
 DPI = 192
 TEXT = "#7a7a7a"  # 4.3:1 on white, 4.4:1 on JupyterLab's dark #111111
 GRID = "#80808040"
-COLOURS = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4", "#c9a227", "#d1495b")
+COLORS = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4", "#c9a227", "#d1495b")
 FONT = 9.5
 LINE = 125  # characters that fit on a line of the heading
 ERROR_LINES = 3
@@ -111,13 +111,13 @@ def _heading(
     badges, plain = " · ".join(status.badges), replace(status, badges=())
     lines = [
         (plain_text.headline(watched.title, plain), TEXT, "bold"),
-        (badges, COLOURS[1], "bold"),
+        (badges, COLORS[1], "bold"),
         (summary(watched.recorder, rows), TEXT, "normal"),
         *((line, TEXT, "normal") for line in status.lines),
         *((line, TEXT, "normal") for line in _told(changed)),
-        *((line, COLOURS[5], "normal") for line in (status.error or "").splitlines()[:ERROR_LINES]),
+        *((line, COLORS[5], "normal") for line in (status.error or "").splitlines()[:ERROR_LINES]),
     ]
-    return [(text[:LINE], colour, weight) for text, colour, weight in lines if text]
+    return [(text[:LINE], color, weight) for text, color, weight in lines if text]
 
 
 def _told(changed: list[Change]) -> list[str]:
@@ -136,12 +136,12 @@ def _told(changed: list[Change]) -> list[str]:
 
 
 def _write(figure: Figure, x: float, y: float, line: tuple[str, str, str]) -> None:
-    text, colour, weight = line
+    text, color, weight = line
     figure.text(
         x,
         y,
         text,
-        color=colour,
+        color=color,
         weight=weight,
         fontsize=FONT + 0.5,
         verticalalignment="center",
@@ -166,7 +166,7 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
     columns = plain_text.known_columns(name, rows)
     sides: dict[str, Axes] = {}
     lines: list[Line2D] = []
-    for colour, column in zip(COLOURS, columns, strict=False):
+    for color, column in zip(COLORS, columns, strict=False):
         if column.unit not in sides:
             sides[column.unit] = axes if not sides else axes.twinx()
         values = rows[:, INDEX[column.name]] / _size(name, columns, rows)
@@ -174,7 +174,7 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
         lines += sides[column.unit].plot(
             steps[known],
             values[known],
-            color=colour,
+            color=color,
             label=column.label,
             linewidth=1.2 if lines else 2.2,  # the first stays visible below an equal one
             marker="o" if known.sum() <= 2 else None,  # a line of one point is invisible
@@ -254,7 +254,7 @@ def _evaluations(axes: Axes, recorder: Recorder) -> list[Line2D]:
     return axes.plot(
         steps,
         losses,
-        color=COLOURS[1],
+        color=COLORS[1],
         label="evaluation",
         linewidth=1.2,
         linestyle="--",
@@ -270,9 +270,9 @@ def _split(axes: Axes, rows: Rows) -> None:
     if not parts:
         return
     left = 0.0
-    for colour, (label, value) in zip(COLOURS, parts.items(), strict=False):
+    for color, (label, value) in zip(COLORS, parts.items(), strict=False):
         axes.barh(
-            0, value, left=left, color=colour, label=f"{label} {plain_text.milliseconds(value)}"
+            0, value, left=left, color=color, label=f"{label} {plain_text.milliseconds(value)}"
         )
         left += value
     axes.set_xlim(0, left)

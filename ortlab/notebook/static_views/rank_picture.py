@@ -27,7 +27,7 @@ MOST: Final = 16
 """Maximum number of ranks that are drawn; a note states how many more there are."""
 POINTS: Final = 60
 LINE: Final = 145  # characters of a note that fit on a line
-PARTS_COLOURS: Final = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4")
+PARTS_COLORS: Final = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4")
 WAITED: Final = "#c9a227"
 TRACK: Final = "#808080"
 WARN: Final = "#b96410"  # 4.2:1 on white, 4.4:1 on #111111
@@ -74,8 +74,8 @@ def draw(axes: Axes, standing: Standing, recorder: Recorder, *, text: str, font:
     middle = top - 0.24 - ROW_IN
     for rank, loss, rate in zip(shown, drawn.loss, drawn.samples_per_s, strict=False):
         alpha = 1.0 if rank.current and standing.until is None else 0.5
-        _line(axes, LOSS, middle, loss, drawn.loss, PARTS_COLOURS[0], from_zero=False)
-        _line(axes, RATE, middle, rate, drawn.samples_per_s, PARTS_COLOURS[2], from_zero=True)
+        _line(axes, LOSS, middle, loss, drawn.loss, PARTS_COLORS[0], from_zero=False)
+        _line(axes, RATE, middle, rate, drawn.samples_per_s, PARTS_COLORS[2], from_zero=True)
         _draw_values(page, rank, middle, most, alpha)
         middle -= ROW_IN
     for note in _notes(standing):
@@ -111,7 +111,7 @@ def _draw_heads(page: _Page, top: float) -> None:
     """Draw the title, the legend and the column heads."""
     page.write(NAME, top, "Workers", weight="bold")
     x = LOSS
-    legend = [*zip(PARTS.values(), PARTS_COLOURS, strict=True), ("communication", WAITED)]
+    legend = [*zip(PARTS.values(), PARTS_COLORS, strict=True), ("communication", WAITED)]
     for label, color in legend:
         page.axes.add_patch(Rectangle((x, top - 0.05), 0.1, 0.1, color=color, linewidth=0))
         page.write(x + 0.16, top, label)
@@ -152,7 +152,7 @@ def _line(
     middle: float,
     own: Values,
     of_all: Values,
-    colour: str,
+    color: str,
     *,
     from_zero: bool,
 ) -> None:
@@ -164,21 +164,21 @@ def _line(
     x = left + WIDE * np.arange(len(own)) / max(len(own) - 1, 1)
     y = middle + ROW_IN * 0.7 * ((own - low) / spread - 0.5)
     marker = "o" if np.isfinite(own).sum() == 1 else None
-    axes.plot(x, y, color=colour, linewidth=1.1, marker=marker, markersize=2)
+    axes.plot(x, y, color=color, linewidth=1.1, marker=marker, markersize=2)
 
 
 def _bar(
-    axes: Axes, left: float, middle: float, wide: float, colour: str, faint: float = 1.0
+    axes: Axes, left: float, middle: float, wide: float, color: str, faint: float = 1.0
 ) -> None:
     corner = (left, middle - 0.05)
-    axes.add_patch(Rectangle(corner, wide, 0.1, color=colour, linewidth=0, alpha=faint))
+    axes.add_patch(Rectangle(corner, wide, 0.1, color=color, linewidth=0, alpha=faint))
 
 
 def _stack(axes: Axes, middle: float, rank: Rank, most: float, faint: float) -> None:
     """Draw a rank's memory by part; the largest of all ranks has the full width."""
     left = MEMORY
-    for part, colour in zip(PARTS, PARTS_COLOURS, strict=True):
+    for part, color in zip(PARTS, PARTS_COLORS, strict=True):
         size = getattr(rank, part)
         if most and math.isfinite(size):
-            _bar(axes, left, middle, STACK * size / most, colour, faint)
+            _bar(axes, left, middle, STACK * size / most, color, faint)
             left += STACK * size / most

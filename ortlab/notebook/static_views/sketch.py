@@ -164,12 +164,12 @@ def svg(picture: Sketch) -> str:
 
 
 def _box(row: Row, x: int, y: int, phase: str) -> str:
-    colour = _FILL[phase]
+    color = _FILL[phase]
     count = row.counts[phase]
     label = row.label if len(row.label) <= _LABEL else f"{row.label[: _LABEL - 1]}…"
     return (
         f'<g><title>{html.escape(row.label)}</title><rect x="{x}" y="{y}" width="{_BOX}" '
-        f'height="{_HIGH}" rx="4" fill="{colour}" fill-opacity="0.1" stroke="{colour}"/>'
+        f'height="{_HIGH}" rx="4" fill="{color}" fill-opacity="0.1" stroke="{color}"/>'
         f"{_text(x + 8, y + 15, label, 'start')}"
         f"{_text(x + _BOX - 8, y + 15, f'{count:,}', 'end')}</g>"
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ortlab.history.comparison import RunComparison
 
-COLOURS = (
+COLORS = (
     *("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4"),
     *("#c9a227", "#d1495b", "#4aa5b5", "#8c8c8c"),
 )
@@ -88,12 +88,12 @@ def png(comparison: RunComparison) -> bytes:
 def _draw(axes: Axes, title: str, across: str, name: str, comparison: RunComparison) -> list[Any]:
     axes.grid(color=GRID, linewidth=0.6)
     lines = []
-    for colour, run in zip(COLOURS, comparison.runs, strict=False):
+    for color, run in zip(COLORS, comparison.runs, strict=False):
         places, values = curves.curve(run.recorder, across, name)
         lines += axes.plot(
             places,
             values,
-            color=colour,
+            color=color,
             linewidth=1.5,
             marker="o" if len(values) <= 2 else None,  # a line of one point is invisible
             markersize=3,
@@ -106,7 +106,7 @@ def _draw(axes: Axes, title: str, across: str, name: str, comparison: RunCompari
             ]
             if points:
                 at, losses = zip(*points, strict=True)
-                axes.plot(at, losses, color=colour, linewidth=1.0, linestyle="--")
+                axes.plot(at, losses, color=color, linewidth=1.0, linestyle="--")
     axes.tick_params(colors=TEXT, labelsize=FONT, length=3)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=across == "step"))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))

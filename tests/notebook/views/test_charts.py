@@ -427,7 +427,7 @@ def test_picture_of_any_length(steps: int) -> None:
     assert (width, channels) == (1920, 4)
     inches = 5.35 + 0.24 * (6 if steps else 5)  # one heading line less if nothing was measured
     assert height == pytest.approx(192 * inches, abs=1)
-    assert image[:, :, 3].min() == 0, "the page's own colour is behind it"
+    assert image[:, :, 3].min() == 0, "the page's own color is behind it"
     words = image[image[:, :, 3] > 0.9][:, :3]
     assert words.mean() == pytest.approx(0.48, abs=0.2), "grey reads on light and dark"
     run.recorder.close()

@@ -253,8 +253,8 @@ def test_communication_is_no_part_of_a_steps_time(run: OnRanks) -> None:
     assert parts == {"data": 0.5, "forward": 4.0, "backward": 7.0, "optimizer": 0.5, "other": 2.0}
 
 
-def coloured(image: Any, colour: str, below: int) -> int:
-    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+def coloured(image: Any, color: str, below: int) -> int:
+    wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     near = np.abs(image[below:, :, :3] - wanted).max(axis=2) < 0.02
     return int((near & (image[below:, :, 3] > 0.95)).sum())
 

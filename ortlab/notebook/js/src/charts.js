@@ -124,7 +124,7 @@ export class Chart {
     this.root.setAttribute("aria-label", `${TITLES[this.kind]}: ${now}`);
   }
 
-  #colour(name) {
+  #color(name) {
     return getComputedStyle(this.root).getPropertyValue(name).trim() || "#888";
   }
 
@@ -132,8 +132,8 @@ export class Chart {
     const scaleOf = (c) => c.unit || "y";
     const scales = [...new Set(columns.map(scaleOf))];
     const zeroBased = this.kind !== "loss";
-    const text = () => this.#colour("--ortlab-text2");
-    const line = () => this.#colour("--ortlab-grid");
+    const text = () => this.#color("--ortlab-text2");
+    const line = () => this.#color("--ortlab-grid");
     const axis = (extra) => ({
       stroke: text,
       font: FONT,
@@ -197,11 +197,11 @@ export class Chart {
     ctx.textAlign = "center";
     ctx.textBaseline = "middle";
     ctx.lineWidth = ratio;
-    const colour = this.#colour("--ortlab-change");
+    const color = this.#color("--ortlab-change");
     const ends = Array(MARK.rows).fill(-Infinity);
     for (const change of changes) {
       const x = Math.round(bbox.left + this.#left(u, change) * ratio);
-      ctx.strokeStyle = ctx.fillStyle = colour;
+      ctx.strokeStyle = ctx.fillStyle = color;
       ctx.setLineDash([4 * ratio, 3 * ratio]);
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
@@ -234,7 +234,7 @@ export class Chart {
   }
 
   #line(column, i, scale) {
-    const stroke = () => this.#colour(`--ortlab-s${i}`);
+    const stroke = () => this.#color(`--ortlab-s${i}`);
     if (column === EVALUATION) {
       return { scale, stroke, width: 1.5, dash: [5, 4], points: { show: true, size: 7, fill: stroke, stroke } };
     }

@@ -5,7 +5,7 @@
 // requests netron's modules, {do: "stage", stage} another stage. From the kernel: {is: "netron", error},
 // with the modules in its buffer if there is no error.
 import "./graphview.css";
-import { colouring, modes } from "./node_colors.js";
+import { coloring, modes } from "./node_colors.js";
 import { Details } from "./details.js";
 import { button, make } from "./elements.js";
 import { Graph, MOST } from "./graph.js";
@@ -78,8 +78,8 @@ class View {
     this.title = make("span", "ortlab-title");
     this.stage = make("select", "ortlab-select", { "aria-label": "stage" });
     this.stage.addEventListener("change", () => this.model.send({ do: "stage", stage: this.stage.value }));
-    this.colour = make("select", "ortlab-select", { "aria-label": "color by" });
-    this.colour.addEventListener("change", () => this.#colourBy(this.colour.value));
+    this.color = make("select", "ortlab-select", { "aria-label": "color by" });
+    this.color.addEventListener("change", () => this.#colorBy(this.color.value));
     const placeholder = "Search name, operator, module";
     this.search = make("input", "ortlab-search", { type: "search", placeholder, "aria-label": "search" });
     this.search.addEventListener("input", () => {
@@ -93,11 +93,11 @@ class View {
     this.still = make("style");
     const fold = button("ortlab-button", "Fold all", "Draw only the model's outermost modules", () => this.#foldAll());
     const unfold = button("ortlab-button", "Unfold all", "Draw every node", () => this.#unfoldAll());
-    const colours = make("label", "ortlab-labelled", {}, "color by ", this.colour);
+    const colors = make("label", "ortlab-labelled", {}, "color by ", this.color);
     // JupyterLab's shortcuts must not intercept the keys of fields and buttons.
     this.root = make(
       "section", "ortlab-graph", { "data-lm-suppress-shortcuts": "true", hidden: "" },
-      make("div", "ortlab-head", {}, this.title, this.stage, make("span", "ortlab-spring"), fold, unfold, this.search, colours),
+      make("div", "ortlab-head", {}, this.title, this.stage, make("span", "ortlab-spring"), fold, unfold, this.search, colors),
       this.still,
       this.legend,
       this.note,
@@ -127,8 +127,8 @@ class View {
     this.stage.value = graph.stage;
     const offered = modes(graph);
     if (!offered.some(([name]) => name === this.mode)) this.mode = "operator";
-    this.colour.replaceChildren(...offered.map(([name, label]) => make("option", "", { value: name }, label)));
-    this.colour.value = this.mode;
+    this.color.replaceChildren(...offered.map(([name, label]) => make("option", "", { value: name }, label)));
+    this.color.value = this.mode;
     this.root.hidden = false;
     this.#hideStill();
     this.outline.draw(graph);
@@ -223,26 +223,26 @@ class View {
   #drawn(phase) {
     const pane = this.panes.get(phase);
     pane.box.classList.remove("ortlab-busy");
-    this.#colourPane(phase);
+    this.#colorPane(phase);
     const ids = this.#ids()[this.graph.phases.indexOf(phase)];
     if (ids.length) pane.tell({ do: "select", ids });
     pane.box.dataset.drawn = String(this.graph.size(phase));
   }
 
-  #colourBy(mode) {
+  #colorBy(mode) {
     this.mode = mode;
-    for (const phase of this.panes.keys()) this.#colourPane(phase);
+    for (const phase of this.panes.keys()) this.#colorPane(phase);
   }
 
-  #colourPane(phase) {
-    const { colours, legend } = colouring(this.graph, this.mode, this.style);
-    this.panes.get(phase).tell({ do: "colour", colours: colours[phase] ?? {} });
-    this.legend.replaceChildren(...legend.map(({ colour, label }) => {
+  #colorPane(phase) {
+    const { colors, legend } = coloring(this.graph, this.mode, this.style);
+    this.panes.get(phase).tell({ do: "color", colors: colors[phase] ?? {} });
+    this.legend.replaceChildren(...legend.map(({ color, label }) => {
       const mark = make("span", "ortlab-mark");
-      mark.style.background = colour;
+      mark.style.background = color;
       return make("span", "ortlab-entry", {}, mark, label);
     }));
-    this.root.dataset.colour = this.mode;
+    this.root.dataset.color = this.mode;
   }
 
   toggle(module) {

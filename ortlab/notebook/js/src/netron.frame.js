@@ -4,7 +4,7 @@
 // From the page:
 //   {do: "draw", graph, settle}   a graph in netron's format whose nodes have an `id`, and the id of the
 //                                 node to scroll to, or null for the beginning
-//   {do: "colour", colours}       {node id: [fill, text]}; other nodes get netron's own colors
+//   {do: "color", colors}       {node id: [fill, text]}; other nodes get netron's own colors
 //   {do: "select", ids}           marks these nodes and scrolls to them
 //   {do: "zoom", by}              a factor; 0 fits the whole graph
 //   {do: "theme", dark}
@@ -125,9 +125,9 @@ class Pane {
     return this.view.target.find(node);
   }
 
-  colour({ colours }) {
+  color({ colors }) {
     for (const [id, node] of this.byId) {
-      const [fill, text] = colours[id] ?? ["", ""];
+      const [fill, text] = colors[id] ?? ["", ""];
       for (const item of this.drawn(node).element.querySelectorAll(".node-item")) {
         item.querySelector("path").style.fill = fill;
         item.querySelector("text").style.fill = text;

@@ -29,46 +29,46 @@ export function bytesOf(graph, node) {
   return known.length ? known.reduce((sum, bytes) => sum + bytes, 0) : null;
 }
 
-/** Returns {colours: {phase: {id: [fill, text]}}, legend: [{colour, label}]} of a mode; `style` is netron's. */
-export function colouring(graph, mode, style) {
+/** Returns {colors: {phase: {id: [fill, text]}}, legend: [{color, label}]} of a mode; `style` is netron's. */
+export function coloring(graph, mode, style) {
   if (mode === "phase") return phases(graph);
   if (mode === "fused") return marks(graph, graph.fused, "fused by ORT from several nodes", "as exported, or its gradient");
   if (mode === "recompute") return marks(graph, graph.recompute, "recomputed in backward", "computed once");
   if (mode === "bytes") return scale(graph, (node) => bytesOf(graph, node), "bytes");
   const overlay = graph.overlays.find(({ name }) => mode === `overlay ${name}`);
   if (overlay) return scale(graph, (node) => overlay.values[node], overlay.unit);
-  return { colours: {}, legend: kinds(graph, style) };
+  return { colors: {}, legend: kinds(graph, style) };
 }
 
 /** Returns netron's own colors, by category of operator. */
 function kinds(graph, style) {
-  const found = new Map([...style.matchAll(/\.node-item-type-(\w+) path \{ fill: ([^;]+);/g)].map(([, kind, colour]) => [kind, colour]));
+  const found = new Map([...style.matchAll(/\.node-item-type-(\w+) path \{ fill: ([^;]+);/g)].map(([, kind, color]) => [kind, color]));
   const there = new Set(Object.values(graph.categories).map((category) => category.toLowerCase()));
-  return [...found].filter(([kind]) => there.has(kind)).map(([kind, colour]) => ({ colour, label: kind }));
+  return [...found].filter(([kind]) => there.has(kind)).map(([kind, color]) => ({ color, label: kind }));
 }
 
 function phases(graph) {
-  const colours = {};
+  const colors = {};
   for (const phase of graph.phases) {
-    const colour = phase === "forward" ? FORWARD : BACKWARD;
-    colours[phase] = Object.fromEntries(graph.drawn(phase).map((id) => [id, [colour, TEXT]]));
+    const color = phase === "forward" ? FORWARD : BACKWARD;
+    colors[phase] = Object.fromEntries(graph.drawn(phase).map((id) => [id, [color, TEXT]]));
   }
-  return { colours, legend: [{ colour: FORWARD, label: "forward" }, { colour: BACKWARD, label: "backward" }] };
+  return { colors, legend: [{ color: FORWARD, label: "forward" }, { color: BACKWARD, label: "backward" }] };
 }
 
 /** Colors the marked nodes; the color of a folded module depends on its share of marked nodes. */
 function marks(graph, marked, label, other) {
   const inside = new Set(marked);
-  const colours = {};
+  const colors = {};
   for (const phase of graph.phases) {
-    colours[phase] = {};
+    colors[phase] = {};
     for (const [id, nodes] of groups(graph, phase)) {
       const share = nodes.filter((node) => inside.has(node)).length / nodes.length;
-      colours[phase][id] = [share ? mix(NONE, MARKED, 0.4 + 0.6 * share) : NONE, TEXT];
+      colors[phase][id] = [share ? mix(NONE, MARKED, 0.4 + 0.6 * share) : NONE, TEXT];
     }
   }
-  const legend = [{ colour: MARKED, label: `${label}: ${marked.length} of ${graph.count}` }, { colour: NONE, label: other }];
-  return { colours, legend };
+  const legend = [{ color: MARKED, label: `${label}: ${marked.length} of ${graph.count}` }, { color: NONE, label: other }];
+  return { colors, legend };
 }
 
 /** Colors by a figure, summed over folded modules; the scale ends at the maximum of both panes. */
@@ -85,13 +85,13 @@ function scale(graph, figure, unit) {
     }
   }
   // Square root: a few nodes have most of the total, and the others still need distinct colors.
-  const colour = (sum) => (sum == null ? NONE : ramp(most ? Math.sqrt(sum / most) : 0));
-  const colours = {};
+  const color = (sum) => (sum == null ? NONE : ramp(most ? Math.sqrt(sum / most) : 0));
+  const colors = {};
   for (const phase of graph.phases) {
-    colours[phase] = Object.fromEntries([...sums[phase]].map(([id, sum]) => [id, [colour(sum), TEXT]]));
+    colors[phase] = Object.fromEntries([...sums[phase]].map(([id, sum]) => [id, [color(sum), TEXT]]));
   }
-  const stops = [0, 0.25, 0.5, 1].map((part) => ({ colour: ramp(part), label: amount(part ** 2 * most, unit) }));
-  return { colours, legend: [...stops, { colour: NONE, label: "no data" }] };
+  const stops = [0, 0.25, 0.5, 1].map((part) => ({ color: ramp(part), label: amount(part ** 2 * most, unit) }));
+  return { colors, legend: [...stops, { color: NONE, label: "no data" }] };
 }
 
 function groups(graph, phase) {
@@ -111,7 +111,7 @@ function ramp(part) {
 }
 
 function mix(from, to, part) {
-  const channel = (colour, i) => parseInt(colour.slice(1 + 2 * i, 3 + 2 * i), 16);
+  const channel = (color, i) => parseInt(color.slice(1 + 2 * i, 3 + 2 * i), 16);
   const mixed = [0, 1, 2].map((i) => Math.round(channel(from, i) + part * (channel(to, i) - channel(from, i))));
   return `#${mixed.map((value) => value.toString(16).padStart(2, "0")).join("")}`;
 }
