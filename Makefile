@@ -7,7 +7,7 @@
 # make lint       ruff, mypy and import-linter
 # make clean      removes what the others made, .venv included
 #
-# PYTHON=python3.13 sets up with another Python (without the engine 'ort'), TORCH_INDEX=URL takes
+# PYTHON=python3.13 sets up with another Python (without the engine 'ortmodule'), TORCH_INDEX=URL takes
 # torch from that index. What is in .venv already stays; set-up is done again only where
 # pyproject.toml or the front end's sources have changed since.
 

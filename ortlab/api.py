@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack, overload
 
 from ortlab.engines import doctor, wrapped_models
 from ortlab.plan import zero_memory
 from ortlab.session import session
 from ortlab.settings import (
     EngineSettings,
+    ExportSettings,
+    FinetuneSettings,
+    FleetSettings,
     HistorySettings,
+    ProfileSettings,
     PruneSettings,
+    RaceSettings,
+    TuneSettings,
 )
+from ortlab.settings.signatures import takes
 from ortlab.utils import hardware
 from ortlab.utils.errors import brief
 from ortlab.utils.tables import Column, Table
@@ -41,6 +48,16 @@ if TYPE_CHECKING:
     from ortlab.plan.zero_memory import ZeroPlan
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
+    from ortlab.settings.keywords import (
+        EngineKeywords,
+        ExportKeywords,
+        FinetuneKeywords,
+        FleetKeywords,
+        HistoryKeywords,
+        ProfileKeywords,
+        RaceKeywords,
+        TuneKeywords,
+    )
     from ortlab.training.run import Run
     from ortlab.training.tracker import Tracker
     from ortlab.utils.findings import Finding
@@ -48,6 +65,9 @@ if TYPE_CHECKING:
 
 B = TypeVar("B")
 """Type of a batch."""
+_FORMER: Final = {"eval_data": "eval_dataset"}
+"""Former name of an argument -> its name."""
+
 _SIGNS: Final = {True: "ok", False: "MISSING", None: "-"}
 
 
@@ -66,7 +86,8 @@ _FACT_COLUMNS: Final[tuple[Column[Fact], ...]] = (
 
 
 @brief
-def wrap(model: nn.Module, **settings: Any) -> nn.Module:
+@takes(EngineSettings.declarations().values())
+def wrap(model: nn.Module, **settings: Unpack[EngineKeywords]) -> nn.Module:
     """Wrap a model so that an engine executes it.
 
     The result behaves like `model` and shares its parameters. Bind it to the model's name and
@@ -75,7 +96,7 @@ def wrap(model: nn.Module, **settings: Any) -> nn.Module:
     Args:
         model: The model to wrap. It needs a parameter that requires a gradient.
         **settings: Settings of `ortlab.settings.EngineSettings`, such as ``engine="compile"``; the
-            default engine is ``"ort"`` (ORTModule).
+            default engine, ``"auto"``, is ORTModule where it runs, else eager torch.
 
     Returns:
         The wrapper. With ``engine="eager"`` it is the model itself.
@@ -125,13 +146,13 @@ def graphs(model: nn.Module, batch: Any = None) -> Graphs:
     of `profile` and `memory_plan` for the model are drawn over the graphs.
 
     Args:
-        model: A model wrapped in engine ``"ort"``.
+        model: A model wrapped in engine ``"ortmodule"``.
         batch: Input to export the model for if it has not been called yet: a dictionary, a tuple
             or a tensor.
 
     Raises:
-        ValueError: If the model is not wrapped in engine ``"ort"``, or has not been called and
-            there is no batch.
+        ValueError: If the model is not wrapped in engine ``"ortmodule"``, or has not been called
+            and there is no batch.
 
     Example:
         >>> graphs = ortlab.graphs(model, batch)
@@ -148,7 +169,7 @@ def memory_plan(model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
     activations and the state of the optimizer.
 
     Args:
-        model: A model wrapped in engine ``"ort"``.
+        model: A model wrapped in engine ``"ortmodule"``.
         batch: Input to export the model for if it has not been called yet, as in `graphs`.
         optimizer: Optimizer whose state is counted, ``"adamw"`` or ``"sgd"``.
 
@@ -172,7 +193,7 @@ def recompute_plans(
     """Return what the backward pass of a wrapped model could recompute, and the memory that saves.
 
     Args:
-        model: A model wrapped in engine ``"ort"``.
+        model: A model wrapped in engine ``"ortmodule"``.
         batch: Input to export the model for if it has not been called yet, as in `graphs`.
         optimizer: Optimizer whose state is counted, ``"adamw"`` or ``"sgd"``.
 
@@ -182,8 +203,8 @@ def recompute_plans(
         plan from the next step on.
 
     Raises:
-        ValueError: If the model is not wrapped in engine ``"ort"``, or has no graph of a training
-            step yet.
+        ValueError: If the model is not wrapped in engine ``"ortmodule"``, or has no graph of a
+            training step yet.
 
     Example:
         >>> plans = ortlab.recompute_plans(model).at(batch=32)
@@ -193,7 +214,8 @@ def recompute_plans(
 
 
 @brief
-def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
+@takes(ProfileSettings.declarations().values())
+def profile(model: nn.Module, batch: Any = None, **settings: Unpack[ProfileKeywords]) -> Profile:
     """Time a training step of a wrapped model by phase, module, operator and node, next to torch.
 
     A step is forward and backward from the model's own loss, or from the sum of all its outputs,
@@ -202,15 +224,15 @@ def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
     The measurement uses a session of its own, which needs additional memory.
 
     Args:
-        model: A model wrapped in engine ``"ort"``.
+        model: A model wrapped in engine ``"ortmodule"``.
         batch: Input of the model: a dictionary, a tuple or a tensor. Without one, random values in
             the shapes of the last call are used.
         **settings: Settings of `ortlab.settings.ProfileSettings`; ``steps=5`` is the number of
             steps to time.
 
     Raises:
-        ValueError: If the model is not wrapped in engine ``"ort"``, a run is training it, or the
-            batch does not fit.
+        ValueError: If the model is not wrapped in engine ``"ortmodule"``, a run is training it, or
+            the batch does not fit.
 
     Example:
         >>> profile = ortlab.profile(model, batch)
@@ -220,12 +242,13 @@ def profile(model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
 
 
 @brief
-def list_runs(**settings: Any) -> History:
+@takes(HistorySettings.declarations().values())
+def list_runs(**settings: Unpack[HistoryKeywords]) -> History:
     """Return the saved runs of this process and of all others.
 
     Args:
         **settings: Settings of `ortlab.settings.HistorySettings`, which sort and filter:
-            ``sort="loss"``, ``engine="ort"``, ``state="finished"``, ``model="Bert"``,
+            ``sort="loss"``, ``engine="ortmodule"``, ``state="finished"``, ``model="Bert"``,
             ``tag="paper"``, ``limit=50``.
 
     Returns:
@@ -277,13 +300,14 @@ def compare_runs(*runs: str | int | StoredRun) -> RunComparison:
 
 
 @brief
+@takes(HistorySettings.declarations().values())
 def prune_runs(
     *,
     older_than: str | None = None,
     keep: int | None = None,
     max_size: str | None = None,
     yes: bool = False,
-    **filters: Any,
+    **filters: Unpack[HistoryKeywords],
 ) -> Pruning:
     """Remove old runs.
 
@@ -327,15 +351,16 @@ def device() -> Table[Fact]:
 
 
 @brief
+@takes(FinetuneSettings.declarations().values(), renamed=_FORMER)
 def finetune(
     model: nn.Module,
     train: Iterable[Any],
     *,
-    eval_data: Iterable[Any] | None = None,
+    eval_dataset: Iterable[Any] | None = None,
     loss: str | LossFunction | None = None,
     resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
     hold: bool | None = None,
-    **settings: Any,
+    **settings: Unpack[FinetuneKeywords],
 ) -> Run:
     """Train a model in the background, in place, and return the run at once.
 
@@ -346,7 +371,7 @@ def finetune(
         model: The model to train. A wrapped model runs on its own engine unless ``engine=`` is
             given.
         train: Training data: a loader, a dataset, or any iterable of batches.
-        eval_data: Evaluation data, in the same forms.
+        eval_dataset: Evaluation data, in the same forms.
         loss: A function ``loss(output, target)`` or one of the names in `ortlab.settings.LOSSES`;
             None if the model returns its own loss.
         resume_from: A checkpoint file (``run.checkpoint()`` writes one, and every run saves
@@ -362,7 +387,7 @@ def finetune(
             is True in a notebook and False in a script. A run that has not finished its first step
             ends in any case if data or values are wrong, and so does one whose data can be read
             only once.
-        **settings: Settings of `ortlab.settings.FinetuneSettings`, such as ``epochs=3``.
+        **settings: Settings of `ortlab.settings.FinetuneSettings`, such as ``learning_rate=3e-5``.
 
     Raises:
         ValueError: If a setting, the model or the data is wrong, if another run trains the model,
@@ -371,13 +396,13 @@ def finetune(
         ortlab.engines.base.EngineUnavailable: If the engine cannot run on this machine.
 
     Example:
-        >>> run = ortlab.finetune(model, loader, loss="cross_entropy", epochs=3, lr=3e-5)
+        >>> run = ortlab.finetune(model, loader, loss="cross_entropy", num_train_epochs=3)
         >>> result = await run
     """
     return session.finetune(
         model,
         train,
-        eval_data=eval_data,
+        eval_dataset=eval_dataset,
         loss=loss,
         resume_from=resume_from,
         hold=hold,
@@ -386,14 +411,15 @@ def finetune(
 
 
 @brief
+@takes(FinetuneSettings.declarations().values(), renamed=_FORMER)
 def resume(
     run: str | int | StoredRun,
     model: nn.Module | None = None,
     train: Iterable[Any] | None = None,
     *,
-    eval_data: Iterable[Any] | None = None,
+    eval_dataset: Iterable[Any] | None = None,
     loss: str | LossFunction | None = None,
-    **settings: Any,
+    **settings: Unpack[FinetuneKeywords],
 ) -> Run:
     """Resume a paused run, or continue a saved run that did not finish.
 
@@ -405,7 +431,7 @@ def resume(
         run: Name or number of the run, or the run.
         model: The model; None for the variable that has the same name as at that time.
         train: Training data; None as for `model`.
-        eval_data: Evaluation data; None as for `model`.
+        eval_dataset: Evaluation data; None as for `model`.
         loss: Loss function or its name; None as for `model`.
         **settings: Settings to change, such as ``engine="eager"``.
 
@@ -420,16 +446,17 @@ def resume(
         >>> run = ortlab.resume("run-3")
         >>> result = await run
     """
-    return session.resume(run, model, train, eval_data=eval_data, loss=loss, **settings)
+    return session.resume(run, model, train, eval_dataset=eval_dataset, loss=loss, **settings)
 
 
 @brief
+@takes([*RaceSettings.declarations().values(), *RaceSettings.besides().values()])
 def race(
     model: nn.Module,
     data: Iterable[Any],
     *,
     loss: str | LossFunction | None = None,
-    **settings: Any,
+    **settings: Unpack[RaceKeywords],
 ) -> Race:
     """Train copies of a model in several set-ups side by side, in the background.
 
@@ -443,9 +470,9 @@ def race(
         model: The model, wrapped or not.
         data: Training data as in `finetune`; an iterable that can be read only once is refused.
         loss: Loss as in `finetune`.
-        **settings: Settings of `ortlab.settings.RaceSettings`, such as ``engines="eager,ort"``,
+        **settings: Settings of `ortlab.settings.RaceSettings`, such as ``engines="eager,compile"``,
             ``precisions="fp32,bf16"`` or ``preset="examples"``, and settings of a run that all
-            set-ups share, such as ``batch_size`` and ``lr``.
+            set-ups share, such as ``batch_size`` and ``learning_rate``.
 
     Returns:
         The race. ``race.settings`` are the best settings, and ``race.apply()`` applies them to the
@@ -456,7 +483,7 @@ def race(
             set-up that cannot run does not raise; its row shows the reason.
 
     Example:
-        >>> race = ortlab.race(model, loader, engines="eager,ort")
+        >>> race = ortlab.race(model, loader, engines="eager,ortmodule")
         >>> await race
         >>> run = ortlab.finetune(model, loader, **race.settings)
     """
@@ -464,12 +491,13 @@ def race(
 
 
 @brief
+@takes([*TuneSettings.declarations().values(), *TuneSettings.besides().values()])
 def tune(
     model: nn.Module,
     data: Iterable[Any],
     *,
     loss: str | LossFunction | None = None,
-    **settings: Any,
+    **settings: Unpack[TuneKeywords],
 ) -> Tune:
     """Search the settings that train a model fastest on this machine, in the background.
 
@@ -558,9 +586,9 @@ def export(
     batch: Any = None,
     *,
     second: Any = None,
-    eval_data: Iterable[Any] | None = None,
+    eval_dataset: Iterable[Any] | None = None,
     trainable: None = None,
-    **settings: Any,
+    **settings: Unpack[ExportKeywords],
 ) -> Exported: ...
 
 
@@ -577,19 +605,21 @@ def export(
 ) -> TrainingArtifacts: ...
 
 
+# Its body is one call: the length is its docstring, which says what is written and refused.
 @brief
+@takes(ExportSettings.declarations().values(), renamed=_FORMER)
 def export(
     model: nn.Module,
     path: str | Path,
     batch: Any = None,
     *,
     second: Any = None,
-    eval_data: Iterable[Any] | None = None,
+    eval_dataset: Iterable[Any] | None = None,
     trainable: str | Sequence[str] | None = None,
     loss: str | LossFunction | None = None,
     optimizer: str = "adamw",
     weight_decay: float = 0.0,
-    **settings: Any,
+    **settings: Unpack[ExportKeywords],
 ) -> Exported | TrainingArtifacts:
     """Write a model for inference, or for on-device training, into a folder.
 
@@ -613,7 +643,7 @@ def export(
             taken. None for the last batch that ortlab saw for this model. With `trainable` it must
             contain the labels.
         second: Another input; the sizes in which the two differ may vary.
-        eval_data: Labeled data, to report the accuracy of each file next to torch's.
+        eval_dataset: Labeled data, to report the accuracy of each file next to torch's.
         trainable: Parameters to train on the device: names or patterns such as
             ``"classifier.*"``, or ``"*"`` for all.
         loss: Loss for `trainable`, a function or a name; None if the model returns its own.
@@ -646,7 +676,7 @@ def export(
         path,
         batch,
         second=second,
-        eval_data=eval_data,
+        eval_dataset=eval_dataset,
         trainable=trainable,
         loss=loss,
         optimizer=optimizer,
@@ -656,6 +686,7 @@ def export(
 
 
 @brief
+@takes(FinetuneSettings.declarations().values())
 def script(
     model: nn.Module,
     data: Iterable[Any] | None = None,
@@ -664,7 +695,7 @@ def script(
     make_model: str | None = None,
     make_data: str | None = None,
     loss: Any = None,
-    **settings: Any,
+    **settings: Unpack[FinetuneKeywords],
 ) -> Script:
     """Write the fine-tuning of a model as a plain training script.
 
@@ -691,7 +722,7 @@ def script(
         ValueError: If the script cannot express a setting, or the folder holds another script.
 
     Example:
-        >>> ortlab.script(model, dataset, loss="cross_entropy", workers=2, epochs=3)
+        >>> ortlab.script(model, dataset, loss="cross_entropy", workers=2, num_train_epochs=3)
     """
     from ortlab.deploy import torchrun_script  # heavy: torch
 
@@ -708,12 +739,13 @@ def script(
 
 
 @brief
-def zero_plan(model: str | int | nn.Module, **settings: Any) -> ZeroPlan:
+@takes(FleetSettings.declarations().values())
+def zero_plan(model: str | int | nn.Module, **settings: Unpack[FleetKeywords]) -> ZeroPlan:
     """Return the memory that training needs on each GPU at ZeRO stages 0 to 3.
 
     Nothing is executed, and for a number of parameters nothing is imported. Activations are
-    counted if ``hidden``, ``layers``, ``sequence`` and ``batch`` are given, or if engine ``"ort"``
-    has a graph of the model.
+    counted if ``hidden``, ``layers``, ``sequence`` and ``batch`` are given, or if engine
+    ``"ortmodule"`` has a graph of the model.
 
     Args:
         model: Number of parameters (``"2.7B"``, ``350_000_000``), or a model, wrapped or not.

@@ -136,13 +136,13 @@ class ModelReports:
         model: nn.Module | None
         if isinstance(target, Run):
             wrapped = self._registry.wrapped_by(target)
-            whole = wrapped.get("offload") if settings.engine == "offload" else None
-            model = wrapped.get("ort") if whole is None else with_loss(whole)
+            whole = wrapped.get("ort_fused") if settings.model.engine == "ort_fused" else None
+            model = wrapped.get("ortmodule") if whole is None else with_loss(whole)
         else:
             entry = self._wrapped.entry(target)
-            model = target if entry is not None and entry.engine.name == "ort" else None
+            model = target if entry is not None and entry.engine.name == "ortmodule" else None
         if model is None:
-            raise ValueError("engine 'ort' has made no graph of the model")
+            raise ValueError("engine 'ortmodule' has made no graph of the model")
         return plan_for(model, settings, choose=functools.partial(self._choose_recompute, model))
 
     def recompute_plans(
@@ -273,7 +273,7 @@ class Session:
         model: nn.Module,
         train: Iterable[Any],
         *,
-        eval_data: Iterable[Any] | None = None,
+        eval_dataset: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
         resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
         hold: bool | None = None,
@@ -294,7 +294,7 @@ class Session:
             RunRequest(
                 model,
                 train,
-                eval_data=eval_data,
+                eval_dataset=eval_dataset,
                 loss=loss,
                 begin=begin,
                 hold=hold,
@@ -308,7 +308,7 @@ class Session:
         model: nn.Module | None = None,
         train: Iterable[Any] | None = None,
         *,
-        eval_data: Iterable[Any] | None = None,
+        eval_dataset: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
         **settings: Any,
     ) -> Run:
@@ -320,7 +320,7 @@ class Session:
         from ortlab.training import resume
         from ortlab.training.start import RunRequest
 
-        given = {"model": model, "train": train, "eval_data": eval_data, "loss": loss}
+        given = {"model": model, "train": train, "eval_dataset": eval_dataset, "loss": loss}
         name = run.name if isinstance(run, StoredRun) else run_name(run)
         alive = next((each for each in self.runs if each.name == name and not each.over()), None)
         if alive is not None:
@@ -335,14 +335,14 @@ class Session:
         found = resume.found_by_name(past, given, self._names())
         begin = resume.newest(past.folder)
         earlier = resume.earlier(past, begin)
-        if found["eval_data"] is None and earlier.evaluated:
-            earlier = earlier.saying("it is no longer evaluated: eval_data=... was not given")
+        if found["eval_dataset"] is None and earlier.evaluated:
+            earlier = earlier.saying("it is no longer evaluated: eval_dataset=... was not given")
         called = resume.names_of(past).get("model", "model")
         resumed = self._start(
             RunRequest(
                 wrapped_models.check_model(called, found["model"]),
                 found["train"],
-                eval_data=found["eval_data"],
+                eval_dataset=found["eval_dataset"],
                 loss=found["loss"],
                 begin=begin,
                 earlier=earlier,
@@ -483,7 +483,7 @@ class Session:
     ) -> RemoteStepper:
         from ortlab.cluster.remote import RemoteStepper  # heavy: torch
 
-        workers = self.workers_for(settings.workers)
+        workers = self.workers_for(settings.parallel.workers)
         return RemoteStepper(workers, model, loss, settings, name=run)
 
     # ---- views -----------------------------------------------------------------------------------

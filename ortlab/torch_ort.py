@@ -92,7 +92,7 @@ class _Wrapping(type):
             raise TypeError(
                 f"debug_options is a {type(debug).__name__}; give an ortlab.torch_ort.DebugOptions"
             )
-        wrapped = wrap(module, engine="ort", **{**debug.settings(), **settings})
+        wrapped = wrap(module, engine="ortmodule", **{**debug.settings(), **settings})
         # In torch_ort torch.manual_seed seeds ORT's dropout, too; here, the seed so far does.
         set_seed(torch.initial_seed() % sys.maxsize)
         return wrapped
@@ -137,7 +137,7 @@ def load_from_json(model: nn.Module, path: str | None = None) -> None:
     variable ORTMODULE_JSON_CONFIG_PATH takes precedence over `path`.
 
     Args:
-        model: A model wrapped in engine ``"ort"``.
+        model: A model wrapped in engine ``"ortmodule"``.
         path: Path of the file; None for the environment variable.
 
     Raises:

@@ -195,7 +195,7 @@ model, batch = nn.Linear(2, 2), (torch.randn(4, 2), torch.randn(4, 2))
 folder = Path(tempfile.mkdtemp())
 description = {"inputs": [("x", ["batch", 2])], "outputs": [("loss", [], True)]}
 print(json.dumps([
-    refusal(lambda: ortlab.wrap(model, engine="ort")),
+    refusal(lambda: ortlab.wrap(model, engine="ortmodule")),
     refusal(lambda: ortlab.ORTTrainer(model, description, ortlab.optim.AdamConfig())),
     refusal(lambda: torch_ort.ORTModule(model)),
     refusal(lambda: ortlab.export(model, folder / "t", batch, trainable="*", loss="mse")),

@@ -29,7 +29,7 @@ from tests.support.waiting import HANGS_S
 
 # torch.compile does not compile before the first call. It is therefore the fast engine whose
 # wrapper is an object other than the model.
-WRAPPING = EngineSettings(engine="compile")
+WRAPPING = EngineSettings.of(engine="compile")
 
 
 class Net(nn.Module):
@@ -60,7 +60,7 @@ def settings(request: pytest.FixtureRequest) -> EngineSettings:
         engine(request.param)
     except EngineUnavailable as error:
         pytest.skip(str(error))
-    return EngineSettings(engine=request.param)
+    return EngineSettings.of(engine=request.param)
 
 
 @pytest.fixture
@@ -96,10 +96,12 @@ def test_a_wrapped_model_computes_the_same_and_comes_back(
     wrapper(x).sum().backward()
     assert model.head.weight.grad is not None
     (row,) = session.wrapped.table()
-    used = "ort" if settings.engine == "offload" else settings.engine  # the optimizer is the user's
+    used = (
+        "ortmodule" if settings.engine == "ort_fused" else settings.engine
+    )  # the optimizer is the user's
     assert (row.name, row.engine_asked, row.engine_used) == ("model", settings.engine, used)
     assert (row.device, row.precision, row.parameters) == ("cpu", "float32", 4 * 8 + 8 + 8 * 2 + 2)
-    assert (row.export_s > 0) == (used == "ort")
+    assert (row.export_s > 0) == (used == "ortmodule")
     assert session.wrapped.unwrap(wrapper) is model
     assert namespace["model"] is model
     assert len(session.wrapped.table()) == 0
@@ -253,7 +255,7 @@ def test_a_cell_that_runs_again_finds_its_wrapper(session: Session) -> None:
     first = names["model"]
     bind(session, model=net)
     assert names["model"] is first
-    bind(session, model=net, settings=EngineSettings(engine="compile", fallback=True))
+    bind(session, model=net, settings=EngineSettings.of(engine="compile", fallback=True))
     assert names["model"] is not first
 
 
@@ -290,7 +292,7 @@ def test_a_model_with_a_loss_in_its_name_is_a_model(session: Session) -> None:
 
 def test_a_model_on_eager_may_be_given_another_engine_by_its_cell(session: Session) -> None:
     net = Net()
-    bind(session, model=net, settings=EngineSettings(engine="eager"))
+    bind(session, model=net, settings=EngineSettings.of(engine="eager"))
     bind(session, model=net)
     assert [row.engine_asked for row in session.wrapped.table()] == ["compile"]
 
@@ -380,8 +382,10 @@ def test_the_python_twins_of_wrap_and_unwrap() -> None:
     assert [row.name for row in ortlab.models()] == ["a Net"]
     assert ortlab.unwrap(wrapper) is model
     with pytest.raises(ValueError, match="did you mean 'engine'"):
-        ortlab.wrap(model, engin="ort")
-    with pytest.raises(ValueError, match="engine='ort2': choose from eager, compile, ort"):
+        ortlab.wrap(model, engin="ortmodule")
+    with pytest.raises(
+        ValueError, match="engine='ort2': choose from auto, eager, compile, ortmodule"
+    ):
         ortlab.wrap(model, engine="ort2")
     with pytest.raises(ValueError, match="the argument is a list"):
         ortlab.wrap([model])  # type: ignore[arg-type]
@@ -397,10 +401,10 @@ def test_the_python_twin_of_doctor() -> None:
 @pytest.fixture
 def ort() -> EngineSettings:
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
-    return EngineSettings(engine="ort", fallback=True)
+    return EngineSettings.of(engine="ortmodule", fallback=True)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +415,7 @@ def test_a_wrapper_s_copy_is_a_wrapper(session: Session, ort: EngineSettings, co
     first, second, third = copied(wrapper), copied(wrapper), copied(wrapper)
     original = session.wrapped.unwrap(first)
     assert type(original) is Net
-    with pytest.raises(ValueError, match=r"is already wrapped .engine 'ort'"):
+    with pytest.raises(ValueError, match=r"is already wrapped .engine 'ortmodule'"):
         session.wrapped.wrap(second, ort)
     with pytest.raises(ValueError, match="contains a wrapped model; unwrap that first"):
         session.wrapped.wrap(nn.Sequential(third), ort)
@@ -424,14 +428,14 @@ def test_a_wrapper_s_copy_is_a_wrapper(session: Session, ort: EngineSettings, co
 
 
 def test_a_wrapper_s_copy_is_trained_on_its_engine(ort: EngineSettings, data: Any) -> None:
-    wrapper = ortlab.wrap(Net(), engine="ort", fallback=ort.fallback)
-    ortlab.finetune(wrapper, data, loss="cross_entropy", lr=0.1).result(timeout=HANGS_S)
+    wrapper = ortlab.wrap(Net(), engine="ortmodule", fallback=ort.fallback)
+    ortlab.finetune(wrapper, data, loss="cross_entropy", learning_rate=0.1).result(timeout=HANGS_S)
     twin = copy.deepcopy(wrapper)
     run = ortlab.finetune(twin, data, loss="cross_entropy")
     assert run.result(timeout=HANGS_S).steps == 4
-    assert run.engine_used == "ort"
-    assert run.settings.fallback
-    assert run.settings.lr != 0.1, "the settings of the first run are its own"
+    assert run.engine_used == "ortmodule"
+    assert run.settings.model.fallback
+    assert run.settings.optim.learning_rate != 0.1, "the settings of the first run are its own"
     assert run.model is ortlab.unwrap(twin)
 
 
@@ -505,7 +509,7 @@ def test_finetune_trains_the_user_s_model_in_place(settings: EngineSettings, dat
         before = model.head.weight.detach().clone()
         given = ortlab.wrap(model, engine=settings.engine) if wrapped else model
         options = {} if wrapped else {"engine": settings.engine}
-        run = ortlab.finetune(given, data, loss="cross_entropy", lr=0.1, **options)
+        run = ortlab.finetune(given, data, loss="cross_entropy", learning_rate=0.1, **options)
         assert ortlab.last_run is run
         result = run.result(timeout=HANGS_S)
         assert (result.state, result.steps) == ("finished", 4)
@@ -513,7 +517,7 @@ def test_finetune_trains_the_user_s_model_in_place(settings: EngineSettings, dat
         assert not torch.equal(before, model.head.weight)
         assert ortlab.list_runs()[0].name == run.name
         assert run.name in repr(ortlab.list_runs(limit=1))
-        if wrapped and settings.engine == "ort":  # the run used the wrapper's own graphs
+        if wrapped and settings.engine == "ortmodule":  # the run used the wrapper's own graphs
             assert ortlab.models()[-1].export_s > 0
     assert (run.folder / "checkpoints").is_dir()
 
@@ -545,7 +549,7 @@ def test_the_engine_that_is_given_goes_before_the_wrapper_s(data: Any) -> None:
     run = ortlab.finetune(wrapper, data, loss="cross_entropy", engine="eager")
     assert run.result(timeout=HANGS_S).state == "finished"
     assert (run.engine_asked, run.engine_used) == ("eager", "eager")
-    assert run.settings.fallback
+    assert run.settings.model.fallback
 
 
 def test_a_loss_of_the_user_s_own(data: Any) -> None:
@@ -554,7 +558,7 @@ def test_a_loss_of_the_user_s_own(data: Any) -> None:
 
     run = ortlab.finetune(Net(), data, loss=far, engine="eager")
     assert run.result(timeout=HANGS_S).final_loss > 99
-    assert run.settings.loss == "far"
+    assert run.settings.optim.loss == "far"
 
 
 @pytest.mark.parametrize(
@@ -569,17 +573,17 @@ def test_a_loss_of_the_user_s_own(data: Any) -> None:
             "loss=3 is not a function; give loss(output, target) or",
         ),
         (lambda net, data: (net, data), {"loss": "mes"}, "did you mean 'mse'?"),
-        (lambda net, data: (net, data), {"epoch": 3}, "did you mean 'epochs'?"),
-        (lambda net, data: (net, data), {"lr": 0.0}, "lr=0.0 must be above 0"),
+        (lambda net, data: (net, data), {"epoch": 3}, "did you mean 'num_train_epochs'?"),
+        (lambda net, data: (net, data), {"lr": 0.0}, "learning_rate=0.0 must be above 0"),
         (lambda net, data: (net, []), {}, "empty"),
         (
             lambda net, data: (net, data),
-            {"engine": "ort", "precision": "bf16", "kernels": "ort"},
+            {"engine": "ortmodule", "precision": "bf16", "kernels": "ort"},
             "needs torch's kernels",
         ),
         (
             lambda net, data: (net, data),
-            {"engine": "ort", "precision": "fp16", "device": "cpu"},
+            {"engine": "ortmodule", "precision": "fp16", "device": "cpu"},
             "choose precision='bf16', or engine='eager' to check numerics",
         ),
     ],

@@ -145,7 +145,7 @@ dist.destroy_process_group()
 def _needs_ort() -> None:
     """Skip the test with the reason where ORT cannot run."""
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
 
@@ -348,7 +348,11 @@ def test_the_seed_that_torch_has_when_ort_comes_repeats_no_mask() -> None:
 def test_more_settings(net: Net) -> None:
     model = ORTModule(net, DebugOptions(log_level=LogLevel.FATAL), opset=15, fallback=True)
     settings = execution_of(model).settings
-    assert (settings.log_level, settings.opset, settings.fallback) == ("fatal", 15, True)
+    assert (settings.ortmodule.log_level, settings.ortmodule.opset, settings.fallback) == (
+        "fatal",
+        15,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -382,6 +386,6 @@ def test_options_from_json(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(m._runtime_options.onnx_opset_version for m in managers) == [15, 16]
     entry = ortlab.session.session.wrapped.entry(model)  # a run of the model starts with it
     assert entry is not None
-    assert entry.settings.opset == 16
-    with pytest.raises(ValueError, match="not wrapped by engine 'ort'"):
+    assert entry.settings.ortmodule.opset == 16
+    with pytest.raises(ValueError, match="not wrapped by engine 'ortmodule'"):
         load_from_json(net, str(tmp_path / "ort.json"))

@@ -57,7 +57,7 @@ class PaperBench:
         Returns:
             Gain, where 0.1 is 10% more samples per second. None if one of the two was not timed.
         """
-        eager, ort = (self.measured.cell(name, each, precision) for each in ("eager", "ort"))
+        eager, ort = (self.measured.cell(name, each, precision) for each in ("eager", "ortmodule"))
         if eager is None or ort is None or not (eager.step_ms and ort.step_ms):
             return None
         pairs = zip(eager.step_ms, ort.step_ms, strict=False)
@@ -84,7 +84,7 @@ class PaperBench:
         for precision in self._precisions():
             found = {
                 "eager": self.samples_per_s(name, "eager", precision),
-                "ort": self.samples_per_s(name, "ort", precision),
+                "ort": self.samples_per_s(name, "ortmodule", precision),
                 "gain": self.gain(name, precision),
             }
             plain = {what: v if v is None else dataclasses.asdict(v) for what, v in found.items()}
@@ -133,7 +133,7 @@ class PaperBench:
         published = [str(paper.published_shape), _figure(was.torch), _figure(was.ort)]
         published.append(NONE if was.gain is None else f"{was.gain:+.1%}")
         for precision in self._precisions():
-            speeds = [self.samples_per_s(name, e, precision) for e in ("eager", "ort")]
+            speeds = [self.samples_per_s(name, e, precision) for e in ("eager", "ortmodule")]
             gain = self.gain(name, precision)
             yield [
                 paper.title,

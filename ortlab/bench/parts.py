@@ -50,8 +50,8 @@ def step(settings: StepSettings) -> StepBench:
     Args:
         settings: Settings of the benchmark.
     """
-    chosen = FinetuneSettings(
-        engine="ort",
+    chosen = FinetuneSettings.of(
+        engine="ortmodule",
         precision=settings.precision,
         kernels=settings.kernels,
         cache=False,
@@ -110,13 +110,13 @@ class Trial:
         """Number of steps in a turn."""
         self.profiled_steps = min(settings.steps, MOST_PROFILED)
         # An engine that cannot run raises before the model is built.
-        ort = engine("ort")
+        ort = engine("ortmodule")
         self._model, self._batch = models.build(settings.model, quick=settings.quick)
         self._args, self._kwargs = arguments(self._model, self._batch)
         self.trained = [p for p in self._model.parameters() if p.requires_grad]
-        wrapped = ort.wrap(self._model, chosen)
+        wrapped = ort.wrap(self._model, chosen.model)
         self._execution = execution_of(wrapped)
-        other = FinetuneSettings(engine="eager", precision=settings.precision, device="cpu")
+        other = FinetuneSettings.of(engine="eager", precision=settings.precision, device="cpu")
         self.steppers: dict[str, Stepper] = {
             EAGER: engine("eager").prepare(copy.deepcopy(self._model), None, other),
             ORT: ort.prepare(wrapped, None, chosen),

@@ -13,6 +13,7 @@ from ortlab.settings import (
     KERNELS,
     PRECISIONS,
     REFERENCE,
+    SAME_ENGINE,
     EngineSettings,
     Settings,
     setting,
@@ -36,6 +37,7 @@ class BenchSettings(Settings):
     engines: str = setting(
         ",".join(ENGINES),
         choices=ENGINES,
+        renamed=SAME_ENGINE,
         many=True,
         help="engines to compare, separated by commas",
     )
@@ -100,7 +102,11 @@ class PaperSettings(BenchSettings):
         help="benchmarks to run, separated by commas; see below",
     )
     engines: str = setting(
-        "eager,ort", choices=ENGINES, many=True, help="engines to compare, separated by commas"
+        "eager,ortmodule",
+        choices=ENGINES,
+        renamed=SAME_ENGINE,
+        many=True,
+        help="engines to compare, separated by commas",
     )
     precisions: str = setting(
         "fp32,bf16",

@@ -34,6 +34,7 @@ import torch
 
 from ortlab.checkpoint import sharded
 from ortlab.checkpoint.nested_values import Packed, memory_of, rebuilt, unpacked
+from ortlab.settings import stored
 from ortlab.utils.environment import environment
 from ortlab.utils.files import folder_beside, write_beside
 from ortlab.utils.rng import RandomStates
@@ -333,9 +334,10 @@ def _checkpoint(values: dict[str, Any]) -> Checkpoint:
 
 
 def _checked(found: Checkpoint) -> Checkpoint:
-    """Return `found` if every part has a valid type and value, else raise TypeError or ValueError.
+    """Return `found` with current names of settings, once every part is valid.
 
-    A matching digest does not prove that ortlab wrote the file.
+    Parts of another type or value raise TypeError or ValueError. A matching digest does not prove
+    that ortlab wrote the file.
     """
     for name in ("model", "optimizer", "settings", "versions", "loss_scale"):
         part = getattr(found, name)
@@ -351,7 +353,7 @@ def _checked(found: Checkpoint) -> Checkpoint:
             raise ValueError(f"{name} is {number}")
     if found.position.unit not in get_args(Unit):
         raise ValueError(f"unit is {reprlib.repr(found.position.unit)}")
-    return found
+    return dataclasses.replace(found, settings=stored.current(found.settings))
 
 
 def _prefix(field: str) -> str:

@@ -113,7 +113,7 @@ def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -
     _dies_first()
     warn_once.are_seen()
     chosen = engine_for(settings)
-    steppers.load(settings)  # so that the library does not count as the model's memory
+    steppers.load(settings.parallel)  # so that the library does not count as the model's memory
     trim()
     meter = SAMPLER.start()
     base_bytes = meter.take().rss_bytes
@@ -190,7 +190,7 @@ def first_bad(
         return None
     try:
         model, loss = packing.unpack(packed, Path(file))
-        model.to(training_device(settings.device))
+        model.to(training_device(settings.parallel.device))
         return nonfinite.first_bad(model, loss, micro_batches, settings)
     except Exception as error:  # noqa: BLE001 - a rank that fails alone ends the whole run
         return Cause.unknown(error)

@@ -34,7 +34,7 @@ def measured(
     """
     sessions = [check.session(folder / form.file) for form in forms]
     right, total = [0] * (len(forms) + 1), 0
-    found = data_loading.batches(data, FinetuneSettings(engine="eager"))
+    found = data_loading.batches(data, FinetuneSettings.of(engine="eager"))
     device = next(iter(call.tensors.values())).device
     tell("measuring the accuracy")
     for batch in data_loading.Epoch(found.open(0, 0), found.size, 0):
@@ -50,7 +50,7 @@ def measured(
         total += of
     if not total:
         raise ValueError(
-            "eval_data has no class labels; give batches with labels [N] for scores [N, C]"
+            "eval_dataset has no class labels; give batches with labels [N] for scores [N, C]"
         )
     torchs, *ours = (each / total for each in right)
     return [

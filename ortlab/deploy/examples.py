@@ -65,7 +65,7 @@ def first(given: Any) -> Batch:
         return given
     if isinstance(given, list) and given and isinstance(given[0], torch.Tensor):
         return given
-    found = data_loading.batches(given, FinetuneSettings(engine="eager"))
+    found = data_loading.batches(given, FinetuneSettings.of(engine="eager"))
     states = RandomStates.now()
     generators = [(each, each.get_state()) for each in found.generators]
     try:

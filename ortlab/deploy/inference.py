@@ -52,7 +52,7 @@ def export(
     batch: Any = None,
     *,
     second: Any = None,
-    eval_data: Iterable[Any] | None = None,
+    eval_dataset: Iterable[Any] | None = None,
     trainable: str | Sequence[str] | None = None,
     loss: str | LossFunction | None = None,
     optimizer: str = "adamw",
@@ -101,7 +101,7 @@ def export(
         other = ModelCall.of(module, to_device(examples.first(second), device))
         find = functools.partial(axes.of_two, other=other.tensors)
     with _evaluating(module), folder.filled(target) as made:
-        exported = _Writer(module, call, find, chosen, made).write(eval_data)
+        exported = _Writer(module, call, find, chosen, made).write(eval_dataset)
     return exported.at(target)
 
 
@@ -191,14 +191,14 @@ class _Writer:
         self._read: set[str] = set()
         """Names of the graph's inputs: the tensors that forward reads."""
 
-    def write(self, eval_data: Iterable[Any] | None) -> Exported:
+    def write(self, eval_dataset: Iterable[Any] | None) -> Exported:
         """Write the model's files, the README and the manifest."""
         file, found = self._checked()
         ports = self._ports()
         forms = [_form("fp32", file, found)]
         forms += [self._smaller(name) for name in ("fp16", "int8") if getattr(self._settings, name)]
-        if eval_data is not None:
-            forms = accuracy.measured(self._call, self._folder, forms, eval_data)
+        if eval_dataset is not None:
+            forms = accuracy.measured(self._call, self._folder, forms, eval_dataset)
         exported = Exported(
             self._folder,
             forms,

@@ -131,6 +131,7 @@ class _Objective(nn.Module):
         return {"loss": found.loss} | ({} if found.scores is None else {"scores": found.scores})
 
 
+# Steps in a fixed order, each one call; parts of it would only pass its arguments on.
 def export(
     module: nn.Module,
     target: Path,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from ortlab.settings import FinetuneSettings
+from ortlab.settings import FinetuneSettings, OptimSettings
 
 if TYPE_CHECKING:
     from torch import nn
 
 _DROPPED = (
-    *("engine", "workers", "isolated", "device", "checkpoint_every", "eval_every"),
+    *("engine", "workers", "isolated", "device", "save_steps", "eval_steps"),
     *("checkpoint_minutes", "keep_checkpoints", "keep_best"),
 )
 """Settings that have no effect on the steps of the script."""
@@ -28,6 +28,7 @@ def head(
         steps: Optimizer steps of the training; None for as many as the data has.
         imports: Import lines that the user's code needs.
     """
+    parallel = settings.parallel
     declared = FinetuneSettings.declarations()
     options = " ".join(
         f"{declared[name].flag} {declared[name].show(value)}"
@@ -35,12 +36,12 @@ def head(
         if value != declared[name].default and name not in _DROPPED
     )
     by = "ortlab for the settings " + options if options else "ortlab"
-    stage = settings.zero_stage
+    stage = parallel.zero_stage
     how = ("DistributedDataParallel", "ZeroRedundancyOptimizer", "DeepSpeed", "DeepSpeed")
     lines = [
         f'"""Train {model_name} in several processes: ZeRO stage {stage} with {how[stage]}.',
         "",
-        f"    torchrun --standalone --nproc-per-node {settings.workers} train.py",
+        f"    torchrun --standalone --nproc-per-node {parallel.workers} train.py",
         "",
         "On several machines, add torchrun's options --nnodes and --rdzv-endpoint.",
         "",
@@ -57,7 +58,7 @@ def head(
         "from pathlib import Path",
         "from typing import Any",
         "",
-        *(["import deepspeed"] if settings.zero_stage > 1 else []),
+        *(["import deepspeed"] if parallel.zero_stage > 1 else []),
         "import numpy as np",
         "import torch",
         "import torch.distributed as dist",
@@ -72,16 +73,19 @@ def head(
 
 
 def _constants(settings: FinetuneSettings, steps: int | None) -> list[str]:
+    from ortlab.training import schedule  # heavy: torch
+
+    data, optim = settings.data, settings.optim
     constants = {
-        "EPOCHS": settings.epochs,
+        "EPOCHS": settings.limits.num_train_epochs,
         "STEPS": steps,
-        "BATCH_SIZE": settings.batch_size,
-        "ACCUMULATION": settings.accumulation,
-        "LR": settings.lr,
-        "WARMUP_STEPS": settings.warmup_steps,
-        "WEIGHT_DECAY": settings.weight_decay,
-        "CLIP_NORM": settings.clip_norm,
-        "SEED": settings.seed,
+        "BATCH_SIZE": data.batch_size,
+        "ACCUMULATION": data.gradient_accumulation_steps,
+        "LR": optim.learning_rate,
+        "WARMUP_STEPS": schedule.warmup(steps, optim),
+        "WEIGHT_DECAY": optim.weight_decay,
+        "CLIP_NORM": optim.max_grad_norm,
+        "SEED": data.seed,
     }
     return [f"{name} = {value!r}{_COMMENTS.get(name, '')}" for name, value in constants.items()]
 
@@ -114,18 +118,18 @@ def objective(loss: str | None) -> str:
     return _OWN_LOSS if loss is None else _LOSS.replace("LOSS", loss)
 
 
-def learning_rate(settings: FinetuneSettings, steps: int | None) -> str:
+def learning_rate(optim: OptimSettings, steps: int | None) -> str:
     """Return the function that computes the learning rate of a step.
 
     Args:
-        settings: Settings of the run.
+        optim: Settings with the schedule.
         steps: Optimizer steps of the training; None, if unknown, makes the rate constant.
     """
     fall = {
         "constant": "    return LR",
         "linear": "    return LR * (1 - done)",
         "cosine": "    return LR * (1 + math.cos(math.pi * done)) / 2",
-    }[settings.schedule if steps is not None else "constant"]
+    }[optim.lr_scheduler_type if steps is not None else "constant"]
     done = (
         "    done = min((step - WARMUP_STEPS) / max(STEPS - WARMUP_STEPS, 1), 1.0)\n"
         if "done" in fall
@@ -136,7 +140,7 @@ def learning_rate(settings: FinetuneSettings, steps: int | None) -> str:
 
 def optimizer(settings: FinetuneSettings) -> str:
     """Return the function that makes the optimizer."""
-    name = settings.optimizer
+    name = settings.optim.optimizer
     kind, more = {
         "adamw": ("torch.optim.AdamW", ", fused=True"),
         "sgd": ("torch.optim.SGD", ", momentum=0.9, fused=True"),
@@ -144,7 +148,7 @@ def optimizer(settings: FinetuneSettings) -> str:
     }[name]
     lamb = _LAMB if name == "lamb" else ""
     ratios = (', "adam": False', ', "adam": True') if name == "lamb" else ("", "")
-    if settings.zero_stage == 1:
+    if settings.parallel.zero_stage == 1:
         made = f"ZeroRedundancyOptimizer(groups, {kind}, lr=LR{more})"
         lamb = f"    from torch.distributed.optim import ZeroRedundancyOptimizer\n{lamb}"
     else:
@@ -155,22 +159,23 @@ def optimizer(settings: FinetuneSettings) -> str:
 
 def main(settings: FinetuneSettings) -> str:
     """Return the functions that train and save the weights."""
-    deepspeed = settings.zero_stage > 1
-    tf32 = '    torch.set_float32_matmul_precision("high")\n' * (settings.precision == "tf32")
+    model, parallel = settings.model, settings.parallel
+    deepspeed = parallel.zero_stage > 1
+    tf32 = '    torch.set_float32_matmul_precision("high")\n' * (model.precision == "tf32")
     forward = "loss = objective(parallel, moved(own, device)) / len(micro)"
-    if settings.precision == "bf16":
+    if model.precision == "bf16":
         forward = f"with torch.autocast(device.type, torch.bfloat16):\n{' ' * 24}{forward}"
-    compiled = "torch.compile(model)" if settings.engine == "compile" else "model"
-    clip = _CLIP if settings.clip_norm is not None else ""
+    compiled = "torch.compile(model)" if model.engine == "compile" else "model"
+    clip = _CLIP if settings.optim.max_grad_norm is not None else ""
     text = _DEEPSPEED if deepspeed else _TORCH
     for mark, piece in {
         "    TF32\n": tf32,
         "CAST": forward,
         "COMPILED": compiled,
         "            CLIP\n": clip,
-        "STAGE": str(settings.zero_stage),
+        "STAGE": str(parallel.zero_stage),
         "HOLDERS": "engine, optimizer" if deepspeed else "parallel, optimizer",
-        "SHARDED": str(settings.zero_stage == 3),
+        "SHARDED": str(parallel.zero_stage == 3),
     }.items():
         text = text.replace(mark, piece)
     return text

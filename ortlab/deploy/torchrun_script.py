@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ortlab.deploy import script_inputs, script_parts
 from ortlab.deploy.lab import Lab
 from ortlab.deploy.source_code import Sources
-from ortlab.engines import wrapped_models
-from ortlab.settings import IN_ORT, LOSSES, FinetuneSettings
+from ortlab.engines import compatibility, wrapped_models
+from ortlab.settings import AUTO, IN_ORT, LOSSES, FinetuneSettings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,8 +63,9 @@ def script(
     original = module if entry is None else entry.engine.unwrap(module)
     own = {} if entry is None else entry.settings.as_dict()
     named = {"loss": loss} if isinstance(loss, str) else {}
-    chosen = FinetuneSettings.of({**own, **settings, **named})
-    _refuse(chosen)
+    chosen = FinetuneSettings.of({**own, **FinetuneSettings.canonical(settings), **named})
+    if (reason := compatibility.script_conflict(chosen)) is not None:
+        raise ValueError(reason)
     folder = Path(to)
     if (folder / "train.py").exists():
         raise ValueError(f"{folder / 'train.py'} already exists; name another folder with to=...")
@@ -76,51 +77,11 @@ def script(
     folder.mkdir(parents=True, exist_ok=True)
     text = writer.text(data, make_model, make_data)
     (folder / "train.py").write_text(text)
-    command = f"torchrun --standalone --nproc-per-node {chosen.workers} {shlex.quote(str(folder))}"
+    workers = chosen.parallel.workers
+    command = f"torchrun --standalone --nproc-per-node {workers} {shlex.quote(str(folder))}"
     return Script(
         folder / "train.py", f"{command}/train.py", tuple(writer.open), tuple(writer.notes)
     )
-
-
-def _refuse(settings: FinetuneSettings) -> None:
-    """Raise ValueError for settings that a plain script does not support."""
-    if settings.reduction != "mean":
-        raise ValueError(
-            f"reduction={settings.reduction!r} needs ortlab, and a plain script does without it; "
-            "choose reduction='mean'"
-        )
-    if settings.precision == "fp16":
-        raise ValueError(
-            "precision='fp16' needs loss scaling, which the script does not have; choose 'bf16'"
-        )
-    if settings.param_dtype != "fp32":
-        raise ValueError(
-            f"param_dtype={settings.param_dtype!r} is not supported, as the script trains fp32 "
-            "weights; choose param_dtype='fp32', or add DeepSpeed's bf16 block to your own script"
-        )
-    if settings.offload_optimizer:
-        raise ValueError(
-            "offload_optimizer=True is not supported, as the script's optimizer runs on the "
-            "device; choose offload_optimizer=False"
-        )
-    if settings.recompute != "off":
-        raise ValueError(
-            f"recompute={settings.recompute!r} needs ORT's graph, which the script does not have; "
-            "choose recompute='off', and use torch.utils.checkpoint in the model"
-        )
-    if settings.zero_stage > 1 and (settings.precision == "bf16" or settings.engine == "compile"):
-        what = "engine='compile'" if settings.engine == "compile" else "precision='bf16'"
-        raise ValueError(
-            f"{what} cannot be combined with zero_stage={settings.zero_stage}, as DeepSpeed "
-            "compiles and casts on its own; choose engine='eager' and precision='fp32', or "
-            "zero_stage=1"
-        )
-    if settings.optimizer == "lamb" and settings.zero_stage > 1:
-        raise ValueError(
-            f"optimizer='lamb' cannot be combined with zero_stage={settings.zero_stage}, as its "
-            "trust ratios need whole tensors and DeepSpeed partitions them; choose zero_stage=1, "
-            "or optimizer='adamw'"
-        )
 
 
 class _Writer:
@@ -165,7 +126,7 @@ class _Writer:
             reading,
             script_parts.batch_split(self._model, self._loss),
             script_parts.objective(self._loss),
-            script_parts.learning_rate(settings, steps),
+            script_parts.learning_rate(settings.optim, steps),
             script_parts.optimizer(settings),
             script_parts.main(settings),
             'if __name__ == "__main__":\n    main()\n',
@@ -178,27 +139,28 @@ class _Writer:
         from ortlab.training.schedule import total_steps  # heavy: torch
 
         if data is None:
-            return self._settings.max_steps
+            return self._settings.limits.max_steps
         return total_steps(batches(data, self._settings), self._settings)
 
     def _add_notes(self, steps: int | None) -> None:
         settings = self._settings
-        if settings.engine in IN_ORT:
+        if settings.model.engine in (AUTO, *IN_ORT):
             self.notes.append("the script trains in eager torch, without ONNX Runtime")
-        if settings.zero_stage > 1:
+        if settings.parallel.zero_stage > 1:
             self.notes.append(
                 "the script needs DeepSpeed (pip install deepspeed), which on a CPU compiles for a "
                 "minute at its first start"
             )
-        if steps is None and settings.schedule != "constant":
+        schedule = settings.optim.lr_scheduler_type
+        if steps is None and schedule != "constant":
             self.notes.append(
-                f"the learning rate is constant: the {settings.schedule} schedule needs the number "
-                "of steps; give --max-steps"
+                f"the learning rate is constant: the {schedule} schedule needs the number of "
+                "steps; give --max-steps"
             )
 
     def _loss_called(self, loss: Any) -> str | None:
         """Return the loss function as the script calls it; None for the model's own loss."""
-        name = loss if isinstance(loss, str) else self._settings.loss
+        name = loss if isinstance(loss, str) else self._settings.optim.loss
         if loss is None and name is None:
             return None
         if isinstance(name, str):

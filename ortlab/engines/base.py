@@ -407,18 +407,19 @@ class Engine(Protocol):
         """
         ...
 
-    def refuses(self, settings: EngineSettings) -> str | None:
+    def refuses(self, settings: EngineSettings, device: str) -> str | None:
         """Return why this engine cannot run with `settings` on this machine.
 
         Args:
             settings: Settings that name this engine.
+            device: Chosen device, "auto" for the best one.
 
         Returns:
             The reason and what to do about it, or None if the engine can run.
         """
         ...
 
-    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
+    def cost(self, before: FinetuneSettings, after: FinetuneSettings) -> Cost:
         """Return the work that a change of settings causes when a run continues.
 
         Args:

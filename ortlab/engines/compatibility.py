@@ -13,6 +13,8 @@ engine's own `unavailable` and `refuses`; only `deepspeed_missing` looks at what
 `deepspeed_conflict`        ZeRO by DeepSpeed with other settings
 `_adasum_conflict`          Adasum with other settings
 `group_conflict`            the settings and the process group that a stepper is given
+`script_conflict`           a run and the plain training script that is written for it
+`trainer_conflict`          a ZeRO stage and the engine in Hugging Face's Trainer
 ==========================  ====================================================================
 """
 
@@ -25,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ortlab.engines.base import Capabilities
-from ortlab.settings import EngineSettings, FinetuneSettings
+from ortlab.settings import EngineSettings, FinetuneSettings, ParallelSettings
 
 DEEPSPEED: Final = "0.19.8"
 """DeepSpeed's version whose internals `deepspeed_library` and `deepspeed_checkpoint` use."""
@@ -51,42 +53,45 @@ def _first(rules: _Rules) -> str | None:
 
 
 def engine_conflict(
-    engine: str, capabilities: Capabilities, settings: EngineSettings
+    engine: str, capabilities: Capabilities, settings: EngineSettings, parallel: ParallelSettings
 ) -> str | None:
     """Return why an engine cannot run under the settings, or None.
 
     Args:
         engine: The engine's name, for the message.
         capabilities: What the engine supports.
-        settings: Settings of a run, or of a wrapped model, which has no workers.
+        settings: Settings of the model.
+        parallel: Settings of the processes; the defaults for a wrapped model.
 
     Returns:
         A message that names the value and the alternatives.
     """
-    return _first(_engine_rules(engine, capabilities, settings))
+    return _first(_engine_rules(engine, capabilities, settings, parallel))
 
 
-def _engine_rules(engine: str, capabilities: Capabilities, settings: EngineSettings) -> _Rules:
-    workers = getattr(settings, "workers", 1)
+def _engine_rules(
+    engine: str, capabilities: Capabilities, settings: EngineSettings, parallel: ParallelSettings
+) -> _Rules:
+    workers = parallel.workers
     yield (
         workers > 1 and not capabilities.workers,
         f"workers={workers}: engine {engine!r} trains in one process; choose workers=1, or "
         "engine='eager'",
     )
     yield (
-        getattr(settings, "isolated", False) and not capabilities.workers,
+        parallel.isolated and not capabilities.workers,
         f"isolated=True: engine {engine!r} trains in the calling process only; choose "
         "isolated=False, or engine='eager'",
     )
     for name, single in _ONE_PROCESS.items():
-        value = getattr(settings, name, single)
+        value = parallel[name]
         needed = value if name in ("tensor_parallel", "pipeline_stages") else 2
         yield (
             value != single and workers == 1,
             f"{name}={value!r} needs at least {needed} workers (workers=1); choose "
             f"workers={needed}, or {name}={single!r}",
         )
-    stage = getattr(settings, "zero_stage", 0)
+    stage = parallel.zero_stage
     known = ", ".join(map(str, capabilities.zero_stages))
     yield (
         stage not in capabilities.zero_stages and workers > 1,
@@ -94,7 +99,7 @@ def _engine_rules(engine: str, capabilities: Capabilities, settings: EngineSetti
     )
     yield (
         settings.recompute != "off" and not capabilities.recompute,
-        f"recompute={settings.recompute!r} is for engine 'ort'; choose recompute='off' "
+        f"recompute={settings.recompute!r} is for engine 'ortmodule'; choose recompute='off' "
         f"with engine {engine!r}",
     )
 
@@ -115,34 +120,35 @@ def ranks_conflict(settings: FinetuneSettings, size: int) -> str | None:
     """
     if (reason := _model_parallel_conflict(settings, size)) is not None or size == 1:
         return reason
-    if settings.optimizer == "lamb" and settings.reduction == "adasum":
+    parallel, batch_size = settings.parallel, settings.data.batch_size
+    if settings.optim.optimizer == "lamb" and parallel.reduction == "adasum":
         return (
             "reduction='adasum' with optimizer='lamb' is not supported: both scale the step of "
             "each tensor, and their combination has not been studied; choose reduction='mean'"
         )
-    if needs_deepspeed(settings) and (reason := deepspeed_conflict(settings)) is not None:
+    if needs_deepspeed(parallel) and (reason := deepspeed_conflict(settings)) is not None:
         return reason
-    places = data_parallel_size(settings, size)
-    if settings.batch_size < places:
+    places = data_parallel_size(parallel, size)
+    if batch_size < places:
         return (
-            f"batch_size={settings.batch_size} cannot be split across {places} workers; choose "
+            f"{batch_size=} cannot be split across {places} workers; choose "
             f"batch_size={places} or more"
         )
-    return _adasum_conflict(settings, size) if settings.reduction == "adasum" else None
+    return _adasum_conflict(settings, size) if parallel.reduction == "adasum" else None
 
 
-def data_parallel_size(settings: FinetuneSettings, size: int) -> int:
+def data_parallel_size(parallel: ParallelSettings, size: int) -> int:
     """Return the number of parts that a batch is split into.
 
     Args:
-        settings: The run's settings.
+        parallel: Settings of the processes.
         size: Number of ranks. Ranks that share one model, by tensor or pipeline parallelism, train
             on the same part.
 
     Returns:
         The number of model replicas.
     """
-    return size // (settings.tensor_parallel * settings.pipeline_stages)
+    return size // (parallel.tensor_parallel * parallel.pipeline_stages)
 
 
 # --- tensor and pipeline parallelism
@@ -150,58 +156,60 @@ def data_parallel_size(settings: FinetuneSettings, size: int) -> int:
 
 def _model_parallel_conflict(settings: FinetuneSettings, size: int) -> str | None:
     """Return why `size` ranks cannot share a model under `settings`, or None."""
-    if settings.tensor_parallel == settings.pipeline_stages == 1:
+    parallel = settings.parallel
+    if parallel.tensor_parallel == parallel.pipeline_stages == 1:
         return None
     if (reason := _first(_model_parallel_rules(settings, size))) is not None:
         return reason
-    if settings.pipeline_stages > 1 and (missing := deepspeed_missing()) is not None:
+    if parallel.pipeline_stages > 1 and (missing := deepspeed_missing()) is not None:
         return f"pipeline_stages needs DeepSpeed: {missing}"
     return None
 
 
 def _model_parallel_rules(settings: FinetuneSettings, size: int) -> _Rules:
-    layers, stages = settings.tensor_parallel, settings.pipeline_stages
+    model, optim, parallel = settings.model, settings.optim, settings.parallel
+    layers, stages = parallel.tensor_parallel, parallel.pipeline_stages
     yield (
         layers > 1 and stages > 1,
         f"tensor_parallel={layers} with pipeline_stages={stages}: a run combines only one of them "
         "with data parallelism; choose 1 for one of them",
     )
     name = "tensor_parallel" if layers > 1 else "pipeline_stages"
-    own, none = f"{name}={getattr(settings, name)}", f"{name}=1"
+    own, none = f"{name}={settings[name]}", f"{name}=1"
     yield (
         size % (layers * stages) != 0,
         f"{own} does not divide workers={size}; train with a multiple of {layers * stages}",
     )
     yield (
-        settings.zero_stage >= 2,
-        f"{own} with zero_stage={settings.zero_stage}: gradients and weights are already "
+        parallel.zero_stage >= 2,
+        f"{own} with zero_stage={parallel.zero_stage}: gradients and weights are already "
         f"partitioned across the ranks; choose zero_stage=1 or {none}",
     )
-    halves = settings.param_dtype != "fp32"
+    halves = parallel.param_dtype != "fp32"
     whole_only = "param_dtype='bf16'" if halves else "offload_optimizer=True"
     yield (
-        halves or settings.offload_optimizer,
+        halves or parallel.offload_optimizer,
         f"{own} with {whole_only}: DeepSpeed supports it for whole models only, and these ranks "
         f"have parts of one; choose param_dtype='fp32' and offload_optimizer=False, or {none}",
     )
     yield (
-        settings.reduction != "mean",
-        f"{own} with reduction={settings.reduction!r}: it combines the gradients of whole models, "
+        parallel.reduction != "mean",
+        f"{own} with reduction={parallel.reduction!r}: it combines the gradients of whole models, "
         f"and these ranks have parts of one; choose reduction='mean' or {none}",
     )
     yield (
-        settings.precision == "fp16",
+        model.precision == "fp16",
         f"{own} with precision='fp16': only the rank with an overflow would detect it, and the "
         f"ranks' loss scales would differ; choose precision='bf16' or {none}",
     )
     yield (
-        layers > 1 and settings.engine != "eager",
-        f"{own}: engine {settings.engine!r} cannot execute a model with sharded tensors; choose "
+        layers > 1 and model.engine != "eager",
+        f"{own}: engine {model.engine!r} cannot execute a model with sharded tensors; choose "
         f"engine='eager' or {none}",
     )
     yield (
-        layers > 1 and settings.optimizer not in ("adamw", "sgd"),
-        f"{own} with optimizer={settings.optimizer!r}: it needs the norms of whole layers, and the "
+        layers > 1 and optim.optimizer not in ("adamw", "sgd"),
+        f"{own} with optimizer={optim.optimizer!r}: it needs the norms of whole layers, and the "
         f"ranks have parts; choose optimizer='adamw' or {none}",
     )
 
@@ -215,27 +223,28 @@ def _adasum_conflict(settings: FinetuneSettings, size: int) -> str | None:
 
 
 def _adasum_rules(settings: FinetuneSettings, size: int) -> _Rules:
+    optim = settings.optim
     below = 1 << (size.bit_length() - 1)
     yield (
         size & (size - 1) != 0,
         f"reduction='adasum' needs a power of two of workers (workers={size}); train with {below} "
         f"or {2 * below} workers, or choose reduction='mean'",
     )
-    if settings.optimizer == "sgd":
+    if optim.optimizer == "sgd":
         return
-    both = f"reduction='adasum' with optimizer={settings.optimizer!r}"
+    both = f"reduction='adasum' with optimizer={optim.optimizer!r}"
     yield (
-        settings.zero_stage > 0,
+        settings.parallel.zero_stage > 0,
         f"{both}: each rank has moments of its own, which ZeRO cannot shard; choose zero_stage=0 "
         "or optimizer='sgd'",
     )
     yield (
-        settings.clip_norm is not None,
+        optim.max_grad_norm is not None,
         f"{both}: each rank steps by its own gradient, so there is no norm of the gradients of all "
-        "ranks to clip; choose clip_norm=None or optimizer='sgd'",
+        "ranks to clip; choose max_grad_norm=None or optimizer='sgd'",
     )
     yield (
-        settings.precision == "fp16",
+        settings.model.precision == "fp16",
         f"{both}: each rank steps by its own gradient and would need its own loss scale; choose "
         "precision='bf16'",
     )
@@ -254,65 +263,66 @@ def deepspeed_conflict(settings: FinetuneSettings) -> str | None:
     Returns:
         A message that names the values and the alternatives.
     """
-    stage, own = f"zero_stage={settings.zero_stage}", needs_deepspeed(settings)
+    stage, own = f"zero_stage={settings.parallel.zero_stage}", needs_deepspeed(settings.parallel)
     if (missing := deepspeed_missing()) is not None:
         return f"{own or stage} needs DeepSpeed: {missing}"
     return _first(_deepspeed_rules(settings, stage, own))
 
 
 def _deepspeed_rules(settings: FinetuneSettings, stage: str, own: str | None) -> _Rules:
+    model, parallel = settings.model, settings.parallel
     yield (
-        settings.zero_stage == 0,
+        parallel.zero_stage == 0,
         f"{own} with {stage}: DeepSpeed supports it with a sharded optimizer state only; choose "
         "zero_stage=1",
     )
     yield (
-        settings.reduction != "mean",
+        parallel.reduction != "mean",
         f"{stage}: DeepSpeed averages the gradients itself; choose reduction='mean'",
     )
     yield (
-        settings.optimizer == "lamb",
+        settings.optim.optimizer == "lamb",
         f"{stage} with optimizer='lamb': its trust ratios need whole tensors, and DeepSpeed "
         "partitions them; choose optimizer='adamw'",
     )
     yield (
-        settings.precision == "fp16",
+        model.precision == "fp16",
         f"{stage} with precision='fp16': DeepSpeed scales the loss for float16 weights only, and "
         "these are float32; choose precision='bf16'",
     )
-    halves = settings.param_dtype == "bf16"
+    halves = parallel.param_dtype == "bf16"
     yield (
-        halves and settings.precision != "bf16",
-        f"param_dtype='bf16' with precision={settings.precision!r}: matrix products of bfloat16 "
+        halves and model.precision != "bf16",
+        f"param_dtype='bf16' with precision={model.precision!r}: matrix products of bfloat16 "
         "weights are bfloat16; choose precision='bf16', or param_dtype='fp32'",
     )
     yield (
-        halves and settings.engine == "ort",
-        "param_dtype='bf16' with engine='ort': ORT's CPU provider has no MatMul of bfloat16, and "
-        "on CUDA it has not been tested; choose engine='eager', or param_dtype='fp32'",
+        halves and model.engine == "ortmodule",
+        "param_dtype='bf16' with engine='ortmodule': ORT's CPU provider has no MatMul of bfloat16, "
+        "and on CUDA it has not been tested; choose engine='eager', or param_dtype='fp32'",
     )
     yield (
-        settings.zero_stage == 3 and settings.engine != "eager",
-        f"{stage} with engine={settings.engine!r}: the engine reads all weights of the model at "
+        parallel.zero_stage == 3 and model.engine != "eager",
+        f"{stage} with engine={model.engine!r}: the engine reads all weights of the model at "
         "once, so that every rank would have to store them; choose zero_stage=2, or "
         "engine='eager'",
     )
 
 
-def needs_deepspeed(settings: FinetuneSettings) -> str | None:
+def needs_deepspeed(parallel: ParallelSettings) -> str | None:
     """Return the first setting that only DeepSpeed implements, or None.
 
     Args:
-        settings: The run's settings.
+        parallel: Settings of the processes.
 
     Returns:
         Name and value of the setting, as in ``zero_stage=2``.
     """
-    if settings.param_dtype != "fp32":
-        return f"param_dtype={settings.param_dtype!r}"
-    if settings.offload_optimizer:
+    if parallel.param_dtype != "fp32":
+        return f"param_dtype={parallel.param_dtype!r}"
+    if parallel.offload_optimizer:
         return "offload_optimizer=True"
-    return f"zero_stage={settings.zero_stage}" if settings.zero_stage > 1 else None
+    return f"zero_stage={parallel.zero_stage}" if parallel.zero_stage > 1 else None
 
 
 def deepspeed_missing() -> str | None:
@@ -345,19 +355,20 @@ def group_conflict(settings: FinetuneSettings, size: int, *, is_world: bool) -> 
     Returns:
         A message that names the values and the alternatives.
     """
-    if settings.workers != size:
+    parallel = settings.parallel
+    if parallel.workers != size:
         return (
-            f"workers={settings.workers}, but the process group has {size} ranks; start "
-            f"{settings.workers}, or set workers={size}"
+            f"workers={parallel.workers}, but the process group has {size} ranks; start "
+            f"{parallel.workers}, or set workers={size}"
         )
     if (reason := ranks_conflict(settings, size)) is not None:
         return reason
-    if not is_world and max(settings.tensor_parallel, settings.pipeline_stages) > 1:
+    if not is_world and max(parallel.tensor_parallel, parallel.pipeline_stages) > 1:
         return (
             "tensor_parallel and pipeline_stages need all ranks, not a part of them; leave `group` "
             "out"
         )
-    own = needs_deepspeed(settings)
+    own = needs_deepspeed(settings.parallel)
     if own is None or deepspeed_serves(settings, is_world=is_world):
         return None
     reason = deepspeed_conflict(settings)
@@ -376,4 +387,94 @@ def deepspeed_serves(settings: FinetuneSettings, *, is_world: bool) -> bool:
     Returns:
         True if a ZeRO stage is chosen and DeepSpeed supports the other settings.
     """
-    return settings.zero_stage > 0 and is_world and deepspeed_conflict(settings) is None
+    return settings.parallel.zero_stage > 0 and is_world and deepspeed_conflict(settings) is None
+
+
+# --- a plain script
+
+
+def script_conflict(settings: FinetuneSettings) -> str | None:
+    """Return why a plain training script cannot do what the settings of a run say, or None.
+
+    Args:
+        settings: The run's settings.
+
+    Returns:
+        A message that names the values and the alternatives.
+    """
+    return _first(_script_rules(settings))
+
+
+def _script_rules(settings: FinetuneSettings) -> _Rules:
+    model, parallel = settings.model, settings.parallel
+    yield (
+        parallel.reduction != "mean",
+        f"reduction={parallel.reduction!r} needs ortlab, and a plain script does without it; "
+        "choose reduction='mean'",
+    )
+    yield (
+        model.precision == "fp16",
+        "precision='fp16' needs loss scaling, which the script does not have; choose 'bf16'",
+    )
+    yield (
+        parallel.param_dtype != "fp32",
+        f"param_dtype={parallel.param_dtype!r} is not supported, as the script trains fp32 "
+        "weights; choose param_dtype='fp32', or add DeepSpeed's bf16 block to your own script",
+    )
+    yield (
+        parallel.offload_optimizer,
+        "offload_optimizer=True is not supported, as the script's optimizer runs on the device; "
+        "choose offload_optimizer=False",
+    )
+    yield (
+        model.recompute != "off",
+        f"recompute={model.recompute!r} needs ORT's graph, which the script does not have; "
+        "choose recompute='off', and use torch.utils.checkpoint in the model",
+    )
+    sharded = parallel.zero_stage > 1
+    what = "engine='compile'" if model.engine == "compile" else "precision='bf16'"
+    yield (
+        sharded and (model.precision == "bf16" or model.engine == "compile"),
+        f"{what} cannot be combined with zero_stage={parallel.zero_stage}, as DeepSpeed compiles "
+        "and casts on its own; choose engine='eager' and precision='fp32', or zero_stage=1",
+    )
+    yield (
+        sharded and settings.optim.optimizer == "lamb",
+        f"optimizer='lamb' cannot be combined with zero_stage={parallel.zero_stage}, as its trust "
+        "ratios need whole tensors and DeepSpeed partitions them; choose zero_stage=1, or "
+        "optimizer='adamw'",
+    )
+
+
+# --- Hugging Face's Trainer
+
+
+def trainer_conflict(stage: int, model: EngineSettings) -> str | None:
+    """Return why a Trainer cannot train at a ZeRO stage with an engine, or None.
+
+    Args:
+        stage: ZeRO stage, 1 to 3.
+        model: Settings that name the engine.
+
+    Returns:
+        A message that names the values and the alternatives.
+    """
+    return _first(_trainer_rules(stage, model))
+
+
+def _trainer_rules(stage: int, model: EngineSettings) -> _Rules:
+    yield (
+        model.engine not in ("eager", "ortmodule"),
+        f"zero_stage={stage} with engine={model.engine!r} is not tested in a Trainer; choose "
+        "engine='eager' or engine='ortmodule'",
+    )
+    yield (
+        stage == 3 and model.engine == "ortmodule",
+        "zero_stage=3 with engine='ortmodule': it reads all weights of the model at once, so every "
+        "process would need all of them; choose zero_stage=2, or engine='eager'",
+    )
+    yield (
+        model.precision != "fp32",
+        f"zero_stage={stage} with precision={model.precision!r} is not tested in a Trainer; remove "
+        "it, or train with ortlab.finetune and workers",
+    )

@@ -195,4 +195,4 @@ def facts() -> list[Fact]:
 
 
 def _engine_state(name: str) -> str:
-    return refusal(FinetuneSettings(engine=name)) or "runs"
+    return refusal(FinetuneSettings.of(engine=name)) or "runs"

@@ -110,7 +110,7 @@ def _in_pass(
         for name, module in model.named_modules():
             hook = _noting(name, module, forward, backward)
             stack.callback(module.register_forward_hook(hook).remove)
-        with autocast_for(settings.precision, next(model.parameters()).device):
+        with autocast_for(settings.model.precision, next(model.parameters()).device):
             value = batches.forward(model, batch, loss).loss
         if forward:
             return forward[0]

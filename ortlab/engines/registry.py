@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import cast
+from typing import Final, TypeVar
 
 from ortlab.engines import compatibility
 from ortlab.engines.base import Cost, Engine, EngineUnavailable
-from ortlab.settings import EngineSettings, FinetuneSettings, unknown_name
+from ortlab.settings import (
+    AUTO,
+    REFERENCE,
+    SAME_ENGINE,
+    EngineSettings,
+    FinetuneSettings,
+    OrtModuleSettings,
+    ParallelSettings,
+    unknown_name,
+)
+
+_BEST: Final = "ortmodule"
+"""Engine that "auto" is where it runs."""
+
+Chosen = EngineSettings | FinetuneSettings
+"""Settings of a wrapped model or of a run."""
+
+S = TypeVar("S", EngineSettings, FinetuneSettings)
 
 
 def engine(name: str) -> Engine:
     """Return the engine with a given name.
 
     Args:
-        name: One of `ortlab.settings.ENGINES`.
+        name: One of `ortlab.settings.ENGINES`, or "auto".
 
     Returns:
         The engine.
@@ -23,6 +40,8 @@ def engine(name: str) -> Engine:
         ValueError: If the name is unknown; the message suggests the nearest one.
         EngineUnavailable: If the engine cannot run on this machine.
     """
+    if name == AUTO:
+        name = _model(EngineSettings(engine=AUTO)).engine
     found = _engine(name)
     reason = found.unavailable()
     if reason is not None:
@@ -38,33 +57,86 @@ def _engine(name: str) -> Engine:
     engines: dict[str, Engine] = {
         "eager": torch_native.Eager(),
         "compile": torch_native.Compile(),
-        "ort": ortmodule.OrtModuleEngine(),
-        "offload": fused_engine.FusedEngine(),
+        "ortmodule": ortmodule.OrtModuleEngine(),
+        "ort_fused": fused_engine.FusedEngine(),
     }
+    name = SAME_ENGINE.get(name, name)
     if name not in engines:
-        raise ValueError(f"engine={name!r}: {unknown_name(name, engines)}")
+        raise ValueError(
+            f"engine={name!r}: {unknown_name(name, (AUTO, *engines), accepted=SAME_ENGINE)}"
+        )
     return engines[name]
 
 
-def refusal(settings: EngineSettings) -> str | None:
+def resolved(settings: S, *, missing: str | None = None) -> tuple[S, str]:
+    """Return settings whose engine is not "auto".
+
+    The engine "auto" is an ORT engine that runs on this machine with the settings, else eager
+    torch. It is the ORT engine, whose reason then is the error, if eager torch does not run with
+    them either, or if they choose options that only ORT has: a choice is never ignored in silence.
+
+    Args:
+        settings: Settings of a run or of a wrapped model.
+        missing: Why the ORT engine cannot run here, if that is known already.
+
+    Returns:
+        The settings with the name of the engine that runs, and the reason of the choice; "" if
+        the settings name an engine.
+    """
+    model = settings if isinstance(settings, EngineSettings) else settings.model
+    if model.engine != AUTO:
+        return settings, ""
+    in_ort = settings.replace(engine=_BEST)
+    reason = missing or refusal(in_ort)
+    if reason is None:
+        return in_ort, f"engine auto: {_BEST} runs here with these settings"
+    in_torch = settings.replace(engine=REFERENCE[0])
+    own_loop = isinstance(settings, EngineSettings)  # sets the precision itself in eager torch
+    if _is_for_ort(model) or (own_loop and model.precision != REFERENCE[1]) or refusal(in_torch):
+        return in_ort, reason
+    return in_torch, f"engine auto: {REFERENCE[0]}, because {_BEST} cannot run: {reason}"
+
+
+def _is_for_ort(model: EngineSettings) -> bool:
+    """Return whether an option of the ORT graph was chosen; standing values count as not chosen."""
+    standing = EngineSettings()
+    names = ("kernels", "attention", *OrtModuleSettings.declarations())
+    return any(model[name] != standing[name] for name in names)
+
+
+def _model(settings: Chosen) -> EngineSettings:
+    """Return the settings of the model, with the name of an engine."""
+    if isinstance(settings, EngineSettings):
+        return resolved(settings)[0]
+    return resolved(settings)[0].model
+
+
+def refusal(settings: Chosen) -> str | None:
     """Return why these settings cannot run on this machine.
 
     Args:
-        settings: Settings with an engine, and for a run with a number of workers.
+        settings: Settings of a run or of a wrapped model.
 
     Returns:
         The reason and what to do about it, or None if the settings can run.
     """
-    found = _engine(settings.engine)
-    reason = compatibility.engine_conflict(found.name, found.capabilities, settings)
-    reason = reason or found.refuses(settings)
-    workers = getattr(settings, "workers", 1)
+    if isinstance(settings, EngineSettings):
+        return _refusal(resolved(settings)[0], ParallelSettings())
+    settings, _ = resolved(settings)
+    workers = settings.parallel.workers
+    reason = _refusal(settings.model, settings.parallel)
     if reason is not None or workers == 1:
         return reason
-    return compatibility.ranks_conflict(cast(FinetuneSettings, settings), workers)
+    return compatibility.ranks_conflict(settings, workers)
 
 
-def ignored(settings: EngineSettings, name: str) -> str | None:
+def _refusal(model: EngineSettings, parallel: ParallelSettings) -> str | None:
+    found = _engine(model.engine)
+    reason = compatibility.engine_conflict(found.name, found.capabilities, model, parallel)
+    return reason or found.refuses(model, parallel.device)
+
+
+def ignored(settings: Chosen, name: str) -> str | None:
     """Return why a setting has no effect on the engine of `settings`.
 
     Args:
@@ -74,49 +146,52 @@ def ignored(settings: EngineSettings, name: str) -> str | None:
     Returns:
         The reason, or None if the setting has an effect.
     """
-    found = _engine(settings.engine)
+    found = _engine(_model(settings).engine)
     return found.capabilities.ignores(found.name, name)
 
 
-def cost(before: EngineSettings, after: EngineSettings) -> Cost:
+def cost(before: FinetuneSettings, after: FinetuneSettings) -> Cost:
     """Return the work that a change of settings causes; see `Engine.cost`.
 
     Args:
         before: Settings up to now.
         after: New settings, which name the engine that is asked.
     """
-    return _engine(after.engine).cost(before, after)
+    new, _ = resolved(after)
+    return _engine(new.model.engine).cost(resolved(before)[0], new)
 
 
-def graph_key(settings: EngineSettings) -> Hashable:
+def graph_key(settings: Chosen) -> Hashable:
     """Return the part of the settings that determines the graph; see `Engine.graph_key`.
 
     Args:
         settings: Settings that name the engine.
     """
-    return _engine(settings.engine).graph_key(settings)
+    model = _model(settings)
+    return _engine(model.engine).graph_key(model)
 
 
-def graph_changes(before: EngineSettings, after: EngineSettings) -> str:
+def graph_changes(before: Chosen, after: Chosen) -> str:
     """Return the graph options that differ, as text; see `Engine.graph_changes`.
 
     Args:
         before: Settings up to now.
         after: New settings, which name the engine that is asked.
     """
-    return _engine(after.engine).graph_changes(before, after)
+    new = _model(after)
+    return _engine(new.engine).graph_changes(_model(before), new)
 
 
-def size_cost(settings: EngineSettings) -> Cost:
+def size_cost(settings: Chosen) -> Cost:
     """Return the work that a batch of a new size causes; see `Capabilities.size_cost`.
 
     Args:
         settings: Settings that name the engine.
     """
-    return _engine(settings.engine).capabilities.size_cost
+    return _engine(_model(settings).engine).capabilities.size_cost
 
 
-def engine_for(settings: EngineSettings) -> Engine:
+def engine_for(settings: Chosen) -> Engine:
     """Return the engine of the settings, checked to run with them on this machine.
 
     Args:
@@ -129,7 +204,7 @@ def engine_for(settings: EngineSettings) -> Engine:
         ValueError: If the engine cannot run with these settings.
         EngineUnavailable: If the engine cannot run at all.
     """
-    found = engine(settings.engine)
+    found = engine(_model(settings).engine)
     reason = refusal(settings)
     if reason is not None:
         raise ValueError(reason)

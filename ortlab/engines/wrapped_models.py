@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from ortlab.engines import base
-from ortlab.engines.base import wrapped_model
+from ortlab.engines.base import EngineUnavailable, wrapped_model
 from ortlab.engines.registry import engine as engine_called
-from ortlab.settings import EngineSettings, unknown_name
+from ortlab.engines.registry import resolved
+from ortlab.settings import AUTO, EngineSettings, unknown_name
 from ortlab.utils.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class WrappedEntry:
         names: Names that the model was wrapped under.
         settings: Settings that it was wrapped with.
         engine: Engine that made the wrapper.
+        choice: Reason for this engine if "auto" was asked for; "" if it was named.
         reference: Weak reference to the wrapper.
     """
 
@@ -54,6 +56,7 @@ class WrappedEntry:
     settings: EngineSettings
     engine: Engine
     reference: weakref.ref[nn.Module]
+    choice: str = ""
 
     @property
     def wrapper(self) -> nn.Module | None:
@@ -109,7 +112,7 @@ class ModelRow:
         export_s: Time of the exports, in seconds.
         check_s: Time of the self-checks, in seconds.
         fallback_reason: Why another engine is in use; None without a fallback.
-        remarks: Where the engine does not do what eager torch does.
+        remarks: Reason for the engine "auto", and differences from eager torch.
     """
 
     name: str
@@ -205,15 +208,8 @@ class WrappedModels:
         wrapped = wrapped_model(model)
         if wrapped is None:
             return None
-        # After a run the wrapper has the settings of the run.
-        settings = wrapped.settings.as_dict()
-        settings = {name: settings[name] for name in EngineSettings.declarations()}
-        entry = WrappedEntry(
-            (),
-            EngineSettings.of({**settings, "engine": "ort"}),
-            engine_called("ort"),
-            weakref.ref(model),
-        )
+        settings = wrapped.settings.replace(engine="ortmodule")
+        entry = WrappedEntry((), settings, engine_called("ortmodule"), weakref.ref(model))
         self._entries.append(entry)
         return entry
 
@@ -262,7 +258,7 @@ class WrappedModels:
         """Change settings of a wrapped model from its next call on.
 
         Args:
-            model: A model wrapped in engine ``"ort"``.
+            model: A model wrapped in engine ``"ortmodule"``.
             changes: New values by setting.
 
         Raises:
@@ -271,7 +267,7 @@ class WrappedModels:
         entry = self.entry(model)
         wrapped = wrapped_model(model)
         if entry is None or wrapped is None:
-            raise ValueError(f"this {type(model).__name__} is not wrapped by engine 'ort'")
+            raise ValueError(f"this {type(model).__name__} is not wrapped by engine 'ortmodule'")
         settings = entry.settings.replace(**changes)
         wrapped.configure(settings)
         self._entries[self._entries.index(entry)] = replace(entry, settings=settings)
@@ -327,7 +323,7 @@ class WrappedModels:
         parameters = list(original.parameters())
         return ModelRow(
             name=", ".join(self._names_of(wrapper)) or f"a {type(original).__name__}",
-            engine_asked=entry.settings.engine,
+            engine_asked=AUTO if entry.choice else entry.settings.engine,
             engine_used=report.engine_used,
             device=", ".join(sorted({str(p.device) for p in parameters})),
             precision=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
@@ -335,7 +331,7 @@ class WrappedModels:
             export_s=report.export_s,
             check_s=report.check_s,
             fallback_reason=report.fallback_reason,
-            remarks=report.remarks[:_MOST_REMARKS],
+            remarks=tuple(filter(None, (entry.choice, *report.remarks[:_MOST_REMARKS]))),
         )
 
     def _forget_unreachable(self) -> None:
@@ -436,13 +432,25 @@ class WrappedModels:
         """Wrap all of `groups`; if one of them fails, nothing is recorded."""
         if not groups:
             return []
+        chosen, choice = resolved(settings)
+        try:
+            return self._wrap_in(groups, chosen, choice)
+        except EngineUnavailable as error:  # only its import shows that an installed ORT is broken
+            other, choice = resolved(settings, missing=str(error))
+            if other == chosen:
+                raise
+            return self._wrap_in(groups, other, choice)
+
+    def _wrap_in(
+        self, groups: Sequence[_Group], settings: EngineSettings, choice: str
+    ) -> list[tuple[WrappedEntry, nn.Module]]:
         engine = engine_called(settings.engine)
         made = []
         for group in groups:
             wrapper = self._wrapper_of(group.module, settings)
             if wrapper is None:
                 wrapper = engine.wrap(group.module, settings)
-            entry = WrappedEntry(tuple(group.names), settings, engine, weakref.ref(wrapper))
+            entry = WrappedEntry(tuple(group.names), settings, engine, weakref.ref(wrapper), choice)
             made.append((entry, wrapper, group.module))
         for entry, wrapper, module in made:
             # Replaces the entry of the same wrapper, or of the model itself on the eager engine.

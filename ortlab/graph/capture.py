@@ -20,6 +20,7 @@ from ortlab.engines.batch import arguments, signature
 from ortlab.engines.ortmodule import fused_engine
 from ortlab.engines.ortmodule.dispatch import GraphDispatcher
 from ortlab.engines.ortmodule.engine import execution_of, is_wrapped
+from ortlab.engines.registry import refusal
 from ortlab.engines.torchscript.failures import module_path
 from ortlab.graph import STAGES
 from ortlab.settings import EngineSettings, unknown_name
@@ -516,14 +517,16 @@ def execution_behind(model: nn.Module) -> GraphDispatcher:
     """Return the dispatcher that executes the wrapped `model`.
 
     Args:
-        model: Model wrapped in engine "ort".
+        model: Model wrapped in engine "ortmodule".
 
     Raises:
-        ValueError: If the model is not wrapped in engine "ort".
+        ValueError: If the model is not wrapped in engine "ortmodule".
     """
     if not is_wrapped(model):
+        missing = refusal(EngineSettings(engine="ortmodule"))
         raise ValueError(
-            f"this {type(model).__name__} has no ORT graphs; wrap it: %%ort, or ortlab.wrap(model)"
+            f"this {type(model).__name__} has no ORT graphs; "
+            + (missing or "wrap it: %%ort, or ortlab.wrap(model)")
         )
     return execution_of(model)
 
@@ -534,14 +537,14 @@ def capture(
     """Return the graphs of the exports that `model` used last, in training and evaluation.
 
     Args:
-        model: Model wrapped in engine "ort".
+        model: Model wrapped in engine "ortmodule".
         batch: If given, return the graphs that serve this batch, and export them first if there are
             none. The model is not changed.
         settings: If given, return the graphs made for these settings, cached ones included.
 
     Raises:
-        ValueError: If the model is not wrapped in engine "ort", has not been called yet, or runs in
-            torch.
+        ValueError: If the model is not wrapped in engine "ortmodule", has not been called yet,
+            or runs in torch.
     """
     execution = execution_behind(model)
     name = type(execution.module).__name__

@@ -36,7 +36,7 @@ def profile(
     is the time to launch their kernels, and the time of phases includes the kernels.
 
     Args:
-        model: Model wrapped in engine "ort".
+        model: Model wrapped in engine "ortmodule".
         batch: Batch to run. If None, made-up values in the shapes of the last call.
         steps: Number of steps.
         notes: Further lines to show with the result.
@@ -45,7 +45,7 @@ def profile(
         The profile. Its time in ORT is None if torch runs the model.
 
     Raises:
-        ValueError: If the model is not wrapped in engine "ort" or the batch does not fit.
+        ValueError: If the model is not wrapped in engine "ortmodule" or the batch does not fit.
     """
     execution = execution_behind(model)
     args, kwargs = _call(execution, batch)

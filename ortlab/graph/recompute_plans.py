@@ -59,7 +59,7 @@ class RecomputePlans:
     separated by commas. ``plans.least_time("2GiB", batch=32)`` returns the cheapest plan that fits.
 
     Args:
-        model: Model wrapped in engine "ort".
+        model: Model wrapped in engine "ortmodule".
         batch: Batch whose graph is used. If None, the graph used last.
         optimizer: Optimizer whose state is counted.
         choose: Called with a plan to activate it.
@@ -368,18 +368,19 @@ def plan_for(
     use. Nothing is exported.
 
     Args:
-        model: Model wrapped in engine "ort".
+        model: Model wrapped in engine "ortmodule".
         settings: Settings of the run.
         choose: Called with a recompute plan to activate it.
 
     Raises:
         ValueError: If ORT has built no graph yet, or cannot recompute those activations.
     """
-    execution, optimizer = execution_behind(model), settings.optimizer
-    made = [each for each in execution.exports(settings) if each.gradient]
+    execution, optimizer = execution_behind(model), settings.optim.optimizer
+    graph = settings.model
+    made = [each for each in execution.exports(graph) if each.gradient]
     if not made:
         return plan(capture(model), model, optimizer=optimizer), execution.settings
-    if made[-1].plans == options.recomputed(settings):
-        return plan(capture(model, settings=settings), model, optimizer=optimizer), settings
-    again = RecomputePlans(model, None, optimizer=optimizer, choose=choose, settings=settings)
-    return again.memory(settings.recompute), settings
+    if made[-1].plans == options.recomputed(graph):
+        return plan(capture(model, settings=graph), model, optimizer=optimizer), graph
+    again = RecomputePlans(model, None, optimizer=optimizer, choose=choose, settings=graph)
+    return again.memory(graph.recompute), graph

@@ -58,6 +58,7 @@ class OrtLabCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.ended(None, why="train ended without on_train_end: it raised or was interrupted")
+        entry = session.wrapped.entry(model)
         self.run = TrainerRun(
             model,
             total_steps=state.max_steps,
@@ -65,6 +66,7 @@ class OrtLabCallback(TrainerCallback):
             settings=_settings(model, args, state),
             arguments=_arguments(args),
             name=self._name,
+            choice="" if entry is None else entry.choice,
         )
         session.trainers.append(self.run)
         atexit.register(self._with_python)
@@ -146,13 +148,13 @@ def _settings(model: nn.Module, args: TrainingArguments, state: TrainerState) ->
     chosen = {
         "precision": precision,
         "max_steps": state.max_steps,
-        "epochs": max(int(args.num_train_epochs), 1),
+        "num_train_epochs": max(int(args.num_train_epochs), 1),
         "batch_size": args.per_device_train_batch_size,
-        "accumulation": args.gradient_accumulation_steps,
-        "lr": float(args.learning_rate),
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "learning_rate": float(args.learning_rate),
         "weight_decay": float(args.weight_decay),
         "warmup_steps": args.get_warmup_steps(state.max_steps),
-        "clip_norm": float(args.max_grad_norm) or None,
+        "max_grad_norm": float(args.max_grad_norm) or None,
         "seed": args.seed,
         "workers": args.world_size,
     }
@@ -161,7 +163,7 @@ def _settings(model: nn.Module, args: TrainingArguments, state: TrainerState) ->
     if optimizer in _OPTIMIZERS:
         chosen["optimizer"] = _OPTIMIZERS[optimizer]
     if schedule in _SCHEDULES:
-        chosen["schedule"] = schedule
+        chosen["lr_scheduler_type"] = schedule
     declared = FinetuneSettings.declarations()
     defaults = {name: each.default for name, each in declared.items()}
     known = {name: value for name, value in known.items() if name in declared}

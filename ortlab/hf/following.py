@@ -83,6 +83,7 @@ class TrainerRun(StoredRun):
         arguments: The Trainer's arguments.
         name: Name of the run; None for the next run-N.
         root: Folder of the runs; None for the default.
+        choice: Reason for the engine if "auto" was asked for; "" if it was named.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class TrainerRun(StoredRun):
         arguments: Mapping[str, Any],
         name: str | None = None,
         root: Path | None = None,
+        choice: str = "",
     ) -> None:
         self.interactive = threading.current_thread() is not threading.main_thread()
         """True if pause and stop have an effect."""
@@ -131,6 +133,9 @@ class TrainerRun(StoredRun):
         self.turn = Step(self._began)
         self._hook = model.register_forward_pre_hook(self._meet, with_kwargs=True)
         self.tell("state", "running")
+        self._choice = choice
+        if choice:
+            self.tell("note", choice)
         if step:
             self.tell("note", f"resumed from a checkpoint at step {step}")
 
@@ -382,7 +387,7 @@ class TrainerRun(StoredRun):
         return now.export_s - before.export_s, now.check_s - before.check_s
 
     def _lines(self) -> tuple[str, ...]:
-        lines = []
+        lines = [self._choice] if self._choice else []
         if evaluations := self._evaluations():
             lines.append(f"held out at step {evaluations[-1].step}: {evaluations[-1]}")
         export_s, check_s = self._spent()

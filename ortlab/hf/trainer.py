@@ -11,10 +11,11 @@ import transformers
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
+from ortlab.engines.registry import resolved
 from ortlab.hf import zero
 from ortlab.hf.callback import FP16_ON_CPU, OrtLabCallback
 from ortlab.session import session
-from ortlab.settings import EngineSettings
+from ortlab.settings import AUTO, EngineSettings
 from ortlab.utils.interrupts import until
 
 if TYPE_CHECKING:
@@ -36,21 +37,22 @@ class Trainer(transformers.Trainer):
         args: Arguments of the training.
         *more: Further arguments of `transformers.Trainer`.
         **keywords: Further arguments of `transformers.Trainer`; settings of
-            `ortlab.settings.EngineSettings`, such as ``engine`` (default ``"ort"``, ORTModule),
-            ``recompute``, ``precision`` and ``fallback``; and ``zero_stage``, 1 to 3, which
-            partitions optimizer state (1), gradients too (2) and weights too (3) across the
-            processes of ``torchrun`` by DeepSpeed (see `ortlab.hf.zero`). Stages 1 and 2 work with
-            engines ``"ort"`` and ``"eager"``, stage 3 with ``"eager"``.
+            `ortlab.settings.EngineSettings`, such as ``engine`` (default ``"auto"``,
+            ORTModule where it runs), ``recompute``, ``precision`` and ``fallback``; and
+            ``zero_stage``, 1 to 3, which partitions optimizer state (1), gradients too (2) and
+            weights too (3) across the processes of ``torchrun`` by DeepSpeed (see
+            `ortlab.hf.zero`). Stages 1 and 2 work with engines ``"ortmodule"`` and ``"eager"``,
+            stage 3 with ``"eager"``.
 
     Raises:
         ValueError: If arguments exclude each other: engine settings with a model that is already
             wrapped; ``precision`` with an engine of torch, which takes ``bf16=True`` of
-            TrainingArguments; ``torch_compile=True`` with engine ``"ort"``; ``fp16=True`` on a
-            CPU; ``zero_stage`` in a single process, with an optimizer that does not update element
-            by element, or when resuming from a checkpoint.
+            TrainingArguments; ``torch_compile=True`` with engine ``"ortmodule"``; ``fp16=True`` on
+            a CPU; ``zero_stage`` in a single process, with an optimizer that does not update
+            element by element, or when resuming from a checkpoint.
 
     Example:
-        >>> trainer = ortlab.hf.Trainer(model, args, train_dataset=data, engine="ort")
+        >>> trainer = ortlab.hf.Trainer(model, args, train_dataset=data, engine="ortmodule")
         >>> await trainer.train_async()
     """
 
@@ -65,16 +67,19 @@ class Trainer(transformers.Trainer):
         given = {name: keywords.pop(name) for name in list(keywords) if name in declared}
         self._stage = zero.check_stage(keywords.pop("zero_stage", 0))
         self._is_count_checked = False
-        self._settings = EngineSettings.of({"engine": "ort", **given})
-        if self._settings.engine == "ort" and args is not None and args.torch_compile:
+        self._asked = EngineSettings.of(given)
+        if self._asked.engine == AUTO and (self._stage == 3 or (args and args.torch_compile)):
+            self._asked = self._asked.replace(engine="eager")  # ORTModule supports neither
+        self._settings, _ = resolved(self._asked)
+        if self._settings.engine == "ortmodule" and args is not None and args.torch_compile:
             raise ValueError(
-                "torch_compile=True and engine='ort' both replace forward; remove one of them"
+                "torch_compile=True and engine='ortmodule' both replace forward; remove one of them"
             )
         if args is not None and args.fp16 and args.device.type == "cpu":
             raise ValueError(
                 f"fp16=True: {FP16_ON_CPU}; choose bf16=True, or remove it for float32"
             )
-        if self._settings.engine != "ort" and self._settings.precision != "fp32":
+        if self._settings.engine != "ortmodule" and self._settings.precision != "fp32":
             raise ValueError(
                 f"precision={self._settings.precision!r} with engine={self._settings.engine!r}: "
                 "give TrainingArguments bf16=True or fp16=True"
@@ -213,7 +218,7 @@ class Trainer(transformers.Trainer):
     def _wrapped(self, model: nn.Module, given: dict[str, Any]) -> nn.Module:
         entry = session.wrapped.entry(model)
         if entry is None:
-            return session.wrapped.wrap(model, self._settings)
+            return session.wrapped.wrap(model, self._asked)
         if given:
             raise ValueError(
                 f"the model is already wrapped (engine {entry.settings.engine!r}); pass "

@@ -80,27 +80,14 @@ def arguments(
             f"zero_stage={stage} and TrainingArguments(deepspeed=...) both configure DeepSpeed; "
             "remove one of them"
         )
-    if settings.engine not in ("eager", "ort"):
-        raise ValueError(
-            f"zero_stage={stage} with engine={settings.engine!r} is not tested in a Trainer; "
-            "choose engine='eager' or engine='ort'"
-        )
-    if stage == 3 and settings.engine == "ort":
-        raise ValueError(
-            "zero_stage=3 with engine='ort': it reads all weights of the model at once, so every "
-            "process would need all of them; choose zero_stage=2, or engine='eager'"
-        )
+    if (reason := compatibility.trainer_conflict(stage, settings)) is not None:
+        raise ValueError(reason)
     if args.fp16 or args.bf16:
         chosen = "fp16" if args.fp16 else "bf16"
         raise ValueError(
             f"zero_stage={stage} with {chosen}=True: DeepSpeed converts the weights to {chosen}, "
             "which is not tested in a Trainer; remove it, or train with ortlab.finetune, workers "
             "and param_dtype='bf16'"
-        )
-    if settings.precision != "fp32":
-        raise ValueError(
-            f"zero_stage={stage} with precision={settings.precision!r} is not tested in a "
-            "Trainer; remove it, or train with ortlab.finetune and workers"
         )
     if args.load_best_model_at_end:
         refuse_checkpoint(stage, "load_best_model_at_end=True")

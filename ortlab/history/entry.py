@@ -14,6 +14,7 @@ from typing import Any, Final
 from ortlab.history.notes import legible, read_notes
 from ortlab.history.run_folder import RunFolder, in_checkpoints, read_last
 from ortlab.metrics.recorder import INDEX, NAN
+from ortlab.settings import stored
 from ortlab.utils import files
 from ortlab.utils.tables import escaped
 
@@ -130,7 +131,9 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> RunEntry 
     if so_far is None and state not in ("finished", "stopped", "failed"):
         state = "running" if RunFolder(path).held() else "interrupted"
     said = read_notes(path)
-    asked = legible(about.get("engine_asked") or settings.get("engine", ""))
+    asked = about.get("engine_asked") or settings.get("engine", "")
+    asked = legible(stored.current_engine(asked, settings))
+    used = legible(stored.current_engine(about.get("engine_used"), settings) or asked)
     return RunEntry(
         name=path.name,
         number=numbered(path.name),
@@ -138,7 +141,7 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> RunEntry 
         model=legible(about.get("model", "")),
         parameters=_whole(about, "parameters"),
         engine_asked=asked,
-        engine_used=legible(about.get("engine_used") or asked),
+        engine_used=used,
         fallback=legible(about.get("fallback_reason") or ""),
         precision=legible(about.get("precision") or settings.get("precision", "")),
         workers=_whole(about, "workers") or _whole(settings, "workers") or 1,

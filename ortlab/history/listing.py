@@ -305,5 +305,5 @@ def live_entry(run: LiveRun) -> RunEntry:
         engine_asked=run.engine_asked,
         engine_used=run.engine_used,
         fallback=run.fallback_reason or "",
-        precision=run.current_settings.precision,
+        precision=run.current_settings.model.precision,
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.history import entry, notes
 from ortlab.history.exporters import frame, write_mlflow, write_tensorboard
 from ortlab.history.run_folder import Metrics, RunFolder, in_checkpoints
+from ortlab.settings import stored
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
 
@@ -60,8 +61,8 @@ class StoredRun:
 
     @property
     def began_with(self) -> dict[str, Any]:
-        """Initial settings of the run, by name, as this or another version wrote them."""
-        return self._folder.read_json("settings")
+        """Initial settings of the run by name; another version may have had others."""
+        return stored.current(self._folder.read_json("settings"))
 
     @property
     def environment(self) -> dict[str, Any]:

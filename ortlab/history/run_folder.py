@@ -4,7 +4,7 @@ The root (`runs_root`) contains one folder per run, named after it. Folders have
 0600.
 
     run.json          form, name, model, parameters, created; names: the user's variables of model,
-                      train, eval_data and loss, if known; continues: the run that this one
+                      train, eval_dataset and loss, if known; continues: the run that this one
                       continues, whose steps its metrics begin with, or null; state: "running" from
                       the start, and at the end the final state with steps, error and result
     settings.json     settings by name, as ``FinetuneSettings.of`` accepts them

@@ -234,7 +234,7 @@ def trained_under(run: Any) -> FinetuneSettings | None:
         The settings; None for a user's own training loop, and for a run in one process.
     """
     held = (*getattr(run, "earlier_settings", ()), getattr(run, "current_settings", None))
-    several = (each for each in reversed(held) if each is not None and each.workers > 1)
+    several = (each for each in reversed(held) if each is not None and each.parallel.workers > 1)
     return next(several, None)
 
 
@@ -398,12 +398,16 @@ def _slowest(ranks: Sequence[Rank]) -> Rank | None:
 
 
 def _saving(ranks: Sequence[Rank], settings: FinetuneSettings) -> Saving | None:
+    parallel = settings.parallel
     held = sum(rank.held for rank in ranks)
-    if len(ranks) != settings.workers or not held > 0:
+    if len(ranks) != parallel.workers or not held > 0:
         return None
-    stage, parts = settings.zero_stage, settings.tensor_parallel * settings.pipeline_stages
+    stage, parts = (
+        parallel.zero_stage,
+        parallel.tensor_parallel * parallel.pipeline_stages,
+    )
     sharing = len(ranks) // parts
-    each = 2 if settings.param_dtype == "bf16" else 4
+    each = 2 if parallel.param_dtype == "bf16" else 4
     if stage < 2:
         models = [(rank.parameters, min(rank.gradients, rank.parameters)) for rank in ranks]
     else:
@@ -414,9 +418,9 @@ def _saving(ranks: Sequence[Rank], settings: FinetuneSettings) -> Saving | None:
         # The trained parameters follow from the optimizer state, which is partitioned without
         # communication buckets.
         of_each = optimizer_bytes(
-            settings.optimizer,
-            mixed=settings.param_dtype == "bf16",
-            offload=settings.offload_optimizer,
+            settings.optim.optimizer,
+            mixed=parallel.param_dtype == "bf16",
+            offload=parallel.offload_optimizer,
         )
         trained = sum(state) * each / of_each
         models = [(whole, min(trained, whole))] * len(ranks)
@@ -438,16 +442,17 @@ def _placed(
     In fp32 it assumes parameters of 4 bytes. For other types, gradients and moments have the type
     of the parameters, so the number of 4-byte parameters with the same size gives the same result.
     """
-    mixed = settings.param_dtype == "bf16"
+    parallel = settings.parallel
+    mixed = parallel.param_dtype == "bf16"
     each = 2 if mixed else 4
     found = zero_bytes(
         round(parameters / each),
         round(trained / each),
         stage=stage,
         ranks=workers,
-        optimizer=settings.optimizer,
+        optimizer=settings.optim.optimizer,
         mixed=mixed,
-        offload=settings.offload_optimizer and stage > 0,
+        offload=parallel.offload_optimizer and stage > 0,
     )
     return found.parameters + found.gradients + found.optimizer_state + found.host
 

@@ -11,7 +11,7 @@ import numpy as np
 from ortlab.metrics.recorder import INDEX, NAN
 
 if TYPE_CHECKING:
-    from ortlab.metrics.recorder import Event, Recorder, Rows
+    from ortlab.metrics.recorder import Recorder, Rows
 
 STEPS = 16
 SECONDS = 2.0
@@ -85,18 +85,6 @@ def changes(recorder: Recorder, *, known: int = 0, most: int | None = None) -> l
             )
         )
     return found
-
-
-def refusals(recorder: Recorder) -> list[Event]:
-    """Return the warnings of changes that were requested but failed.
-
-    Args:
-        recorder: Recorder of the run.
-
-    Returns:
-        The events; their value ``cost_s`` is the time lost.
-    """
-    return [event for event in recorder.events("warning") if "cost_s" in event.values]
 
 
 def _rate(rows: Rows) -> float:

@@ -52,7 +52,7 @@ _SCHEMA: Mapping[str, Mapping[str, _Option]] = {
             object,
             None,
             "matrix products use bfloat16 here, which needs none; for float16 use "
-            "ortlab.finetune(model, data, engine='ort', precision='fp16')",
+            "ortlab.finetune(model, data, engine='ortmodule', precision='fp16')",
         ),
     },
     "utils": {
@@ -115,7 +115,7 @@ class ORTTrainerOptions:
         if self.device.id != "cpu":
             raise ValueError(
                 f"device.id={self.device.id!r}: ORTTrainer trains on a CPU; on a GPU use "
-                "ortlab.finetune(model, data, engine='ort', device='cuda')"
+                "ortlab.finetune(model, data, engine='ortmodule', device='cuda')"
             )
         for name in self.debug.graph_save_paths:
             if name not in GRAPHS:

@@ -106,8 +106,8 @@ class ORTTrainer:
         mixed = self.options.mixed_precision.enabled
         if mixed:
             self._note("mixed precision is bfloat16 in matrix products, without a loss scale")
-        settings = FinetuneSettings(
-            engine="offload",
+        settings = FinetuneSettings.of(
+            engine="ort_fused",
             device="cpu",
             precision="bf16" if mixed else "fp32",
             self_check=self.options.debug.check_model_export,
@@ -119,7 +119,7 @@ class ORTTrainer:
         """Inputs and outputs, including a label or a loss that was added."""
         self._freeze()
         model.to("cpu")
-        self._wrapped = engine("ort").wrap(objective, settings)
+        self._wrapped = engine("ortmodule").wrap(objective, settings.model)
         self._objective = objective
         self._optimizer = optimizer_for(optim_config, dict(model.named_parameters()))
         self._bad = torch.zeros(())
@@ -164,7 +164,7 @@ class ORTTrainer:
                 tuple(inputs),
                 number=self._taken + 1,
                 of=number,
-                clip_norm=self._clip_norm(),
+                max_grad_norm=self._max_grad_norm(),
             )
         if not self._saved:
             self._save_graphs(served.export.stages(), self._step.graph(served))
@@ -243,7 +243,7 @@ class ORTTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = float(lr)
 
-    def _clip_norm(self) -> float | None:
+    def _max_grad_norm(self) -> float | None:
         if not self.options.utils.grad_norm_clip:
             return None
         found: float | None = self.optim_config.defaults.get("max_norm_clip")
@@ -344,7 +344,7 @@ class ORTTrainer:
                 order=None,
                 engine_seed=seed,
             ),
-            settings={"orttrainer": dict(user_dict or {}), "lr": self.optim_config.lr},
+            settings={"orttrainer": dict(user_dict or {}), "learning_rate": self.optim_config.lr},
         ).save(path)
 
     def load_checkpoint(self, path: str | Path, strict: bool = True) -> dict[str, Any]:
@@ -371,7 +371,7 @@ class ORTTrainer:
         check_optimizer(found.optimizer, self._optimizer.state_dict(), trained)
         self.model.load_state_dict(weights)
         self._optimizer.load_state_dict(dict(found.optimizer))
-        self.optim_config.lr = found.settings["lr"]
+        self.optim_config.lr = found.settings["learning_rate"]
         self._count({"optimization_step": found.position.step, "step": found.position.read})
         found.position.random.give_back()
         reseed(found.position.engine_seed)

@@ -240,7 +240,7 @@ class ZeroPlan:
         if self.activations is None:
             notes.append(
                 "activations are not included: give --hidden, --layers, --sequence and --batch, or "
-                "a model that engine 'ort' has trained for a step"
+                "a model that engine 'ortmodule' has trained for a step"
             )
         else:
             notes.append(f"activations: {self.activations.source}")
@@ -382,7 +382,7 @@ def _of_module(lab: Lab, model: nn.Module, settings: FleetSettings) -> ZeroPlan:
     entry = lab.wrapped.entry(module)
     original = module if entry is None else entry.engine.unwrap(module)
     found = _of_transformer(settings)
-    if found is None and entry is not None and entry.engine.name == "ort":
+    if found is None and entry is not None and entry.engine.name == "ortmodule":
         found = _of_graph(lab, module, settings)
     if found is None:
         found = _of_transformer(_with_config(settings, original))

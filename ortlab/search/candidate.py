@@ -66,12 +66,14 @@ class Candidate:
             if workers is not None:
                 return RemoteStepper(workers, self.model, loss, settings, name="a comparison")
             # The stepper applies the precision, so wrapping must not.
-            plain = settings.replace(precision=PLAIN["precision"])
+            plain = settings.model.replace(precision=PLAIN["precision"])
             self._wrapped = chosen.wrap(self.model, plain)
             return chosen.prepare(self._wrapped, loss, settings)
 
         (batches,) = feed.steps(0, 1, micro=micro)
-        self.lane = interleaved.TimedTrial(prepare, batches, lr=settings.lr, seed=settings.seed)
+        self.lane = interleaved.TimedTrial(
+            prepare, batches, lr=settings.optim.learning_rate, seed=settings.data.seed
+        )
 
     @property
     def slow_to_begin(self) -> bool:
@@ -87,7 +89,7 @@ class Candidate:
         """
         steps = self._feed.steps(self.steps, number, micro=micro)
         # The same dropout masks for all engines that draw them as eager torch does.
-        ms = self.lane.turn(steps, seed=self.settings.seed + self.steps)
+        ms = self.lane.turn(steps, seed=self.settings.data.seed + self.steps)
         self.steps += number
         return ms
 
@@ -101,7 +103,7 @@ class Candidate:
             Bytes, and "graph" if they come from the graph's memory plan, otherwise "measured".
         """
         measured = memory.peak_bytes(self.lane.stepper, self.model, step)
-        self.plan = memory.graph_plan(self._wrapped, optimizer=self.settings.optimizer)
+        self.plan = memory.graph_plan(self._wrapped, optimizer=self.settings.optim.optimizer)
         if self.plan is None:
             return measured, "measured"
         return self.plan.peak_bytes() + self._added_up(), "graph"
@@ -120,7 +122,11 @@ class Candidate:
 
     def _added_up(self) -> int:
         """Return the bytes for accumulated gradients, which the graph stores apart from its own."""
-        return memory.gradient_bytes(self.model) if self.settings.accumulation > 1 else 0
+        return (
+            memory.gradient_bytes(self.model)
+            if self.settings.data.gradient_accumulation_steps > 1
+            else 0
+        )
 
     def close(self) -> None:
         """Release the engine's memory and the copy of the model."""

@@ -86,7 +86,7 @@ class Comparison(Background[R], Generic[R, E]):
         loss: LossFunction | None,
         around: Surroundings,
     ) -> None:
-        self._device = training_device(base.device)
+        self._device = training_device(base.parallel.device)
         budget = settings.memory
         self._budget = free_bytes(self._device.type) if budget is None else parse_bytes(budget)
         super().__init__()
@@ -212,11 +212,11 @@ class Comparison(Background[R], Generic[R, E]):
         """Create a set-up, which makes its first step. Raise the errors of settings and engine."""
         settings = FinetuneSettings.of({**PLAIN, **self._shared, **changes})
         workers = None
-        if settings.workers > 1:
+        if settings.parallel.workers > 1:
             engine_for(settings)  # raises before any workers are started
             if self._around.workers is None:
                 raise ValueError(f"{self.name} has no workers; start it with ortlab.{self.kind}")
-            workers = self._around.workers(settings.workers)
+            workers = self._around.workers(settings.parallel.workers)
         entrant = Candidate(
             settings, self._model, self._loss, self._feed, micro=micro, workers=workers
         )

@@ -39,13 +39,13 @@ class Feed:
         with undisturbed_random():
             source = data_loading.batches(data, settings)
             states = [generator.get_state() for generator in source.generators]
-            wanted = number * settings.accumulation
+            wanted = number * settings.data.gradient_accumulation_steps
             read = list(itertools.islice(source.epoch(0), wanted))
             for generator, state in zip(source.generators, states, strict=True):
                 generator.set_state(state)
         if not read:
             raise ValueError("the data is empty; pass at least one batch")
-        size = settings.accumulation
+        size = settings.data.gradient_accumulation_steps
         groups = [read[at : at + size] for at in range(0, len(read), size)]
         self.samples = _samples(groups[0])
         """Samples in an optimizer step."""

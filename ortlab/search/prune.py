@@ -381,4 +381,7 @@ def settings_of(candidate: SearchPoint, samples: int) -> dict[str, Any]:
         found["recompute"] = setup.recompute
     if setup.workers > 1:
         found |= {"workers": setup.workers, "zero_stage": setup.zero_stage}
-    return found | {"batch_size": candidate.micro, "accumulation": samples // candidate.micro}
+    return found | {
+        "batch_size": candidate.micro,
+        "gradient_accumulation_steps": samples // candidate.micro,
+    }

@@ -36,9 +36,9 @@ PRESETS: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
     # measured on the same GPUs, so all have the same number of workers here.
     "examples": {
         "torch": PLAIN,
-        "ORT": {**PLAIN, "engine": "ort"},
+        "ORT": {**PLAIN, "engine": "ortmodule"},
         "DeepSpeed": {**PLAIN, "zero_stage": 1},
-        "DeepSpeed with ORT": {**PLAIN, "engine": "ort", "zero_stage": 1},
+        "DeepSpeed with ORT": {**PLAIN, "engine": "ortmodule", "zero_stage": 1},
     }
 }
 """Named fields of set-ups: the settings of each set-up, keyed by its label."""

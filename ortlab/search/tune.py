@@ -239,7 +239,7 @@ def _feed(
 ) -> tuple[Feed, list[int], tuple[str, ...]]:
     """Return global batches of the data, the micro-batches to try, and notes for the user."""
     if data_loading.of_samples(data):
-        samples = settings.global_batch or base.batch_size
+        samples = settings.global_batch or base.data.batch_size
         feed = Feed(data, base.replace(batch_size=samples), STEPS)
         return feed, list(_halves(feed.samples, settings.sizes)), ()
     micro = Feed(data, base, 1).micro
@@ -249,7 +249,7 @@ def _feed(
             f"global_batch={samples} is not a multiple of the {micro} samples in a batch of this "
             f"{type(data).__name__}; pass its Dataset, or use {samples // micro * micro or micro}"
         )
-    feed = Feed(data, base.replace(accumulation=samples // micro), STEPS)
+    feed = Feed(data, base.replace(gradient_accumulation_steps=samples // micro), STEPS)
     note = (
         f"the {type(data).__name__} returns batches of {micro}, so no other micro-batch was tried; "
         "pass its Dataset to search other sizes"

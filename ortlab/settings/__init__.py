@@ -6,6 +6,7 @@ in docs/ are generated from these declarations.
 
 from ortlab.settings.choices import (
     ATTENTION,
+    AUTO,
     ENGINES,
     EXPORT_OPSETS,
     IN_ORT,
@@ -18,18 +19,27 @@ from ortlab.settings.choices import (
     OPTIMIZERS,
     PRECISIONS,
     REFERENCE,
+    SAME_ENGINE,
 )
 from ortlab.settings.declaration import Declaration, Settings, setting, unknown_name
-from ortlab.settings.engine import EngineSettings
+from ortlab.settings.engine import EngineSettings, OrtModuleSettings
 from ortlab.settings.export import ExportSettings
 from ortlab.settings.graphs import ProfileSettings, RecomputeSettings
 from ortlab.settings.history import RUN_SORTS, HistorySettings, PruneSettings
 from ortlab.settings.plan import FleetSettings
 from ortlab.settings.search import Parallel, RaceSettings, SearchSettings, TuneSettings
-from ortlab.settings.training import FinetuneSettings
+from ortlab.settings.training import (
+    CheckpointSettings,
+    DataSettings,
+    FinetuneSettings,
+    LimitSettings,
+    OptimSettings,
+    ParallelSettings,
+)
 
 __all__ = [
     "ATTENTION",
+    "AUTO",
     "ENGINES",
     "EXPORT_OPSETS",
     "IN_ORT",
@@ -43,13 +53,20 @@ __all__ = [
     "PRECISIONS",
     "REFERENCE",
     "RUN_SORTS",
+    "SAME_ENGINE",
+    "CheckpointSettings",
+    "DataSettings",
     "Declaration",
     "EngineSettings",
     "ExportSettings",
     "FinetuneSettings",
     "FleetSettings",
     "HistorySettings",
+    "LimitSettings",
+    "OptimSettings",
+    "OrtModuleSettings",
     "Parallel",
+    "ParallelSettings",
     "ProfileSettings",
     "PruneSettings",
     "RaceSettings",

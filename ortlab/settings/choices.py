@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-ENGINES = ("eager", "compile", "ort", "offload")
+ENGINES = ("eager", "compile", "ortmodule", "ort_fused")
+"""Engines that execute a model."""
 
 
-IN_ORT = ("ort", "offload")
+AUTO = "auto"
+"""Choice of the best engine that runs here, which `ortlab.engines.registry` resolves."""
+
+
+SAME_ENGINE = {"ort": "ortmodule", "offload": "ort_fused"}
+"""Accepted name of an engine -> the engine that it means.
+
+``ort`` is reserved for the engine on today's onnxruntime; ``offload`` is the former name of
+``ort_fused``.
+"""
+
+
+IN_ORT = ("ortmodule", "ort_fused")
 """Engines whose graph runs in ORT."""
 
 

@@ -6,12 +6,13 @@ import dataclasses
 import difflib
 import functools
 import math
+import operator
 import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 _VARIABLES = "ORTMODULE_"
 
@@ -40,10 +41,13 @@ class Declaration:
             value is the default of the setting, or a key of its JSON file or of its DebugOptions.
         prefix: Prefix of the names in the value of the environment variable.
         panel: True if the panel always shows the control; others are in a collapsed section.
+        common: True if ``--help`` lists the option; ``--help-all`` lists all.
         here: True if the setting is never taken from a checkpoint, which may come from anyone,
             because it names files of this machine or skips a check.
         alias: Another name that is accepted but not shown; "" for none.
-        renamed: Former choice -> current choice.
+        short: True if command lines show the alias as a short option.
+        renamed: Accepted choice that is not shown -> the choice that it means.
+        topic: Title of the group of settings that it belongs to.
     """
 
     name: str
@@ -60,9 +64,12 @@ class Declaration:
     source: str = ""
     prefix: str = ""
     panel: bool = False
+    common: bool = False
     here: bool = False
     alias: str = ""
+    short: bool = False
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    topic: str = ""
 
     @property
     def variable(self) -> str:
@@ -169,11 +176,14 @@ class Declaration:
             names = [self.renamed.get(name, name) for name in names]
             for name in names:
                 if name not in self.choices:
-                    raise ValueError(f"{self.name}={name!r}: {unknown_name(name, self.choices)}")
+                    raise ValueError(f"{self.name}={name!r}: {self._unknown(name)}")
             value = ",".join(name for name in self.choices if name in names)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             self._check_bounds(value)
         return value
+
+    def _unknown(self, name: str) -> str:
+        return unknown_name(name, self.choices, accepted=self.renamed)
 
     def _check_bounds(self, value: float) -> None:
         if not math.isfinite(value):
@@ -186,17 +196,34 @@ class Declaration:
             raise ValueError(f"{self.name}={value!r} must be at most {self.maximum:g}")
 
 
-def unknown_name(name: str, known: Iterable[str]) -> str:
+_MOST_LISTED = 40
+"""Names that a message lists; a notebook has hundreds of variables, and a run 60 settings."""
+
+
+def unknown_name(
+    name: str,
+    known: Iterable[str],
+    *,
+    accepted: Mapping[str, str] | None = None,
+    lists: str = "",
+) -> str:
     """Return a phrase that lists the known names and suggests the closest one.
 
     Args:
         name: The unknown name.
         known: All valid names.
+        accepted: Name that is valid and not listed -> the one that it means.
+        lists: What lists the names, said where they are too many and none is close.
     """
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    offer = f"; did you mean {near[0]!r}?" if near else ""
-    return f"choose from {', '.join(known) or 'nothing (none exist)'}{offer}"
+    known, others = list(known), dict(accepted or {})
+    near = difflib.get_close_matches(name, [*known, *others], n=1)
+    offer = f"did you mean {others.get(near[0], near[0])!r}?" if near else ""
+    if len(known) > _MOST_LISTED:
+        return offer or "; ".join(
+            filter(None, (f"none of the {len(known)} names is similar", lists))
+        )
+    listed = f"choose from {', '.join(known) or 'nothing (none exist)'}"
+    return f"{listed}; {offer}" if offer else listed
 
 
 def setting(default: Any, *, help: str, **bounds: Any) -> Any:  # noqa: A002 - argparse's word
@@ -212,24 +239,51 @@ def setting(default: Any, *, help: str, **bounds: Any) -> Any:  # noqa: A002 - a
     return dataclasses.field(default_factory=lambda: _STANDING, metadata=metadata)
 
 
+def unknown_setting(name: str, known: Mapping[str, Declaration]) -> str:
+    """Return the message about a setting that does not exist.
+
+    Args:
+        name: The unknown name.
+        known: All settings by name.
+    """
+    aliases = {each.alias: each.name for each in known.values() if each.alias}
+    return f"unknown setting {name!r}: {unknown_name(name, known, accepted=aliases)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Frozen set of settings, validated on creation and changed by replacement.
+
+    A field is one setting, or the settings of a topic, which are a `Settings` too. `of`, `replace`,
+    `as_dict`, `declarations` and ``settings["name"]`` are flat: they name a setting without its
+    topic.
 
     Raises:
         ValueError: If a value is not valid; the message has the setting's name and valid values.
     """
 
+    title: ClassVar[str] = ""
+    """Name of the topic in lists of settings."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__repr__ = Settings.__repr__  # type: ignore[method-assign]  # dataclass would write one
+
+    def __repr__(self) -> str:
+        """Return the call that creates these settings; those with their defaults are left out."""
+        declared = self.declarations()
+        given = (f"{n}={v!r}" for n, v in self.as_dict().items() if v != declared[n].default)
+        return f"{type(self).__name__}.of({', '.join(given)})"
+
     def __post_init__(self) -> None:
-        for declaration in self.declarations().values():
-            value = getattr(self, declaration.name)
+        for name, declaration in _layout(type(self)).settings.items():
+            value = getattr(self, name)
             value = declaration.standing() if value is _STANDING else declaration.check(value)
-            object.__setattr__(self, declaration.name, value)
+            object.__setattr__(self, name, value)
 
     @classmethod
     def declarations(cls) -> dict[str, Declaration]:
-        """Return the settings of this class by name, in the order of declaration."""
-        return _declarations(cls)  # type: ignore[arg-type]  # mypy checks the hash of an instance
+        """Return all settings by name, those of topics too, in the order of declaration."""
+        return _layout(cls).declarations
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,20 +307,29 @@ class Settings:
         return found
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return settings from a mapping of names, which may be aliases.
+    def of(cls, values: Mapping[str, Any] | None = None, /, **named: Any) -> Self:
+        """Return settings from flat names, which may be aliases.
 
         Args:
             values: Name or alias -> value; settings without a value have their defaults.
+            **named: More of them.
 
         Raises:
             ValueError: If a name is unknown, with the nearest known one, or a value is not allowed.
         """
-        known, values = cls.declarations(), cls.canonical(values)
+        values = cls.canonical({**(values or {}), **named})
+        known = cls.declarations()
         for name in values:
             if name not in known:
-                raise ValueError(f"unknown setting {name!r}: {unknown_name(name, known)}")
-        return cls(**values)
+                raise ValueError(unknown_setting(name, known))
+        return cls._nested(values)
+
+    @classmethod
+    def _nested(cls, values: Mapping[str, Any]) -> Self:
+        layout = _layout(cls)
+        own = {name: values[name] for name in layout.settings if name in values}
+        topics = {name: kind._nested(values) for name, kind in layout.topics.items()}
+        return cls(**own, **topics)
 
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy of these settings with changes.
@@ -281,21 +344,69 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as name -> value, the format of settings.json."""
-        return {name: getattr(self, name) for name in self.declarations()}
+        return {name: self[name] for name in self.declarations()}
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the value of a setting by its name, whatever its topic.
+
+        Args:
+            name: Name of the setting.
+
+        Raises:
+            KeyError: If there is no such setting.
+        """
+        return operator.attrgetter(_layout(type(self)).paths[name])(self)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the fields of a class of settings are.
+
+    Attributes:
+        settings: Own settings by name.
+        topics: Class of the settings of each topic, by the name of the field.
+        declarations: All settings by name.
+        paths: Attributes that lead to each setting, such as ``ortmodule.opset``.
+    """
+
+    settings: dict[str, Declaration]
+    topics: dict[str, type[Settings]]
+    declarations: dict[str, Declaration]
+    paths: dict[str, str]
+
+
+def _layout(cls: type[Settings]) -> _Layout:
+    return _layouts(cls)  # type: ignore[arg-type]  # mypy checks the hash of an instance
 
 
 @functools.cache
-def _declarations(cls: type[Settings]) -> dict[str, Declaration]:
+def _layouts(cls: type[Settings]) -> _Layout:
     hints = typing.get_type_hints(cls)
-    return {field.name: _declaration(field, hints[field.name]) for field in dataclasses.fields(cls)}
+    settings: dict[str, Declaration] = {}
+    topics: dict[str, type[Settings]] = {}
+    declared: dict[str, Declaration] = {}
+    paths: dict[str, str] = {}
+    for field in dataclasses.fields(cls):
+        name, hint = field.name, hints[field.name]
+        if isinstance(hint, type) and issubclass(hint, Settings):
+            topics[name] = hint
+            declared |= hint.declarations()
+            paths |= {each: f"{name}.{path}" for each, path in _layout(hint).paths.items()}
+        else:
+            settings[name] = declared[name] = _declaration(field, hint, cls.title)
+            paths[name] = name
+    # Those of inner topics, which few people need, come last.
+    order = sorted(declared, key=lambda name: paths[name].count("."))
+    return _Layout(settings, topics, {name: declared[name] for name in order}, paths)
 
 
-def _declaration(field: dataclasses.Field[Any], hint: Any) -> Declaration:
+def _declaration(field: dataclasses.Field[Any], hint: Any, title: str) -> Declaration:
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     (plain,) = (member for member in members if member is not type(None))
     return Declaration(
         name=field.name,
         type=plain,
         optional=type(None) in members,
+        topic=title,
         **field.metadata,
     )

@@ -1,63 +1,32 @@
-"""Settings of the execution of a model."""
+"""Settings of the execution of a model, and of the ORT graph of the engines that have one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from ortlab.settings.choices import ATTENTION, ENGINES, KERNELS, LOG_LEVELS, OPSETS, PRECISIONS
+from ortlab.settings.choices import (
+    ATTENTION,
+    AUTO,
+    ENGINES,
+    KERNELS,
+    LOG_LEVELS,
+    OPSETS,
+    PRECISIONS,
+    SAME_ENGINE,
+)
 from ortlab.settings.declaration import Settings, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(Settings):
-    """Settings of the execution of a model: the options of ``%%ort`` and ``ortlab.wrap``."""
+class OrtModuleSettings(Settings):
+    """ORTModule's own options, applied to one model only.
 
-    engine: str = setting(
-        "ort",
-        choices=ENGINES,
-        panel=True,
-        help="engine that executes the model",
-    )
-    precision: str = setting(
-        "fp32",
-        panel=True,
-        choices=PRECISIONS,
-        help="precision of matrix products; weights, gradients and optimizer state stay fp32; "
-        "tf32 is for CUDA; fp16 on a CPU is for checking numerics",
-    )
-    kernels: str = setting(
-        "measured",
-        choices=KERNELS,
-        help="kernels of ORT's graph on a CPU: whichever is measured to be faster, those of torch "
-        "and ortlab where available, or only ORT's own",
-    )
-    attention: str = setting(
-        "auto",
-        choices=ATTENTION,
-        help="attention in ORT's graph: ortlab's kernel where `kernels` selects it and ONNX "
-        "operators elsewhere, torch's fused kernels, or only ONNX operators",
-    )
-    recompute: str = setting(
-        "off",
-        panel=True,
-        help="activations to recompute in the backward pass instead of storing them: off, layers "
-        "(all lists of layers), modules such as encoder.layer.*.attention, or plans of ORT such "
-        "as BiasGelu+:1:-1; separate several with commas",
-    )
-    self_check: bool = setting(
-        True,
-        here=True,
-        help="compare ORT's outputs and gradients with eager torch before the first step",
-    )
-    fallback: bool = setting(
-        False, help="run the model in plain torch, with a badge, if ORT cannot run it"
-    )
-    cache: bool = setting(
-        True, help="load the model's exported graph from the user's cache, and store it there"
-    )
+    `ortlab.engines.ortmodule.options` passes them to ORT.
+    """
 
-    # ORTModule's own options, applied to this model only. `ortlab.engines.ortmodule.options` passes
-    # them to ORT.
+    title: ClassVar[str] = "ORT's graph"
+
     log_level: str = setting(
         "error",
         choices=LOG_LEVELS,
@@ -206,13 +175,75 @@ class EngineSettings(Settings):
                 f"memory_level={self.memory_level} and memory_plans={self.memory_plans!r} both "
                 "select recompute plans; choose one"
             )
-        if self.recompute != "off" and (self.memory_level or self.memory_plans):
-            raise ValueError(
-                f"recompute={self.recompute!r} cannot be combined with memory_level or "
-                "memory_plans, which select ORT's own plans; choose one"
-            )
         if "disabled" in self.skip_checks and "," in self.skip_checks:
             raise ValueError(
                 f"skip_checks={self.skip_checks!r}: disabled cannot be combined with other values; "
                 "choose disabled alone, or leave it out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(Settings):
+    """Settings of the execution of a model: the options of ``%%ort`` and ``ortlab.wrap``."""
+
+    title: ClassVar[str] = "model"
+
+    engine: str = setting(
+        AUTO,
+        choices=(AUTO, *ENGINES),
+        renamed=SAME_ENGINE,
+        panel=True,
+        common=True,
+        help="engine that executes the model; auto is an ORT engine that runs here with these "
+        "settings, else eager",
+    )
+    precision: str = setting(
+        "fp32",
+        panel=True,
+        common=True,
+        choices=PRECISIONS,
+        help="precision of matrix products; weights, gradients and optimizer state stay fp32; "
+        "tf32 is for CUDA; fp16 on a CPU is for checking numerics",
+    )
+    kernels: str = setting(
+        "measured",
+        choices=KERNELS,
+        help="kernels of ORT's graph on a CPU: whichever is measured to be faster, those of torch "
+        "and ortlab where available, or only ORT's own",
+    )
+    attention: str = setting(
+        "auto",
+        choices=ATTENTION,
+        help="attention in ORT's graph: ortlab's kernel where `kernels` selects it and ONNX "
+        "operators elsewhere, torch's fused kernels, or only ONNX operators",
+    )
+    recompute: str = setting(
+        "off",
+        panel=True,
+        common=True,
+        help="activations to recompute in the backward pass instead of storing them: off, layers "
+        "(all lists of layers), modules such as encoder.layer.*.attention, or plans of ORT such "
+        "as BiasGelu+:1:-1; separate several with commas",
+    )
+    self_check: bool = setting(
+        True,
+        here=True,
+        help="compare ORT's outputs and gradients with eager torch before the first step",
+    )
+    fallback: bool = setting(
+        False, help="run the model in plain torch, with a badge, if ORT cannot run it"
+    )
+    cache: bool = setting(
+        True, help="load the model's exported graph from the user's cache, and store it there"
+    )
+
+    ortmodule: OrtModuleSettings = field(default_factory=OrtModuleSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        options = self.ortmodule
+        if self.recompute != "off" and (options.memory_level or options.memory_plans):
+            raise ValueError(
+                f"recompute={self.recompute!r} cannot be combined with memory_level or "
+                "memory_plans, which select ORT's own plans; choose one"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ortlab.settings.choices import ENGINES
+from ortlab.settings.choices import ENGINES, SAME_ENGINE
 from ortlab.settings.declaration import Settings, setting
 
 RUN_SORTS: Mapping[str, str] = {
@@ -38,7 +38,10 @@ class HistorySettings(Settings):
     )
     reverse: bool = setting(False, help="reverse the order")
     engine: str | None = setting(
-        None, choices=ENGINES, help="only runs that requested or used this engine"
+        None,
+        choices=ENGINES,
+        renamed=SAME_ENGINE,
+        help="only runs that requested or used this engine",
     )
     state: str | None = setting(
         None,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypedDict
 
-from ortlab.settings.choices import ENGINES, PRECISIONS
-from ortlab.settings.declaration import Declaration, Settings, setting, unknown_name
+from ortlab.settings.choices import ENGINES, PRECISIONS, SAME_ENGINE
+from ortlab.settings.declaration import Declaration, Settings, setting, unknown_setting
 from ortlab.settings.training import FinetuneSettings
 
 
@@ -27,14 +27,15 @@ class SearchSettings(Settings):
         "isolated",
         *("param_dtype", "offload_optimizer"),  # supported by only some set-ups
         # It is not a run: its data is endless and its learning rate constant.
-        *("epochs", "max_steps", "schedule", "warmup_steps", "eval_every", "checkpoint_every"),
-        *("checkpoint_minutes", "keep_checkpoints", "keep_best"),
+        *("num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_steps"),
+        *("eval_steps", "save_steps", "checkpoint_minutes", "keep_checkpoints", "keep_best"),
     )
     """Settings of `FinetuneSettings` that are not accepted."""
 
     engines: str = setting(
         ",".join(ENGINES),
         choices=ENGINES,
+        renamed=SAME_ENGINE,
         many=True,
         help="engines to compare, separated by commas",
     )
@@ -124,7 +125,7 @@ class SearchSettings(Settings):
         known = {**own, **cls.besides()}
         for name in given:
             if name not in known:
-                raise ValueError(f"unknown setting {name!r}: {unknown_name(name, known)}")
+                raise ValueError(unknown_setting(name, known))
         mine = cls.of({name: value for name, value in given.items() if name in own})
         return mine, {name: value for name, value in given.items() if name not in own}
 
@@ -152,7 +153,7 @@ class TuneSettings(SearchSettings):
     """Settings of a search: the options of ``%ort tune`` and ``ortlab.tune``."""
 
     # Most settings that it does not accept are results of the search.
-    without = (*SearchSettings.without, "batch_size", "accumulation", "recompute")
+    without = (*SearchSettings.without, "batch_size", "gradient_accumulation_steps", "recompute")
 
     rounds: int = setting(
         8, minimum=2, help="rounds in which set-ups that can still win are measured"

@@ -1,29 +1,122 @@
-"""Settings of fine-tuning."""
+"""Settings of fine-tuning, by topic."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ortlab.settings.choices import LOSSES, OPTIMIZERS
-from ortlab.settings.declaration import setting
+from ortlab.settings.declaration import Settings, setting
 from ortlab.settings.engine import EngineSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneSettings(EngineSettings):
-    """Settings of fine-tuning: the options of ``%ort finetune`` and ``ortlab.finetune``."""
+class LimitSettings(Settings):
+    """Length of a run."""
+
+    title: ClassVar[str] = "length"
+
+    num_train_epochs: int = setting(
+        1,
+        alias="epochs",
+        short=True,
+        minimum=1,
+        common=True,
+        help="passes over the training data",
+    )
+    max_steps: int | None = setting(
+        None, minimum=1, common=True, help="maximum number of optimizer steps"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(Settings):
+    """Batches and their order."""
+
+    title: ClassVar[str] = "data"
+
+    batch_size: int = setting(
+        16, minimum=1, panel=True, common=True, unit="samples", help="micro-batch size"
+    )
+    gradient_accumulation_steps: int = setting(
+        1,
+        alias="accumulation",
+        minimum=1,
+        panel=True,
+        common=True,
+        help="micro-batches per optimizer step",
+    )
+    seed: int = setting(0, minimum=0, help="seed of the data order and of all random numbers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSettings(Settings):
+    """Loss, optimizer and learning rate."""
+
+    title: ClassVar[str] = "optimization"
 
     loss: str | None = setting(
         None,
+        common=True,
         help=f"loss function of the notebook, or one of {', '.join(LOSSES)}; "
         "if not set, the loss that the model returns",
     )
-    epochs: int = setting(1, minimum=1, help="passes over the training data")
-    max_steps: int | None = setting(None, minimum=1, help="maximum number of optimizer steps")
+    learning_rate: float = setting(
+        5e-5,
+        alias="lr",
+        short=True,
+        above=0,
+        panel=True,
+        common=True,
+        help="peak learning rate",
+    )
+    lr_scheduler_type: str = setting(
+        "linear",
+        alias="schedule",
+        choices=("constant", "linear", "cosine"),
+        help="learning rate schedule after warmup",
+    )
+    warmup_steps: float = setting(
+        0,
+        minimum=0,
+        unit="steps",
+        help="warmup, in which the learning rate rises; below 1, a fraction of the run's steps",
+    )
+    optimizer: str = setting(
+        "adamw", choices=OPTIMIZERS, help="optimizer; lamb is for large batches"
+    )
+    weight_decay: float = setting(0.01, minimum=0, help="decoupled weight decay")
+    max_grad_norm: float | None = setting(
+        1.0,
+        alias="clip_norm",
+        above=0,
+        panel=True,
+        help="maximum norm of all gradients together; larger ones are clipped",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_steps >= 1 and not self.warmup_steps.is_integer():
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps!r} must be a whole number of steps, or a "
+                "fraction of the run below 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSettings(Settings):
+    """Processes and devices that train."""
+
+    title: ClassVar[str] = "processes and devices"
+
+    device: str = setting(
+        "auto", choices=("auto", "cpu", "cuda"), help="device that the model is trained on"
+    )
     workers: int = setting(
         1,
         minimum=1,
         panel=True,
+        common=True,
         help="number of processes that train together, each on its rows of every batch",
     )
     isolated: bool = setting(
@@ -70,34 +163,29 @@ class FinetuneSettings(EngineSettings):
         help="number of stages that a Sequential is partitioned into, across workers; "
         "micro-batches flow through them",
     )
-    batch_size: int = setting(16, minimum=1, panel=True, unit="samples", help="micro-batch size")
-    accumulation: int = setting(
-        1, minimum=1, panel=True, help="micro-batches per optimizer step (gradient accumulation)"
-    )
-    lr: float = setting(5e-5, above=0, panel=True, help="peak learning rate")
-    optimizer: str = setting(
-        "adamw", choices=OPTIMIZERS, help="optimizer; lamb is for large batches"
-    )
-    weight_decay: float = setting(0.01, minimum=0, help="decoupled weight decay")
-    schedule: str = setting(
-        "linear",
-        choices=("constant", "linear", "cosine"),
-        help="learning rate schedule after warm-up",
-    )
-    warmup_steps: int = setting(
-        0, minimum=0, unit="steps", help="warm-up, in which the learning rate rises"
-    )
-    clip_norm: float | None = setting(
-        1.0,
-        above=0,
-        panel=True,
-        help="maximum norm of all gradients together; larger ones are clipped",
-    )
-    eval_every: int | None = setting(
-        None, minimum=1, unit="steps", help="evaluate every N steps instead of after every epoch"
-    )
-    checkpoint_every: int | None = setting(
+
+    @property
+    def elsewhere(self) -> bool:
+        """True if the model is trained in other processes than this one."""
+        return self.workers > 1 or self.isolated
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings(Settings):
+    """Evaluations and checkpoints during a run."""
+
+    title: ClassVar[str] = "evaluation and checkpoints"
+
+    eval_steps: int | None = setting(
         None,
+        alias="eval_every",
+        minimum=1,
+        unit="steps",
+        help="evaluate every N steps instead of after every epoch",
+    )
+    save_steps: int | None = setting(
+        None,
+        alias="checkpoint_every",
         minimum=1,
         unit="steps",
         help="save a checkpoint every N steps; if not set, runs on workers save one every 100 "
@@ -117,12 +205,15 @@ class FinetuneSettings(EngineSettings):
         choices=("eval_loss", "eval_accuracy"),
         help="also keep best.safetensors, the checkpoint with the best evaluation after step 0",
     )
-    seed: int = setting(0, minimum=0, help="seed of the data order and of all random numbers")
-    device: str = setting(
-        "auto", choices=("auto", "cpu", "cuda"), help="device that the model is trained on"
-    )
 
-    @property
-    def elsewhere(self) -> bool:
-        """True if the model is trained in other processes than this one."""
-        return self.workers > 1 or self.isolated
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneSettings(Settings):
+    """Settings of fine-tuning: the options of ``%ort finetune`` and ``ortlab.finetune``."""
+
+    model: EngineSettings = field(default_factory=EngineSettings)
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)

@@ -10,7 +10,7 @@ from typing import Any
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines import registry
 from ortlab.engines.base import Cost, Stepper
-from ortlab.settings import EngineSettings, FinetuneSettings
+from ortlab.settings import CheckpointSettings, FinetuneSettings
 from ortlab.training.control import ChangeOutcome, ChangeRequest, Control
 from ortlab.training.data_loading import Batches
 from ortlab.training.training_state import TrainingState
@@ -51,11 +51,28 @@ def check_change(
         ValueError: If a fixed setting differs.
     """
     for name, reason in fixed.items():
-        there, here = getattr(before, name), getattr(after, name)
+        there, here = before[name], after[name]
         if there != here:
             raise ValueError(
                 f"{name}={here!r} cannot be applied to a run with {name}={there!r}: {reason}"
             )
+
+
+def check_best(checkpoint: CheckpointSettings, *, evaluates: bool) -> None:
+    """Check that a run which keeps the best checkpoint evaluates.
+
+    Args:
+        checkpoint: Settings of the checkpoints.
+        evaluates: True if the run has evaluation data.
+
+    Raises:
+        ValueError: If ``keep_best`` has nothing to compare.
+    """
+    if checkpoint.keep_best and not evaluates:
+        raise ValueError(
+            f"keep_best={checkpoint.keep_best!r} needs evaluations, but the run has none; pass "
+            "eval_dataset, or leave keep_best out"
+        )
 
 
 def cost(before: FinetuneSettings, after: FinetuneSettings) -> Cost:
@@ -70,7 +87,7 @@ def cost(before: FinetuneSettings, after: FinetuneSettings) -> Cost:
     """
     if rebuilds(before, after):
         return registry.cost(before, after)
-    return "free" if before.batch_size == after.batch_size else registry.size_cost(after)
+    return "free" if before.data.batch_size == after.data.batch_size else registry.size_cost(after)
 
 
 def rebuilds(before: FinetuneSettings, after: FinetuneSettings) -> bool:
@@ -83,16 +100,14 @@ def rebuilds(before: FinetuneSettings, after: FinetuneSettings) -> bool:
     Returns:
         True if the engine, its options or the distribution across workers differ.
     """
-    among = (
-        *("workers", "isolated", "zero_stage", "reduction", "tensor_parallel", "pipeline_stages"),
-        *("param_dtype", "offload_optimizer"),
-    )
-    names = (*EngineSettings.declarations(), *among)
-    if any(getattr(before, name) != getattr(after, name) for name in names):
+    if (before.model, before.parallel) != (after.model, after.parallel):
         return True
     # DeepSpeed has buffers of another type for 16-bit gradients of several micro-batches.
-    several = before.accumulation > 1, after.accumulation > 1
-    return after.param_dtype == "bf16" and len({*several}) == 2
+    several = (
+        before.data.gradient_accumulation_steps > 1,
+        after.data.gradient_accumulation_steps > 1,
+    )
+    return after.parallel.param_dtype == "bf16" and len({*several}) == 2
 
 
 @dataclass(frozen=True)

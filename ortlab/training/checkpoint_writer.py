@@ -46,10 +46,13 @@ class CheckpointSchedule:
         self._kept_s = control.elapsed_s()
 
     def save_if_due(self) -> None:
-        """Save a checkpoint if ``checkpoint_every`` or ``checkpoint_minutes`` asks for one."""
+        """Save a checkpoint if ``save_steps`` or ``checkpoint_minutes`` asks for one."""
         settings = self._state.settings
-        of_workers = _WORKERS_CHECKPOINT if settings.elsewhere else None
-        every, minutes = settings.checkpoint_every or of_workers, settings.checkpoint_minutes
+        of_workers = _WORKERS_CHECKPOINT if settings.parallel.elsewhere else None
+        every, minutes = (
+            settings.checkpoint.save_steps or of_workers,
+            settings.checkpoint.checkpoint_minutes,
+        )
         if every and self._state.step % every == 0:
             self._save(self._state.checkpoint())
         elif minutes and self._control.elapsed_s() - self._kept_s >= 60 * minutes:

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ortlab.checkpoint.checkpoint import Order, Position, Unit
 from ortlab.engines import compatibility
 from ortlab.engines.base import Batch
-from ortlab.settings import FinetuneSettings
+from ortlab.settings import DataSettings, FinetuneSettings
 from ortlab.utils.rng import RandomStates
 
 Read = Callable[[int], list[Any]]
@@ -208,21 +208,21 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
             "of batches, as in DataLoader(TensorDataset(inputs, targets), batch_size=16)"
         )
     length = length_of(data)
-    once = settings.epochs == 1 and not evaluation
+    once = settings.limits.num_train_epochs == 1 and not evaluation
     if length == 0:
         raise ValueError(f"the data is empty: the {type(data).__name__} has no elements")
     if made_of_samples:
-        return _batched(data, length, settings, shuffle=not evaluation)
+        return _batched(data, length, settings.data, shuffle=not evaluation)
     if isinstance(data, Iterator) and not once:
         raise ValueError(
             f"a {type(data).__name__} can be read only once, but this data is read several times; "
-            "pass a list or a DataLoader, or use epochs=1 to train on it once"
+            "pass a list or a DataLoader, or use num_train_epochs=1 to train on it once"
         )
     own = (
         f"the {type(data).__name__} makes its own batches; pass the Dataset itself, or set "
         "the loader's batch_size"
     )
-    _warn_of_batch_size(data, settings, own)
+    _warn_of_batch_size(data, settings.data.batch_size, own)
     stay = getattr(data, "persistent_workers", False) and getattr(data, "num_workers", 0) > 0
     return Batches(
         _reader(data, "micro-batches"),
@@ -339,12 +339,13 @@ def unevenly(data: Any, settings: FinetuneSettings) -> str | None:
     Returns:
         The note, or None if all sizes are equal.
     """
-    places = compatibility.data_parallel_size(settings, settings.workers)
-    least, more = divmod(settings.batch_size, places)
+    batch_size = settings.data.batch_size
+    places = compatibility.data_parallel_size(settings.parallel, settings.parallel.workers)
+    least, more = divmod(batch_size, places)
     if not more or not of_samples(data):
         return None
     return (
-        f"batch_size={settings.batch_size} is split unevenly: {least + 1} samples for {more} and "
+        f"{batch_size=} is split unevenly: {least + 1} samples for {more} and "
         f"{least} for {places - more} of {places} workers, which wait for the larger shares; the "
         "losses equal those of one process"
     )
@@ -365,9 +366,7 @@ def length_of(data: Any) -> int | None:
         return None
 
 
-def _batched(
-    data: Any, length: int | None, settings: FinetuneSettings, *, shuffle: bool
-) -> Batches:
+def _batched(data: Any, length: int | None, settings: DataSettings, *, shuffle: bool) -> Batches:
     if length is None or isinstance(data, IterableDataset):
         return Batches(_reader(data, "samples"), None, settings.batch_size)
 
@@ -417,13 +416,10 @@ def _item(data: Any, index: int) -> Any:
         raise
 
 
-def _warn_of_batch_size(data: Any, settings: FinetuneSettings, own: str) -> None:
-    default = FinetuneSettings.declarations()["batch_size"].default
-    if settings.batch_size not in (default, getattr(data, "batch_size", None)):
-        warnings.warn(
-            f"batch_size={settings.batch_size} has no effect: {own}",
-            stacklevel=4,
-        )
+def _warn_of_batch_size(data: Any, batch_size: int, own: str) -> None:
+    default = DataSettings.declarations()["batch_size"].default
+    if batch_size not in (default, getattr(data, "batch_size", None)):
+        warnings.warn(f"{batch_size=} has no effect: {own}", stacklevel=4)
 
 
 def collate(samples: Sequence[Any]) -> Batch:

@@ -153,7 +153,7 @@ class Evaluator:
             return
         state.evaluated = state.step
         state.tell("eval", str(found), {"loss": found.loss, "accuracy": found.accuracy})
-        metric = state.settings.keep_best
+        metric = state.settings.checkpoint.keep_best
         if metric and state.step and better(found, self._best, metric):
             self._best = found
             self._keep_best(state.copy())
@@ -172,7 +172,7 @@ class Evaluator:
         """
         state = self._state
         while True:
-            size = min(state.settings.batch_size, self._most)
+            size = min(state.settings.data.batch_size, self._most)
             try:
                 return evaluate(
                     state.stepper, data, step=state.step, size=size, proceed=self._proceed
@@ -183,7 +183,7 @@ class Evaluator:
                 memory = out_of_memory(error)
                 when = f"after step {state.step}" if state.step else "before the first step"
                 error.add_note(f"the evaluation {when} failed")
-                if state.settings.pipeline_stages > 1 or state.step == state.began_at:
+                if state.settings.parallel.pipeline_stages > 1 or state.step == state.began_at:
                     raise  # nothing is lost by starting over
                 if memory:
                     self._failures.free_memory(error)

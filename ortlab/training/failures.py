@@ -49,7 +49,7 @@ def typed(advice: Mapping[str, Any]) -> str:
         advice: Values of settings, by name.
 
     Returns:
-        Text such as ``lr=1e-05, clip_norm=1.0``.
+        Text such as ``learning_rate=1e-05, max_grad_norm=1.0``.
     """
     return ", ".join(f"{name}={value!r}" for name, value in advice.items())
 
@@ -153,7 +153,7 @@ class FailureHandler:
         ):
             return False
         if skips and self._control.skipping:
-            asked = state.settings.batch_size * state.settings.accumulation
+            asked = state.settings.data.batch_size * state.settings.data.gradient_accumulation_steps
             first, state.read = state.read, min(state.read + asked, train.length or 0)
             state.recount()
             state.tell(
@@ -205,12 +205,14 @@ class FailureHandler:
                 failure leaves in the middle of their schedule.
         """
         state = self._state
-        if state.settings.pipeline_stages > 1:
+        if state.settings.parallel.pipeline_stages > 1:
             raise error
         self.free_memory(error)
         self._advisor.remember(state.step, state.settings)
         held = 0
-        if state.settings.workers == 1:  # with several workers, parts of the state lie elsewhere
+        if (
+            state.settings.parallel.workers == 1
+        ):  # with several workers, parts of the state lie elsewhere
             state_dict = state.stepper.state_dict()
             held = sum(_bytes(each) for each in (state_dict["model"], state_dict["optimizer"]))
             del state_dict
@@ -287,16 +289,16 @@ class FailureHandler:
         step = state.recorder.not_finite_step or state.step
         state.step = step - 1
         ends = "has" if self._policy.waits and state.step > state.began_at else "ends with"
-        if settings.precision == "fp16":
+        rate = f"learning_rate={settings.optim.learning_rate:g}"
+        if settings.model.precision == "fp16":
             raise NotFinite(
                 f"the loss or its gradient overflows float16 at step {step} although the loss "
                 f"scale has fallen to {LOWEST_LOSS_SCALE:g}; the run {ends} the last good "
-                f"weights. Choose precision='bf16', lower lr={settings.lr:g}, or look for "
-                "NaN in the data"
+                f"weights. Choose precision='bf16', lower {rate}, or look for NaN in the data"
             )
         raise NotFinite(
             f"the loss or its gradient is not finite at step {step}; the run {ends} the weights "
-            f"of step {step - 1}. Lower lr={settings.lr:g}, or look for NaN in the data"
+            f"of step {step - 1}. Lower {rate}, or look for NaN in the data"
         )
 
     def explain_not_finite(self, error: NotFinite, group: Sequence[Batch]) -> Cause | None:
@@ -336,8 +338,10 @@ class FailureHandler:
             NotFinite: `error` if nobody could resume the run.
         """
         settings = self._state.settings
-        change: dict[str, Any] = {"lr": float(f"{settings.lr / 10:.3g}")}
-        if settings.precision == "fp16":
+        change: dict[str, Any] = {
+            "learning_rate": float(f"{settings.optim.learning_rate / 10:.3g}")
+        }
+        if settings.model.precision == "fp16":
             change = {"precision": "bf16"}
         hint = (
             f"run.resume({typed(change)}) or the Resume button continues with these settings, "
@@ -359,7 +363,7 @@ class FailureHandler:
         return f": {state.train.names(state.epoch, [first + row for row in rows])}"
 
     def _device(self) -> str:
-        return training_device(self._state.settings.device).type
+        return training_device(self._state.settings.parallel.device).type
 
 
 def _bytes(state: Any) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engines import compatibility
 from ortlab.engines.registry import refusal
+from ortlab.metrics.zero_bytes import MOMENTS
 from ortlab.utils.hardware import host_memory
 from ortlab.utils.process_memory import free_bytes, memory
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 _MARGIN: Final = 0.01
 """Fraction of the available memory that a step leaves free."""
-_STATE_WORDS: Final = {"adamw": 2, "lamb": 2, "sgd": 1}
-"""Numbers that an optimizer keeps for each number that it trains."""
 
 Peak = Callable[["FinetuneSettings"], "int | None"]
 """Predicts the peak bytes of a step, weights and optimizer included; None if unknown."""
@@ -60,8 +59,8 @@ def advice(
     The first advice is smaller micro-batches, with as many more of them in a step, so that its
     number of samples stays: the largest whose predicted peak fits into `room_bytes`, or half the
     size if there is no prediction. If the batches are the loader's own, or have one sample for
-    each of the workers, engine 'ort' can recompute activations, and several workers can shard the
-    optimizer's state.
+    each of the workers, engine 'ortmodule' can recompute activations, and several workers can shard
+    the optimizer's state.
 
     Args:
         settings: Settings of the step that does not fit.
@@ -72,6 +71,7 @@ def advice(
     Returns:
         Values of settings, by name; empty if nothing smaller is known.
     """
+    model = settings.model
     if not own_batches:
         smaller = list(_smaller(settings))
         for change in smaller:
@@ -80,9 +80,9 @@ def advice(
                 return change
         if smaller:
             return smaller[-1]
-    if settings.engine == "ort" and settings.recompute == "off":
+    if model.engine == "ortmodule" and model.recompute == "off":
         return {"recompute": "layers"}
-    return {"zero_stage": 1} if _can_share(settings, settings.workers) else {}
+    return {"zero_stage": 1} if _can_share(settings, settings.parallel.workers) else {}
 
 
 _MOST_PARTS: Final = 64
@@ -95,17 +95,19 @@ its own.
 
 def _smaller(settings: FinetuneSettings) -> Iterator[dict[str, Any]]:
     """Yield smaller micro-batches that divide the current one, the largest first."""
-    now, parts = settings.batch_size, settings.accumulation
+    data = settings.data
+    now, parts = data.batch_size, data.gradient_accumulation_steps
     most = max(_MOST_PARTS, 2 * parts)
-    least = compatibility.data_parallel_size(settings, settings.workers)  # each needs a sample
+    workers = settings.parallel.workers
+    least = compatibility.data_parallel_size(settings.parallel, workers)  # each needs a sample
     for size in range(now // 2, least - 1, -1):
         if now % size == 0 and parts * (now // size) <= most:
-            yield {"batch_size": size, "accumulation": parts * (now // size)}
+            yield {"batch_size": size, "gradient_accumulation_steps": parts * (now // size)}
 
 
 def _can_share(settings: FinetuneSettings, workers: int) -> bool:
     """Return whether ZeRO's first stage would shard optimizer state that nothing shards yet."""
-    if workers < 2 or settings.zero_stage:
+    if workers < 2 or settings.parallel.zero_stage:
         return False
     return refusal(settings.replace(workers=workers, zero_stage=1)) is None
 
@@ -129,16 +131,17 @@ def foretold(
     Returns:
         The warning, or None if a step may fit.
     """
+    parallel = settings.parallel
     whole, what = peak_bytes(settings), "a step, by the memory plan,"
     if whole is None:
         whole = _state_bytes(model, settings, device)
-        what = f"weights, gradients and {settings.optimizer}'s state alone"
+        what = f"weights, gradients and {settings.optim.optimizer}'s state alone"
     room = available_bytes(device)
-    if not settings.elsewhere:
+    if not parallel.elsewhere:
         room += sum(p.nbytes for p in model.parameters() if p.device.type == device)
-    elif device == "cpu" and settings.workers > 1:
-        whole *= settings.workers
-        what += f" on {settings.workers} workers"
+    elif device == "cpu" and parallel.workers > 1:
+        whole *= parallel.workers
+        what += f" on {parallel.workers} workers"
     if whole <= room:
         return None
     told = f"{what} need {memory(whole)} of memory, and {memory(room)} are available"
@@ -150,15 +153,16 @@ def _state_bytes(model: nn.Module, settings: FinetuneSettings, device: str) -> i
 
     ZeRO's stages shard them one after the other (arXiv:1910.02054, section 5).
     """
-    model_parts = settings.tensor_parallel * settings.pipeline_stages
-    sharing = settings.workers // model_parts
+    parallel = settings.parallel
+    model_parts = parallel.tensor_parallel * parallel.pipeline_stages
+    sharing = parallel.workers // model_parts
     weights = sum(p.nbytes for p in model.parameters())
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    state = trained * _STATE_WORDS[settings.optimizer]
-    if settings.offload_optimizer and device == "cuda":
+    state = trained * MOMENTS[settings.optim.optimizer] // 4  # weights are fp32
+    if parallel.offload_optimizer and device == "cuda":
         state = 0
     each = (3, weights), (2, trained), (1, state)
-    held = sum(size // sharing if settings.zero_stage >= stage else size for stage, size in each)
+    held = sum(size // sharing if parallel.zero_stage >= stage else size for stage, size in each)
     return held // model_parts
 
 
@@ -174,7 +178,7 @@ def hint(changes: Mapping[str, Any], settings: FinetuneSettings, device: str) ->
         The effect, or without changes what else may help.
     """
     if "batch_size" in changes:
-        size, times = changes["batch_size"], changes["accumulation"]
+        size, times = changes["batch_size"], changes["gradient_accumulation_steps"]
         each = size * times
         return f"{times} micro-batches of {size} make the same {each} samples of a step"
     if "zero_stage" in changes:
@@ -182,8 +186,8 @@ def hint(changes: Mapping[str, Any], settings: FinetuneSettings, device: str) ->
     if changes:
         return "the layers' activations are recomputed instead of stored"
     return (
-        f"no smaller step is known than batch_size={settings.batch_size}: free memory, or pass a "
-        f"Dataset, whose batches can be smaller{_shared_out(settings, device)}"
+        f"no smaller step is known than batch_size={settings.data.batch_size}: free memory, or "
+        f"pass a Dataset, whose batches can be smaller{_shared_out(settings, device)}"
     )
 
 

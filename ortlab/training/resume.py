@@ -21,7 +21,7 @@ from ortlab.training.checkpoint_writer import BEST, remove
 from ortlab.training.evaluator import Evaluation
 from ortlab.utils.files import half_written
 
-NAMES: Final = ("model", "train", "eval_data", "loss")
+NAMES: Final = ("model", "train", "eval_dataset", "loss")
 """Parts of a run that have names in the user's code."""
 _STEP = re.compile(r"(?:last|step)-(\d+)")
 _NEWS: Final = ("eval", "change", "note", "warning")
@@ -154,7 +154,7 @@ def newest(folder: Path) -> Beginning:
         before = f", and neither has {line[1].name}, which it continued" if line[1:] else ""
         raise ValueError(
             f"{folder.name} has no checkpoint{before}: it ended before the first one; use "
-            "checkpoint_every=N or checkpoint_minutes=M to save more of them"
+            "save_steps=N or checkpoint_minutes=M to save more of them"
         )
     found.sort(key=lambda path: _age(path)[0] < 0)  # the best of all runs after all others
     wrong: list[str] = []
@@ -255,7 +255,7 @@ def resumable(name: str | int) -> SavedRun:
     if run.state == "finished":
         raise ValueError(
             f"{run.name} finished after {run.entry.steps} steps: nothing is left to do; use "
-            f"finetune(model, data, resume_from={run.name!r}, epochs=...) to train further"
+            f"finetune(model, data, resume_from={run.name!r}, num_train_epochs=...) to train more"
         )
     return run
 
@@ -282,6 +282,7 @@ def names_of(run: SavedRun) -> dict[str, str]:
     """
     kept = run.about.get("names")
     kept = kept if isinstance(kept, dict) else {}
+    kept = {"eval_dataset": kept.get("eval_data"), **kept}  # its former name
     return {each: kept[each] for each in NAMES if isinstance(kept.get(each), str) and kept[each]}
 
 
@@ -325,6 +326,6 @@ def found_by_name(
 _CALLED: Final = {
     "model": "the model",
     "train": "its data",
-    "eval_data": "its evaluation data",
+    "eval_dataset": "its evaluation data",
     "loss": "its loss",
 }

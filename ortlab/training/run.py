@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper
-from ortlab.engines.registry import engine_for
+from ortlab.engines.registry import engine_for, resolved
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
@@ -55,8 +55,9 @@ class Run(StoredRun):
         begin: Checkpoint to resume from, of a run with any engine, in this process or an earlier
             one. `settings` may differ where `ortlab.training.training_state.place` allows it.
         warnings: Warnings about the start of the run, shown to the user.
+        choice: Reason for the engine if it was chosen by "auto", shown while it is in use.
         earlier: Run of `begin`, if this run includes its metrics.
-        names: The user's names of ``model``, ``train``, ``eval_data`` and ``loss``, by which
+        names: The user's names of ``model``, ``train``, ``eval_dataset`` and ``loss``, by which
             `ortlab.resume` finds them again.
         kept: Returns the sizes in bytes of cached engines of earlier settings, by their names.
         faults: Treatment of failures. With ``waits``, a failure that need not end the run pauses it
@@ -82,6 +83,7 @@ class Run(StoredRun):
         root: Path | None = None,
         begin: Checkpoint | None = None,
         warnings: Sequence[str] = (),
+        choice: str = "",
         earlier: Earlier | None = None,
         names: Mapping[str, str] | None = None,
         kept: Callable[[], Mapping[str, int]] = dict,
@@ -93,9 +95,9 @@ class Run(StoredRun):
             held_out = data_loading.batches(evaluation, settings, evaluation=True)
         place = None if begin is None else training_state.place(begin, batches, settings)
         self._evaluates = held_out is not None
-        self._check_best(settings)
+        setting_changes.check_best(settings.checkpoint, evaluates=self._evaluates)
         total = total_steps(batches, settings, place)
-        check_schedule(total, settings)
+        check_schedule(total, settings.optim)
         self.settings = settings
         """Settings that the run began with."""
         self.fixed: Mapping[str, str] = setting_changes.fixed(batches)
@@ -111,9 +113,13 @@ class Run(StoredRun):
         self._record = RunRecord(
             self._folder, self._progress, model=model, names=names, earlier=earlier
         )
-        self._view = RunView(self._progress, self._record, warnings=warnings, kept=kept)
+        self._view = RunView(
+            self._progress, self._record, warnings=warnings, choice=choice, kept=kept
+        )
+        told = [("warning", warning) for warning in warnings]
+        told += [("note", choice)] if choice else []
         work = RunWork(model, prepare, batches, held_out, faults, begin)
-        self._worker = RunWorker(work, self._progress, self._record, warnings=warnings)
+        self._worker = RunWorker(work, self._progress, self._record, told=told)
 
     @property
     def title(self) -> str:
@@ -163,7 +169,7 @@ class Run(StoredRun):
     @property
     def engine_asked(self) -> str:
         """Name of the engine in the settings."""
-        return self.current_settings.engine
+        return self.current_settings.model.engine
 
     @property
     def engine_used(self) -> str:
@@ -300,7 +306,8 @@ class Run(StoredRun):
 
         Returns:
             Future of the outcome: applied after which step and at which cost, refused and why, or
-            dropped because the run ended first. ``run.apply(lr=1e-4).result()`` waits for it.
+            dropped because the run ended first. ``run.apply(learning_rate=1e-4).result()`` waits
+            for it.
 
         Raises:
             ValueError: If a setting is unknown or its value is invalid, if the engine does not
@@ -309,18 +316,12 @@ class Run(StoredRun):
         """
         if self.over():
             raise ValueError(f"{self.name} is over ({self.state}): its settings cannot be changed")
-        wanted = self.current_settings.replace(**changes)
+        wanted, _ = resolved(self.current_settings.replace(**changes))
+        changes = {name: wanted[name] for name in wanted.canonical(changes)}
         setting_changes.check_change(self.current_settings, wanted, self.fixed)
-        self._check_best(wanted)
+        setting_changes.check_best(wanted.checkpoint, evaluates=self._evaluates)
         engine_for(wanted)
         return self._control.apply(changes)
-
-    def _check_best(self, settings: FinetuneSettings) -> None:
-        if settings.keep_best and not self._evaluates:
-            raise ValueError(
-                f"keep_best={settings.keep_best!r} needs evaluations, but the run has none; pass "
-                "eval_data, or leave keep_best out"
-            )
 
     def undo(self) -> ChangeRequest:
         """Undo the last change of settings; called again, undo the one before it.

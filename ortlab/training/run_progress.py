@@ -72,7 +72,7 @@ class RunProgress:
     @property
     def engine_used(self) -> str:
         """Name of the engine that executes the model."""
-        return self.report.engine_used if self.report else self.settings.engine
+        return self.report.engine_used if self.report else self.settings.model.engine
 
     @property
     def fallback_reason(self) -> str | None:

@@ -92,7 +92,7 @@ class RunRecord:
         Args:
             taken: The checkpoint.
         """
-        self.checkpoints.keep(taken, self._progress.settings.keep_checkpoints)
+        self.checkpoints.keep(taken, self._progress.settings.checkpoint.keep_checkpoints)
 
     def save_final(self, state: Checkpoint) -> None:
         """Write the state at the end of the run.
@@ -101,7 +101,7 @@ class RunRecord:
             state: The state.
         """
         state.save(self.folder.checkpoint_path("final"))
-        self.checkpoints.trim(self._progress.settings.keep_checkpoints - 1)
+        self.checkpoints.trim(self._progress.settings.checkpoint.keep_checkpoints - 1)
 
     def conclude(self) -> None:
         """Write the result of the run, which completes the folder."""
@@ -184,10 +184,10 @@ class RunRecord:
             error = progress.error
             ended = {
                 "steps": result.steps,
-                "engine_asked": progress.settings.engine,
+                "engine_asked": progress.settings.model.engine,
                 "engine_used": progress.engine_used,
-                "precision": progress.settings.precision,
-                "workers": progress.settings.workers,
+                "precision": progress.settings.model.precision,
+                "workers": progress.settings.parallel.workers,
                 "fallback_reason": progress.fallback_reason,
                 "error": error and f"{type(error).__name__}: {message(error)}",
                 "result": result.as_dict(),

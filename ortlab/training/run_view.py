@@ -22,6 +22,7 @@ class RunView:
         progress: Progress of the run.
         record: Record of the run.
         warnings: Warnings about the start of the run, shown as long as it exists.
+        choice: Reason for the engine that the run begins with; "" if the user named it.
         kept: Returns the sizes in bytes of cached engines of earlier settings, by their names.
     """
 
@@ -31,11 +32,13 @@ class RunView:
         record: RunRecord,
         *,
         warnings: Sequence[str] = (),
+        choice: str = "",
         kept: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._progress = progress
         self._record = record
         self._warnings = tuple(warnings)
+        self._choice = (progress.settings.model.engine, choice)
         self._kept = kept
 
     def __repr__(self) -> str:
@@ -122,7 +125,8 @@ class RunView:
 
     def _lines(self, *, over: bool) -> tuple[str, ...]:
         progress, record = self._progress, self._record
-        lines = []
+        engine, choice = self._choice
+        lines = [choice] if choice and engine == progress.settings.model.engine else []
         if progress.step == 0 and not over:
             lines.append(progress.doing)
         since = progress.control.reading_since

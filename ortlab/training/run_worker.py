@@ -56,7 +56,7 @@ class RunWorker:
         work: Model and data of the run.
         progress: Progress of the run, which the worker updates.
         record: Record of the run, which the worker writes.
-        warnings: Warnings about the start of the run, recorded as events.
+        told: Kind and text of events about the start of the run, such as its warnings.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RunWorker:
         progress: RunProgress,
         record: RunRecord,
         *,
-        warnings: Sequence[str] = (),
+        told: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.thread: threading.Thread | None = None
         """Training thread; None before the start."""
@@ -76,7 +76,7 @@ class RunWorker:
         self._progress = progress
         self._record = record
         self._control = progress.control
-        self._warnings = tuple(warnings)
+        self._told = tuple(told)
         self._earlier_s = (0.0, 0.0)  # export and self-check of the run's earlier engines
         self._watching: threading.Thread | None = None
         self._trained = threading.Event()
@@ -137,7 +137,7 @@ class RunWorker:
         progress.doing = "evaluating before the first step" if work.evaluation else "first step"
         self._record.event("state", "running")
         self._tell_of_the_start()
-        elsewhere = progress.settings.elsewhere
+        elsewhere = progress.settings.parallel.elsewhere
         for number, _ in enumerate(trainer.steps()):
             if number == 0 and elsewhere:
                 took_s = self._control.elapsed_s()
@@ -171,9 +171,9 @@ class RunWorker:
     def _foretell(self, work: RunWork) -> None:
         """Warn before the first step if it will not fit into memory."""
         settings = self._progress.settings
-        if settings.elsewhere and work.faults.far():
+        if settings.parallel.elsewhere and work.faults.far():
             return
-        device = training_device(settings.device).type
+        device = training_device(settings.parallel.device).type
         peak_bytes = work.faults.peak_bytes
         foretold = memory_advice.foretold(work.model, settings, device, peak_bytes)
         self._progress.foretold = foretold
@@ -183,12 +183,9 @@ class RunWorker:
     def _tell_of_the_start(self) -> None:
         """Record where the run starts from."""
         record, progress = self._record, self._progress
-        for warning in self._warnings:
-            record.event("warning", warning)
-        if record.earlier is not None:
-            for kind, text in record.earlier.told:
-                record.event(kind, text)
-        elif progress.step:
+        for kind, text in (*self._told, *(record.earlier.told if record.earlier else ())):
+            record.event(kind, text)
+        if record.earlier is None and progress.step:
             record.event("note", f"resumed from a checkpoint at step {progress.step}")
 
     def _prepare(self, settings: FinetuneSettings) -> Stepper:

@@ -6,7 +6,7 @@ import math
 import warnings
 
 from ortlab.checkpoint.checkpoint import Position
-from ortlab.settings import FinetuneSettings
+from ortlab.settings import FinetuneSettings, OptimSettings
 from ortlab.training.data_loading import Batches
 
 
@@ -17,68 +17,96 @@ def total_steps(
 
     Args:
         data: The training data.
-        settings: Epochs, batch size, accumulation and ``max_steps`` of the run.
+        settings: Limits of the run, its batch size and its gradient accumulation.
         begin: Position that the run starts from, in the units of `data`. Its steps count as done,
             and only the rest of its data is still to be read. None for a run from the beginning.
 
     Returns:
         Optimizer steps, or None if both the length of the data and ``max_steps`` are unknown.
     """
+    limits, batches = settings.limits, settings.data
     if data.length is None:
-        return settings.max_steps
+        return limits.max_steps
     done, epoch, read = (begin.step, begin.epoch, begin.read) if begin else (0, 0, 0)
-    items = settings.accumulation * (1 if data.size is None else settings.batch_size)
-    whole = max(settings.epochs - epoch - 1, 0) * math.ceil(data.length / items)
-    here = math.ceil((data.length - read) / items) if epoch < settings.epochs else 0
+    items = batches.gradient_accumulation_steps * (1 if data.size is None else batches.batch_size)
+    whole = max(limits.num_train_epochs - epoch - 1, 0) * math.ceil(data.length / items)
+    here = math.ceil((data.length - read) / items) if epoch < limits.num_train_epochs else 0
     steps_ = done + here + whole
-    return min(steps_, settings.max_steps or steps_)
+    return min(steps_, limits.max_steps or steps_)
 
 
-def learning_rate(step: int, total: int | None, settings: FinetuneSettings) -> float:
+def warmup(total: int | None, optim: OptimSettings) -> int:
+    """Return the number of warmup steps of a run.
+
+    Args:
+        total: Number of steps of the run; None if unknown.
+        optim: Settings with ``warmup_steps``, a number of steps or, below 1, a fraction of `total`
+            that is rounded up, as in transformers' TrainingArguments.
+
+    Raises:
+        ValueError: If the warmup is a fraction of a run of unknown length.
+    """
+    if optim.warmup_steps >= 1 or not optim.warmup_steps:
+        return int(optim.warmup_steps)
+    if total is None:
+        raise ValueError(
+            f"warmup_steps={optim.warmup_steps:g} is a fraction of a run of unknown length; set "
+            "max_steps, or give a number of steps"
+        )
+    return math.ceil(total * optim.warmup_steps)
+
+
+def learning_rate(step: int, total: int | None, optim: OptimSettings) -> float:
     """Return the learning rate of one step.
 
-    It rises linearly over ``warmup_steps`` to ``lr``, which the first step after the warm-up uses.
+    It rises linearly during the warmup to ``learning_rate``, which the first step after it uses.
     After that it stays constant, or decays linearly or along half a cosine that would reach 0 at
     step number `total`.
 
     Args:
         step: Number of the step, counted from 0.
         total: Number of steps of the run; None if unknown, which keeps the rate constant.
-        settings: ``lr``, ``warmup_steps`` and ``schedule`` of the run.
+        optim: ``learning_rate``, ``warmup_steps`` and ``lr_scheduler_type`` of the run.
 
     Returns:
         The learning rate.
+
+    Raises:
+        ValueError: As for `warmup`.
     """
-    warmup = settings.warmup_steps
-    if step < warmup:
-        return settings.lr * (step + 1) / (warmup + 1)
-    if settings.schedule == "constant" or total is None:
-        return settings.lr
-    done = min((step - warmup) / max(total - warmup, 1), 1.0)
-    if settings.schedule == "linear":
-        return settings.lr * (1 - done)
-    return settings.lr * (1 + math.cos(math.pi * done)) / 2
+    rising = warmup(total, optim)
+    if step < rising:
+        return optim.learning_rate * (step + 1) / (rising + 1)
+    if optim.lr_scheduler_type == "constant" or total is None:
+        return optim.learning_rate
+    done = min((step - rising) / max(total - rising, 1), 1.0)
+    if optim.lr_scheduler_type == "linear":
+        return optim.learning_rate * (1 - done)
+    return optim.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
 
-def check_schedule(total: int | None, settings: FinetuneSettings) -> None:
-    """Check the warm-up and the schedule against the length of the run.
+def check_schedule(total: int | None, optim: OptimSettings) -> None:
+    """Check the warmup and the schedule against the length of the run.
 
     Warns about a decaying schedule on data of unknown length, which has no effect.
 
     Args:
         total: Number of steps of the run; None if unknown.
-        settings: ``warmup_steps`` and ``schedule`` of the run.
+        optim: ``warmup_steps`` and ``lr_scheduler_type`` of the run.
 
     Raises:
-        ValueError: If the warm-up is as long as the run or longer.
+        ValueError: If the warmup is as long as the run or longer, or a fraction of a run of
+            unknown length.
     """
-    if total is not None and settings.warmup_steps >= total:
+    # A fraction of a short run may round up to the whole run, which only delays the peak.
+    if total is not None and optim.warmup_steps >= max(total, 1):
         raise ValueError(
-            f"warmup_steps={settings.warmup_steps} must be less than the run's {total} steps"
+            f"warmup_steps={optim.warmup_steps:g} must be less than the run's {total} steps"
         )
-    if total is None and settings.schedule != "constant":
+    warmup(total, optim)
+    if total is None and optim.lr_scheduler_type != "constant":
         warnings.warn(
-            f"schedule={settings.schedule!r} has no effect on data of unknown length; set "
-            "max_steps, or schedule='constant'",
+            f"lr_scheduler_type={optim.lr_scheduler_type!r} has no effect on data of unknown "
+            "length; set max_steps, or lr_scheduler_type='constant'",
             stacklevel=3,
         )

@@ -103,7 +103,7 @@ def _control(
     *,
     fixed: Mapping[str, str] | None,
 ) -> Control:
-    name, value = declaration.name, getattr(chosen, declaration.name)
+    name, value = declaration.name, chosen[declaration.name]
     if fixed is not None and name in fixed:
         return Control(declaration, value, reason=fixed[name])
 
@@ -125,7 +125,7 @@ def _control(
     always = ignored(chosen, name) or (others[0] if others and all(others) else "")
     costs: tuple[Cost, ...] = ()
     if fixed is not None and not always:
-        now = getattr(held, name)
+        now = held[name]
         able = [each for each, choice in zip(offered, choices, strict=False) if not choice.reason]
         wanted = [value] if value != now else able or list(_beside(declaration, now)) or ["another"]
         costs = tuple(_costs(held, name, [one for one in wanted if one != now]))
@@ -188,23 +188,24 @@ def foreseen(
         The peak in bytes, per worker with its part of the batch, and "". If the graph cannot
         predict it, None and the reason.
     """
+    model, parallel = settings.model, settings.parallel
     if ignored(settings, "kernels") is not None:  # an option of ORT's graph
-        return None, f"engine {settings.engine!r} has no graph to predict it from"
+        return None, f"engine {model.engine!r} has no graph to predict it from"
     differs = graph_changes(of, settings)
-    if of.recompute != settings.recompute:
-        differs = ", ".join(filter(None, (differs, f"recompute={settings.recompute!r}")))
+    if of.recompute != model.recompute:
+        differs = ", ".join(filter(None, (differs, f"recompute={model.recompute!r}")))
     if differs:
         return None, f"{differs} needs another graph, which has to be exported first"
-    if settings.tensor_parallel > 1 or settings.pipeline_stages > 1:
+    if parallel.tensor_parallel > 1 or parallel.pipeline_stages > 1:
         return None, "each worker has a part of the model, and the graph covers all of it"
-    if settings.param_dtype != "fp32" or settings.offload_optimizer:
+    if parallel.param_dtype != "fp32" or parallel.offload_optimizer:
         return None, "the graph has fp32 weights that are updated in place"
     whole = plan.dims.get("batch") if batch is None else batch
     sizes = {}
     if whole is not None and "batch" in plan.dims:
-        sizes["batch"] = math.ceil(whole / settings.workers)
+        sizes["batch"] = math.ceil(whole / parallel.workers)
     try:
-        stage = settings.zero_stage
-        return plan.peak_bytes_of_rank(settings.workers, zero_stage=stage, **sizes), ""
+        stage = parallel.zero_stage
+        return plan.peak_bytes_of_rank(parallel.workers, zero_stage=stage, **sizes), ""
     except ValueError as error:
         return None, str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import reprlib
 import weakref
@@ -17,7 +18,7 @@ from ortlab.engines.base import LossFunction, Stepper, tell
 from ortlab.engines.losses import loss_function
 from ortlab.engines.nonfinite import Cause, first_bad
 from ortlab.engines.registry import engine as engine_called
-from ortlab.engines.registry import engine_for
+from ortlab.engines.registry import engine_for, resolved
 from ortlab.settings import LOSSES, EngineSettings, FinetuneSettings
 from ortlab.training import settings_preview
 from ortlab.training.data_loading import of_samples, unevenly
@@ -46,7 +47,7 @@ class RunRequest:
     Attributes:
         model: The model to train, wrapped or not.
         train: Training data.
-        eval_data: Evaluation data; None for none.
+        eval_dataset: Evaluation data; None for none.
         loss: Loss function or its name; None where the model returns its own loss.
         begin: Checkpoint to resume from; None to start from the model's current weights.
         earlier: The run that this one continues, with its metrics; None for a new run.
@@ -56,7 +57,7 @@ class RunRequest:
 
     model: nn.Module
     train: Iterable[Any]
-    eval_data: Iterable[Any] | None = None
+    eval_dataset: Iterable[Any] | None = None
     loss: str | LossFunction | None = None
     begin: Beginning | Checkpoint | None = None
     earlier: Earlier | None = None
@@ -75,14 +76,14 @@ class RunRequest:
             namespace: The user's variables.
 
         Returns:
-            The names by ``model``, ``train``, ``eval_data`` and ``loss``, where there is one. A
+            The names by ``model``, ``train``, ``eval_dataset`` and ``loss``, where there is one. A
             loss function without a variable has its own name; a loss given by name has none here,
             because the settings record it.
         """
         values = {
             "model": self.model,
             "train": self.train,
-            "eval_data": self.eval_data,
+            "eval_dataset": self.eval_dataset,
             "loss": self.loss,
         }
         names = {id(v): n for n, v in reversed(list(namespace.items())) if n[:1] != "_"}
@@ -119,11 +120,19 @@ class RunServices:
 
 @dataclass(frozen=True)
 class ChosenSettings:
-    """Settings of a new run, the loss function that they mean, and warnings for the user."""
+    """Settings of a new run, with what follows from them.
+
+    Attributes:
+        settings: The settings, which name an engine.
+        loss: Loss function that they mean.
+        warnings: Warnings for the user.
+        choice: Reason for the engine if "auto" was asked for; "" if it was named.
+    """
 
     settings: FinetuneSettings
     loss: LossFunction | None
     warnings: list[str]
+    choice: str = ""
 
 
 class RunModel:
@@ -155,14 +164,14 @@ class RunModel:
     def prepare(self, settings: FinetuneSettings) -> Stepper:
         """Return a stepper for `settings`: in this process, or of the workers."""
         engine = engine_for(settings)
-        if settings.elsewhere:
+        if settings.parallel.elsewhere:
             if uneven := unevenly(self._data, settings):
                 tell(uneven)
             assert self.run is not None
             remote = self._services.remote
             return remote(self._original, self._loss, settings, self.run.name)
         if engine.name not in self._wrappers:
-            plain = settings.replace(precision="fp32")  # the stepper chooses the precision
+            plain = settings.model.replace(precision="fp32")  # the stepper chooses the precision
             self._wrappers[engine.name] = engine.wrap(self._original, plain)
         wrapper = self.prepared[engine.name] = self._wrappers[engine.name]
         return engine.prepare(wrapper, self._loss, settings)
@@ -171,14 +180,14 @@ class RunModel:
         self, stepper: Stepper, micro_batches: Sequence[Any], settings: FinetuneSettings
     ) -> Cause | None:
         """Return the first layer whose value is not finite in a step; None where unknown."""
-        if settings.elsewhere:
+        if settings.parallel.elsewhere:
             return cast("RemoteStepper", stepper).first_bad(micro_batches, settings)
         return first_bad(self._original, self._loss, micro_batches, settings)
 
     def peak_bytes(self, settings: FinetuneSettings) -> int | None:
         """Return the predicted memory of a step under `settings`; None without a prediction."""
         target = self.run if self.prepared and self.run is not None else self._module
-        size = settings.batch_size if of_samples(self._data) else None
+        size = settings.data.batch_size if of_samples(self._data) else None
         try:
             plan, of = self._services.plan_for(target, settings)
             return settings_preview.foreseen(plan, of, settings, batch=size)[0]
@@ -226,9 +235,11 @@ class RunStarter:
         if request.checkpoint is not None:
             check_model(request.checkpoint.model, original.state_dict())
         engine_for(chosen.settings)
-        if chosen.settings.elsewhere:
+        if chosen.settings.parallel.elsewhere:
             self._services.check_workers(original, chosen.loss)
         engine = None if entry is None else entry.settings.engine
+        if entry is not None and engine == chosen.settings.model.engine:
+            chosen = dataclasses.replace(chosen, choice=chosen.choice or entry.choice)
         model = RunModel(request, original, engine, chosen.loss, self._services)
         run = model.run = self._create(request, original, model, chosen)
         self._registry.add(run, model=original, data=request.train, wrapped=model.prepared)
@@ -248,11 +259,12 @@ class RunStarter:
             faults=FailurePolicy(
                 waits, model.first_nonfinite, model.peak_bytes, self._services.remote_hosts
             ),
-            evaluation=request.eval_data,
+            evaluation=request.eval_dataset,
             settings=chosen.settings,
             show=self._services.show,
             begin=request.checkpoint,
             warnings=chosen.warnings,
+            choice=chosen.choice,
             earlier=request.earlier,
             names=request.names(self._services.names()),
         )
@@ -299,11 +311,13 @@ def choose_settings(
     else:
         base |= preferred
     function, loss = loss_called(request.loss, base.get("loss"))
-    chosen = FinetuneSettings.of({**base, **request.settings, "loss": loss})
+    given = FinetuneSettings.canonical(request.settings)
+    chosen = FinetuneSettings.of({**base, **given, "loss": loss})
     warnings = [begin.damaged] if isinstance(begin, Beginning) and begin.damaged else []
-    if begin is not None and (warning := _not_restored(begin.settings, chosen, request.settings)):
+    if begin is not None and (warning := _not_restored(begin.settings, chosen, given)):
         warnings.append(warning)
-    return ChosenSettings(chosen, function, warnings)
+    chosen, choice = resolved(chosen)
+    return ChosenSettings(chosen, function, warnings, choice)
 
 
 def loss_called(
@@ -345,10 +359,10 @@ def _not_restored(
 ) -> str:
     """Return a warning about settings of this session that differ from the checkpoint's."""
     found = {
-        name: f"{name}={getattr(chosen, name)!r}, not {reprlib.repr(saved[name])}"
+        name: f"{name}={chosen[name]!r}, not {reprlib.repr(saved[name])}"
         for name, declared in chosen.declarations().items()
         if declared.here and name in saved and name not in given
-        if saved[name] != getattr(chosen, name)
+        if saved[name] != chosen[name]
     }
     if not found:
         return ""

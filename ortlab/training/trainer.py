@@ -49,7 +49,7 @@ class Trainer:
             changed during the run (`Control.apply`), while all other state stays. If the new
             settings fail, when the stepper is created or in its first step, the old ones are
             restored.
-        keep: Receives a checkpoint every ``checkpoint_every`` steps, after ``checkpoint_minutes``,
+        keep: Receives a checkpoint every ``save_steps`` steps, after ``checkpoint_minutes``,
             in a pause, and when `keep_in_read` asks for one.
         faults: Treatment of failures. If somebody can resume the run, it pauses when the data
             raises, memory does not suffice or, after the first step, values are not finite;
@@ -135,7 +135,7 @@ class Trainer:
         """Train, and yield the result of every optimizer step.
 
         Samples and "eval" events go to the recorder. Evaluations run before the first step, after
-        every epoch or every ``eval_every`` steps, and at the end unless the run is stopped.
+        every epoch or every ``eval_steps`` steps, and at the end unless the run is stopped.
 
         The seed governs all random numbers of Python, numpy and torch, whose generators are global
         to the process: other code that draws from them during the run sees the run's numbers.
@@ -152,7 +152,7 @@ class Trainer:
                 weight since. In fp16 such a step is skipped: it counts as a step of the schedule,
                 its data is used up, and the error comes when the loss scale cannot fall further.
         """
-        with seeded(self.settings.seed):
+        with seeded(self.settings.data.seed):
             try:
                 yield from self._steps()
             finally:
@@ -173,7 +173,7 @@ class Trainer:
         Another thread calls this. It does nothing if other processes train, since these answer
         only to the thread of the loop.
         """
-        if not self.settings.elsewhere:
+        if not self.settings.parallel.elsewhere:
             self._checkpoints.save_unsaved()
 
     def _steps(self) -> Iterator[StepResult]:
@@ -189,16 +189,16 @@ class Trainer:
         """Yield the steps until the end of the run, or until the stepper is lost."""
         state = self._state
         data = self._resume()
-        if self.settings.elsewhere and state.recovery is None:
+        if self.settings.parallel.elsewhere and state.recovery is None:
             state.remember(state.checkpoint())
         if state.evaluated < 0 or self._evaluation_due():
             self._evaluator.evaluate()
-        while state.epoch < self.settings.epochs:
+        while state.epoch < self.settings.limits.num_train_epochs:
             yield from self._steps_of_epoch(data)
             data = None
             if self._control.stopping or state.done:
                 break
-            if self.settings.eval_every is None:
+            if self.settings.checkpoint.eval_steps is None:
                 self._evaluator.evaluate()
             state.epoch, state.read, state.order = state.epoch + 1, 0, None
         if not self._control.stopping:
@@ -279,7 +279,11 @@ class Trainer:
         state = self._state
         if state.read == 0:  # a sampler may draw its order: no state amid that is valid
             state.drawn = RandomStates.now()
-        group = data.take(wanted.accumulation, wanted.batch_size, keep=self._changes.pending)
+        group = data.take(
+            wanted.data.gradient_accumulation_steps,
+            wanted.data.batch_size,
+            keep=self._changes.pending,
+        )
         state.drawn = None
         return group
 
@@ -287,7 +291,7 @@ class Trainer:
         """Make a step, under other settings if they were requested."""
         if self._changes.pending:
             self._changes.begin(wanted, began)
-        lr = learning_rate(self.step, self.total, self.settings)
+        lr = learning_rate(self.step, self.total, self.settings.optim)
         return self.stepper.step(group, lr=lr)
 
     def _remedy(self, error: Exception) -> Literal["none", "make room", "revert"]:
@@ -311,7 +315,7 @@ class Trainer:
         if state.recovery is None or self._prepare is None:
             raise error
         # If it gets no further than the last time, another try would end there too.
-        by_itself = self.settings.isolated and state.step > self._lost_at
+        by_itself = self.settings.parallel.isolated and state.step > self._lost_at
         self._lost_at = state.step
         self._recorded = max(self._recorded, state.step)
         state.rewind(state.recovery.position)
@@ -389,7 +393,7 @@ class Trainer:
         return True
 
     def _evaluation_due(self) -> bool:
-        every = self.settings.eval_every
+        every = self.settings.checkpoint.eval_steps
         return every is not None and self.step % every == 0
 
     def _proceed(self) -> bool:

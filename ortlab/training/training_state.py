@@ -91,7 +91,7 @@ class TrainingState:
             evaluated=self.evaluated,
             random=self.drawn or RandomStates.now(),
             order=self.order,
-            engine_seed=_engine_seed(self.settings.seed, self.step),
+            engine_seed=_engine_seed(self.settings.data.seed, self.step),
         )
 
     def snapshot(self) -> Checkpoint:
@@ -162,7 +162,7 @@ class TrainingState:
         Args:
             taken: The checkpoint. It is dropped if the run trains in this process.
         """
-        self.recovery = taken if self.settings.elsewhere else None
+        self.recovery = taken if self.settings.parallel.elsewhere else None
 
     def rewind(self, position: Position) -> None:
         """Set the counters and the order back to a position, without touching the stepper.
@@ -214,7 +214,7 @@ def place(begin: Checkpoint, data: Batches, settings: FinetuneSettings) -> Posit
         ValueError: If the settings or the data do not match the checkpoint.
     """
     for name in _FIXED:
-        there, here = begin.settings.get(name), getattr(settings, name)
+        there, here = begin.settings.get(name), settings[name]
         if there != here:
             raise ValueError(
                 f"{name}={here!r} does not match the checkpoint, which has {name}={there!r}: its "

@@ -40,7 +40,7 @@ model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), 
                       nn.Linear(width, 10))
 train, _ = ortlab.data.digits()
 run = ortlab.finetune(model, train, loss="cross_entropy", engine="eager", device="cpu",
-                      batch_size=32, epochs=10**6)
+                      batch_size=32, num_train_epochs=10**6)
 while run.step < 10:
     time.sleep(0.001)
 print(os.getpid(), run.folder, sum(p.numel() for p in model.parameters()))

@@ -40,7 +40,7 @@ def _blind(stepper: TorchStepper, *, norm: bool) -> None:
 
 
 def _steppers(model: nn.Module, loss: Any) -> tuple[TorchStepper, TorchStepper, TorchStepper]:
-    settings = FinetuneSettings(engine="eager", device="cpu")
+    settings = FinetuneSettings.of(engine="eager", device="cpu")
     made = [engine("eager").prepare(copy.deepcopy(model), loss, settings) for _ in range(3)]
     looks, blind, normed = made
     assert isinstance(looks, TorchStepper)

@@ -31,7 +31,9 @@ def bert(layers: int) -> nn.Module:
         intermediate_size=4 * WIDTH,
         vocab_size=1000,
     )
-    model = ortlab.wrap(BertForSequenceClassification(config).train(), engine="ort", cache=False)
+    model = ortlab.wrap(
+        BertForSequenceClassification(config).train(), engine="ortmodule", cache=False
+    )
     ids = torch.randint(0, 1000, (ROWS, TOKENS))
     model(input_ids=ids, labels=torch.arange(ROWS) % 2).loss.backward()
     return model

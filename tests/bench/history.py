@@ -97,13 +97,13 @@ def main() -> int:
 
 def make(root: Path, *, runs: int, points: int) -> None:
     """Make that many run folders."""
-    settings, about = FinetuneSettings(max_steps=points), environment()
+    settings, about = FinetuneSettings.of(max_steps=points), environment()
     random = np.random.default_rng(0)
     began = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
     for number in range(runs):
         folder = RunFolder.create(root=root)
         lr = float(random.choice([1e-3, 3e-4, 1e-4]))
-        engine = ("eager", "ort", "compile")[number % 3]
+        engine = ("eager", "ortmodule", "compile")[number % 3]
         folder.write_json("settings", settings.replace(lr=lr, engine=engine).as_dict())
         folder.write_json("environment", about)
         if number < DISTINCT:

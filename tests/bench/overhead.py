@@ -42,7 +42,9 @@ config = BertConfig(hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
                     intermediate_size=512, vocab_size=5000)
 ids = torch.randint(0, 5000, (BATCH, LENGTH))
 data = [{{"input_ids": ids, "labels": torch.arange(BATCH) % 2}}] * STEPS
-settings = FinetuneSettings(engine="eager", max_steps=STEPS, schedule="constant", device="cpu")
+settings = FinetuneSettings.of(
+    engine="eager", max_steps=STEPS, lr_scheduler_type="constant", device="cpu"
+)
 model = BertForSequenceClassification(config)
 start = {{name: value.clone() for name, value in model.state_dict().items()}}
 
@@ -78,10 +80,10 @@ def bare():
     def train():
         stepper = engine("eager").prepare(model, None, settings)
         for batch in data[:3]:
-            stepper.step([batch], lr=settings.lr).loss.item()
+            stepper.step([batch], lr=settings.optim.learning_rate).loss.item()
         began = time.perf_counter()
         for batch in data[3:]:
-            stepper.step([batch], lr=settings.lr).loss.item()
+            stepper.step([batch], lr=settings.optim.learning_rate).loss.item()
         found.append((STEPS - 3) * BATCH / (time.perf_counter() - began))
         stepper.close()
     thread = threading.Thread(target=train)

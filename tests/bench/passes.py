@@ -28,7 +28,7 @@ class Case:
         torch.manual_seed(0)
         stack = [nn.Linear(WIDTH, WIDTH) for _ in range(layers)]
         self.eager = nn.Sequential(*stack)
-        self.wrapped = ortlab.wrap(nn.Sequential(*stack), engine="ort", cache=False)
+        self.wrapped = ortlab.wrap(nn.Sequential(*stack), engine="ortmodule", cache=False)
         self.parameters = list(self.eager.parameters())
         self._stacked = [nn.Parameter(torch.zeros(WIDTH)) for _ in self.parameters]
         self._x, self._gradient = torch.randn(ROWS, WIDTH), torch.ones(ROWS, WIDTH)

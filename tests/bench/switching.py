@@ -34,10 +34,10 @@ from ortlab.bench.interleaved import Spread
 from ortlab.bench.machine import machine
 from ortlab.bench.result import origin, table, warnings
 from ortlab.metrics.recorder import INDEX, Event
-from ortlab.metrics.setting_changes import refusals
 from ortlab.utils.environment import environment
 from tests.bench import memory
 from tests.bench.children import found_by, nothing_cached
+from tests.support.changed_runs import refusals
 
 BATCH, TOKENS = 4, 64
 STEPS = 10
@@ -49,16 +49,21 @@ BAR_S = 1.0
 FREE = ("lr", "accumulation", "clip_norm")
 
 CASES: Mapping[str, tuple[dict[str, Any], tuple[dict[str, Any], ...]]] = {
-    "recompute": ({"engine": "ort"}, ({"recompute": "layers"}, {"recompute": "off"})),
+    "recompute": ({"engine": "ortmodule"}, ({"recompute": "layers"}, {"recompute": "off"})),
     "free": (
-        {"engine": "ort"},
+        {"engine": "ortmodule"},
         (
-            *({"lr": 1e-4}, {"lr": 1e-5}, {"accumulation": 2}, {"accumulation": 1}),
-            *({"clip_norm": 0.1}, {"clip_norm": 1.0}),
+            *(
+                {"lr": 1e-4},
+                {"lr": 1e-5},
+                {"gradient_accumulation_steps": 2},
+                {"gradient_accumulation_steps": 1},
+            ),
+            *({"max_grad_norm": 0.1}, {"max_grad_norm": 1.0}),
         ),
     ),
-    "precision": ({"engine": "ort"}, ({"precision": "bf16"}, {"precision": "fp32"})),
-    "ort": ({"engine": "eager"}, ({"engine": "ort"}, {"engine": "eager"})),
+    "precision": ({"engine": "ortmodule"}, ({"precision": "bf16"}, {"precision": "fp32"})),
+    "ortmodule": ({"engine": "eager"}, ({"engine": "ortmodule"}, {"engine": "eager"})),
     "compile": ({"engine": "eager"}, ({"engine": "compile"}, {"engine": "eager"})),
 }
 """Initial settings of each run, and the cycle of changes that it repeats."""
@@ -86,9 +91,9 @@ class _Trained:
         begin, cycle = CASES[case]
         bert = memory.Case("bert", given.width, given.layers, {"batch": BATCH, "seq": TOKENS})
         data = [memory.batch_of(bert, bert.sizes)] * 1000
-        settings = {"device": "cpu", "lr": 1e-5, "schedule": "constant", **begin}
+        settings = {"device": "cpu", "lr": 1e-5, "lr_scheduler_type": "constant", **begin}
         self._asked: list[int] = []
-        self._run = ortlab.finetune(memory.model_of(bert), data, epochs=1000, **settings)
+        self._run = ortlab.finetune(memory.model_of(bert), data, num_train_epochs=1000, **settings)
         self._await(STEPS)
         for changes in cycle * given.rounds:
             self._run.apply(**changes)

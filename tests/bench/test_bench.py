@@ -52,7 +52,7 @@ def told() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def measured(told: list[str]) -> EngineBench:
     """Measure eager torch and ORT in both precisions; only one test compiles."""
-    return bench.engines(**TINY, engines="eager,ort")
+    return bench.engines(**TINY, engines="eager,ortmodule")
 
 
 def whole(result: EngineBench) -> EngineBench:
@@ -70,7 +70,7 @@ def test_every_cell_has_its_figures(measured: EngineBench) -> None:
     assert [cell.key for cell in measured.cells] == list(measured.settings.cells)
     for cell in measured.cells:
         if cell.reason is not None:
-            assert cell.engine == "ort"
+            assert cell.engine == "ortmodule"
             assert cell.step_ms == ()
             continue
         assert len(cell.step_ms) == 3
@@ -85,7 +85,7 @@ def test_every_cell_has_its_figures(measured: EngineBench) -> None:
 
 @pytest.mark.skipif(NO_ORT is not None, reason=str(NO_ORT))
 def test_ort_is_exported_anew_for_it(measured: EngineBench) -> None:
-    cell = measured.cell(MODEL, "ort", "fp32")
+    cell = measured.cell(MODEL, "ortmodule", "fp32")
     assert cell is not None
     assert cell.reason is None
     assert 0 < cell.export_s + cell.check_s < (cell.first_step_s or 0)
@@ -100,10 +100,16 @@ def test_it_says_how_far_it_is(measured: EngineBench, told: list[str]) -> None:
 
 def test_options_are_of_the_engines_in_ort(measured: EngineBench) -> None:
     settings = BenchSettings(ort_options="kernels=ort, attention=onnx,triton=on")
-    of_ort, of_eager = (timing._finetune((e, "bf16"), "cpu", settings) for e in ("ort", "eager"))
-    assert (of_ort.kernels, of_ort.attention, of_ort.triton) == ("ort", "onnx", True)
-    assert (of_ort.precision, of_ort.cache) == ("bf16", False)
-    assert of_eager.kernels == "measured"
+    of_ort, of_eager = (
+        timing._finetune((e, "bf16"), "cpu", settings) for e in ("ortmodule", "eager")
+    )
+    assert (of_ort.model.kernels, of_ort.model.attention, of_ort.model.ortmodule.triton) == (
+        "ort",
+        "onnx",
+        True,
+    )
+    assert (of_ort.model.precision, of_ort.model.cache) == ("bf16", False)
+    assert of_eager.model.kernels == "measured"
     told = dataclasses.replace(measured, settings=settings).markdown()
     assert "ORT's engines with kernels=ort, attention=onnx, triton=on." in told
     assert "ORT's engines with" not in measured.markdown()
@@ -184,7 +190,9 @@ def test_a_cell_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("ORTMODULE_USE_TRITON", "1")
     result = bench.engines(**TINY, precisions="fp32")
-    eager, compiled, ort = (result.cell(MODEL, e, "fp32") for e in ("eager", "compile", "ort"))
+    eager, compiled, ort = (
+        result.cell(MODEL, e, "fp32") for e in ("eager", "compile", "ortmodule")
+    )
     assert eager is not None
     assert compiled is not None
     assert ort is not None
@@ -220,7 +228,7 @@ def test_a_cell_that_fails_later_leaves_the_others() -> None:
     ("options", "refused"),
     [
         (["--models", "bert-786"], "did you mean 'bert-768'?"),
-        (["--engines", "eager,orrt"], "did you mean 'ort'?"),
+        (["--engines", "eager,orrt"], "did you mean 'ortmodule'?"),
         (["--precisions", "bf17"], "did you mean 'bf16'?"),
         (["--rounds", "0"], "must be at least 1"),
         (["--rounds", "many"], "takes a whole number"),

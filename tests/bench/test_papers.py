@@ -88,20 +88,22 @@ def test_what_trains_where() -> None:
 @NEEDS_ORT
 def test_both_tables_stand_side_by_side(measured: PaperBench) -> None:
     for name in measured.shapes:
-        speed, gain = measured.samples_per_s(name, "ort", "fp32"), measured.gain(name, "fp32")
+        speed, gain = measured.samples_per_s(name, "ortmodule", "fp32"), measured.gain(name, "fp32")
         assert speed is not None
         assert gain is not None
-        cells = {each: measured.measured.cell(name, each, "fp32") for each in ("eager", "ort")}
+        cells = {
+            each: measured.measured.cell(name, each, "fp32") for each in ("eager", "ortmodule")
+        }
         assert cells["eager"] is not None
-        assert cells["ort"] is not None
+        assert cells["ortmodule"] is not None
         of_rounds = sorted(
             eager / ort - 1
-            for eager, ort in zip(cells["eager"].step_ms, cells["ort"].step_ms, strict=True)
+            for eager, ort in zip(cells["eager"].step_ms, cells["ortmodule"].step_ms, strict=True)
         )
         assert gain.median == pytest.approx(sum(of_rounds) / 2)  # of two rounds
         rows = measured.shapes[name].rows
-        assert speed.high <= 1e3 * rows / min(cells["ort"].step_ms)
-        assert not measured.measured.suspect(cells["ort"])
+        assert speed.high <= 1e3 * rows / min(cells["ortmodule"].step_ms)
+        assert not measured.measured.suspect(cells["ortmodule"])
     shown = measured.markdown()
     t5 = row(shown, "T5-Large, translation")
     assert "| 24 x 1024, 16 x 64 tokens | 262.34 | 329.02 | +25.4% |" in t5

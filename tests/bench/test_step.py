@@ -63,7 +63,7 @@ def trial() -> Iterator[parts.Trial]:
 
 
 def chosen(**options: Any) -> FinetuneSettings:
-    return FinetuneSettings(engine="ort", cache=False, device="cpu", **options)
+    return FinetuneSettings.of(engine="ortmodule", cache=False, device="cpu", **options)
 
 
 # ---- what is measured ----------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def _compare(given: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """Compare, or run one part; the exit status is 1 where a limit is missed."""
     parser = argparse.ArgumentParser("tests.bench.tune", description=__doc__)
-    parser.add_argument("--engines", default="eager,compile,ort")
+    parser.add_argument("--engines", default="eager,compile,ortmodule")
     for name, default in (("width", 256), ("layers", 4), ("tokens", 64), ("batch", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sizes", type=int, default=4)

@@ -108,7 +108,12 @@ def _by_ortlab(given: argparse.Namespace) -> dict[str, Any]:
     model, batch = _case(given)
     steps = WARMUP + given.steps
     run = ortlab.finetune(
-        model, [batch] * steps, engine="eager", device="cpu", workers=WORKERS, schedule="constant"
+        model,
+        [batch] * steps,
+        engine="eager",
+        device="cpu",
+        workers=WORKERS,
+        lr_scheduler_type="constant",
     )
     run.result()
     rows = run.recorder.rows()
@@ -128,7 +133,7 @@ def _by_hand(given: argparse.Namespace) -> None:
     own = {name: each[rank * rows : (rank + 1) * rows] for name, each in batch.items()}
     parallel = DistributedDataParallel(model.train())
     alone = OneProcess(model, None, model, torch.device("cpu"))
-    optimizer = optimizer_for(model, FinetuneSettings(engine="eager", device="cpu"), alone)
+    optimizer = optimizer_for(model, FinetuneSettings.of(engine="eager", device="cpu"), alone)
     steps_s = []
     for _ in range(WARMUP + given.steps):
         began = time.perf_counter()

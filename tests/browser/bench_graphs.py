@@ -27,7 +27,7 @@ from ortlab.notebook.views import graph_view as graphview
 model = BertForSequenceClassification(BertConfig(
     num_hidden_layers={layers}, hidden_size={width}, num_attention_heads=4,
     intermediate_size=4 * {width}, vocab_size=1000))
-model = ortlab.wrap(model.train(), engine="ort", self_check=False)
+model = ortlab.wrap(model.train(), engine="ortmodule", self_check=False)
 ids = torch.randint(0, 1000, (8, 64))
 model(input_ids=ids, labels=torch.arange(8) % 2).loss.backward()
 print(len(ortlab.graphs(model).gradient.nodes))

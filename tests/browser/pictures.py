@@ -33,12 +33,12 @@ CELLS = [
     "train, valid = ortlab.data.docstrings(tokenizer=tokenizer)",
     "%%ort\nmodel = Bert(BertConfig(hidden_size=128, num_hidden_layers=4, intermediate_size=512,\n"
     "    num_attention_heads=4, vocab_size=len(tokenizer), num_labels=6))",
-    "run = %ort finetune model train --eval-data valid --lr 2e-4 --epochs 3 --max-steps 240 "
-    "--eval-every 60",
+    "run = %ort finetune model train --eval-dataset valid --lr 2e-4 --epochs 3 --max-steps 240 "
+    "--eval-steps 60",
     "result = await run",
     "%ort graph model",
     "%ort panel model train",
-    "race = %ort race model train --engines eager,ort --precisions fp32,bf16 "
+    "race = %ort race model train --engines eager,ortmodule --precisions fp32,bf16 "
     "--rounds 3 --steps 2\nawait race\nNone",
     "for precision in ('fp32', 'bf16'):\n"
     "    await ortlab.finetune(model, train, lr=1e-3, max_steps=12, precision=precision)\n"

@@ -116,8 +116,8 @@ FINETUNE = [
     "%load_ext ortlab\nimport ortlab\nfrom torch import nn",
     "model = nn.Sequential(nn.Linear(64, 500), nn.ReLU(), nn.Linear(500, 10))\n"
     "train, valid = ortlab.data.digits()",
-    "run = %ort finetune model train --eval-data valid --loss cross_entropy --engine eager "
-    "--epochs 10000 --eval-every 200",
+    "run = %ort finetune model train --eval-dataset valid --loss cross_entropy --engine eager "
+    "--epochs 10000 --eval-steps 200",
     "result = await run\nprint(result.state, run.step == result.steps)",
 ]
 
@@ -326,11 +326,11 @@ def test_a_run_that_is_held_says_why_and_a_click_goes_on(
     expect(run.locator(".ortlab-state")).to_have_text("paused")
     error = run.locator(".ortlab-error")
     expect(error).to_contain_text("the output of 0 (Ratio) is the first infinite value")
-    expect(error).to_contain_text("run.resume(lr=5e-06)")
+    expect(error).to_contain_text("run.resume(learning_rate=5e-06)")
     screenshot("held")
     book.theme("JupyterLab Dark")
     page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
     screenshot("held-dark")
-    run.get_by_role("button", name="Resume with lr=5e-06").click()
+    run.get_by_role("button", name="Resume with learning_rate=5e-06").click()
     expect(page.locator(".jp-OutputArea img")).to_be_visible()
     screenshot("held-finished")

@@ -19,8 +19,9 @@ torch.manual_seed(0); torch.set_num_threads(1)
 data = [(torch.randn(16, 8), torch.randint(2, (16,))) for _ in range(40)]
 def train(lr, epochs=1):
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 2))
-    return ortlab.finetune(net, data, loss="cross_entropy", engine="eager", lr=lr, epochs=epochs,
-                           eval_data=data[:4])
+    return ortlab.finetune(net, data, loss="cross_entropy", engine="eager",
+        lr=lr, num_train_epochs=epochs,
+                           eval_dataset=data[:4])
 for lr in (0.3, 0.01, 0.001):
     train(lr).result()
 best = ortlab.open_run(2)

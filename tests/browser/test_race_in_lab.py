@@ -16,7 +16,7 @@ from torch import nn
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 2))
 data = [(torch.randn(16, 8), torch.randint(2, (16,))) for _ in range(4)]
-race = %ort race model data --loss cross_entropy --engines eager,ort --rounds 100000 --steps 5
+race = %ort race model data --loss cross_entropy --engines eager,ortmodule --rounds 100000 --steps 5
 await race
 """
 

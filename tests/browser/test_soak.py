@@ -43,8 +43,8 @@ cycles = itertools.count()
 measured = {str(MEASURED)!r}
 """
 FINETUNE = (
-    "run = %ort finetune model train --eval-data valid --loss cross_entropy --device cpu "
-    "--epochs 100000 --eval-every 5000 --engine eager"
+    "run = %ort finetune model train --eval-dataset valid --loss cross_entropy --device cpu "
+    "--epochs 100000 --eval-steps 5000 --engine eager"
 )
 VIEWS = ("run", "%ort panel run", "%ort graph seen", "%ort memory seen", "%ort runs --limit 5")
 TOGGLE = "cycle = next(cycles)\nsoaking.toggled(run, cycle)"

@@ -134,10 +134,10 @@ def alone() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole() -> Any:
     """Return the losses of an isolated run with dropout that is not disturbed."""
-    return losses(train(Network(0.3), isolated=True, checkpoint_every=5))
+    return losses(train(Network(0.3), isolated=True, save_steps=5))
 
 
-@pytest.mark.parametrize("engine", ["eager", "ort"])
+@pytest.mark.parametrize("engine", ["eager", "ortmodule"])
 def test_it_trains_as_in_the_kernel(alone: dict[str, Any], engine: str) -> None:
     needs(engine)
     model = Network()
@@ -164,7 +164,7 @@ def test_a_run_moves_out_and_back(alone: dict[str, Any]) -> None:
 
 def test_a_crash_of_native_code_costs_steps_alone(whole: Any, tmp_path: Path) -> None:
     """After SIGSEGV in forward, the run resumes by itself from its checkpoint: the same losses."""
-    run = begin(Crashing(tmp_path / "crashed", 17), isolated=True, checkpoint_every=5)
+    run = begin(Crashing(tmp_path / "crashed", 17), isolated=True, save_steps=5)
     assert run.result(HANGS_S).steps == 50
     (warning,) = told(run)
     assert warning.startswith("restarting in a new process: ")
@@ -187,7 +187,7 @@ def test_what_crashes_again_holds_the_run() -> None:
 
 
 def test_a_killed_process_is_begun_again(whole: Any) -> None:
-    run = begin(Slow(0.3), isolated=True, checkpoint_every=5)
+    run = begin(Slow(0.3), isolated=True, save_steps=5)
     until(lambda: run.step >= 8)
     os.kill(rank(), signal.SIGKILL)
     assert run.result(HANGS_S).steps == 50
@@ -215,7 +215,7 @@ def test_memory_that_does_not_suffice_holds_the_run(
     assert run.state == "paused"
     told = "not enough memory for step 1; 26 micro-batches of 1 make the same 26 samples"
     assert any(told in note for note in raised.value.__notes__)
-    assert run.advice == {"batch_size": 1, "accumulation": 26}
+    assert run.advice == {"batch_size": 1, "gradient_accumulation_steps": 26}
     trains = rank()
     run.resume(**run.advice)
     assert run.result(HANGS_S).state == "finished"
@@ -224,7 +224,7 @@ def test_memory_that_does_not_suffice_holds_the_run(
 
 
 def test_memory_that_does_not_suffice_for_an_evaluation_there() -> None:
-    run = train(Wide("evaluation"), isolated=True, hold=True, eval_data=data(26), max_steps=4)
+    run = train(Wide("evaluation"), isolated=True, hold=True, eval_dataset=data(26), max_steps=4)
     at_most = "not enough memory to evaluate {} samples at a time: using {}"
     assert [each.removesuffix(" from now on") for each in told(run)] == [
         at_most.format(13, 6), at_most.format(6, 3)
@@ -254,8 +254,10 @@ def test_numbers_that_fail_there_are_named_as_in_the_kernel(where: dict[str, Any
 
 
 def test_what_cannot_be_isolated_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"isolated=True: engine 'offload' trains in the calling"):
-        begin(Network(), isolated=True, engine="offload")
+    with pytest.raises(
+        ValueError, match=r"isolated=True: engine 'ort_fused' trains in the calling"
+    ):
+        begin(Network(), isolated=True, engine="ort_fused")
     unsendable = nn.Linear(6, 4)
     unsendable.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(ValueError, match="cannot be sent to workers"):
@@ -291,7 +293,7 @@ def test_the_kernels_memory_limit_costs_steps_alone(
     at = random.Random(attempt).randrange(20, 90)
     ortlab.workers(1)
     with limited(rank(), 1024):
-        run = begin(Greedy(tmp_path / "killed", at), isolated=True, checkpoint_every=5)
+        run = begin(Greedy(tmp_path / "killed", at), isolated=True, save_steps=5)
         assert run.result(HANGS_S).steps == 50
     (warning,) = told(run)
     assert "SIGKILL" in warning

@@ -106,14 +106,14 @@ def pids() -> list[int]:
 def alone() -> dict[str, Any]:
     """Train the run of one process that others are compared with."""
     model = Network()
-    run = train(model, eval_data=data(50))
+    run = train(model, eval_dataset=data(50))
     return {"losses": losses(run), "weights": weights(model), "run": run}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fifty_steps_are_those_of_one_process(alone: dict[str, Any], stage: int) -> None:
     model = Network()
-    run = train(model, workers=2, zero_stage=stage, eval_data=data(50))
+    run = train(model, workers=2, zero_stage=stage, eval_dataset=data(50))
     assert difference(alone["losses"], losses(run)) < TOLERANCE
     assert torch.allclose(weights(model), alone["weights"], atol=1e-6), "the user's model trains"
     assert model.first.weight is model.again.weight
@@ -158,9 +158,9 @@ def test_every_rank_tells_of_itself() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_fifty_steps_in_ort(alone: dict[str, Any], stage: int) -> None:
-    needs("ort")
-    run = train(Network(), engine="ort", workers=2, zero_stage=stage)
-    assert run.engine_used == "ort"
+    needs("ortmodule")
+    run = train(Network(), engine="ortmodule", workers=2, zero_stage=stage)
+    assert run.engine_used == "ortmodule"
     assert difference(alone["losses"], losses(run)) < TOLERANCE
 
 
@@ -174,13 +174,13 @@ def test_fifty_steps_compiled(alone: dict[str, Any], stage: int) -> None:
 
 def test_a_run_moves_to_workers_and_back(alone: dict[str, Any]) -> None:
     """Weights, moments, data order and step are kept; the global batch is unchanged."""
-    needs("ort")
+    needs("ortmodule")
     model = Network()
     run = begin(model)
     moves: list[dict[str, Any]] = [
         {"workers": 2, "zero_stage": 1},
         {"zero_stage": 3},
-        {"zero_stage": 0, "engine": "ort"},
+        {"zero_stage": 0, "engine": "ortmodule"},
         {"workers": 1},
     ]
     for step, changes in zip((5, 12, 20, 30), moves, strict=True):
@@ -326,7 +326,7 @@ class Unlucky(Network):
 
 def test_what_all_ranks_fail_in_fails_the_run_and_keeps_its_state() -> None:
     model = Unlucky()
-    run = begin(model, workers=2, zero_stage=1, accumulation=1)
+    run = begin(model, workers=2, zero_stage=1, gradient_accumulation_steps=1)
     with pytest.raises(RankError, match=r"rank \d of 2: ArithmeticError: no luck"):
         run.result(HANGS_S)
     assert run.state == "failed"
@@ -349,21 +349,26 @@ class OnlyHere:
 )
 def test_memory_that_does_not_suffice_holds_the_run(where: str, ranks: tuple[int, ...]) -> None:
     """It resumes with smaller micro-batches; peers left waiting in a last backward are lost."""
-    chosen = {"batch_size": 12, "accumulation": 1, "max_steps": 30}
+    chosen = {"batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 30}
     expected = train(Network(), **chosen)
     run = begin(Wide(where, ranks), workers=2, hold=True, **chosen)
     with pytest.raises(RankError if where == "forward" else StepperLost) as raised:
         run.result(HANGS_S)
     assert out_of_memory(raised.value)
     assert run.state == "paused"
-    assert run.advice == {"batch_size": 6, "accumulation": 2}
+    assert run.advice == {"batch_size": 6, "gradient_accumulation_steps": 2}
     run.resume(**run.advice)
     assert run.result(HANGS_S).state == "finished"
     assert difference(losses(expected), losses(run)) < TOLERANCE
 
 
 def test_an_evaluation_that_does_not_fit_takes_fewer_samples_at_a_time() -> None:
-    chosen = {"batch_size": 12, "accumulation": 1, "max_steps": 4, "eval_data": data(24)}
+    chosen = {
+        "batch_size": 12,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 4,
+        "eval_dataset": data(24),
+    }
     expected = train(Network(), **chosen).result(HANGS_S)
     run = train(Wide("evaluation", (1,)), workers=2, hold=True, **chosen)
     told = "not enough memory to evaluate 12 samples at a time: using 6"
@@ -379,14 +384,17 @@ def test_what_cannot_be_is_said_before_anything_starts() -> None:
     runs = len(session.runs)
     refused: list[tuple[dict[str, Any], str]] = [
         ({"zero_stage": 1}, r"zero_stage=1 needs at least 2 workers \(workers=1\)"),
-        ({"workers": 2, "zero_stage": 3, "engine": "ort"}, "engine 'ort' supports 0, 1, 2"),
+        (
+            {"workers": 2, "zero_stage": 3, "engine": "ortmodule"},
+            "engine 'ortmodule' supports 0, 1, 2",
+        ),
         ({"workers": 3, "tensor_parallel": 2}, "does not divide workers=3"),
         ({"tensor_parallel": 2}, "tensor_parallel=2"),
         ({"param_dtype": "bf16"}, r"param_dtype='bf16' needs at least 2 workers \(workers=1\)"),
         ({"workers": 2, "offload_optimizer": True}, "choose zero_stage=1"),
         ({"workers": 20}, "batch_size=13 cannot be split across 20 workers"),
         ({"workers": 3, "reduction": "adasum"}, r"needs a power of two of workers \(workers=3\)"),
-        ({"workers": 2, "reduction": "adasum"}, "choose clip_norm=None"),
+        ({"workers": 2, "reduction": "adasum"}, "choose max_grad_norm=None"),
         ({"workers": 0}, "workers=0"),
     ]
     for changes, message in refused:
@@ -399,7 +407,7 @@ def test_what_cannot_be_is_said_before_anything_starts() -> None:
 
 
 def test_workers_train_one_run_at_a_time() -> None:
-    run = at(begin(Network(), workers=2, max_steps=5000, epochs=500), 3)
+    run = at(begin(Network(), workers=2, max_steps=5000, num_train_epochs=500), 3)
     assert session.workers is not None
     with pytest.raises(ValueError, match=f"busy with {run.name}"):
         begin(Network(), workers=2)
@@ -445,12 +453,12 @@ def test_python_ends_the_run_before_its_workers(tmp_path: Path) -> None:
             import ortlab
             from tests.support.worker_runs import CHOSEN, Network, data
 
-            chosen = dict(CHOSEN, epochs=900, max_steps=9000)
+            chosen = dict(CHOSEN, num_train_epochs=900, max_steps=9000)
             run = ortlab.finetune(Network(), data(), **chosen)
             while run.step < 3:
                 time.sleep(0.01)
             run.apply(workers=2)
-            while run.current_settings.workers == 1:
+            while run.current_settings.parallel.workers == 1:
                 time.sleep(0.01)
             moved = run.step
             while run.step < moved + 5:
@@ -516,7 +524,7 @@ def test_no_thread_is_left(threads_end: None) -> None:
 
 def test_a_rank_that_dies_holds_the_run_and_fresh_ones_go_on() -> None:
     """Including dropout, losses are bitwise the same from the last checkpoint on."""
-    chosen = {"workers": 2, "zero_stage": 1, "checkpoint_every": 10}
+    chosen = {"workers": 2, "zero_stage": 1, "save_steps": 10}
     undisturbed = Network(0.3)
     expected = losses(train(undisturbed, **chosen))
     model = Network(0.3)
@@ -550,7 +558,13 @@ def test_a_rank_that_dies_holds_the_run_and_fresh_ones_go_on() -> None:
 @pytest.mark.nightly
 def test_ten_deaths_at_random_points() -> None:
     """Any rank dies, in a collective or between steps: ten stops, ten resumes, the same losses."""
-    chosen = {"workers": 2, "zero_stage": 1, "checkpoint_every": 5, "max_steps": 300, "epochs": 90}
+    chosen = {
+        "workers": 2,
+        "zero_stage": 1,
+        "save_steps": 5,
+        "max_steps": 300,
+        "num_train_epochs": 90,
+    }
     expected = losses(train(Network(0.3), **chosen))
     drawn = random.Random(5)
     model = Network(0.3)
@@ -578,7 +592,7 @@ def test_ten_deaths_at_random_points() -> None:
 
 def test_a_held_run_that_is_stopped_has_its_last_checkpoint() -> None:
     model = Network()
-    run = at(begin(model, workers=2, checkpoint_every=5, max_steps=5000, epochs=500), 12)
+    run = at(begin(model, workers=2, save_steps=5, max_steps=5000, num_train_epochs=500), 12)
     os.kill(pids()[0], signal.SIGKILL)
     with pytest.raises(StepperLost):
         run.result(HANGS_S)

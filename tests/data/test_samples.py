@@ -140,7 +140,7 @@ def test_the_pretrained_model_with_its_data(capfd: pytest.CaptureFixture[str]) -
     train, held_out = data.docstrings(tokenizer=tokenizer, max_length=48)
     assert train.columns["input_ids"].shape == (len(train), 48)
     assert len(held_out) == len(held_out.labels)
-    batch = next(batches(train, FinetuneSettings(batch_size=8)).epoch(0))
+    batch = next(batches(train, FinetuneSettings.of(batch_size=8)).epoch(0))
     result = model(**batch)
     assert result.logits.shape == (8, 6)
     assert result.loss.item() == pytest.approx(1.79, abs=0.3)  # ln 6: the head is untrained

@@ -43,7 +43,7 @@ def exported(bert: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Expor
     """Return BERT exported in all forms, with an accuracy metric."""
     path = tmp_path_factory.mktemp("bert") / "out"
     data = [batch(8, 7), batch(8, 5)]
-    return ortlab.export(bert, path, batch(), fp16=True, int8=True, eval_data=data)
+    return ortlab.export(bert, path, batch(), fp16=True, int8=True, eval_dataset=data)
 
 
 def graph(found: Exported) -> onnx.ModelProto:
@@ -141,7 +141,7 @@ def test_wrapped_is_exported_as_the_plain_one(tmp_path: Path) -> None:
     The training export before it uses rules that write nodes which torch runs.
     """
     model = spread(tiny.bert())
-    wrapped = ortlab.wrap(model, engine="ort", kernels="torch")
+    wrapped = ortlab.wrap(model, engine="ortmodule", kernels="torch")
     wrapped(**batch(3, 6)).loss.backward()
     ours = ortlab.export(wrapped, tmp_path / "ours")
     plain = ortlab.export(model, tmp_path / "plain", batch(3, 6))
@@ -485,7 +485,7 @@ def at(tmp_path: Path) -> Iterator[Path]:
 
 def test_typed(ip: Typist, at: Path) -> None:
     ip("model = Net()\ndata = batches()")
-    out = ip("exported = %ort export model out/ --batch data --int8 --eval-data data")
+    out = ip("exported = %ort export model out/ --batch data --int8 --eval-dataset data")
     assert "exporting Net at opset 17" in out
     assert "checking the graph in onnxruntime" in out
     shown = ip("exported")

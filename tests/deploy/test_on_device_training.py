@@ -92,10 +92,10 @@ def test_a_device_trains_as_finetune_does(tmp_path: Path, optimizer: str) -> Non
             data,
             engine="eager",
             device="cpu",
-            lr=1e-3,
+            learning_rate=1e-3,
             weight_decay=0.0,
-            clip_norm=None,
-            schedule="constant",
+            max_grad_norm=None,
+            lr_scheduler_type="constant",
         )
         run.result(60)
         assert run.step == len(data)

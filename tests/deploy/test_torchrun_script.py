@@ -26,7 +26,7 @@ from ortlab.training.data_loading import batches
 from tests.support import tiny
 
 TOLERANCE = 1e-5
-SETTINGS = {"lr": 1e-2, "warmup_steps": 3, "clip_norm": 0.5, "max_steps": 50, "seed": 4}
+SETTINGS = {"lr": 1e-2, "warmup_steps": 3, "max_grad_norm": 0.5, "max_steps": 50, "seed": 4}
 
 
 def network() -> nn.Module:
@@ -119,8 +119,13 @@ def test_fifty_steps_are_those_of_a_run(
     tmp_path: Path, stage: int, optimizer: str, schedule: str
 ) -> None:
     """Fifty steps match a run: two micro-batches a step, epochs with a shorter and uneven end."""
-    more = {"loss": "cross_entropy", "epochs": 9, "batch_size": 8, "accumulation": 2}
-    chosen = {**SETTINGS, **more, "optimizer": optimizer, "schedule": schedule}
+    more = {
+        "loss": "cross_entropy",
+        "num_train_epochs": 9,
+        "batch_size": 8,
+        "gradient_accumulation_steps": 2,
+    }
+    chosen = {**SETTINGS, **more, "optimizer": optimizer, "lr_scheduler_type": schedule}
     check(network(), samples(), tmp_path / "made here", zero_stage=stage, **chosen)
 
 
@@ -133,7 +138,7 @@ def test_a_transformer_with_its_own_loss(tmp_path: Path) -> None:
     torch.manual_seed(2)
     model = tiny.gpt2()
     model.transformer.wpe.weight.requires_grad_(False)
-    chosen = {**SETTINGS, "epochs": 10, "clip_norm": None, "optimizer": "sgd"}
+    chosen = {**SETTINGS, "num_train_epochs": 10, "max_grad_norm": None, "optimizer": "sgd"}
     check(model, text_batches(), tmp_path, zero_stage=1, **chosen)
 
 
@@ -154,7 +159,7 @@ def test_the_order_of_samples_is_the_run_s(tmp_path: Path) -> None:
     data = samples()
     written = ortlab.script(network(), data, to=tmp_path, loss="cross_entropy", seed=7)
     read = parts(written.path)["micro_batches"]
-    theirs = batches(data, FinetuneSettings(seed=7))
+    theirs = batches(data, FinetuneSettings.of(seed=7))
     for epoch in (0, 1):
         found = list(read(epoch))
         for mine, its in zip(found, theirs.epoch(epoch), strict=True):
@@ -298,15 +303,15 @@ def test_precision_and_engine(tmp_path: Path) -> None:
     for name, chosen in {
         "bf16": {"precision": "bf16", "engine": "eager"},
         "compile": {"engine": "compile"},
-        "ort": {},
+        "ortmodule": {},
     }.items():
         written = ortlab.script(network(), samples(), to=tmp_path / name, loss="mse", **chosen)
         parts(written.path)
         text[name] = written.path.read_text()
-        assert ("without ONNX Runtime" in repr(written)) == (name == "ort")
+        assert ("without ONNX Runtime" in repr(written)) == (name == "ortmodule")
         assert "pip install deepspeed" not in repr(written)
     sharded = ortlab.script(network(), samples(), to=tmp_path / "2", loss="mse", zero_stage=2)
     assert "pip install deepspeed" in repr(sharded)
     assert "with torch.autocast(device.type, torch.bfloat16):" in text["bf16"]
     assert "DistributedDataParallel(torch.compile(model)" in text["compile"]
-    assert "autocast" not in text["ort"]
+    assert "autocast" not in text["ortmodule"]

@@ -126,7 +126,7 @@ every_model = pytest.mark.parametrize(
 
 
 def _settings(name: str, **changes: Any) -> FinetuneSettings:
-    return FinetuneSettings(engine=name, device="cpu", clip_norm=None, **changes)
+    return FinetuneSettings.of(engine=name, device="cpu", max_grad_norm=None, **changes)
 
 
 def _flat(output: Any) -> list[torch.Tensor]:
@@ -177,7 +177,7 @@ def test_loss_and_every_gradient(each: Engine, case: Any) -> None:
     """Results match in train mode, for other batch sizes, and in eval mode with gradients."""
     original, inputs = case
     reference = copy.deepcopy(original)
-    wrapped = each.wrap(original, _settings(each.name))
+    wrapped = each.wrap(original, _settings(each.name).model)
     for module in (reference, original):
         module.train()
     _compare(reference, original, wrapped, inputs(4, 8))
@@ -193,7 +193,7 @@ def test_loss_and_every_gradient(each: Engine, case: Any) -> None:
 def test_evaluation_without_gradients(each: Engine, case: Any) -> None:
     original, inputs = case
     reference = copy.deepcopy(original).eval()
-    wrapped = each.wrap(original, _settings(each.name)).eval()
+    wrapped = each.wrap(original, _settings(each.name).model).eval()
     with torch.no_grad():
         for shape in ((4, 8), (2, 5)):
             args, kwargs = inputs(*shape)
@@ -207,7 +207,7 @@ def test_two_forwards_before_one_backward(each: Engine) -> None:
     torch.manual_seed(3)
     original = _mlp()
     reference = copy.deepcopy(original)
-    wrapped = each.wrap(original, _settings(each.name))
+    wrapped = each.wrap(original, _settings(each.name).model)
     first, second = torch.randn(4, 6), torch.randn(5, 6)
     for module in (reference, wrapped):
         (module(first).sin().sum() + module(second).cos().sum()).backward()
@@ -215,11 +215,11 @@ def test_two_forwards_before_one_backward(each: Engine) -> None:
 
 
 def test_results_keep_their_type(each: Engine) -> None:
-    wrapped = each.wrap(Dict(), _settings(each.name))
+    wrapped = each.wrap(Dict(), _settings(each.name).model)
     output = wrapped(torch.randn(2, 6))
     assert set(output) == {"logits", "more"}
     assert [tuple(value.shape) for value in output["more"]] == [(2,), (2, 4)]
-    bert = each.wrap(tiny.bert(), _settings(each.name))
+    bert = each.wrap(tiny.bert(), _settings(each.name).model)
     _, batch = _tokens(2, 6)
     assert bert(**batch).loss.shape == ()
     assert bert(**batch).logits.shape == (2, 2)
@@ -370,8 +370,8 @@ def test_an_unknown_engine_offers_the_nearest() -> None:
 def test_bf16_steps_are_those_of_autocast() -> None:
     model, call = tiny.bert(), _tokens(4, 8)[1]
     twin = copy.deepcopy(model)
-    settings = FinetuneSettings(
-        engine="eager", precision="bf16", clip_norm=None, device="cpu", weight_decay=0.0
+    settings = FinetuneSettings.of(
+        engine="eager", precision="bf16", max_grad_norm=None, device="cpu", weight_decay=0.0
     )
     stepper = engine("eager").prepare(model, None, settings)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
@@ -388,4 +388,4 @@ def test_bf16_steps_are_those_of_autocast() -> None:
 @pytest.mark.parametrize("name", ["eager", "compile"])
 def test_a_wrapped_torch_model_leaves_autocast_to_its_loop(name: str) -> None:
     with pytest.raises(ValueError, match=r"use torch\.autocast around"):
-        engine(name).wrap(_mlp(), EngineSettings(engine=name, precision="bf16"))
+        engine(name).wrap(_mlp(), EngineSettings.of(engine=name, precision="bf16"))

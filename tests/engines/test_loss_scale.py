@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from ortlab.engines.base import Report, StepResult
-from ortlab.engines.registry import engine
+from ortlab.engines.registry import engine, refusal
 from ortlab.engines.torch import stepper as torch_native
 from ortlab.engines.torch.stepper import TorchStepper
 from ortlab.settings import FinetuneSettings
@@ -25,7 +25,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def stepper_for(model: nn.Module, loss: Any = functional.cross_entropy, **values: Any) -> Any:
-    settings = FinetuneSettings(
+    settings = FinetuneSettings.of(
         **{"engine": "eager", "precision": "fp16", "device": "cpu", **values}
     )
     return engine("eager").prepare(model, loss, settings)
@@ -103,7 +103,7 @@ def test_thirty_steps_are_those_of_a_loop_by_hand(optimizer: str, first_scale: f
     data = list(batches(60, bad=(13, 22, 40)))
     steps = [data[i : i + 2] for i in range(0, 60, 2)]
     scaler = torch.amp.GradScaler("cpu", init_scale=first_scale, growth_interval=7)
-    stepper = stepper_for(model, optimizer=optimizer, clip_norm=0.5)
+    stepper = stepper_for(model, optimizer=optimizer, max_grad_norm=0.5)
     stepper.load_state_dict({**stepper.state_dict(), "loss_scale": scaler.state_dict()})
     results: list[StepResult] = [stepper.step(group, lr=LR) for group in steps]
     told = by_hand(reference, steps, scaler, optimizer, clip=0.5)
@@ -223,10 +223,10 @@ def test_fp16_on_a_cpu_says_what_it_is_for() -> None:
     assert stepper_for(network(), precision="bf16").report().remarks == ()
 
 
-@pytest.mark.parametrize("name", ["eager", "compile", "ort"])
+@pytest.mark.parametrize("name", ["eager", "compile", "ortmodule"])
 def test_tf32_is_refused_on_a_cpu(name: str) -> None:
-    chosen = FinetuneSettings(engine=name, precision="tf32", device="cpu")
-    reason = engine(name).refuses(chosen)
+    chosen = FinetuneSettings.of(engine=name, precision="tf32", device="cpu")
+    reason = refusal(chosen)
     assert reason is not None
     assert "precision='tf32' is for CUDA devices" in reason
     assert "choose precision='fp32'" in reason
@@ -242,7 +242,7 @@ def test_a_step_computes_in_tf32_backward_too() -> None:
             scores.register_hook(lambda _: seen.append(torch.get_float32_matmul_precision()))
         return functional.cross_entropy(scores, target)
 
-    settings, model = FinetuneSettings(engine="eager", precision="tf32"), network(0.0)
+    settings, model = FinetuneSettings.of(engine="eager", precision="tf32"), network(0.0)
     cpu, report = torch.device("cpu"), lambda: Report("eager")
     stepper = TorchStepper(model, loss, settings, owner=model, device=cpu, report=report)
     (batch,) = batches(1)

@@ -88,7 +88,7 @@ def test_a_module_that_is_called_again_has_the_nodes_of_every_call() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.block_1(self.block(self.block(x)))
 
-    wrapped = ortlab.wrap(Twice(), engine="ort", cache=False)
+    wrapped = ortlab.wrap(Twice(), engine="ortmodule", cache=False)
     wrapped(torch.randn(2, 3)).sum().backward()
     count = Counter(node.module for node in ortlab.graphs(wrapped).exported.nodes)
     assert (count["block.0"], count["block.1"], count["block_1"]) == (2, 2, 1)
@@ -119,7 +119,7 @@ def test_modules_in_containers_that_are_not_called() -> None:
             x = self.body["norm"](x)
             return (self.left["head"](x) + self.right["head"](x)).sum()
 
-    model = ortlab.wrap(Net(), engine="ort")
+    model = ortlab.wrap(Net(), engine="ortmodule")
     model(torch.ones(2, 4)).backward()
     found = ortlab.graphs(model)
     for stage in (found.exported, found.gradient):
@@ -136,7 +136,7 @@ def test_bytes_are_those_of_the_model(graphs: Graphs) -> None:
     read = [p for name, p in model.named_parameters()]
     assert graphs.gradient.parameter_bytes >= sum(4 * p.numel() for p in read)
     linear = nn.Sequential(nn.Linear(3, 5), nn.ReLU())
-    wrapped = ortlab.wrap(linear, engine="ort", cache=False)
+    wrapped = ortlab.wrap(linear, engine="ortmodule", cache=False)
     wrapped(torch.randn(2, 3)).sum().backward()
     stage = ortlab.graphs(wrapped).forward
     assert stage.parameter_bytes == 4 * (3 * 5 + 5)
@@ -209,7 +209,7 @@ def test_what_is_not_there_is_explained() -> None:
     net = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="has no ORT graphs; wrap it"):
         ortlab.graphs(net)
-    wrapped = ortlab.wrap(net, engine="ort")
+    wrapped = ortlab.wrap(net, engine="ortmodule")
     with pytest.raises(ValueError, match="Linear has no graph yet; call it once"):
         ortlab.graphs(wrapped)
     wrapped(torch.randn(2, 2))
@@ -226,7 +226,7 @@ def test_a_model_that_fell_back_has_no_graph() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.fft.fft(super().forward(x)).abs()
 
-    wrapped = ortlab.wrap(Complex(2, 2), engine="ort", fallback=True)
+    wrapped = ortlab.wrap(Complex(2, 2), engine="ortmodule", fallback=True)
     wrapped(torch.randn(2, 2))
     with pytest.raises(ValueError, match="runs in torch and has no graph"):
         capture.capture(wrapped)
@@ -258,7 +258,7 @@ def test_a_line_of_the_users_own_model() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).tanh()  # its line
 
-    wrapped = ortlab.wrap(Net(3, 2), engine="ort", cache=False)
+    wrapped = ortlab.wrap(Net(3, 2), engine="ortmodule", cache=False)
     wrapped(torch.randn(2, 3)).sum().backward()
     sources = {node.source for node in ortlab.graphs(wrapped).execution.nodes if node.source}
     assert len(sources) == 1
@@ -269,7 +269,7 @@ def test_a_line_of_the_users_own_model() -> None:
 
 def test_a_change_since_is_told() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 2))
-    wrapped = ortlab.wrap(model, engine="ort", cache=False)
+    wrapped = ortlab.wrap(model, engine="ortmodule", cache=False)
     wrapped(torch.randn(2, 3)).sum().backward()
     assert not ortlab.graphs(wrapped).notes
     model[1].p = 0.5

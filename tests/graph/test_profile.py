@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 def wrapped(model: nn.Module, **settings: Any) -> nn.Module:
-    return ortlab.wrap(model.train(), engine="ort", cache=False, **settings)
+    return ortlab.wrap(model.train(), engine="ortmodule", cache=False, **settings)
 
 
 def trained(model: nn.Module, *args: torch.Tensor, **settings: Any) -> nn.Module:
@@ -565,7 +565,7 @@ def test_a_model_in_training_is_refused_and_a_paused_one_not(ended: None) -> Non
     torch.manual_seed(0)
     model = wrapped(Block())
     data = [(torch.randn(6, 4), torch.randint(2, (6,))) for _ in range(8)]
-    run = ortlab.finetune(model, data, loss="cross_entropy", epochs=10_000)
+    run = ortlab.finetune(model, data, loss="cross_entropy", num_train_epochs=10_000)
     assert eventually(lambda: run.step > 2)
     with pytest.raises(ValueError, match=f"{run.name} is training this model; pause it"):
         ortlab.profile(model, data[0][:1], steps=1)

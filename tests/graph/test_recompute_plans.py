@@ -125,11 +125,11 @@ def test_choosing(model: nn.Module, plans: RecomputePlans) -> None:
 def test_a_run_s_model_is_changed_by_the_run() -> None:
     data = Examples()
     model = ortlab.wrap(tiny.bert(0.0), kernels="torch")
-    run = ortlab.finetune(model, data, batch_size=4, epochs=10_000, engine="ort")
+    run = ortlab.finetune(model, data, batch_size=4, num_train_epochs=10_000, engine="ortmodule")
     while run.step < 2:
         assert not run.wait_over(0.01)
     ortlab.recompute_plans(model).choose("layers")
-    while run.current_settings.recompute != "layers":
+    while run.current_settings.model.recompute != "layers":
         assert not run.wait_over(0.01)
     run.stop()
     run.result()

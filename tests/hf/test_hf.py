@@ -241,7 +241,12 @@ def test_the_callback_shows_and_keeps_a_run(
     assert about["model"] == "BertForSequenceClassification"
     assert about["result"]["final_loss"] == pytest.approx(losses[-1])
     kept = FinetuneSettings.of(folder.read_json("settings"))
-    assert (kept.engine, kept.batch_size, kept.accumulation, kept.lr) == ("eager", 8, 2, 2e-3)
+    assert (
+        kept.model.engine,
+        kept.data.batch_size,
+        kept.data.gradient_accumulation_steps,
+        kept.optim.learning_rate,
+    ) == ("eager", 8, 2, 2e-3)
     np.testing.assert_allclose(folder.read_metrics().rows[:, INDEX["loss"]], losses, rtol=1e-6)
     assert str(tmp_path) not in (run.folder / "trainer.json").read_text()
     assert folder.read_json("trainer")["logging_steps"] == 4
@@ -304,11 +309,15 @@ def test_the_trainer_takes_ortlabs_settings(tmp_path: Path, data: Dataset) -> No
     assert trainer.run is None
     trainer.train()
     settings = execution_of(trainer.model).settings
-    assert (settings.engine, settings.recompute, settings.opset) == ("ort", "layers", 16)
+    assert (settings.engine, settings.recompute, settings.ortmodule.opset) == (
+        "ortmodule",
+        "layers",
+        16,
+    )
     assert farthest(logged(trainer), logged(eager)) < 1e-4
     run = trainer.run
     assert run is not None
-    assert run.title == f"{run.name}: BertForSequenceClassification in a Trainer on ort"
+    assert run.title == f"{run.name}: BertForSequenceClassification in a Trainer on ortmodule"
     assert json.loads((run.folder / "settings.json").read_text())["recompute"] == "layers"
     assert not run.interactive
     run.pause()
@@ -345,7 +354,9 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match=r"precision='bf16' with engine='eager'.*bf16=True"):
         hf.Trainer(bert(), args, engine="eager", precision="bf16")
-    with pytest.raises(ValueError, match=r"already wrapped \(engine 'ort'\); pass recompute to"):
+    with pytest.raises(
+        ValueError, match=r"already wrapped \(engine 'ortmodule'\); pass recompute to"
+    ):
         hf.Trainer(ortlab.wrap(bert()), args, recompute="layers")
     with pytest.raises(
         ValueError, match=r"fp16=True: accelerate silently trains in float32 on a CPU"
@@ -353,7 +364,8 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
         hf.Trainer(bert(), arguments(tmp_path, fp16=True))
     compiled = arguments(tmp_path, torch_compile=True)
     with pytest.raises(ValueError, match="both replace forward"):
-        hf.Trainer(bert(), compiled)
+        hf.Trainer(bert(), compiled, engine="ortmodule")
+    assert not is_wrapped(hf.Trainer(bert(), compiled).model), "engine auto leaves it to torch"
     with pytest.raises(ValueError, match="did you mean 'eager'"):
         hf.Trainer(bert(), args, engine="eagr")
 

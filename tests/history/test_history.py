@@ -58,12 +58,16 @@ def rows_of_index(root: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def test_an_entry_tells_a_run_without_its_metrics(root: Path) -> None:
-    path = kept(root, loss=0.5, engine="ort", used="eager", model="Bert")
+    path = kept(root, loss=0.5, engine="ortmodule", used="eager", model="Bert")
     (path / "metrics.jsonl").unlink()
     entry = read_entry(path)
     assert entry is not None
     assert (entry.name, entry.number, entry.state, entry.model) == ("run-1", 1, "finished", "Bert")
-    assert (entry.engine_asked, entry.engine_used, entry.fallback) == ("ort", "eager", "told so")
+    assert (entry.engine_asked, entry.engine_used, entry.fallback) == (
+        "ortmodule",
+        "eager",
+        "told so",
+    )
     assert (entry.steps, entry.loss, entry.held_out_loss) == (20, 0.5, 0.25)
     assert (entry.held_out_accuracy, entry.samples_per_s, entry.peak_bytes) == (0.75, 2000, 2**30)
     assert math.isnan(entry.tokens_per_s)
@@ -411,9 +415,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 data,
                 loss="cross_entropy",
                 engine="eager",
-                lr=lr,
-                eval_data=data[:2],
-                eval_every=4,
+                learning_rate=lr,
+                eval_dataset=data[:2],
+                eval_steps=4,
             )
             run.result(60)
             found.append(run)
@@ -452,8 +456,13 @@ def test_a_run_that_goes_on_is_first_and_as_it_is_now(
     kept(root, days=-1)  # newer by its own clock
     data = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]
     net = nn.Linear(4, 2)
-    chosen = {"loss": "cross_entropy", "engine": "eager", "epochs": 10**6, "eval_every": 2}
-    run = ortlab.finetune(net, data, eval_data=data, **chosen)
+    chosen = {
+        "loss": "cross_entropy",
+        "engine": "eager",
+        "num_train_epochs": 10**6,
+        "eval_steps": 2,
+    }
+    run = ortlab.finetune(net, data, eval_dataset=data, **chosen)
     try:
         until(lambda: run.step > 4)
         run.pause()
@@ -575,7 +584,7 @@ def test_a_run_is_found_by_name_or_number(root: Path) -> None:
 
 
 def test_runs_are_chosen_and_sorted(root: Path) -> None:
-    kept(root, loss=0.5, days=3, model="Bert", engine="ort", used="eager")
+    kept(root, loss=0.5, days=3, model="Bert", engine="ortmodule", used="eager")
     kept(root, loss=0.25, days=1, engine="eager")
     kept(root, loss=math.nan, days=2, state="failed", error="it <broke>\nat once", engine="compile")
     assert names(ortlab.list_runs()) == ["run-2", "run-3", "run-1"]
@@ -583,18 +592,18 @@ def test_runs_are_chosen_and_sorted(root: Path) -> None:
     assert names(ortlab.list_runs(sort="loss")) == ["run-2", "run-1", "run-3"]
     assert names(ortlab.list_runs(sort="loss", reverse=True)) == ["run-1", "run-2", "run-3"]
     assert names(ortlab.list_runs(sort="name", limit=2)) == ["run-1", "run-2"]
-    assert names(ortlab.list_runs(engine="ort")) == ["run-1"]
+    assert names(ortlab.list_runs(engine="ortmodule")) == ["run-1"]
     assert names(ortlab.list_runs(engine="eager")) == ["run-2", "run-1"]
     assert names(ortlab.list_runs(state="failed")) == ["run-3"]
     assert names(ortlab.list_runs(model="bert")) == ["run-1"]
     told = repr(ortlab.list_runs())
-    assert "ort → eager" in told
+    assert "ortmodule → eager" in told
     assert "it <broke>" in told
     assert "at once" not in told
     page = ortlab.list_runs()._repr_html_()
     assert "it &lt;broke&gt;" in page
     assert "<broke>" not in page
-    assert repr(ortlab.list_runs(engine="offload")) == "no run has engine 'offload'"
+    assert repr(ortlab.list_runs(engine="ort_fused")) == "no run has engine 'ort_fused'"
     assert "1 of 3 runs" in repr(ortlab.list_runs(limit=1))
     with pytest.raises(ValueError, match="did you mean 'loss'"):
         ortlab.list_runs(sort="los")
@@ -618,8 +627,8 @@ def test_a_page_has_so_many_runs_as_fit(root: Path) -> None:
 def test_a_comparison_tells_what_differs_and_nothing_else(trained: Any) -> None:
     comparison = RunComparison([trained[0], SavedRun(trained[1].folder)])
     found = {(each.part, each.name): each.values for each in comparison.differences}
-    assert found["settings", "lr"] == ("0.1", "0.01")
-    assert [name for part, name in found if part == "settings"] == ["lr"]
+    assert found["settings", "learning_rate"] == ("0.1", "0.01")
+    assert [name for part, name in found if part == "settings"] == ["learning_rate"]
     assert [name for part, name in found if part == "versions"] == []
     assert found["result", "steps"] == ("12", "12")
     assert found["result", "loss"][0] == f"{trained[0].result().final_loss:.4g}"
@@ -727,7 +736,7 @@ def test_tensorboard_reads_every_step_back(root: Path, tmp_path: Path) -> None:
     assert (held_out.step, held_out.value) == (300, 0.5)
     assert {"throughput/samples_per_s", "memory/rss_bytes"} <= set(read.Tags()["scalars"])
     (text,) = read.Tensors("settings")
-    assert b"| lr | " in text.tensor_proto.string_val[0]
+    assert b"| learning_rate | " in text.tensor_proto.string_val[0]
     with pytest.raises(ValueError, match="already exists"):
         run.to_tensorboard(tmp_path / "board")
 
@@ -745,7 +754,7 @@ def test_mlflow_reads_the_run_back(
     client = mlflow.MlflowClient(tracking_uri=place)
     found = client.get_run(made)
     assert (found.info.run_name, found.info.status) == ("run-1", "FINISHED")
-    assert found.data.params["settings.lr"] == "0.125"
+    assert found.data.params["settings.learning_rate"] == "0.125"
     assert found.data.params["environment.packages.torch"] == "2.13.0"
     assert found.data.tags["mlflow.note.content"] == "a note"
     assert found.data.tags["ortlab.paper"] == "yes"

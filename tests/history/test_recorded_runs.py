@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 import ortlab
 from ortlab.engines.ortmodule import compat
+from ortlab.training.resume import names_of
 
 RECORDED = Path(__file__).with_name("recorded")
 
@@ -34,6 +36,10 @@ def batches(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
+def recorded_settings(engine: str) -> dict[str, Any]:
+    return dict(json.loads((RECORDED / engine / "settings.json").read_text()))
+
+
 @pytest.mark.parametrize("engine", ["eager", "ort"])
 def test_a_recorded_run_is_listed_and_resumes(home: Path, engine: str) -> None:
     if engine != "eager" and (reason := compat.unavailable()) is not None:
@@ -41,10 +47,19 @@ def test_a_recorded_run_is_listed_and_resumes(home: Path, engine: str) -> None:
     recorded = json.loads((RECORDED / engine / "run.json").read_text())
     name = recorded["name"]
     shutil.copytree(RECORDED / engine, home / "runs" / name)
+    today = {"eager": "eager", "ort": "ortmodule"}[engine]
     (entry,) = ortlab.list_runs()
     assert (entry.name, entry.state, entry.steps) == (name, "stopped", 6)
-    run = ortlab.resume(name, network(), batches(12, 1), eval_data=batches(2, 2))
+    assert (entry.engine_asked, entry.engine_used) == (today, today)
+    (stored,) = ortlab.list_runs(engine=engine)
+    saved = ortlab.open_run(name)
+    assert stored.name == saved.name
+    assert saved.settings.model.engine == today
+    assert saved.settings.optim.learning_rate == recorded_settings(engine)["lr"]
+    assert names_of(saved)["eval_dataset"] == recorded["names"]["eval_data"]
+    run = ortlab.resume(name, network(), batches(12, 1), eval_dataset=batches(2, 2))
     assert run.result().steps == 12
+    assert run.engine_used == today
     whole = dict(json.loads((RECORDED / engine / "losses_of_whole_run.json").read_text()))
     found = {int(row["step"]): row["loss"] for _, row in run.to_frame().reset_index().iterrows()}
     assert found == pytest.approx(whole, abs=1e-6)

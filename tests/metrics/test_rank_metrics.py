@@ -57,7 +57,7 @@ class Told:
 
     def standing(self, **settings: Any) -> rank_metrics.Standing:
         return rank_metrics.standing(
-            self.recorder, FinetuneSettings(**settings) if settings else None
+            self.recorder, FinetuneSettings.of(**settings) if settings else None
         )
 
 
@@ -355,7 +355,7 @@ def test_nothing_is_said_of_zero_where_it_is_not_known(told: Told) -> None:
 
 
 def test_the_settings_are_those_that_ranks_trained_under() -> None:
-    one, two, three = (FinetuneSettings(workers=count) for count in (1, 2, 3))
+    one, two, three = (FinetuneSettings.of(workers=count) for count in (1, 2, 3))
     run = SimpleNamespace(current_settings=one, earlier_settings=[one, three, two, one])
     assert rank_metrics.trained_under(run) is two
     assert rank_metrics.trained_under(SimpleNamespace(current_settings=three)) is three
@@ -383,7 +383,7 @@ def test_a_rate_is_samples_over_time_and_a_gap_is_a_gap(told: Told) -> None:
 
 def test_a_table_is_a_rank_a_row(told: Told) -> None:
     told.steps(1200, [8.0, 6.0], **held(10 * MIB, 10 * MIB, 10 * MIB))
-    table = rank_metrics.table(told.recorder, FinetuneSettings(workers=2, zero_stage=1))
+    table = rank_metrics.table(told.recorder, FinetuneSettings.of(workers=2, zero_stage=1))
     assert list(table) == list(told.standing().ranks)
     head, _, first, second, *notes = repr(table).splitlines()
     assert head.split()[:5] == ["rank", "step", "loss", "samples/s", "step"]

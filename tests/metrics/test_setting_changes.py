@@ -7,7 +7,8 @@ import math
 import pytest
 
 from ortlab.metrics.recorder import Event, Recorder, Sample
-from ortlab.metrics.setting_changes import STEPS, changes, refusals
+from ortlab.metrics.setting_changes import STEPS, changes
+from tests.support.changed_runs import refusals
 
 
 class Ran:

@@ -6,7 +6,6 @@ They are typed into one real kernel, one after the other, as a user types them.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,9 +103,7 @@ FREE = {"recompute", "save_onnx", "cast_ops"}
 """Settings whose values are free text: modules, a file, operators."""
 
 
-@pytest.mark.parametrize(
-    "name", sorted({field.name for field in dataclasses.fields(FinetuneSettings)} - FREE)
-)
+@pytest.mark.parametrize("name", sorted({*FinetuneSettings.declarations()} - FREE))
 def test_a_setting_that_is_none_of_its_values(kernel: Kernel, name: str) -> None:
     """An invalid value of any setting, including future settings, ends in a short error."""
     option = "--" + name.replace("_", "-")

@@ -59,7 +59,7 @@ def test_an_error_in_one_line_fails_the_cell(kernel: Kernel) -> None:
     assert cell.reply["status"] == "error"
     assert cell.reply["ename"] == "UsageError"
     assert [kind for kind, _ in cell.outputs if kind == "error"] == []
-    assert "did you mean 'ort'?" in cell.text
+    assert "did you mean 'ortmodule'?" in cell.text
 
 
 def test_a_cell_that_raises_shows_its_traceback_once(kernel: Kernel) -> None:
@@ -167,7 +167,8 @@ TRAINS = (
     + """
 import os, time
 run = ortlab.finetune(
-    nn.Linear(4, 2), data, loss="cross_entropy", engine="eager", epochs=10**7, isolated={isolated}
+    nn.Linear(4, 2), data, loss="cross_entropy", engine="eager",
+    num_train_epochs=10**7, isolated={isolated}
 )
 while run.step < 3:
     time.sleep(0.001)

@@ -193,7 +193,7 @@ def test_what_is_kept_is_the_users_alone(home: Path) -> None:
             started(
                 "data = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]\n"
                 "ortlab.finetune(nn.Linear(4, 2), data, loss='cross_entropy',\n"
-                "    engine='eager', checkpoint_every=2).result()\n"
+                "    engine='eager', save_steps=2).result()\n"
                 "%ort runs"
             )
             if compat.unavailable() is None:

@@ -264,7 +264,7 @@ def test_a_model_with_a_graph() -> None:
     from tests.support import tiny
 
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
     model = ortlab.wrap(tiny.gpt2(), cache=False)

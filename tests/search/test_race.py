@@ -70,13 +70,13 @@ def race(model: nn.Module, data: Any, **options: Any) -> RaceResult:
 
 @needs_ort
 def test_every_set_up_has_its_row() -> None:
-    result = race(bert(), sentences(), engines="ort", memory="1GiB")
+    result = race(bert(), sentences(), engines="ortmodule", memory="1GiB")
     labels = [cell.label for cell in result.cells]
-    assert labels == ["eager fp32", "ort fp32", "ort bf16"]
+    assert labels == ["eager fp32", "ortmodule fp32", "ortmodule bf16"]
     for cell in result.cells:
         assert cell.reason is None, cell.reason
         assert len(cell.step_ms) == 2
-        if cell.settings["engine"] == "ort":  # eager torch's first step is like any other
+        if cell.settings["engine"] == "ortmodule":  # eager torch's first step is like any other
             assert cell.first_step_s > min(cell.step_ms) / 1e3
         assert cell.steps == 1 + 1 + 2 * (2 + 2)
         assert abs(result.loss_difference(cell)) < 0.02 * result.reference.loss
@@ -98,7 +98,7 @@ def test_weights_are_judged_by_what_training_made_of_them() -> None:
     assert len(result.cells) == 2
     cell = result.reference
     alone = copy.deepcopy(model)
-    stepper = Eager().prepare(alone, None, FinetuneSettings(engine="eager", lr=1e-2))
+    stepper = Eager().prepare(alone, None, FinetuneSettings.of(engine="eager", lr=1e-2))
     for at in range(cell.steps):
         stepper.step([data[at % len(data)]], lr=1e-2)
     alone.eval()
@@ -263,9 +263,9 @@ def test_a_field_of_workers_and_stages() -> None:
         RaceSettings(engines="eager", precisions="fp32", workers="1,2", zero_stages="0,1")
     )
     assert list(made) == ["eager fp32", "eager fp32 x 2", "eager fp32 x 2 ZeRO 1"]
-    assert list(field_of(RaceSettings(engines="ort", precisions="bf16", workers=2))) == [
+    assert list(field_of(RaceSettings(engines="ortmodule", precisions="bf16", workers=2))) == [
         "eager fp32 x 2",
-        "ort bf16 x 2",
+        "ortmodule bf16 x 2",
     ]
 
 
@@ -301,10 +301,10 @@ def test_ctrl_c_stops_it(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "message"),
     [
         ({"rounds": 0}, "rounds=0 must be at least 1"),
-        ({"engines": "eager,orrt"}, "did you mean 'ort'"),
+        ({"engines": "eager,orrt"}, "did you mean 'ortmodule'"),
         ({"round": 3}, "unknown setting 'round'.*did you mean 'rounds'"),
-        ({"epochs": 3}, "unknown setting 'epochs'"),
-        ({"engine": "ort"}, "did you mean 'engines'"),
+        ({"num_train_epochs": 3}, "unknown setting 'num_train_epochs'"),
+        ({"engine": "ortmodule"}, "did you mean 'engines'"),
         ({"memory": "much"}, "is not a memory size"),
         ({"loss": "mze"}, "did you mean 'mse'"),
     ],
@@ -318,7 +318,7 @@ def test_refused_before_anything_starts(options: dict[str, Any], message: str) -
 def test_one_at_a_time_and_not_beside_a_run() -> None:
     model = Net()
     run = ortlab.finetune(
-        model, pairs(), loss="cross_entropy", engine="eager", epochs=100_000, device="cpu"
+        model, pairs(), loss="cross_entropy", engine="eager", num_train_epochs=100_000, device="cpu"
     )
     with pytest.raises(ValueError, match=f"{run.name} is active"):
         ortlab.race(model, pairs(), loss="cross_entropy")
@@ -345,7 +345,7 @@ def made_up(**cells: tuple[float, tuple[float, ...]]) -> RaceResult:
         Net(), pairs(), RaceSettings(), shared={"loss": "mse"}, loss=nn.functional.mse_loss
     )
     rows = [
-        Cell(label, {"engine": "ort"}, first_step_s=first, step_ms=ms, steps=4, loss=0.5)
+        Cell(label, {"engine": "ortmodule"}, first_step_s=first, step_ms=ms, steps=4, loss=0.5)
         for label, (first, ms) in cells.items()
     ]
     return dataclasses.replace(small.standing, cells=tuple(rows), samples=4, doing="")
@@ -394,34 +394,34 @@ def test_a_line_through_two_peaks() -> None:
 
 def test_the_same_samples_in_other_micro_batches() -> None:
     data = [{"x": torch.arange(8) + 8 * n, "scale": 3, "none": torch.ones(2)} for n in range(3)]
-    feed = Feed(data, FinetuneSettings(accumulation=1), 2)
+    feed = Feed(data, FinetuneSettings.of(gradient_accumulation_steps=1), 2)
     assert (feed.samples, feed.micro, len(feed)) == (8, 8, 2)
     ((first, second, third),) = feed.steps(3, 1, micro=3)
     assert [len(part["x"]) for part in (first, second, third)] == [3, 3, 2]
     assert torch.cat([part["x"] for part in (first, second, third)]).tolist() == list(range(8, 16))
     assert all(part["scale"] == 3 and len(part["none"]) == 2 for part in (first, second))
     assert [len(part[0]) for part in split((torch.ones(4, 2), torch.ones(4)), 4)] == [4]
-    wide = Feed(data, FinetuneSettings(accumulation=2), 5)
+    wide = Feed(data, FinetuneSettings.of(gradient_accumulation_steps=2), 5)
     assert (wide.samples, wide.micro, len(wide)) == (16, 8, 1), "the rest of an epoch is smaller"
 
 
 def test_the_best_settings_train_the_model() -> None:
     model = Net()
-    made = ortlab.race(model, pairs(), loss=nn.functional.cross_entropy, lr=1e-3, **FAST)
+    made = ortlab.race(model, pairs(), loss=nn.functional.cross_entropy, learning_rate=1e-3, **FAST)
     best = made.result(60).best()
     assert best is not None
     assert made.settings["loss"] is nn.functional.cross_entropy
-    assert made.settings["lr"] == 1e-3
+    assert made.settings["learning_rate"] == 1e-3
     assert "the next finetune of this Net uses engine=eager, precision=" in made.apply()
-    run = ortlab.finetune(model, pairs(), loss="cross_entropy", epochs=100_000)
-    assert run.settings.precision == best.settings["precision"]
-    assert (run.settings.engine, run.settings.lr) == ("eager", 1e-3)
+    run = ortlab.finetune(model, pairs(), loss="cross_entropy", num_train_epochs=100_000)
+    assert run.settings.model.precision == best.settings["precision"]
+    assert (run.settings.model.engine, run.settings.optim.learning_rate) == ("eager", 1e-3)
     other = {"fp32": "bf16", "bf16": "fp32"}[best.settings["precision"]]
     run.apply(precision=other)
-    while run.current_settings.precision != other:
+    while run.current_settings.model.precision != other:
         assert not run.wait_over(0.01)
     assert run.name in made.apply()
-    while run.current_settings.precision == other:
+    while run.current_settings.model.precision == other:
         assert not run.wait_over(0.01)
     run.stop()
     run.result(60)
@@ -442,7 +442,7 @@ def test_typed(ip: Typist) -> None:
     shown = ip("race")
     assert "is fastest with" in shown
     assert "eager bf16" in shown
-    assert "[--rounds N]" in ip("%ort race --help")
+    assert "--rounds N" in ip("%ort race --help")
     assert "did you mean '--rounds'" in ip.refused("%ort race net data --round 3")
     assert "nothing is called 'dat'" in ip.refused("%ort race net dat")
     assert "no option --epochs" in ip.refused("%ort race net data --epochs 3")

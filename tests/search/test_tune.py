@@ -26,10 +26,10 @@ from tests.support.typed_magics import Typist
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NO_ORT = compat.unavailable()
-ENGINES = {"eager": 1.0, "compile": 1.1, "ort": 1.3}
+ENGINES = {"eager": 1.0, "compile": 1.1, "ortmodule": 1.3}
 PRECISIONS = {"fp32": 1.0, "bf16": 1.4}
 SIZES = {1: 0.5, 2: 0.8, 4: 1.0, 8: 0.95}
-BEGIN_S = {"eager": 0.1, "compile": 25.0, "ort": 4.0}
+BEGIN_S = {"eager": 0.1, "compile": 25.0, "ortmodule": 4.0}
 
 
 class Costs:
@@ -66,11 +66,11 @@ class Costs:
         return BEGIN_S[setup.engine] > 5
 
     def forgets(self, setup: Setup) -> bool:
-        return setup.engine == "ort"
+        return setup.engine == "ortmodule"
 
 
 def speeds(**changes: float) -> dict[SearchPoint, float]:
-    """Return products of engine, precision and micro-batch rates, scaled as by ort_bf16=0.5."""
+    """Return products of the rates of engine, precision and batch, scaled as ortmodule_bf16=0.5."""
     found = {}
     for (engine, e), (precision, p), (micro, m) in itertools.product(
         ENGINES.items(), PRECISIONS.items(), SIZES.items()
@@ -104,9 +104,9 @@ def grid_s(costs: Costs, rounds: int = 10) -> float:
     [
         {},
         {"compile_bf16": 1.6},
-        {"compile_fp32": 1.3, "compile_bf16": 0.75, "ort_bf16": 0.75},
-        {"ort_bf16": 0.3, "compile_bf16": 0.3, "eager_bf16": 0.3},
-        {"ort_bf16_8": 1.2},
+        {"compile_fp32": 1.3, "compile_bf16": 0.75, "ortmodule_bf16": 0.75},
+        {"ortmodule_bf16": 0.3, "compile_bf16": 0.3, "eager_bf16": 0.3},
+        {"ortmodule_bf16_8": 1.2},
         {"eager_fp32": 3.0},
     ],
 )
@@ -129,24 +129,26 @@ def test_what_cannot_win_is_not_begun_and_says_why() -> None:
     assert left.state == "left out"
     assert "cannot win" in left.reason
     assert not left.rates
-    small = search.found[SearchPoint(Setup("ort", "bf16"), 1)]
-    assert "samples/s expected, ort bf16, batch size 4 is faster" in small.reason
+    small = search.found[SearchPoint(Setup("ortmodule", "bf16"), 1)]
+    assert "samples/s expected, ortmodule bf16, batch size 4 is faster" in small.reason
     assert not small.rates
-    of_tokens = searched(Costs(speeds()), unit="tokens").found[SearchPoint(Setup("ort", "bf16"), 1)]
+    of_tokens = searched(Costs(speeds()), unit="tokens").found[
+        SearchPoint(Setup("ortmodule", "bf16"), 1)
+    ]
     assert "tokens/s expected" in of_tokens.reason
     behind = search.found[SearchPoint(Setup("eager", "fp32"), 1)]
     assert behind.rates
-    assert "behind ort bf16, batch size 4" in behind.reason
+    assert "behind ortmodule bf16, batch size 4" in behind.reason
     assert all(found.state != "waits" for found in search.found.values())
 
 
 def test_a_precision_that_suits_one_engine_alone_is_found() -> None:
     """bf16 is slow in eager torch but fast in ort: not a product, but within the slack."""
-    costs = Costs(speeds(eager_bf16=0.65, compile_bf16=0.65, ort_bf16=0.9))
+    costs = Costs(speeds(eager_bf16=0.65, compile_bf16=0.65, ortmodule_bf16=0.9))
     search = searched(costs)
     best = search.best()
     assert best is not None
-    assert best.setup == Setup("ort", "bf16")
+    assert best.setup == Setup("ortmodule", "bf16")
 
 
 def test_new_ones_are_measured_beside_the_leader() -> None:
@@ -165,7 +167,7 @@ def test_what_does_not_fit_is_never_measured() -> None:
     assert best is not None
     assert best.micro == 2
     assert search.found[SearchPoint(Setup("eager", "fp32"), 8)].reason == "takes 8, more than 2"
-    assert search.found[SearchPoint(Setup("ort", "bf16"), 4)].reason == "takes 4, more than 2"
+    assert search.found[SearchPoint(Setup("ortmodule", "bf16"), 4)].reason == "takes 4, more than 2"
 
 
 def test_recomputation_is_for_what_does_not_fit_without() -> None:
@@ -175,25 +177,25 @@ def test_recomputation_is_for_what_does_not_fit_without() -> None:
     tight = Costs(speeds(), room=1)
     search = searched(tight, recompute="layers")
     best = search.best()
-    assert best == SearchPoint(Setup("ort", "bf16", "layers"), 2)  # 0.8 of 0.8, against 0.5
-    assert {s.engine for s in tight.begun if s.recompute} == {"ort"}
+    assert best == SearchPoint(Setup("ortmodule", "bf16", "layers"), 2)  # 0.8 of 0.8, against 0.5
+    assert {s.engine for s in tight.begun if s.recompute} == {"ortmodule"}
     assert settings_of(best, 8) == {
-        "engine": "ort",
+        "engine": "ortmodule",
         "precision": "bf16",
         "recompute": "layers",
         "batch_size": 2,
-        "accumulation": 4,
+        "gradient_accumulation_steps": 4,
     }
 
 
 def test_workers_are_another_way_to_execute() -> None:
     setups = setups_of(
-        TuneSettings(engines="eager,ort", precisions="fp32", workers="1,2", zero_stages="0,1")
+        TuneSettings(engines="eager,ortmodule", precisions="fp32", workers="1,2", zero_stages="0,1")
     )
     assert [str(setup) for setup in setups] == [
-        *("eager fp32", "ort fp32"),
-        *("eager fp32 x 2", "ort fp32 x 2"),
-        *("eager fp32 x 2 ZeRO 1", "ort fp32 x 2 ZeRO 1"),
+        *("eager fp32", "ortmodule fp32"),
+        *("eager fp32 x 2", "ortmodule fp32 x 2"),
+        *("eager fp32 x 2 ZeRO 1", "ortmodule fp32 x 2 ZeRO 1"),
     ]
     assert len({setup.way for setup in setups}) == 6
     found = settings_of(SearchPoint(setups[-1], 4), 8)
@@ -203,9 +205,9 @@ def test_workers_are_another_way_to_execute() -> None:
 
 def test_one_that_fails_is_left_and_others_go_on() -> None:
     costs = Costs(speeds())
-    costs.broken = {Setup("ort", "bf16"): "no such kernel", Setup("eager", "fp32"): "tired"}
+    costs.broken = {Setup("ortmodule", "bf16"): "no such kernel", Setup("eager", "fp32"): "tired"}
     search = searched(costs)
-    failed = search.found[SearchPoint(Setup("ort", "bf16"), 4)]
+    failed = search.found[SearchPoint(Setup("ortmodule", "bf16"), 4)]
     assert (failed.state, failed.reason) == ("failed", "no such kernel")
     best = search.best()
     assert best is not None
@@ -241,15 +243,18 @@ def test_a_search_ends_with_settings_that_train() -> None:
     model = Net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
-    engines = "eager" if NO_ORT else "eager,ort"
-    tune = ortlab.tune(model, dataset(), engines=engines, global_batch=8, sizes=2, lr=1e-3, **QUICK)
+    engines = "eager" if NO_ORT else "eager,ortmodule"
+    tune = ortlab.tune(
+        model, dataset(), engines=engines, global_batch=8, sizes=2, learning_rate=1e-3, **QUICK
+    )
     result = tune.result(120)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[n], tensor) for n, tensor in model.state_dict().items())
     assert len(result.rows) == 4 * len(engines.split(","))
     assert {row.settings["batch_size"] for row in result.rows} == {4, 8}
     assert all(
-        row.settings["batch_size"] * row.settings["accumulation"] == 8 for row in result.rows
+        row.settings["batch_size"] * row.settings["gradient_accumulation_steps"] == 8
+        for row in result.rows
     )
     assert all(row.state != "waits" for row in result.rows)
     best = result.best()
@@ -257,7 +262,7 @@ def test_a_search_ends_with_settings_that_train() -> None:
     assert best.rates
     assert best.peak_bytes > 0
     assert tune.settings == {
-        "lr": 1e-3,
+        "learning_rate": 1e-3,
         "device": "cpu",
         "loss": "cross_entropy",
         **best.settings,
@@ -269,8 +274,11 @@ def test_a_search_ends_with_settings_that_train() -> None:
     assert "uses engine=" in tune.apply()
     run = ortlab.finetune(model, dataset(), loss="cross_entropy", max_steps=1)
     assert run.result(60).steps == 1
-    assert run.settings.batch_size == best.settings["batch_size"]
-    assert run.settings.accumulation == best.settings["accumulation"]
+    assert run.settings.data.batch_size == best.settings["batch_size"]
+    assert (
+        run.settings.data.gradient_accumulation_steps
+        == best.settings["gradient_accumulation_steps"]
+    )
 
 
 @pytest.mark.usefixtures("threads_end")
@@ -281,11 +289,16 @@ def test_the_best_settings_hold_in_a_run_that_trains() -> None:
     best = tune.result(120).best()
     assert best is not None
     run = ortlab.finetune(
-        model, dataset(), loss="cross_entropy", engine="eager", batch_size=3, epochs=100_000
+        model,
+        dataset(),
+        loss="cross_entropy",
+        engine="eager",
+        batch_size=3,
+        num_train_epochs=100_000,
     )
 
     def until_it_has(size: int) -> None:
-        while run.current_settings.batch_size != size:
+        while run.current_settings.data.batch_size != size:
             assert not run.wait_over(0.01)
 
     assert run.name in tune.apply(run)
@@ -297,14 +310,16 @@ def test_the_best_settings_hold_in_a_run_that_trains() -> None:
     run.stop()
     run.result(60)
     assert not run.recorder.events("warning")
-    assert {name: getattr(run.current_settings, name) for name in best.settings} == best.settings
+    assert {name: run.current_settings[name] for name in best.settings} == best.settings
 
 
 def test_a_loader_keeps_its_batches() -> None:
     tune = ortlab.tune(Net(), pairs(rows=4), engines="eager", global_batch=8, **QUICK)
     result = tune.result(60)
-    assert {row.settings["accumulation"] for row in result.rows} == {2}
-    run = ortlab.finetune(Net(), pairs(rows=4), loss="cross_entropy", engine="eager", epochs=10**6)
+    assert {row.settings["gradient_accumulation_steps"] for row in result.rows} == {2}
+    run = ortlab.finetune(
+        Net(), pairs(rows=4), loss="cross_entropy", engine="eager", num_train_epochs=10**6
+    )
     try:
         tune.apply(run)  # would refuse a batch_size, as the run's loader defines its own
     finally:
@@ -382,5 +397,5 @@ def test_typed(ip: Typist) -> None:
     ip("result = tune.result(60)")
     assert "is fastest with" in ip("tune")
     assert "16.00 GiB" in ip("result")
-    assert ip["tune"].settings["accumulation"] == 1
+    assert ip["tune"].settings["gradient_accumulation_steps"] == 1
     assert "no option --batch-size" in ip.refused("%ort tune net data --batch-size 3")

@@ -31,7 +31,7 @@ def gpt2() -> tuple[nn.Module, dict[str, Any]]:
 
 def called(model: nn.Module, batch: dict[str, Any], **settings: Any) -> nn.Module:
     """Return the wrapped model, called once in training and once in evaluation mode."""
-    wrapped = ortlab.wrap(model.train(), engine="ort", **settings)
+    wrapped = ortlab.wrap(model.train(), engine="ortmodule", **settings)
     wrapped(**batch).loss.backward()
     wrapped.eval()
     with torch.no_grad():

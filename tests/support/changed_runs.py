@@ -10,10 +10,15 @@ from torch import nn
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.base import Stepper
 from ortlab.engines.registry import engine
-from ortlab.metrics.recorder import INDEX, Recorder
+from ortlab.metrics.recorder import INDEX, Event, Recorder
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading, trainer
 from ortlab.training.control import Control
+
+
+def refusals(recorder: Recorder) -> list[Event]:
+    """Return the warnings of changes that were requested but failed."""
+    return [event for event in recorder.events("warning") if "cost_s" in event.values]
 
 
 class Course:
@@ -31,18 +36,24 @@ class Course:
         stop: int = 4,
         **values: Any,
     ) -> None:
-        settings = FinetuneSettings(
-            **{"engine": "eager", "device": "cpu", "lr": 0.01, "batch_size": 4, "epochs": 2}
-            | {"cache": False, **values}
+        settings = FinetuneSettings.of(
+            **{
+                "engine": "eager",
+                "device": "cpu",
+                "learning_rate": 0.01,
+                "batch_size": 4,
+                "num_train_epochs": 2,
+            }
+            | {"cache": False, **FinetuneSettings.canonical(values)}
         )
         self.model, self.recorder, self.made = model, Recorder(), 0
         wrapped: dict[str, nn.Module] = {}
 
         def prepare(settings: FinetuneSettings) -> Stepper:
             self.made += 1
-            name = settings.engine
+            name = settings.model.engine
             if name not in wrapped:
-                wrapped[name] = engine(name).wrap(model, settings.replace(precision="fp32"))
+                wrapped[name] = engine(name).wrap(model, settings.model.replace(precision="fp32"))
             return engine(name).prepare(wrapped[name], loss, settings)
 
         self.control = Control()

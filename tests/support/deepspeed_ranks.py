@@ -80,7 +80,7 @@ def held(stages: Sequence[int], layers: int = LAYERS, **among: Any) -> dict[str,
         }
         return sum(sizes.values())
 
-    steppers.load(ranks.settings(workers=2, zero_stage=1))
+    steppers.load(ranks.settings(workers=2, zero_stage=1).parallel)
     gc.collect()
     gc.freeze()  # scanning the libraries' objects would take longer than all steps
     found: dict[str, Any] = {"parameters": layers * (WIDTH + 1) * WIDTH}
@@ -258,7 +258,7 @@ def settled() -> dict[str, Any]:
             told.append(str(raised))
     unchanged = ranks.digest(stepper.state_dict()) == ranks.digest(state)
     # From now on, the stepper acts like one with the other settings.
-    others = {"clip_norm": 0.1, "weight_decay": 0.3}
+    others = {"max_grad_norm": 0.1, "weight_decay": 0.3}
     one = alone(network(), functional.cross_entropy, **others)
     one.load_state_dict(state)
     stepper.adopt(ranks.settings(workers=2, zero_stage=3, **others))
@@ -286,8 +286,8 @@ CASES: dict[str, ranks.Case] = {
             ("eager", 3, "adamw"),
             ("eager", 2, "sgd"),
             ("eager", 3, "sgd"),
-            ("ort", 1, "sgd"),
-            ("ort", 2, "adamw"),
+            ("ortmodule", 1, "sgd"),
+            ("ortmodule", 2, "adamw"),
         )
     },
     "moving": moving,

@@ -35,9 +35,9 @@ SETTINGS = {
     "device": "cpu",
     "batch_size": 4,
     "lr": 0.01,
-    "epochs": 3,
-    "checkpoint_every": EVERY,
-    "schedule": "cosine",
+    "num_train_epochs": 3,
+    "save_steps": EVERY,
+    "lr_scheduler_type": "cosine",
     "cache": False,
 }
 _PROCESSES = multiprocessing.get_context("forkserver")

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification
 model = BertForSequenceClassification(BertConfig(
     num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128,
     vocab_size=100))
-model = ortlab.wrap(model.train(), engine="ort", self_check=False)
+model = ortlab.wrap(model.train(), engine="ortmodule", self_check=False)
 ids = torch.randint(0, 100, (2, 8))
 model(input_ids=ids, labels=torch.arange(2)).loss.backward()
 """
@@ -27,8 +27,8 @@ train, valid = ortlab.data.digits()
 """
 """A cell that makes a small model and its data."""
 FINETUNE = (
-    "run = %ort finetune model train --eval-data valid --loss cross_entropy --engine eager "
-    "--device cpu --epochs 100000 --eval-every 1000000"
+    "run = %ort finetune model train --eval-dataset valid --loss cross_entropy --engine eager "
+    "--device cpu --epochs 100000 --eval-steps 1000000"
 )
 """A cell that starts a long run of `MODEL`."""
 

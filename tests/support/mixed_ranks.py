@@ -33,7 +33,7 @@ def steps_of(parts: int) -> list[Any]:
 @functools.cache
 def in_fp32(parts: int) -> list[float]:
     """Return the losses of one process."""
-    one = alone(network(), functional.cross_entropy, clip_norm=CLIP_NORM)
+    one = alone(network(), functional.cross_entropy, max_grad_norm=CLIP_NORM)
     return [float(one.step(step, lr=LR).loss) for step in steps_of(parts)]
 
 
@@ -93,7 +93,11 @@ def mixed(stage: int, parts: int) -> ranks.Case:
 
     def case() -> dict[str, Any]:
         model = network()
-        chosen = {"clip_norm": CLIP_NORM, "accumulation": parts, "zero_stage": stage}
+        chosen = {
+            "max_grad_norm": CLIP_NORM,
+            "gradient_accumulation_steps": parts,
+            "zero_stage": stage,
+        }
         many = together(model, functional.cross_entropy, **HALVES, **chosen)
         losses, norms, copied = by_hand(parts, in_bf16=parts == 1 or stage == 1)
         found = [many.step(step, lr=LR) for step in steps_of(parts)]

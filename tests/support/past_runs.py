@@ -68,7 +68,7 @@ def kept(
         best = {"step": count, "loss": loss / 2, "accuracy": 0.75}
         about |= {
             "steps": count,
-            "engine_used": used or chosen.engine,
+            "engine_used": used or chosen.model.engine,
             "fallback_reason": "told so" if used else None,
             "error": error,
             "result": {

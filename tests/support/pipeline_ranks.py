@@ -179,7 +179,7 @@ CASES: dict[int, dict[str, Case]] = {
     2: {
         "eager": stages(),
         "sgd": stages(optimizer="sgd"),
-        "ort": stages("ort"),
+        "ortmodule": stages("ortmodule"),
         "bf16": stages(optimizer="sgd", precision="bf16"),
         "swapped": parity(
             swapped, functional.cross_entropy, rows, ways={"pipeline_stages": 2}, optimizer="sgd"

@@ -61,19 +61,19 @@ def data(*sizes: int) -> list[Any]:
 
 
 def settings(**changes: Any) -> FinetuneSettings:
-    return FinetuneSettings(**{"engine": "eager", "device": "cpu", **changes})
+    return FinetuneSettings.of(**{"engine": "eager", "device": "cpu", **changes})
 
 
 def together(model: nn.Module, loss: Any, **changes: Any) -> Any:
     """Return a stepper of all ranks."""
     chosen = settings(workers=SIZE, **changes)
-    return steppers.prepare(engine(chosen.engine), model, loss, chosen)
+    return steppers.prepare(engine(chosen.model.engine), model, loss, chosen)
 
 
 def alone(model: nn.Module, loss: Any, **changes: Any) -> TorchStepper:
     """Return a stepper of one process, made in every rank."""
     chosen = settings(**changes)
-    stepper = engine(chosen.engine).prepare(model, loss, chosen)
+    stepper = engine(chosen.model.engine).prepare(model, loss, chosen)
     assert isinstance(stepper, TorchStepper)
     return stepper
 
@@ -125,7 +125,7 @@ def parity(name: str, stage: int, optimizer: str, **among: Any) -> Case:
         sizes = [16, 9] if name == "eager" else [16, 7]
         few = data(*(sizes * 10), *([5, 1] * 15 if name == "eager" else sizes * 15))
         pairs = [few[i : i + 2] for i in range(0, len(few), 2)] * 2
-        chosen = {"engine": name, "optimizer": optimizer, "clip_norm": 0.5}
+        chosen = {"engine": name, "optimizer": optimizer, "max_grad_norm": 0.5}
         model = network()
         many = together(model, functional.cross_entropy, zero_stage=stage, **chosen, **among)
         one = alone(network(), functional.cross_entropy, **chosen)
@@ -167,7 +167,13 @@ def course(model: nn.Module, steps: int, begin: Checkpoint | None, size: int, st
     """Train `steps` more steps with `size` processes; return the losses and the final state."""
     inputs, targets = data(40)[0]
     chosen = settings(
-        workers=size, zero_stage=stage, batch_size=6, accumulation=2, epochs=6, lr=LR, clip_norm=0.5
+        workers=size,
+        zero_stage=stage,
+        batch_size=6,
+        gradient_accumulation_steps=2,
+        num_train_epochs=6,
+        lr=LR,
+        max_grad_norm=0.5,
     )
     loss = functional.cross_entropy
     if size == 1:
@@ -551,7 +557,7 @@ def by_hand(
             {"params": [p for p in each.parameters() if p.dim() > 1], "weight_decay": 0.01},
             {"params": [p for p in each.parameters() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        if chosen.optimizer == "sgd":
+        if chosen.optim.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=LR, momentum=0.9)
         return torch.optim.AdamW(groups, lr=LR)
 
@@ -594,7 +600,7 @@ def adasum_steps() -> dict[str, Any]:
         ("sgd", 1, 0.5),
         ("adamw", 0, None),
     ):
-        chosen = {"optimizer": optimizer, "zero_stage": stage, "clip_norm": clip_norm}
+        chosen = {"optimizer": optimizer, "zero_stage": stage, "max_grad_norm": clip_norm}
         many = together(network(), functional.cross_entropy, reduction="adasum", **chosen)
         for inputs, targets in steps:
             half = len(inputs) // 2
@@ -607,7 +613,7 @@ def adasum_steps() -> dict[str, Any]:
         told = "nothing"
         try:
             many.adopt(
-                settings(reduction="adasum", workers=SIZE, optimizer=optimizer, clip_norm=0.1)
+                settings(reduction="adasum", workers=SIZE, optimizer=optimizer, max_grad_norm=0.1)
             )
         except ValueError as raised:
             told = str(raised)
@@ -632,8 +638,8 @@ CASES: dict[int, dict[str, Case]] = {
                 ("eager", 1, "sgd"),
                 ("eager", 0, "lamb"),
                 ("eager", 1, "lamb"),
-                ("ort", 0, "sgd"),
-                ("ort", 1, "adamw"),
+                ("ortmodule", 0, "sgd"),
+                ("ortmodule", 1, "adamw"),
             )
         },
         "moving": moving,

@@ -69,7 +69,7 @@ def pages() -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
         helps = {f"ortlab {name}": text for name, text in _helps(cli.parser())}
-        helps |= {f"%ort {name}": command.help for name, command in COMMANDS.items()}
+        helps |= {f"%ort {name}": command.help_all for name, command in COMMANDS.items()}
     made = {}
     lines = [
         "# Commands",
@@ -110,7 +110,7 @@ def speed(path: Path) -> str:
 
 
 def _settings() -> dict[str, str]:
-    """Return a Markdown table of all settings, made from the declarations.
+    """Return a Markdown table of all settings by topic, made from the declarations.
 
     ORTModule's own options have a separate table, which names the source that ORTModule reads each
     one from.
@@ -118,9 +118,14 @@ def _settings() -> dict[str, str]:
     of_engines = EngineSettings.declarations()
     settings = ["| option | default | what it chooses |", "| --- | --- | --- |"]
     options = ["| option | default | what it chooses | in ORTModule |", "| --- | --- | --- | --- |"]
+    topic = ""
     for name, declaration in FinetuneSettings.declarations().items():
         star = "" if name in of_engines else " *"
-        row = f"| `{declaration.flag}`{star} | {_default(declaration)} | {_help(declaration)} |"
+        if declaration.topic != topic and not declaration.source:
+            topic = declaration.topic
+            settings.append(f"| **{topic.capitalize()}** | | |")
+        flags = f"`{declaration.flag}`" + (f", `--{declaration.alias}`" * declaration.short)
+        row = f"| {flags}{star} | {_default(declaration)} | {_help(declaration)} |"
         if declaration.source:
             options.append(f"{row} `{declaration.source}` |")
         else:

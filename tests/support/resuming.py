@@ -95,10 +95,10 @@ CASES = {
     "eager": Case(lambda: bert(0.1), Tokens, {"engine": "eager", "precision": "bf16"}),
     "eager in fp16": Case(network, examples, {"engine": "eager", "precision": "fp16"}, loud),
     "compile": Case(network, examples, {"engine": "compile"}, functional.cross_entropy),
-    "ort": Case(lambda: bert(0.0), Tokens, {"engine": "ort", **_BERT}),
-    "ort with dropout": Case(lambda: bert(0.1), Tokens, {"engine": "ort", **_BERT}),
+    "ortmodule": Case(lambda: bert(0.0), Tokens, {"engine": "ortmodule", **_BERT}),
+    "ort with dropout": Case(lambda: bert(0.1), Tokens, {"engine": "ortmodule", **_BERT}),
     "ort on torch's kernels": Case(
-        lambda: bert(0.1), Tokens, {"engine": "ort", **_BERT, "kernels": "torch"}
+        lambda: bert(0.1), Tokens, {"engine": "ortmodule", **_BERT, "kernels": "torch"}
     ),
 }
 
@@ -107,12 +107,18 @@ class Course:
     """A run of `case`, from its start or from the checkpoint `begin`."""
 
     def __init__(self, case: Case, begin: Checkpoint | None = None) -> None:
-        settings = FinetuneSettings(
-            **{"device": "cpu", "lr": 0.01, "batch_size": 4, "accumulation": 2, "epochs": 3}
-            | {"schedule": "cosine", "seed": 3, **case.settings}
+        settings = FinetuneSettings.of(
+            **{
+                "device": "cpu",
+                "lr": 0.01,
+                "batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "num_train_epochs": 3,
+            }
+            | {"lr_scheduler_type": "cosine", "seed": 3, **case.settings}
         )
         self.model = case.model()
-        stepper = engine(settings.engine).prepare(self.model, case.loss, settings)
+        stepper = engine(settings.model.engine).prepare(self.model, case.loss, settings)
         self.recorder = Recorder()
         self.loop = trainer.Trainer(
             stepper,

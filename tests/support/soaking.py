@@ -35,11 +35,11 @@ def settled(run: Run, changes: dict[str, Any]) -> None:
 
 def toggled(run: Run, cycle: int) -> None:
     """Act on a run as a person does: change settings back and forth, pause, save a checkpoint."""
-    settled(run, {"lr": 1e-3 * (1 + cycle % 3), "clip_norm": 1.0})
+    settled(run, {"lr": 1e-3 * (1 + cycle % 3), "max_grad_norm": 1.0})
     settled(run, {"precision": "bf16", "batch_size": 64})
     settled(run, {"precision": "fp32", "batch_size": 32})
     if cycle % 3 == 0:
-        settled(run, {"engine": "ort"})
+        settled(run, {"engine": "ortmodule"})
         step = run.step
         until(lambda: run.step > step + 5)
         settled(run, {"engine": "eager"})

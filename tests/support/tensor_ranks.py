@@ -200,8 +200,10 @@ def parity(
         with torch.no_grad():
             for tensor in parameters.values():
                 tensor.add_(RANK)  # rank 0's values must replace these
-        one = alone(make(), loss, clip_norm=0.5, **changes)
-        many = together(model, loss, clip_norm=0.5, **changes, **(ways or {"tensor_parallel": 2}))
+        one = alone(make(), loss, max_grad_norm=0.5, **changes)
+        many = together(
+            model, loss, max_grad_norm=0.5, **changes, **(ways or {"tensor_parallel": 2})
+        )
         losses = norms = 0.0
         for number in range(50):
             pair = [few[number % len(few)], few[(number + 1) % len(few)]]

@@ -25,7 +25,7 @@ def examples(count: int = 16) -> TensorDataset:
 
 def chosen(**values: Any) -> FinetuneSettings:
     """Return settings for `examples` on the eager engine."""
-    return FinetuneSettings(**{"engine": "eager", "device": "cpu", "batch_size": 4, **values})
+    return FinetuneSettings.of(**{"engine": "eager", "device": "cpu", "batch_size": 4, **values})
 
 
 class Parts:

@@ -46,8 +46,8 @@ CHOSEN: dict[str, Any] = {
     "loss": "cross_entropy",
     "lr": 0.01,
     "batch_size": 13,
-    "accumulation": 2,
-    "epochs": 4,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 4,
     "max_steps": 50,
 }
 

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.metrics.setting_changes import refusals
-from tests.support.changed_runs import Course
+from tests.support.changed_runs import Course, refusals
 from tests.support.needed_engines import needs
 from tests.support.resuming import Tokens, bert, examples, loud, network
 from tests.support.waiting import Turns
@@ -28,17 +27,23 @@ def apply(**changes: Any) -> Callable[[Course], None]:
     return lambda course: course.control.apply(changes)
 
 
-ORT = {"engine": "ort", "kernels": "ort"}
+ORT = {"engine": "ortmodule", "kernels": "ort"}
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "precision": ({}, {"precision": "bf16"}),
     "to fp16": ({}, {"precision": "fp16"}),
     "eager to ort": ({}, ORT),
     "ort to eager": (ORT, {"engine": "eager"}),
-    "precision of ort": ({"engine": "ort", "kernels": "torch"}, {"precision": "bf16"}),
+    "precision of ort": ({"engine": "ortmodule", "kernels": "torch"}, {"precision": "bf16"}),
     "kernels": (ORT, {"kernels": "torch"}),
     "all at once": (
         {},
-        {**ORT, "batch_size": 3, "accumulation": 2, "lr": 0.02, "clip_norm": 0.1},
+        {
+            **ORT,
+            "batch_size": 3,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 0.02,
+            "max_grad_norm": 0.1,
+        },
     ),
 }
 
@@ -72,7 +77,13 @@ def test_it_is_a_run_that_switches_through_a_saved_checkpoint(name: str, tmp_pat
 @pytest.mark.parametrize("change", [{"self_check": False}, {"precision": "bf16"}])
 def test_the_loss_scale_goes_on_with_the_run(change: dict[str, Any], tmp_path: Path) -> None:
     """The loss scale, already reduced, goes on in another fp16 stepper; bf16 has none."""
-    before = {"loss": loud, "precision": "fp16", "epochs": 4, "optimizer": "sgd", "lr": 1e-5}
+    before = {
+        "loss": loud,
+        "precision": "fp16",
+        "num_train_epochs": 4,
+        "optimizer": "sgd",
+        "lr": 1e-5,
+    }
     path = tmp_path / "a.ckpt"
     kept_by = Course(
         network(), examples(), act=lambda c: c.loop.checkpoint().save(path) and None, **before
@@ -95,9 +106,9 @@ def test_the_loss_scale_goes_on_with_the_run(change: dict[str, Any], tmp_path: P
 
 
 def test_engines_that_take_turns_are_one_run() -> None:
-    needs("ort")
-    model, turns = bert(0.0), iter(["ort", "eager", "ort", "eager", "ort"])
-    values = {"epochs": 4, "schedule": "constant"}
+    needs("ortmodule")
+    model, turns = bert(0.0), iter(["ortmodule", "eager", "ortmodule", "eager", "ortmodule"])
+    values = {"num_train_epochs": 4, "lr_scheduler_type": "constant"}
     plain = Course(bert(0.0), Tokens(), **values)
 
     def take_turns(course: Course, done: int) -> None:
@@ -111,20 +122,27 @@ def test_engines_that_take_turns_are_one_run() -> None:
 
 
 def test_what_costs_nothing_makes_no_stepper() -> None:
-    plain = Course(network(), examples(22), loss=functional.cross_entropy, schedule="constant")
-    changes = {"lr": 0.5, "clip_norm": None, "weight_decay": 0.9, "accumulation": 2}
+    plain = Course(
+        network(), examples(22), loss=functional.cross_entropy, lr_scheduler_type="constant"
+    )
+    changes = {
+        "lr": 0.5,
+        "max_grad_norm": None,
+        "weight_decay": 0.9,
+        "gradient_accumulation_steps": 2,
+    }
     changed = Course(
         network(),
         examples(22),
         loss=functional.cross_entropy,
         act=apply(**changes),
-        schedule="constant",
+        lr_scheduler_type="constant",
     )
     assert changed.made == 1
     (event,) = changed.recorder.events("change")
     assert event.values == {"cost_s": 0.0}
-    assert "lr=0.5 (was 0.01)" in event.text
-    assert "clip_norm=None (was 1.0)" in event.text
+    assert "learning_rate=0.5 (was 0.01)" in event.text
+    assert "max_grad_norm=None (was 1.0)" in event.text
     assert changed.column()[:4] == plain.column()[:4]
     # The rest: two micro-batches of the first epoch and six of the second, two per step.
     assert changed.column("step") == list(range(1, 9))
@@ -193,8 +211,12 @@ PLANS: dict[str, tuple[dict[str, Any], Plan, list[list[int]]]] = {
         [[4], [4], [7], [7], [7], [3], [3], [3], [3], [3]],
     ),
     "with accumulation": (
-        {"accumulation": 2},
-        {1: {"batch_size": 3}, 2: {"accumulation": 3, "batch_size": 2}, 5: {"batch_size": 6}},
+        {"gradient_accumulation_steps": 2},
+        {
+            1: {"batch_size": 3},
+            2: {"gradient_accumulation_steps": 3, "batch_size": 2},
+            5: {"batch_size": 6},
+        },
         [[4, 4], [3, 3], [2, 2, 2], [2], [2, 2, 2], [6, 6, 4]],
     ),
     "before the epoch's last batch": ({}, {5: {"batch_size": 8}}, [[4]] * 5 + [[2], [8], [8], [6]]),
@@ -213,7 +235,7 @@ PLANS: dict[str, tuple[dict[str, Any], Plan, list[list[int]]]] = {
 def test_every_sample_of_an_epoch_comes_once_whatever_the_sizes(name: str, data: Any) -> None:
     values, plan, groups = PLANS[name]
     plain, seen = Seen(), Seen()
-    chosen = {"schedule": "constant", **values}
+    chosen = {"lr_scheduler_type": "constant", **values}
     Course(layers(), data(), loss=plain, **chosen)
     course = Course(
         layers(),
@@ -242,7 +264,7 @@ def test_the_schedule_goes_on_to_a_total_of_what_is_left() -> None:
         totals.append(course.loop.total)
         course.control.apply({2: {"batch_size": 7}, 5: {"batch_size": 3}}.get(done, {}))
 
-    course = Course(layers(), Numbered(), loss=Seen(), each=each, schedule="linear")
+    course = Course(layers(), Numbered(), loss=Seen(), each=each, lr_scheduler_type="linear")
     assert totals == [12, 12, 8, 8, 8, 10, 10, 10, 10, 10]
     left = [1 - step / total for step, total in enumerate(totals) if total]
     assert course.column("lr") == pytest.approx([0.01 * share for share in left])
@@ -253,12 +275,12 @@ SIZED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], dict[str, A
     "a dataset, accumulated": (
         layers,
         Numbered,
-        {"accumulation": 2},
-        {"batch_size": 5, "accumulation": 3},
+        {"gradient_accumulation_steps": 2},
+        {"batch_size": 5, "gradient_accumulation_steps": 3},
     ),
-    "a stream": (layers, Streamed, {"schedule": "constant"}, {"batch_size": 3}),
+    "a stream": (layers, Streamed, {"lr_scheduler_type": "constant"}, {"batch_size": 3}),
     "with another precision": (layers, Numbered, {}, {"batch_size": 3, "precision": "bf16"}),
-    "ort": (lambda: bert(0.0), Tokens, {**ORT, "seed": 3}, {"batch_size": 3}),
+    "ortmodule": (lambda: bert(0.0), Tokens, {**ORT, "seed": 3}, {"batch_size": 3}),
 }
 
 
@@ -271,7 +293,9 @@ def test_another_size_is_a_run_that_was_resumed_with_it(name: str, tmp_path: Pat
     again = {"batch_size": 6}
 
     def course(begin: Checkpoint | None = None, **values: Any) -> Course:
-        return Course(model(), data(), begin, loss=loss, **{"epochs": 3, **before, **values})
+        return Course(
+            model(), data(), begin, loss=loss, **{"num_train_epochs": 3, **before, **values}
+        )
 
     def keep_first(course: Any, done: int) -> None:
         if done == 3:
@@ -300,12 +324,12 @@ def _at(step: int, changes: dict[str, Any]) -> Callable[[Any, int], None]:
 def test_what_fails_with_another_size_gives_its_samples_back(data: Any) -> None:
     """After a failed change, the samples are trained in the old batch size and not read again."""
     samples, tried_of, plain_of = data(), Seen(), Seen()
-    chosen = {"accumulation": 2, "schedule": "constant"}
+    chosen = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "constant"}
     plain = Course(NoAutocast(), data(), loss=plain_of, **chosen)
-    act = apply(precision="bf16", batch_size=5, accumulation=1)
+    act = apply(precision="bf16", batch_size=5, gradient_accumulation_steps=1)
     tried = Course(NoAutocast(), samples, loss=tried_of, act=act, stop=1, **chosen)
     assert "this failed, and the run continues without it" in tried.told("warning")[0]
-    assert tried.loop.settings.batch_size == 4
+    assert tried.loop.settings.data.batch_size == 4
     assert tried_of.batches == plain_of.batches
     assert tried.column("samples") == plain.column("samples")
     assert tried.column("epoch") == plain.column("epoch")
@@ -332,7 +356,7 @@ def test_a_size_that_does_not_fit_leaves_no_trace() -> None:
     """The run continues with its old batch size, and no stepper is made for the failed change."""
     data = TensorDataset(examples(COUNT).tensors[0], torch.arange(COUNT))
     tried_of, plain_of = Seen(), Seen()
-    chosen = {"accumulation": 2, "schedule": "linear"}
+    chosen = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "linear"}
     plain = Course(Cramped(), data, loss=plain_of, **chosen)
     act = apply(batch_size=5, weight_decay=0.5)
     tried = Course(Cramped(), data, loss=tried_of, act=act, stop=1, **chosen)
@@ -358,10 +382,10 @@ def test_a_size_that_does_not_fit_leaves_no_trace() -> None:
 def test_clipping_holds_from_the_next_step_on() -> None:
     def trained(**change: Any) -> list[float]:
         model, act = network(0.0), apply(**change)
-        chosen = {"optimizer": "sgd", "schedule": "constant"}
+        chosen = {"optimizer": "sgd", "lr_scheduler_type": "constant"}
         return Course(model, examples(), loss=functional.cross_entropy, act=act, **chosen).column()
 
-    tight, loose = trained(clip_norm=1e-9), trained()
+    tight, loose = trained(max_grad_norm=1e-9), trained()
     assert tight[:5] == loose[:5]  # the fifth loss is of weights from before the change
     assert tight[6:] != loose[6:]
 
@@ -382,14 +406,14 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_an_engine_that_cannot_run_the_model_leaves_no_trace(accumulation: int) -> None:
-    needs("ort")
-    change = {**ORT, "accumulation": accumulation}
-    chosen = {"loss": functional.cross_entropy, "schedule": "cosine"}
+    needs("ortmodule")
+    change = {**ORT, "gradient_accumulation_steps": accumulation}
+    chosen = {"loss": functional.cross_entropy, "lr_scheduler_type": "cosine"}
     plain = Course(Noisy(), examples(22), **chosen)
     tried = Course(Noisy(), examples(22), act=apply(**change), **chosen)
     (warning,) = tried.recorder.events("warning")
     assert warning.step == 4
-    assert warning.text.startswith("engine=ort (was eager), kernels=ort (was measured)")
+    assert warning.text.startswith("engine=ortmodule (was eager), kernels=ort (was measured)")
     assert "this failed, and the run continues without it" in warning.text
     assert "from Python or numpy" in warning.text
     assert not tried.told("change")
@@ -416,7 +440,7 @@ class NoAutocast(nn.Module):
 
 def test_a_step_that_fails_half_way_leaves_no_trace() -> None:
     """Random state, statistics and the gradients of the first micro-batch are restored."""
-    chosen = {"loss": functional.cross_entropy, "accumulation": 2}
+    chosen = {"loss": functional.cross_entropy, "gradient_accumulation_steps": 2}
     plain = Course(NoAutocast(), examples(22), **chosen)
     tried = Course(NoAutocast(), examples(22), act=apply(precision="bf16"), **chosen)
     (text,) = tried.told("warning")
@@ -433,7 +457,7 @@ def test_a_step_that_fails_half_way_leaves_no_trace() -> None:
 
 def test_a_stepper_that_cannot_be_made_leaves_no_trace() -> None:
     """On ORT's own kernels, bf16 is rejected while the stepper is made."""
-    needs("ort")
+    needs("ortmodule")
     chosen = {"loss": functional.cross_entropy}
     plain = Course(network(), examples(22), **chosen)
     tried = Course(network(), examples(22), act=apply(**ORT, precision="bf16"), **chosen)
@@ -470,7 +494,7 @@ def test_frozen_parts_stay_frozen_and_modes_come_back() -> None:
 
 def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
     """The run returns to ORT without another export."""
-    needs("ort")
+    needs("ortmodule")
     model, turns = network(0.0), Turns()
 
     def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -478,7 +502,7 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
         return functional.cross_entropy(scores, target)
 
     run = ortlab.finetune(
-        model, examples(48), loss=loss, batch_size=4, device="cpu", lr=0.01, **ORT
+        model, examples(48), loss=loss, batch_size=4, device="cpu", learning_rate=0.01, **ORT
     )
 
     def advance(to: int) -> None:
@@ -488,7 +512,7 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
         assert run.step == to
 
     advance(3)
-    assert (run.engine_used, run.engine_asked) == ("ort", "ort")
+    assert (run.engine_used, run.engine_asked) == ("ortmodule", "ortmodule")
     turns.pause(run, 4)
     run.apply(engine="eager")
     run.apply(lr=0.02)
@@ -498,23 +522,23 @@ def test_a_run_changes_its_engine_and_comes_back(threads_end: None) -> None:
     exported_s = run.report.export_s if run.report else 0
     assert exported_s > 0
     turns.pause(run, 7)
-    run.apply(engine="ort")
+    run.apply(engine="ortmodule")
     run.resume()
     turns.give()
     result = run.result()
-    assert run.engine_used == "ort"
+    assert run.engine_used == "ortmodule"
     assert result.export_s == exported_s
     assert result.steps == 12
-    assert run.settings.engine == "ort"
-    assert run.settings.lr == 0.01
+    assert run.settings.model.engine == "ortmodule"
+    assert run.settings.optim.learning_rate == 0.01
     assert run.current_settings == run.settings.replace(lr=0.02)
     changes = [(event.step, event.text) for event in run.recorder.events("change")]
     assert changes == [
-        (4, "engine=eager (was ort), lr=0.02 (was 0.01)"),
-        (7, "engine=ort (was eager)"),
+        (4, "engine=eager (was ortmodule), learning_rate=0.02 (was 0.01)"),
+        (7, "engine=ortmodule (was eager)"),
     ]
     kept = Checkpoint.load(run.checkpoint())
-    assert kept.settings["lr"] == 0.02
+    assert kept.settings["learning_rate"] == 0.02
     with pytest.raises(ValueError, match=r"is over \(finished\): its settings cannot be changed"):
         run.apply(lr=1.0)
 
@@ -534,7 +558,7 @@ def test_a_run_changes_its_batch_size_and_comes_back(threads_end: None) -> None:
 
     run = ortlab.finetune(
         Gated(4, 3), examples(24), loss="cross_entropy", batch_size=4, engine="eager",
-        device="cpu", epochs=2, eval_data=examples(10),
+        device="cpu", num_train_epochs=2, eval_dataset=examples(10),
     )  # fmt: skip
 
     def paused_at(step: int) -> None:
@@ -544,7 +568,7 @@ def test_a_run_changes_its_batch_size_and_comes_back(threads_end: None) -> None:
 
     paused_at(2)
     run.apply(batch_size=8)
-    assert run.current_settings.batch_size == 4
+    assert run.current_settings.data.batch_size == 4
     assert Checkpoint.load(run.checkpoint()).position.read == 8
     run.resume()
     paused_at(4)
@@ -561,7 +585,9 @@ def test_a_run_changes_its_batch_size_and_comes_back(threads_end: None) -> None:
 
 def test_a_loader_keeps_the_sizes_of_its_batches(threads_end: None) -> None:
     loader = DataLoader(examples(), batch_size=4)
-    run = ortlab.finetune(network(), loader, loss="cross_entropy", engine="eager", epochs=100_000)
+    run = ortlab.finetune(
+        network(), loader, loss="cross_entropy", engine="eager", num_train_epochs=100_000
+    )
     message = (
         r"^batch_size=8 cannot be applied to a run with batch_size=16: the DataLoader makes "
         r"its own batches; pass the Dataset itself, or set the loader's batch_size$"
@@ -579,11 +605,14 @@ def test_a_loader_keeps_the_sizes_of_its_batches(threads_end: None) -> None:
     [
         ({"seed": 3}, "seed=3 cannot be applied to a run with seed=0: a run keeps the seed"),
         ({"optimizer": "sgd"}, "optimizer='sgd' cannot be applied"),
-        ({"lrr": 1.0}, "unknown setting 'lrr': .*did you mean 'lr'"),
+        ({"lrr": 1.0}, "unknown setting 'lrr': did you mean 'learning_rate'"),
         ({"precision": "fp8"}, "precision='fp8'"),
-        ({"engine": "ort", "precision": "bf16", "kernels": "ort"}, "needs torch's kernels"),
-        ({"recompute": "layers"}, "recompute='layers' is for engine 'ort'"),
-        ({"engine": "ort", "precision": "fp16"}, "ORT's CPU kernels compute float16 in float32"),
+        ({"engine": "ortmodule", "precision": "bf16", "kernels": "ort"}, "needs torch's kernels"),
+        ({"recompute": "layers"}, "recompute='layers' is for engine 'ortmodule'"),
+        (
+            {"engine": "ortmodule", "precision": "fp16"},
+            "ORT's CPU kernels compute float16 in float32",
+        ),
         ({"precision": "tf32"}, "is for CUDA devices"),
     ],
 )
@@ -591,7 +620,7 @@ def test_what_cannot_be_applied_is_refused_at_once(
     changes: dict[str, Any], message: str, threads_end: None
 ) -> None:
     run = ortlab.finetune(
-        network(), examples(), loss="cross_entropy", engine="eager", epochs=100_000
+        network(), examples(), loss="cross_entropy", engine="eager", num_train_epochs=100_000
     )
     with pytest.raises(ValueError, match=message):
         run.apply(**changes)

@@ -22,16 +22,18 @@ def switched(parts: Parts, one: SettingChanger) -> FinetuneSettings:
 def test_a_change_is_recorded_once_its_first_step_is_done() -> None:
     parts = Parts()
     one = changer(parts)
-    parts.control.apply({"lr": 0.5})
+    parts.control.apply({"learning_rate": 0.5})
     switched(parts, one)
-    assert parts.state.settings.lr == 0.5
+    assert parts.state.settings.optim.learning_rate == 0.5
     assert not parts.told("change")
     one.settle()
     one.settle()
-    assert parts.told("change") == [f"lr=0.5 (was {parts.settings.lr})"]
+    assert parts.told("change") == [f"learning_rate=0.5 (was {parts.settings.optim.learning_rate})"]
 
 
-@pytest.mark.parametrize("change", [{"lr": 0.5}, {"precision": "bf16"}], ids=["adopt", "rebuild"])
+@pytest.mark.parametrize(
+    "change", [{"learning_rate": 0.5}, {"precision": "bf16"}], ids=["adopt", "rebuild"]
+)
 def test_a_change_that_fails_is_undone(change: dict[str, float | str]) -> None:
     parts = Parts()
     one = changer(parts)
@@ -39,7 +41,7 @@ def test_a_change_that_fails_is_undone(change: dict[str, float | str]) -> None:
     parts.control.apply(change)
     wanted = switched(parts, one)
     assert parts.state.settings == wanted
-    assert (parts.state.stepper is stepper) == ("lr" in change)
+    assert (parts.state.stepper is stepper) == ("learning_rate" in change)
     one.revert(ValueError("no such kernel"))
     assert parts.state.settings == parts.settings
     assert one.trial is None

@@ -43,8 +43,8 @@ CHOSEN: dict[str, Any] = {
     "device": "cpu",
     "batch_size": 4,
     "lr": 0.05,
-    "schedule": "constant",
-    "epochs": 2,
+    "lr_scheduler_type": "constant",
+    "num_train_epochs": 2,
 }
 
 
@@ -125,10 +125,10 @@ def test_a_slow_disk_gets_the_newest_and_nobody_waits(home: Path, taken: Any) ->
 
 
 def test_a_run_keeps_by_steps_and_its_end_counts(home: Path) -> None:
-    run = undisturbed(checkpoint_every=5, keep_checkpoints=2)
+    run = undisturbed(save_steps=5, keep_checkpoints=2)
     assert names(run.folder) == {"final", "last-10"}
     assert step_of(run.folder, "last-10") == 10
-    alone = undisturbed(checkpoint_every=5, keep_checkpoints=1)
+    alone = undisturbed(save_steps=5, keep_checkpoints=1)
     assert names(alone.folder) == {"final"}
 
 
@@ -159,7 +159,7 @@ def test_a_pause_keeps_one_once(home: Path) -> None:
 
 @pytest.mark.parametrize("metric", ["eval_loss", "eval_accuracy"])
 def test_the_best_stays(home: Path, metric: str) -> None:
-    run = undisturbed(eval_data=examples(9), eval_every=1, keep_best=metric, epochs=3)
+    run = undisturbed(eval_dataset=examples(9), eval_steps=1, keep_best=metric, num_train_epochs=3)
     found: Evaluation | None = None
     for event in run.recorder.events("eval"):
         each = Evaluation(event.step, event.values["loss"], event.values["accuracy"])
@@ -190,7 +190,7 @@ def test_the_best_of_no_evaluation_is_refused(home: Path) -> None:
     assert not (home / "runs").exists()
     model = Gated(turns=1)
     run = ortlab.finetune(model, examples(22), **CHOSEN)
-    with pytest.raises(ValueError, match="pass eval_data, or leave keep_best out"):
+    with pytest.raises(ValueError, match="pass eval_dataset, or leave keep_best out"):
         run.apply(keep_best="eval_accuracy")
     model.turns.give()
     run.result()
@@ -218,7 +218,7 @@ def small_disk(path: Path) -> Iterator[Path]:
 
 def on_a_full_disk(disk: Path) -> None:
     model = Gated(turns=5)
-    run = ortlab.finetune(model, examples(22), **CHOSEN, checkpoint_every=2, keep_checkpoints=2)
+    run = ortlab.finetune(model, examples(22), **CHOSEN, save_steps=2, keep_checkpoints=2)
     until(lambda: {"last-2", "last-4"} & names(run.folder) != set())
     model.turns.until_asked(6)
     until(
@@ -262,7 +262,7 @@ def on_a_full_disk(disk: Path) -> None:
 def stopped(home: Path) -> Run:
     """Return a run that was stopped at step 7, with checkpoints of steps 3 and 6."""
     model = Gated(turns=6)
-    run = ortlab.finetune(model, examples(22), **CHOSEN, checkpoint_every=3, keep_checkpoints=3)
+    run = ortlab.finetune(model, examples(22), **CHOSEN, save_steps=3, keep_checkpoints=3)
     until(lambda: {"last-3"} <= names(run.folder) or {"last-6"} <= names(run.folder))
     model.turns.until_asked(7)
     run.stop()
@@ -363,8 +363,8 @@ def died(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedRu
     monkeypatch.setattr(session.wrapped, "namespace", told)
     run = ortlab.finetune(
         *(model, data),
-        **{**CHOSEN, "eval_data": held_out, "eval_every": 2, "keep_best": "eval_loss"},
-        checkpoint_every=3,
+        **{**CHOSEN, "eval_dataset": held_out, "eval_steps": 2, "keep_best": "eval_loss"},
+        save_steps=3,
     )
     model.turns.until_asked(9)
     until(
@@ -389,7 +389,7 @@ def died(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedRu
     return SavedRun(after / "runs" / "run-1")
 
 
-WHOLE = {"eval_every": 2, "keep_best": "eval_loss", "checkpoint_every": 3}
+WHOLE = {"eval_steps": 2, "keep_best": "eval_loss", "save_steps": 3}
 
 
 def test_a_run_goes_on_by_its_names_with_its_charts_whole(
@@ -406,7 +406,7 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
     run.result()
     assert run.model is fresh["model"]
     assert run.name == "run-2"
-    whole = undisturbed(eval_data=examples(9), **WHOLE)
+    whole = undisturbed(eval_dataset=examples(9), **WHOLE)
     for each in (run, SavedRun(run.folder)):
         assert steps(each) == list(range(1, 13))
         assert losses(each) == pytest.approx(losses(whole), rel=1e-8)
@@ -447,7 +447,7 @@ def test_checkpoints_that_are_a_link_are_not_the_run_s(died: SavedRun, elsewhere
     with pytest.raises(
         ValueError, match=r"checkpoints is a symbolic link, .* resume_from the path of a check"
     ):
-        ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
+        ortlab.resume(1, Gated(), examples(22), eval_dataset=examples(9))
     taken = resume.beginning(elsewhere / "last-6.safetensors")
     assert taken.checkpoint.position.step == 6
 
@@ -489,11 +489,11 @@ def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_the_one_before
     told = "run-2 was interrupted: %ort resume 2 continues from its checkpoint"
     assert ortlab.list_runs().hint == told
     assert "%ort resume 2 continues" in SavedRun(died_again.folder).status().badges[0]
-    run = ortlab.resume(2, Gated(), examples(22), eval_data=examples(9))
+    run = ortlab.resume(2, Gated(), examples(22), eval_dataset=examples(9))
     run.result()
     assert steps(run) == list(range(1, 13))
     assert losses(run)[:6] == pytest.approx(losses(died)[:6], rel=1e-8)
-    assert run.settings.lr == 0.01, "as run-2 had it"
+    assert run.settings.optim.learning_rate == 0.01, "as run-2 had it"
     assert warnings_of(run) == [
         "run-2 has no checkpoint of its own: run-1's last-6.safetensors of step 6 is used"
     ]
@@ -526,7 +526,7 @@ def test_a_note_that_cannot_be_written_leaves_the_run_that_goes_on(died: SavedRu
     with pytest.warns(
         UserWarning, match="run-1 does not record that run-2 continues it: .*symbolic links"
     ):
-        run = ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
+        run = ortlab.resume(1, Gated(), examples(22), eval_dataset=examples(9))
     assert run.result().steps == 12
 
 
@@ -535,7 +535,7 @@ def test_of_a_run_that_is_gone_nothing_goes_on(died: SavedRun, died_again: Saved
     RunFolder(died_again.folder).checkpoint_path("best").unlink()
     told = "run-2 has no checkpoint, and neither has run-1, which it continued"
     with pytest.raises(ValueError, match=told):
-        ortlab.resume(2, Gated(), examples(22), eval_data=examples(9))
+        ortlab.resume(2, Gated(), examples(22), eval_dataset=examples(9))
 
 
 def test_runs_that_say_that_they_went_on_with_one_another(died: SavedRun) -> None:
@@ -559,9 +559,9 @@ def test_what_is_missing_is_named(died: SavedRun, monkeypatch: pytest.MonkeyPatc
 def test_another_model_and_other_data_are_refused(died: SavedRun) -> None:
     data, held_out = examples(22), examples(9)
     with pytest.raises(ValueError, match="the checkpoint does not match the model"):
-        ortlab.resume(1, network()[:3], data, eval_data=held_out)
+        ortlab.resume(1, network()[:3], data, eval_dataset=held_out)
     with pytest.raises(ValueError, match="30 samples per epoch, but the checkpoint's had 22"):
-        ortlab.resume(1, Gated(), examples(30), eval_data=held_out)
+        ortlab.resume(1, Gated(), examples(30), eval_dataset=held_out)
     assert len(ortlab.list_runs()) == 1
 
 
@@ -572,12 +572,12 @@ def test_a_run_that_finished_or_trains_elsewhere_is_refused(
     folder.hold()
     try:
         with pytest.raises(ValueError, match="run-1 is training in another kernel"):
-            ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
+            ortlab.resume(1, Gated(), examples(22), eval_dataset=examples(9))
     finally:
         folder.release()
     monkeypatch.setenv("ORTLAB_HOME", str(home))
     with pytest.raises(ValueError, match="run-1 finished after 12 steps: nothing is left to do"):
-        ortlab.resume(1, Gated(), examples(22), eval_data=examples(9))
+        ortlab.resume(1, Gated(), examples(22), eval_dataset=examples(9))
 
 
 def test_a_run_of_this_kernel_that_is_paused_goes_on_itself(home: Path) -> None:
@@ -644,7 +644,7 @@ def test_a_process_that_is_killed_on_a_full_disk_loses_nothing(whole: Any, tmp_p
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("fault", ["none", "spoilt", "full"])
-@pytest.mark.parametrize("name", ["eager", "compile", "ort", "offload"])
+@pytest.mark.parametrize("name", ["eager", "compile", "ortmodule", "ort_fused"])
 def test_thirty_deaths(whole: Any, tmp_path: Path, name: str, fault: str) -> None:
     """Thirty runs, killed at random points and resumed, have the losses of an undisturbed one."""
     try:
@@ -662,7 +662,7 @@ def test_thirty_deaths(whole: Any, tmp_path: Path, name: str, fault: str) -> Non
 
 
 def test_a_schedule_saves_each_step_once() -> None:
-    parts = Parts(checkpoint_every=2)
+    parts = Parts(save_steps=2)
     saved: list[int] = []
     schedule = CheckpointSchedule(
         parts.state, parts.control, lambda taken: saved.append(taken.position.step)

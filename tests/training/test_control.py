@@ -39,14 +39,14 @@ class Loop:
 def test_a_change_is_applied_once_its_step_was_handled() -> None:
     loop = Loop()
     next(loop.steps)
-    request = loop.control.apply({"lr": 0.5})
+    request = loop.control.apply({"learning_rate": 0.5})
     assert not request.done()
-    assert repr(request) == "<ChangeRequest lr=0.5: pending>"
+    assert repr(request) == "<ChangeRequest learning_rate=0.5: pending>"
     next(loop.steps)
     assert not request.done(), "whoever handles the step learns of the settings first"
     next(loop.steps)
-    assert request.result(0) == ChangeOutcome("applied", "lr=0.5 (was 5e-05)", 1, 0.0)
-    assert repr(request) == "<ChangeRequest lr=0.5: applied after step 1>"
+    assert request.result(0) == ChangeOutcome("applied", "learning_rate=0.5 (was 5e-05)", 1, 0.0)
+    assert repr(request) == "<ChangeRequest learning_rate=0.5: applied after step 1>"
 
 
 def test_a_change_of_the_engine_has_a_cost() -> None:
@@ -60,8 +60,8 @@ def test_a_change_of_the_engine_has_a_cost() -> None:
 
 
 def test_values_in_effect_already_are_applied_at_no_cost() -> None:
-    loop = Loop(lr=0.5)
-    request = loop.control.apply({"lr": 0.5})
+    loop = Loop(learning_rate=0.5)
+    request = loop.control.apply({"learning_rate": 0.5})
     next(loop.steps)
     next(loop.steps)
     assert request.result(0) == ChangeOutcome("applied", "", 0)
@@ -90,42 +90,42 @@ def test_a_change_that_fails_in_its_first_step_is_refused_with_the_error(
         return step(group, lr=lr)
 
     monkeypatch.setattr(loop.trainer.stepper, "step", fails)
-    request = loop.control.apply({"lr": 0.5})
+    request = loop.control.apply({"learning_rate": 0.5})
     next(loop.steps)
     outcome = request.result(0)
     assert outcome.state == "refused"
     assert outcome.text.endswith("no kernel for this rate")
-    assert loop.trainer.settings.lr < 0.1
+    assert loop.trainer.settings.optim.learning_rate < 0.1
 
 
 def test_two_changes_before_one_step_share_their_outcome() -> None:
     loop = Loop()
-    first = loop.control.apply({"lr": 0.5, "clip_norm": 2.0})
-    second = loop.control.apply({"lr": 0.25})
+    first = loop.control.apply({"learning_rate": 0.5, "max_grad_norm": 2.0})
+    second = loop.control.apply({"learning_rate": 0.25})
     next(loop.steps)
     next(loop.steps)
     assert first.result(0) is second.result(0)
-    assert loop.trainer.settings.lr == 0.25
-    assert loop.trainer.settings.clip_norm == 2.0
+    assert loop.trainer.settings.optim.learning_rate == 0.25
+    assert loop.trainer.settings.optim.max_grad_norm == 2.0
 
 
 def test_two_changes_in_a_row_have_an_outcome_each() -> None:
     loop = Loop()
-    first = loop.control.apply({"lr": 0.5})
+    first = loop.control.apply({"learning_rate": 0.5})
     next(loop.steps)
-    second = loop.control.apply({"lr": 0.25})
+    second = loop.control.apply({"learning_rate": 0.25})
     next(loop.steps)
-    assert first.result(0).text == "lr=0.5 (was 5e-05)"
+    assert first.result(0).text == "learning_rate=0.5 (was 5e-05)"
     assert not second.done()
     next(loop.steps)
-    assert second.result(0).text == "lr=0.25 (was 0.5)"
+    assert second.result(0).text == "learning_rate=0.25 (was 0.5)"
 
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_change_is_dropped_by_the_end_of_the_loop(closes: bool) -> None:
     loop = Loop()
     next(loop.steps)
-    request = loop.control.apply({"lr": 0.5})
+    request = loop.control.apply({"learning_rate": 0.5})
     if closes:
         loop.control.close()  # as if the loop hung while reading data
     else:
@@ -134,23 +134,23 @@ def test_a_change_is_dropped_by_the_end_of_the_loop(closes: bool) -> None:
     assert request.result(0).state == "dropped"
     assert request.result(0).step is None
     loop.control.close()
-    assert loop.control.apply({"lr": 0.5}).result(0).state == "dropped"
+    assert loop.control.apply({"learning_rate": 0.5}).result(0).state == "dropped"
 
 
 def test_the_last_step_applies_a_change_before_the_end() -> None:
     loop = Loop(max_steps=1)
-    request = loop.control.apply({"lr": 0.5})
+    request = loop.control.apply({"learning_rate": 0.5})
     assert len(list(loop.steps)) == 1
     assert request.result(0).state == "applied"
 
 
 def test_a_request_can_be_withdrawn() -> None:
     loop = Loop()
-    request = loop.control.apply({"lr": 0.5})
+    request = loop.control.apply({"learning_rate": 0.5})
     assert request.cancel()
-    assert repr(request) == "<ChangeRequest lr=0.5: canceled>"
+    assert repr(request) == "<ChangeRequest learning_rate=0.5: canceled>"
     next(loop.steps)
-    assert loop.trainer.settings.lr != 0.5
+    assert loop.trainer.settings.optim.learning_rate != 0.5
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads_end: None) -> I
     monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
     run = ortlab.finetune(
         nn.Linear(4, 3), examples(), loss="cross_entropy", engine="eager", device="cpu",
-        epochs=10**7,
+        num_train_epochs=10**7,
     )  # fmt: skip
     yield run
     run.stop()
@@ -168,14 +168,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads_end: None) -> I
 def test_a_paused_run_applies_a_change_when_it_is_resumed(run: Run) -> None:
     run.pause()
     until(lambda: run.state == "paused")
-    request = run.apply(lr=0.5)
+    request = run.apply(learning_rate=0.5)
     with pytest.raises(TimeoutError):
         request.result(0.05)
     run.resume()
     assert request.result(HANGS_S).state == "applied"
-    assert run.current_settings.lr == 0.5
+    assert run.current_settings.optim.learning_rate == 0.5
     undone = run.undo().result(HANGS_S)
-    assert undone.text == "lr=5e-05 (was 0.5)"
+    assert undone.text == "learning_rate=5e-05 (was 0.5)"
     assert run.current_settings == run.settings
 
 
@@ -186,9 +186,9 @@ def test_a_run_raises_at_once_what_it_can_check_at_once(run: Run) -> None:
         run.apply(learning_rat=7)
     run.pause()
     until(lambda: run.state == "paused")
-    request = run.apply(lr=0.5)
+    request = run.apply(learning_rate=0.5)
     run.stop()
     assert request.result(HANGS_S).state == "dropped"
     assert run.wait_over(HANGS_S)
     with pytest.raises(ValueError, match="is over"):
-        run.apply(lr=0.5)
+        run.apply(learning_rate=0.5)

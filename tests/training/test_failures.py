@@ -45,7 +45,8 @@ from tests.support.training_parts import Parts
 from tests.support.waiting import HANGS_S, until
 
 CHOSEN: dict[str, Any] = {
-    "engine": "eager", "device": "cpu", "loss": "cross_entropy", "batch_size": 4, "epochs": 2,
+    "engine": "eager", "device": "cpu", "loss": "cross_entropy", "batch_size": 4,
+    "num_train_epochs": 2,
     "lr": 0.01,
 }  # fmt: skip
 
@@ -124,10 +125,10 @@ class Failing(Table):
 
 
 def test_an_evaluation_that_fails_holds_the_run_and_is_made_again() -> None:
-    plain = ortlab.finetune(network(), Table(), eval_data=Table(), **CHOSEN)
+    plain = ortlab.finetune(network(), Table(), eval_dataset=Table(), **CHOSEN)
     plain.result(60)
     held_out = Failing()
-    run = ortlab.finetune(network(), Table(), eval_data=held_out, hold=True, **CHOSEN)
+    run = ortlab.finetune(network(), Table(), eval_dataset=held_out, hold=True, **CHOSEN)
     with pytest.raises(KeyError, match="column is gone") as raised:
         run.result(60)
     assert (run.state, run.step) == ("paused", 12)
@@ -147,7 +148,7 @@ def test_an_evaluation_that_fails_holds_the_run_and_is_made_again() -> None:
 
 
 def test_an_evaluation_that_fails_can_be_left_out() -> None:
-    run = ortlab.finetune(network(), Table(), eval_data=Failing(), hold=True, **CHOSEN)
+    run = ortlab.finetune(network(), Table(), eval_dataset=Failing(), hold=True, **CHOSEN)
     for step in (12, 24):
         with pytest.raises(KeyError):
             run.result(60)
@@ -159,7 +160,7 @@ def test_an_evaluation_that_fails_can_be_left_out() -> None:
 
 
 def test_a_script_gets_what_an_evaluation_raised() -> None:
-    run = ortlab.finetune(network(), Table(), eval_data=Failing(), **CHOSEN)
+    run = ortlab.finetune(network(), Table(), eval_dataset=Failing(), **CHOSEN)
     with pytest.raises(KeyError) as raised:
         run.result(60)
     assert "the evaluation after step 12 failed" in raised.value.__notes__
@@ -170,7 +171,7 @@ def test_a_run_whose_first_evaluation_fails_says_what_and_where() -> None:
     """The run fails even with hold=True, as no progress is lost at that point."""
     held_out = Table()
     held_out.bad = {7}
-    run = ortlab.finetune(network(), Table(), eval_data=held_out, hold=True, **CHOSEN)
+    run = ortlab.finetune(network(), Table(), eval_dataset=held_out, hold=True, **CHOSEN)
     with pytest.raises(KeyError):
         run.result(60)
     first, *notes = (run.status().error or "").splitlines()
@@ -200,10 +201,10 @@ class Hungry(nn.Module):
 
 
 def test_an_evaluation_that_does_not_fit_takes_fewer_samples_at_a_time() -> None:
-    plain = ortlab.finetune(network(), Table(), eval_data=Table(), **CHOSEN)
+    plain = ortlab.finetune(network(), Table(), eval_dataset=Table(), **CHOSEN)
     plain.result(60)
     model = Hungry()
-    run = ortlab.finetune(model, Table(), eval_data=Table(), hold=True, **CHOSEN)
+    run = ortlab.finetune(model, Table(), eval_dataset=Table(), hold=True, **CHOSEN)
     assert run.result(60).state == "finished"
     assert model.sizes == [4] + [2] * 48, "it is known from the first time on"
     assert losses(run) == losses(plain)
@@ -218,7 +219,7 @@ def test_an_evaluation_that_does_not_fit_takes_fewer_samples_at_a_time() -> None
 
 def test_an_evaluation_in_batches_of_a_loader_that_does_not_fit_holds_the_run() -> None:
     loader = DataLoader(Table(), batch_size=4)
-    run = ortlab.finetune(Hungry(), Table(), eval_data=loader, hold=True, **CHOSEN)
+    run = ortlab.finetune(Hungry(), Table(), eval_dataset=loader, hold=True, **CHOSEN)
     with pytest.raises(RuntimeError, match="allocate memory"):
         run.result(60)
     assert run.status().badges == ("held: out of memory",)
@@ -508,14 +509,17 @@ def test_numbers_that_fail_are_held_with_the_layer_and_the_last_good_weights() -
     table, model = Table(), Spoiled()
     table.inputs.clamp_(-3, 3)
     table.inputs[7] = 9
-    run = ortlab.finetune(model, table, hold=True, **{**CHOSEN, "epochs": 1})
+    run = ortlab.finetune(model, table, hold=True, **{**CHOSEN, "num_train_epochs": 1})
     with pytest.raises(NotFinite, match="not finite at step") as raised:
         run.result(60)
     notes = "\n".join(raised.value.__notes__)
     assert "in eager torch the output of second (Reciprocal) is the first infinite value" in notes
     good = run.step
-    assert f"{run.name} is paused with the weights of step {good}: run.resume(lr=0.001)" in notes
-    assert run.status().advice == "lr=0.001"
+    assert (
+        f"{run.name} is paused with the weights of step {good}: run.resume(learning_rate=0.001)"
+        in notes
+    )
+    assert run.status().advice == "learning_rate=0.001"
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     assert all(torch.isfinite(value).all() for value in weights.values())
     kept = RunFolder(run.folder)
@@ -523,7 +527,7 @@ def test_numbers_that_fail_are_held_with_the_layer_and_the_last_good_weights() -
                        weights["last.bias"])  # fmt: skip
     run.resume(**run.advice)
     assert run.result(60).steps == 12
-    assert run.current_settings.lr == 0.001
+    assert run.current_settings.optim.learning_rate == 0.001
     found = losses(run)
     assert [step for step, loss in zip(steps(run), found, strict=True) if math.isnan(loss)
             or math.isinf(loss)] == [good + 1]  # fmt: skip
@@ -535,7 +539,7 @@ def test_numbers_that_fail_are_held_with_the_layer_and_the_last_good_weights() -
 def test_a_batch_that_is_nan_is_named_and_left_out() -> None:
     table = Table()
     table.inputs[7, 2] = math.nan
-    chosen = {**CHOSEN, "epochs": 1, "batch_size": 2, "accumulation": 2}
+    chosen = {**CHOSEN, "num_train_epochs": 1, "batch_size": 2, "gradient_accumulation_steps": 2}
     run = ortlab.finetune(network(), table, hold=True, **chosen)
     with pytest.raises(NotFinite) as raised:
         run.result(60)
@@ -595,7 +599,7 @@ def test_numbers_that_fail_and_a_stop_end_a_run_as_any_stop_does() -> None:
 
 
 def test_where_a_step_is_first_not_finite() -> None:
-    settings = FinetuneSettings(engine="eager", device="cpu")
+    settings = FinetuneSettings.of(engine="eager", device="cpu")
     inputs, target = torch.randn(6, 4), torch.arange(6) % 3
 
     def said(model: nn.Module, batch: Any) -> str:
@@ -636,25 +640,28 @@ def test_what_says_that_memory_does_not_suffice() -> None:
 
 
 def test_what_would_fit() -> None:
-    settings = FinetuneSettings(engine="ort", batch_size=12, accumulation=2)
+    settings = FinetuneSettings.of(engine="ortmodule", batch_size=12, gradient_accumulation_steps=2)
 
     def advised(room: int, *, own: bool = False, **changes: Any) -> dict[str, Any]:
         return memory_advice.advice(
             settings.replace(**changes),
             own_batches=own,
             room_bytes=room,
-            peak_bytes=lambda chosen: 100 * chosen.batch_size,
+            peak_bytes=lambda chosen: 100 * chosen.data.batch_size,
         )
 
-    assert advised(1000) == {"batch_size": 6, "accumulation": 4}
-    assert advised(405) == {"batch_size": 4, "accumulation": 6}
-    assert advised(10) == {"batch_size": 1, "accumulation": 24}
-    assert advised(10, batch_size=8192) == {"batch_size": 256, "accumulation": 64}
-    assert advised(10, batch_size=256, accumulation=64) == {"batch_size": 128, "accumulation": 128}
+    assert advised(1000) == {"batch_size": 6, "gradient_accumulation_steps": 4}
+    assert advised(405) == {"batch_size": 4, "gradient_accumulation_steps": 6}
+    assert advised(10) == {"batch_size": 1, "gradient_accumulation_steps": 24}
+    assert advised(10, batch_size=8192) == {"batch_size": 256, "gradient_accumulation_steps": 64}
+    assert advised(10, batch_size=256, gradient_accumulation_steps=64) == {
+        "batch_size": 128,
+        "gradient_accumulation_steps": 128,
+    }
     assert advised(1000, own=True) == {"recompute": "layers"}
     assert advised(1000, batch_size=1) == {"recompute": "layers"}
     assert advised(1000, own=True, engine="eager") == {}
-    assert advised(10, workers=4) == {"batch_size": 4, "accumulation": 6}
+    assert advised(10, workers=4) == {"batch_size": 4, "gradient_accumulation_steps": 6}
     few: dict[str, Any] = {"workers": 4, "batch_size": 4, "engine": "eager"}
     assert advised(10, **few) == {"zero_stage": 1}
     assert advised(10, **few, zero_stage=1) == {}
@@ -692,7 +699,8 @@ resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
 plain = ortlab.finetune(twin, data, batch_size=8192, **{**chosen, "engine": "eager"})
 plain.result()
 losses = [each.recorder.rows()[:, INDEX["loss"]].tolist() for each in (run, plain)]
-print(json.dumps([run.state, run.step, held, now.batch_size * now.accumulation, *losses]))
+samples = now.data.batch_size * now.data.gradient_accumulation_steps
+print(json.dumps([run.state, run.step, held, samples, *losses]))
 """
 
 
@@ -716,7 +724,7 @@ def scarce(engine: str, more_mib: int) -> None:
         assert told
         # There is no advice if no smaller batch is left and a session had no space for its threads.
         if engine == "eager" or number == 0 or advice:
-            assert advice["batch_size"] * advice["accumulation"] == 8192
+            assert advice["batch_size"] * advice["gradient_accumulation_steps"] == 8192
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
@@ -728,14 +736,14 @@ def test_a_step_that_does_not_fit_is_survived_with_smaller_micro_batches() -> No
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
 def test_so_is_one_that_does_not_fit_in_ort_whose_sessions_give_their_memory_back() -> None:
     # With less memory, one in ten runs ends in glibc, which has no space for a new thread's data.
-    scarce("ort", 80)
+    scarce("ortmodule", 80)
 
 
 @NEEDS_ORT
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
 @pytest.mark.parametrize("more_mib", range(50, 70, 2))
-@pytest.mark.parametrize("engine", ["eager", "ort", "offload"])
+@pytest.mark.parametrize("engine", ["eager", "ortmodule", "ort_fused"])
 def test_ten_of_ten_are_survived(engine: str, more_mib: int) -> None:
     scarce(engine, more_mib)
 
@@ -808,7 +816,7 @@ def test_what_was_advised_and_does_not_fit_either_asks_for_less() -> None:
         advised.append(dict(run.advice))
         run.resume(**run.advice)
     assert run.result(60).state == "finished"
-    assert [(each["batch_size"], each["accumulation"]) for each in advised] == [
+    assert [(each["batch_size"], each["gradient_accumulation_steps"]) for each in advised] == [
         (8, 2), (4, 4), (2, 8)
     ]  # fmt: skip
     assert not [e.text for e in run.recorder.events("warning") if "continues without" in e.text]
@@ -826,7 +834,7 @@ def test_data_that_does_not_fit_is_held_as_a_step_is(monkeypatch: pytest.MonkeyP
     run = ortlab.finetune(network(), Table(), hold=True, **{**CHOSEN, "batch_size": 16})
     with pytest.raises(MemoryError):
         run.result(60)
-    assert run.advice == {"batch_size": 8, "accumulation": 2}
+    assert run.advice == {"batch_size": 8, "gradient_accumulation_steps": 2}
     run.resume(**run.advice)
     assert run.result(60).state == "finished"
 
@@ -876,7 +884,7 @@ def test_zero_is_named_where_there_are_gpus_to_share_out_to(
     model = network()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(memory_advice, "available_bytes", lambda _: 0)
-    settings = FinetuneSettings(engine="eager", batch_size=8)
+    settings = FinetuneSettings.of(engine="eager", batch_size=8)
     zero = "; workers=4, zero_stage=1 shards batch and optimizer state across 4 GPUs"
 
     def told(device: str, **changes: Any) -> tuple[str, str]:
@@ -891,8 +899,12 @@ def test_zero_is_named_where_there_are_gpus_to_share_out_to(
     assert not any("zero_stage" in each for each in told("cuda"))
 
 
-def test_a_model_that_cannot_fit_is_told_before_the_first_step() -> None:
-    settings = FinetuneSettings(engine="eager", device="cpu")
+def test_a_model_that_cannot_fit_is_told_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = memory_advice.available_bytes("cpu")  # other processes change it meanwhile
+    monkeypatch.setattr(memory_advice, "available_bytes", lambda _: room)
+    settings = FinetuneSettings.of(engine="eager", device="cpu")
     with torch.device("meta"):
         model = nn.Linear(10**6, 10**6)
     said = memory_advice.foretold(model, settings, "cpu", lambda _: None)
@@ -908,7 +920,6 @@ def test_a_model_that_cannot_fit_is_told_before_the_first_step() -> None:
         assert f"adamw's state alone on 2 workers need {memory(copies * weights)}" in said
     assert memory_advice.foretold(network(), settings, "cpu", lambda _: None) is None
     assert memory_advice.foretold(network(), isolated, "cpu", lambda _: None) is None
-    room = memory_advice.available_bytes("cpu")
     assert "by the memory plan, need" in (
         memory_advice.foretold(network(), settings, "cpu", lambda _: 2 * room) or ""
     )
@@ -969,4 +980,7 @@ def test_a_handler_pauses_where_somebody_waits_and_raises_elsewhere(waits: bool)
     nan = NotFinite("nan")
     assert handler.not_finite(nan, None)
     assert parts.control.held is not None
-    assert typed(parts.control.held.advice) == f"lr={parts.settings.lr / 10:g}"
+    assert (
+        typed(parts.control.held.advice)
+        == f"learning_rate={parts.settings.optim.learning_rate / 10:g}"
+    )

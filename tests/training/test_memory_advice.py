@@ -11,10 +11,13 @@ from tests.support.training_parts import chosen
 
 def test_the_largest_micro_batches_that_fit_are_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_advice, "available_bytes", lambda _: 300)
-    advisor = MemoryAdvisor(lambda settings: 100 * settings.batch_size, own_batches=False)
+    advisor = MemoryAdvisor(lambda settings: 100 * settings.data.batch_size, own_batches=False)
     settings = chosen(batch_size=16)
-    assert advisor.advice(settings, "cpu") == {"batch_size": 2, "accumulation": 8}
-    assert advisor.advice(settings, "cpu", 200) == {"batch_size": 4, "accumulation": 4}
+    assert advisor.advice(settings, "cpu") == {"batch_size": 2, "gradient_accumulation_steps": 8}
+    assert advisor.advice(settings, "cpu", 200) == {
+        "batch_size": 4,
+        "gradient_accumulation_steps": 4,
+    }
     assert MemoryAdvisor(lambda _: None, own_batches=True).advice(settings, "cpu") == {}
 
 

@@ -170,9 +170,9 @@ def trained(
     """Return losses, weights, the checkpoint after step `stop`, and the recorder."""
     if isinstance(data, Dataset):
         values = {"batch_size": 4, **values}
-    settings = FinetuneSettings(
-        **{"engine": "eager", "device": "cpu", "lr": 0.05, "epochs": 3}
-        | {"schedule": "constant", **values}
+    settings = FinetuneSettings.of(
+        **{"engine": "eager", "device": "cpu", "lr": 0.05, "num_train_epochs": 3}
+        | {"lr_scheduler_type": "constant", **values}
     )
     model, recorder, kept = model or network(), Recorder(), None
     course = trainer.Trainer(
@@ -274,7 +274,7 @@ def in_form_1(kept: Checkpoint, path: Path) -> Path:
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_accumulation_and_what_is_left_of_an_epoch(stop: int, tmp_path: Path) -> None:
-    values = {"accumulation": 4, "schedule": "linear", "warmup_steps": 2}
+    values = {"gradient_accumulation_steps": 4, "lr_scheduler_type": "linear", "warmup_steps": 2}
     assert_goes_on(lambda: loader(shuffle=True), stop, tmp_path / "a.ckpt", **values)
 
 
@@ -301,7 +301,7 @@ def test_weights_that_do_not_lie_in_rows(optimizer: str, tmp_path: Path) -> None
 def test_every_evaluation_is_made_once(eval_every: int | None, tmp_path: Path) -> None:
     """A checkpoint is taken before the evaluation that is due at the same step."""
     for stop in (6, 9):
-        values = {"eval_every": eval_every, "held_out": examples(6)}
+        values = {"eval_steps": eval_every, "held_out": examples(6)}
         *_, kept, whole = trained(examples(22), stop=stop, **values)
         assert kept is not None
         *_, rest = trained(examples(22), kept, **values)
@@ -325,8 +325,12 @@ def test_a_run_that_is_over_goes_on_with_more_epochs(
     data: Callable[[], Any], tmp_path: Path
 ) -> None:
     def at_the_end(epochs: int, begin: Checkpoint | None = None) -> tuple[list[float], Checkpoint]:
-        settings = FinetuneSettings(
-            engine="eager", device="cpu", lr=0.05, epochs=epochs, schedule="constant"
+        settings = FinetuneSettings.of(
+            engine="eager",
+            device="cpu",
+            lr=0.05,
+            num_train_epochs=epochs,
+            lr_scheduler_type="constant",
         )
         recorder = Recorder()
         course = trainer.Trainer(
@@ -351,7 +355,9 @@ def test_a_run_that_is_over_goes_on_with_more_epochs(
 
 
 def test_the_state_in_a_paused_evaluation_is_that_between_two_steps(tmp_path: Path) -> None:
-    settings = FinetuneSettings(engine="eager", device="cpu", lr=0.05, epochs=2, batch_size=4)
+    settings = FinetuneSettings.of(
+        engine="eager", device="cpu", lr=0.05, num_train_epochs=2, batch_size=4
+    )
     control, recorder = Control(), Recorder()
 
     class Pausing(Dataset[Any]):
@@ -387,7 +393,7 @@ def test_the_state_in_a_paused_evaluation_is_that_between_two_steps(tmp_path: Pa
     recorder.close()
     assert not thread.is_alive()
     assert (taken.position.step, taken.position.evaluated) == (6, 0)
-    values = {"epochs": 2, "schedule": "linear"}
+    values = {"num_train_epochs": 2, "lr_scheduler_type": "linear"}
     later, *_ = trained(examples(22), taken, **values)
     whole, *_ = trained(examples(22), **values)
     assert later == whole[6:] == recorder.rows()[6:, INDEX["loss"]].tolist()
@@ -431,7 +437,7 @@ def test_a_loader_that_draws_otherwise() -> None:
 def test_data_that_ends_before_the_place() -> None:
     kept = kept_at(4, loader(Stream()))
     with pytest.raises(ValueError, match=r"ended after 2 micro-batches, .* taken after 4"):
-        trained(iter(list(loader())[:2]), kept, epochs=1)
+        trained(iter(list(loader())[:2]), kept, num_train_epochs=1)
 
 
 def changed(**layers: nn.Module) -> nn.Module:
@@ -480,7 +486,7 @@ def test_an_optimizer_state_of_other_shapes_is_refused() -> None:
     kept = kept_at(3)
     state = {**kept.optimizer["state"]}
     state[0] = {**state[0], "exp_avg": torch.zeros(3, 3)}
-    settings = FinetuneSettings(engine="eager", device="cpu")
+    settings = FinetuneSettings.of(engine="eager", device="cpu")
     stepper = Eager().prepare(network(), functional.cross_entropy, settings)
     with pytest.raises(
         ValueError, match=r"exp_avg of shape \[3, 3\] for 0\.weight, whose shape is \[16, 4\]"
@@ -506,7 +512,7 @@ def test_an_optimizer_state_of_other_shapes_is_refused() -> None:
 )
 def test_an_optimizer_state_that_no_optimizer_has_is_refused(changes: dict[str, Any]) -> None:
     kept = kept_at(3)
-    settings = FinetuneSettings(engine="eager", device="cpu")
+    settings = FinetuneSettings.of(engine="eager", device="cpu")
     stepper = Eager().prepare(network(), functional.cross_entropy, settings)
     told = (
         "optimizer (state is not in torch's format|has state for parameter .*, but there are only "
@@ -528,7 +534,7 @@ def test_loading_leaves_the_checkpoint_as_it_is() -> None:
 
 def test_other_settings_hold_from_there_on() -> None:
     kept = kept_at(3)
-    *_, recorder = trained(examples(22), kept, lr=0.01, weight_decay=0.5, epochs=1)
+    *_, recorder = trained(examples(22), kept, lr=0.01, weight_decay=0.5, num_train_epochs=1)
     assert recorder.rows()[:, INDEX["lr"]].tolist() == pytest.approx([0.01] * 3)
     whole, *_ = trained(examples(22))
     decayed, *_ = trained(examples(22), kept, weight_decay=0.9, lr=0.05)
@@ -549,7 +555,9 @@ def column(run: Run, name: str = "loss") -> list[float]:
 
 def test_a_checkpoint_in_a_pause_and_a_run_from_it(home: Path) -> None:
     model = Gated(turns=4)
-    run = ortlab.finetune(model, examples(22), epochs=3, eval_data=examples(6), **CHOSEN)
+    run = ortlab.finetune(
+        model, examples(22), num_train_epochs=3, eval_dataset=examples(6), **CHOSEN
+    )
     model.turns.pause(run, 5)
     path = run.checkpoint(home / "a.ckpt")
     assert run.state == "paused"
@@ -558,7 +566,7 @@ def test_a_checkpoint_in_a_pause_and_a_run_from_it(home: Path) -> None:
     model.turns.give()
     run.result()
     other = Gated(turns=0)
-    resumed = ortlab.finetune(other, examples(22), resume_from=path, eval_data=examples(6))
+    resumed = ortlab.finetune(other, examples(22), resume_from=path, eval_dataset=examples(6))
     until(lambda: resumed.step == 5)
     assert resumed.status().left_s is None  # it has made no step yet to estimate from
     other.turns.give()
@@ -592,17 +600,19 @@ def test_a_checkpoint_waits_for_the_step_in_flight(home: Path) -> None:
 
 
 def test_a_run_that_is_over_has_its_checkpoint(home: Path) -> None:
-    run = ortlab.finetune(network(), examples(22), epochs=2, **CHOSEN)
+    run = ortlab.finetune(network(), examples(22), num_train_epochs=2, **CHOSEN)
     run.result()
     final = run.checkpoint()
     assert final == run.folder / "checkpoints" / "final.safetensors"
     copied = Checkpoint.load(run.checkpoint(home / "copy.ckpt"))
     assert copied.position.step == 12
     model = network()
-    more = ortlab.finetune(model, examples(22), resume_from=final, epochs=3, lr=0.01)
+    more = ortlab.finetune(
+        model, examples(22), resume_from=final, num_train_epochs=3, learning_rate=0.01
+    )
     assert more.result().steps == 18
     assert column(more, "step") == list(range(13, 19))
-    assert more.settings.lr == 0.01
+    assert more.settings.optim.learning_rate == 0.01
 
 
 def test_a_run_that_was_stopped_goes_on(home: Path) -> None:
@@ -622,7 +632,7 @@ def test_a_run_that_was_stopped_goes_on(home: Path) -> None:
 def test_a_run_that_failed_goes_on_after_the_batch_that_was_bad(home: Path) -> None:
     data = [(torch.randn(4, 4), torch.arange(4) % 3) for _ in range(5)]
     bad = (torch.full((4, 4), math.nan), torch.arange(4) % 3)
-    chosen = {**CHOSEN, "batch_size": 16, "schedule": "constant"}
+    chosen = {**CHOSEN, "batch_size": 16, "lr_scheduler_type": "constant"}
     run = ortlab.finetune(network(0.0), [*data[:2], bad, *data[2:]], **chosen)
     with pytest.raises(NotFinite):
         run.result()
@@ -638,7 +648,7 @@ def test_a_run_that_never_began_has_no_checkpoint(home: Path) -> None:
     def fails(_: FinetuneSettings) -> Stepper:
         raise RuntimeError("no compiler")
 
-    settings = FinetuneSettings(engine="eager", device="cpu")
+    settings = FinetuneSettings.of(engine="eager", device="cpu")
     run = Run(network(), fails, examples(), settings=settings)
     with pytest.raises(RuntimeError, match=r"was not started: call run.start\(\) first"):
         run.checkpoint()
@@ -658,16 +668,16 @@ def test_a_checkpoint_chooses_no_files_and_leaves_out_no_check(home: Path) -> No
     declared = FinetuneSettings.declarations()
     assert {name for name, each in declared.items() if each.here} == set(of_others)
     kept = kept_at(3)
-    kept = dataclasses.replace(kept, settings=kept.settings | of_others | {"lr": 0.03})
+    kept = dataclasses.replace(kept, settings=kept.settings | of_others | {"learning_rate": 0.03})
     path = kept.save(home / "a.ckpt")
     run = ortlab.finetune(
         *(network(), examples(22)), resume_from=path, loss="cross_entropy", tuning_results="mine"
     )
     run.result()
-    held = {name: getattr(run.settings, name) for name in of_others}
+    held = {name: run.settings[name] for name in of_others}
     own = {name: declared[name].default for name in of_others}
     assert held == own | {"tuning_results": "mine"}
-    assert run.settings.lr == 0.03
+    assert run.settings.optim.learning_rate == 0.03
     (told,) = [event.text for event in run.recorder.events("warning") if "restore" in event.text]
     assert told.startswith("self_check=True, not False; ")
     assert told.endswith(
@@ -693,7 +703,7 @@ def test_what_finetune_refuses_leaves_no_run(home: Path) -> None:
     assert not (home / "runs").exists()
 
 
-@pytest.mark.parametrize("to", ["compile", "ort"])
+@pytest.mark.parametrize("to", ["compile", "ortmodule"])
 def test_another_engine_goes_on_where_eager_stopped(home: Path, to: str) -> None:
     try:
         engine(to)

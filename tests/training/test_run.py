@@ -80,7 +80,7 @@ def made(
     name: str | None = None,
     **values: Any,
 ) -> Run:
-    settings = FinetuneSettings(**{"engine": "eager", "device": "cpu", "lr": 0.05, **values})
+    settings = FinetuneSettings.of(**{"engine": "eager", "device": "cpu", "lr": 0.05, **values})
     model = model if model is not None else Gated()
 
     def eager(settings: FinetuneSettings) -> Stepper:
@@ -115,7 +115,7 @@ def folder_is_complete(run: Run, state: str, model: nn.Module) -> None:
 def test_a_run_that_finishes(tmp_path: Path) -> None:
     shown: list[Watched] = []
     model = Gated()
-    run = made(tmp_path, model, epochs=20, evaluation=examples(), show=shown.append)
+    run = made(tmp_path, model, num_train_epochs=20, evaluation=examples(), show=shown.append)
     assert run.start() is run
     assert shown == [run]
     result = run.result()
@@ -140,7 +140,7 @@ def test_starting_returns_at_once(tmp_path: Path) -> None:
     """An export of any length runs in the run's thread, and its messages are shown."""
     release = threading.Event()
     model = Gated()
-    settings = FinetuneSettings(engine="eager", device="cpu")
+    settings = FinetuneSettings.of(engine="eager", device="cpu")
 
     def slowly(_: FinetuneSettings) -> Stepper:
         tell("exporting to ORT")
@@ -184,7 +184,7 @@ def test_a_run_is_started_once(tmp_path: Path) -> None:
 
 def test_pause_resume_and_stop(tmp_path: Path) -> None:
     model = Gated()
-    run = made(tmp_path, model, epochs=10_000).start()
+    run = made(tmp_path, model, num_train_epochs=10_000).start()
     until(lambda: run.step > 3)
     run.pause()
     until(lambda: run.state == "paused")
@@ -233,7 +233,7 @@ def test_a_run_may_end_while_it_is_being_stopped(
         begin(thread)
 
     model = Gated()
-    run = made(tmp_path, model, epochs=10_000).start()
+    run = made(tmp_path, model, num_train_epochs=10_000).start()
     until(lambda: run.step > 3)
     monkeypatch.setattr(threading.Thread, "start", late)
     run.stop()
@@ -254,7 +254,7 @@ def test_stop_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_await_gives_the_result_and_keeps_the_loop_alive(tmp_path: Path) -> None:
-    run = made(tmp_path, epochs=10_000)
+    run = made(tmp_path, num_train_epochs=10_000)
     ticks = 0
 
     async def tick() -> None:
@@ -277,7 +277,7 @@ def test_await_gives_the_result_and_keeps_the_loop_alive(tmp_path: Path) -> None
 
 def test_a_paused_run_is_no_deadlock(tmp_path: Path) -> None:
     async def main() -> str:
-        run = made(tmp_path, epochs=10_000)
+        run = made(tmp_path, num_train_epochs=10_000)
         run.pause()
         run.start()
         waiting = asyncio.ensure_future(run)
@@ -302,7 +302,7 @@ def test_interrupting_await(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], limit_s: float | None
 ) -> None:
     """asyncio.run handles an interrupt as ipykernel does: it cancels the outermost task."""
-    run = made(tmp_path, epochs=10_000).start()
+    run = made(tmp_path, num_train_epochs=10_000).start()
     until(lambda: run.step > 0)
 
     async def cell() -> None:
@@ -326,7 +326,7 @@ def test_interrupting_await(
 def test_a_wait_that_times_out_is_no_interrupt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = made(tmp_path, epochs=10_000).start()
+    run = made(tmp_path, num_train_epochs=10_000).start()
 
     async def cell() -> None:
         for _ in range(2):
@@ -350,7 +350,7 @@ def test_a_wait_that_times_out_is_no_interrupt(
 
 @pytest.mark.parametrize("first_over", [0, 1])
 def test_waits_that_end_in_any_order_give_the_signal_back(tmp_path: Path, first_over: int) -> None:
-    runs = [made(tmp_path, epochs=10_000).start() for _ in range(2)]
+    runs = [made(tmp_path, num_train_epochs=10_000).start() for _ in range(2)]
 
     async def cell() -> None:
         waits = [asyncio.ensure_future(run) for run in runs]
@@ -369,7 +369,8 @@ from torch import nn
 torch.set_num_threads(1)
 data = [(torch.randn(4, 4), torch.randint(2, (4,)))]
 run = ortlab.finetune(
-    nn.Linear(4, 2), data, loss="cross_entropy", engine="eager", device="cpu", epochs=10**6
+    nn.Linear(4, 2), data, loss="cross_entropy", engine="eager", device="cpu",
+    num_train_epochs=10**6
 )
 while run.step == 0:
     await asyncio.sleep(0.01)
@@ -411,7 +412,7 @@ def test_interrupting_a_cell_that_awaits() -> None:
 
 
 def test_interrupting_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = made(tmp_path, epochs=10_000).start()
+    run = made(tmp_path, num_train_epochs=10_000).start()
     steps: list[int] = []
 
     def interrupt() -> None:
@@ -435,7 +436,7 @@ def test_interrupting_result(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_result_with_a_timeout(tmp_path: Path) -> None:
-    run = made(tmp_path, epochs=10_000).start()
+    run = made(tmp_path, num_train_epochs=10_000).start()
     with pytest.raises(TimeoutError, match=r"is \w+ after 0.05 s"):
         run.result(timeout=0.05)
     assert not run.wait_over(timeout=0.01)
@@ -452,10 +453,10 @@ def test_a_run_shows_where_ort_does_otherwise_than_eager_torch(tmp_path: Path) -
     model = Noisy(4, 2)
 
     def in_ort(_: FinetuneSettings) -> Stepper:
-        settings = FinetuneSettings(engine="ort", device="cpu")
-        return engine("ort").prepare(model, functional.cross_entropy, settings)
+        settings = FinetuneSettings.of(engine="ortmodule", device="cpu")
+        return engine("ortmodule").prepare(model, functional.cross_entropy, settings)
 
-    run = made(tmp_path, model, engine="ort", prepare=in_ort, max_steps=2).start()
+    run = made(tmp_path, model, engine="ortmodule", prepare=in_ort, max_steps=2).start()
     assert run.wait_over(timeout=HANGS_S)
     assert "not checked: forward draws random numbers besides dropout" in run.status().lines
 
@@ -540,7 +541,7 @@ def test_without_a_loss_scale_nothing_is_told_of_it(tmp_path: Path) -> None:
 
 def test_a_storm_of_overflows_ends_the_run(tmp_path: Path) -> None:
     model = Overflowing(range(3, 100))
-    run = made(tmp_path, model, precision="fp16", epochs=9).start()
+    run = made(tmp_path, model, precision="fp16", num_train_epochs=9).start()
     said = r"overflows float16 at step 19 although the loss scale has fallen to 1; .*'bf16'"
     with pytest.raises(NotFinite, match=said):
         run.result()
@@ -552,7 +553,7 @@ def test_a_storm_of_overflows_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_scalar(tmp_path: Path) -> None:
-    model, settings = Gated(), FinetuneSettings(engine="eager", device="cpu")
+    model, settings = Gated(), FinetuneSettings.of(engine="eager", device="cpu")
 
     def unreduced(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(scores, target, reduction="none")
@@ -635,14 +636,14 @@ class Falling(TorchStepper):
 
     def report(self) -> Report:
         if self.calls < 2:
-            return Report("ort", export_s=1.5, check_s=0.25, notes=("checked 1 shape",))
+            return Report("ortmodule", export_s=1.5, check_s=0.25, notes=("checked 1 shape",))
         notes = ("checked 1 shape", "checked 2 shapes")
         return Report("eager", "no kernel for Foo", export_s=1.5, check_s=0.25, notes=notes)
 
 
 def test_a_fallback_is_a_badge_and_an_event(tmp_path: Path) -> None:
     model = Gated()
-    settings = FinetuneSettings(engine="ort", device="cpu")
+    settings = FinetuneSettings.of(engine="ortmodule", device="cpu")
 
     def prepare(_: FinetuneSettings) -> Stepper:
         return Falling(
@@ -651,12 +652,12 @@ def test_a_fallback_is_a_badge_and_an_event(tmp_path: Path) -> None:
             settings,
             owner=model,
             device=torch.device("cpu"),
-            report=lambda: Report("ort"),
+            report=lambda: Report("ortmodule"),
         )
 
-    run = made(tmp_path, model, prepare=prepare, engine="ort").start()
+    run = made(tmp_path, model, prepare=prepare, engine="ortmodule").start()
     result = run.result()
-    assert (run.engine_asked, run.engine_used) == ("ort", "eager")
+    assert (run.engine_asked, run.engine_used) == ("ortmodule", "eager")
     assert run.fallback_reason == "no kernel for Foo"
     status = run.status()
     assert status.badges == ("fallback to eager: no kernel for Foo",)
@@ -689,8 +690,8 @@ def test_model_and_data_can_be_collected_when_it_is_over(tmp_path: Path, fails: 
 
 
 def test_two_runs_at_once(tmp_path: Path) -> None:
-    first = made(tmp_path, epochs=10_000).start()
-    second = made(tmp_path, epochs=10_000).start()
+    first = made(tmp_path, num_train_epochs=10_000).start()
+    second = made(tmp_path, num_train_epochs=10_000).start()
     until(lambda: first.step > 3 and second.step > 3)
     assert {first.name, second.name} == {"run-1", "run-2"}
     first.stop()
@@ -705,7 +706,7 @@ def test_the_thread_prints_in_the_context_that_started_it(tmp_path: Path) -> Non
     cell: contextvars.ContextVar[str] = contextvars.ContextVar("cell", default="")
     seen: list[str] = []
     model = Gated()
-    settings = FinetuneSettings(engine="eager", device="cpu")
+    settings = FinetuneSettings.of(engine="eager", device="cpu")
 
     def prepare(_: FinetuneSettings) -> Stepper:
         seen.append(cell.get())
@@ -725,7 +726,7 @@ from ortlab.engines.torch.stepper import Eager
 from ortlab.training.run import Run
 from ortlab.settings import FinetuneSettings
 torch.set_num_threads(1)
-settings = FinetuneSettings(engine="eager", device="cpu", epochs=10_000_000)
+settings = FinetuneSettings.of(engine="eager", device="cpu", num_train_epochs=10_000_000)
 model = torch.nn.Linear(4, 3)
 data = [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))]
 run = Run(model, lambda _: Eager().prepare(model, torch.nn.functional.cross_entropy, settings),

@@ -100,7 +100,7 @@ def test_a_worker_trains_and_releases_the_model(made: Made) -> None:
     assert made.progress.error is None
     assert made.progress.state == "finished"
     assert made.progress.trainer is None
-    assert made.progress.step == made.progress.total == 4 * settings.epochs
+    assert made.progress.step == made.progress.total == 4 * settings.limits.num_train_epochs
     assert not torch.equal(parts.model.weight, before)
     assert made.folder.read_checkpoint().position.step == made.progress.step
     with pytest.raises(RuntimeError, match="already started"):

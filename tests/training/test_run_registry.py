@@ -135,14 +135,14 @@ def test_data_is_remembered_as_long_as_it_exists(registry: RunRegistry) -> None:
 def test_the_best_settings_go_to_the_active_run_or_to_the_next_one(registry: RunRegistry) -> None:
     model = nn.Linear(2, 2)
     prefer = registry.prefer(model)
-    told = prefer({"engine": "ort"}, {"engine": "ort", "lr": 0.1, "loss": "mse"})
-    assert told == "the next finetune of this Linear uses engine=ort by default"
-    assert registry.preferred(model) == {"engine": "ort", "lr": 0.1}
+    told = prefer({"engine": "ortmodule"}, {"engine": "ortmodule", "lr": 0.1, "loss": "mse"})
+    assert told == "the next finetune of this Linear uses engine=ortmodule by default"
+    assert registry.preferred(model) == {"engine": "ortmodule", "lr": 0.1}
     run = Standing("run-x", model)
     add(registry, run, model)
     assert prefer({"engine": "eager"}, {"engine": "eager"}) == "run-x continues with engine=eager"
     assert run.applied == {"engine": "eager"}
-    assert registry.preferred(model) == {"engine": "ort", "lr": 0.1}
+    assert registry.preferred(model) == {"engine": "ortmodule", "lr": 0.1}
 
 
 def test_no_model_is_kept_alive(registry: RunRegistry) -> None:

@@ -12,20 +12,20 @@ from ortlab.engines import registry
 from ortlab.engines.base import Capabilities, EngineUnavailable
 from ortlab.engines.registry import engine
 from ortlab.engines.torch import stepper
-from ortlab.settings import ENGINES, Declaration, FinetuneSettings
+from ortlab.settings import AUTO, ENGINES, Declaration, FinetuneSettings
 from ortlab.training import data_loading, settings_preview
 from ortlab.training.changes import cost as change_costs
 from ortlab.training.changes import fixed
 from ortlab.training.settings_preview import Control
 from tests.support.resuming import examples
 
-EAGER = FinetuneSettings(engine="eager")
+EAGER = FinetuneSettings.of(engine="eager")
 FIXED = fixed(data_loading.batches(examples(), EAGER))
 
 
 def needs_ort() -> None:
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
 
@@ -45,10 +45,10 @@ def reasons(found: Control) -> dict[str, str]:
 def test_every_declaration_has_a_control() -> None:
     found = settings_preview.controls(EAGER, EAGER, fixed=None)
     assert [each.declaration for each in found] == [*FinetuneSettings.declarations().values()]
-    assert list(reasons(control("engine", EAGER))) == [*ENGINES]
+    assert list(reasons(control("engine", EAGER))) == [AUTO, *ENGINES]
     assert list(reasons(control("self_check", EAGER))) == ["on", "off"]
     assert list(reasons(control("zero_stage", EAGER))) == ["0", "1", "2", "3"]
-    assert control("lr", EAGER).choices == ()
+    assert control("learning_rate", EAGER).choices == ()
     assert control("skip_checks", EAGER).choices == (), "several of the choices are a value"
 
 
@@ -86,14 +86,14 @@ def test_options_of_orts_graph_are_for_an_engine_that_has_one() -> None:
         found = control(name, EAGER)
         assert found.reason == (f"engine 'eager' has no ORT graph, which {name} configures")
         assert found.costs == ()
-        assert not control(name, EAGER, engine="ort").reason
+        assert not control(name, EAGER, engine="ortmodule").reason
     assert not control("precision", EAGER).reason
-    assert not control("lr", EAGER).reason
+    assert not control("learning_rate", EAGER).reason
 
 
 def test_a_combination_that_cannot_work_is_refused_by_its_engine() -> None:
     needs_ort()
-    held = FinetuneSettings(engine="ort")
+    held = FinetuneSettings.of(engine="ortmodule")
     assert not any(reasons(control("kernels", held)).values())
     edited = reasons(control("kernels", held, precision="bf16"))
     assert edited["ort"].startswith("precision='bf16' needs torch's kernels")
@@ -104,11 +104,11 @@ def test_a_combination_that_cannot_work_is_refused_by_its_engine() -> None:
 
 def test_a_reason_against_all_that_is_chosen_is_not_held_against_each_setting() -> None:
     needs_ort()
-    held = FinetuneSettings(engine="ort", kernels="ort")
+    held = FinetuneSettings.of(engine="ortmodule", kernels="ort")
     chosen = held.replace(precision="bf16")
     assert settings_preview.refused(held, chosen, fixed=FIXED)
     found = {c.declaration.name: c for c in settings_preview.controls(held, chosen, fixed=FIXED)}
-    assert found["lr"].reason == found["opset"].reason == ""
+    assert found["learning_rate"].reason == found["opset"].reason == ""
     assert not reasons(found["precision"])["fp32"], "the way out"
     assert not reasons(found["kernels"])["torch"], "and the other one"
 
@@ -130,11 +130,19 @@ def test_batches_of_a_loaders_own_keep_their_size() -> None:
 @pytest.mark.parametrize(
     ("changes", "cost"),
     [
-        ({"lr": 1.0, "clip_norm": None, "accumulation": 2, "batch_size": 3}, "free"),
+        (
+            {
+                "learning_rate": 1.0,
+                "max_grad_norm": None,
+                "gradient_accumulation_steps": 2,
+                "batch_size": 3,
+            },
+            "free",
+        ),
         ({"precision": "bf16"}, "rebuild"),
         ({"engine": "compile"}, "recompile"),
-        ({"engine": "ort"}, "re-export"),
-        ({"engine": "ort", "lr": 1.0}, "re-export"),
+        ({"engine": "ortmodule"}, "re-export"),
+        ({"engine": "ortmodule", "learning_rate": 1.0}, "re-export"),
     ],
 )
 def test_a_change_costs_what_its_engine_says(changes: dict[str, Any], cost: str) -> None:
@@ -143,7 +151,7 @@ def test_a_change_costs_what_its_engine_says(changes: dict[str, Any], cost: str)
 
 
 def test_the_engine_that_stays_goes_on_with_what_it_has() -> None:
-    ort, compiled = FinetuneSettings(engine="ort"), FinetuneSettings(engine="compile")
+    ort, compiled = FinetuneSettings.of(engine="ortmodule"), FinetuneSettings.of(engine="compile")
     assert change_costs(ort, ort.replace(self_check=False)) == "rebuild"
     assert change_costs(ort, ort.replace(opset=15)) == "re-export"
     assert change_costs(compiled, compiled.replace(cache=False)) == "rebuild"
@@ -155,15 +163,23 @@ def test_how_gradients_of_16_bit_weights_add_up_is_another_stepper_s() -> None:
     halves = EAGER.replace(param_dtype="bf16")
     assert change_costs(EAGER, halves) == "rebuild"
     assert change_costs(EAGER, EAGER.replace(offload_optimizer=True)) == "rebuild"
-    assert change_costs(halves, halves.replace(accumulation=2)) == "rebuild"
-    assert change_costs(halves.replace(accumulation=2), halves.replace(accumulation=4)) == "free"
+    assert change_costs(halves, halves.replace(gradient_accumulation_steps=2)) == "rebuild"
+    assert (
+        change_costs(
+            halves.replace(gradient_accumulation_steps=2),
+            halves.replace(gradient_accumulation_steps=4),
+        )
+        == "free"
+    )
 
 
 def test_a_control_tells_the_cost_of_what_is_chosen_else_of_all_that_can_be() -> None:
-    assert control("lr", EAGER).costs == ("free",)
+    assert control("learning_rate", EAGER).costs == ("free",)
     assert set(control("engine", EAGER).costs) >= {"recompile"}
     assert control("engine", EAGER, engine="compile").costs == ("recompile",)
-    assert control("lr", EAGER, fixed=None).costs == (), "before a run nothing is rebuilt"
+    assert control("learning_rate", EAGER, fixed=None).costs == (), (
+        "before a run nothing is rebuilt"
+    )
 
 
 @pytest.mark.parametrize("declaration", FinetuneSettings.declarations().values())

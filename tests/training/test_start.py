@@ -24,17 +24,30 @@ def request(begin: Any = None, loss: Any = None, **settings: Any) -> RunRequest:
 
 def test_given_settings_come_first_then_preferred_ones_then_the_wrapper_s() -> None:
     own = {"engine": "compile", "precision": "bf16"}
-    chosen = choose_settings(request(lr=0.5), own, {"lr": 0.1, "precision": "fp32"})
+    chosen = choose_settings(
+        request(learning_rate=0.5), own, {"learning_rate": 0.1, "precision": "fp32"}
+    )
     settings = chosen.settings
-    assert (settings.engine, settings.precision, settings.lr) == ("compile", "fp32", 0.5)
-    assert (chosen.loss, settings.loss, chosen.warnings) == (None, None, [])
+    assert (settings.model.engine, settings.model.precision, settings.optim.learning_rate) == (
+        "compile",
+        "fp32",
+        0.5,
+    )
+    assert (chosen.loss, settings.optim.loss, chosen.warnings) == (None, None, [])
 
 
 def test_a_checkpoint_s_settings_take_the_place_of_preferred_ones() -> None:
-    begin = checkpoint(lr=0.25, epochs=7, gone="of another version", self_check=False)
-    chosen = choose_settings(request(begin, epochs=9), {"engine": "eager"}, {"lr": 0.1})
-    assert (chosen.settings.lr, chosen.settings.epochs) == (0.25, 9)
-    assert chosen.settings.self_check, "a check is left out by this session only"
+    begin = checkpoint(
+        learning_rate=0.25, num_train_epochs=7, gone="of another version", self_check=False
+    )
+    chosen = choose_settings(
+        request(begin, num_train_epochs=9), {"engine": "eager"}, {"learning_rate": 0.1}
+    )
+    assert (chosen.settings.optim.learning_rate, chosen.settings.limits.num_train_epochs) == (
+        0.25,
+        9,
+    )
+    assert chosen.settings.model.self_check, "a check is left out by this session only"
     (warning,) = chosen.warnings
     assert warning == (
         "self_check=True, not False: a checkpoint does not restore self_check; give the value you "
@@ -45,13 +58,13 @@ def test_a_checkpoint_s_settings_take_the_place_of_preferred_ones() -> None:
 
 
 def test_a_damaged_checkpoint_is_a_warning() -> None:
-    taken = checkpoint(lr=0.25)
-    begin = Beginning(taken, Path("x"), {"lr": 0.5}, "last-6 is no use")
+    taken = checkpoint(learning_rate=0.25)
+    begin = Beginning(taken, Path("x"), {"learning_rate": 0.5}, "last-6 is no use")
     asked = request(begin)
     assert asked.checkpoint is taken
     chosen = choose_settings(asked, {}, {})
     assert chosen.warnings == ["last-6 is no use"]
-    assert chosen.settings.lr == 0.5, "the settings that held last"
+    assert chosen.settings.optim.learning_rate == 0.5, "the settings that held last"
 
 
 def test_a_loss_is_a_name_a_function_or_that_of_the_checkpoint() -> None:
@@ -81,7 +94,7 @@ def test_the_user_s_names_are_recorded() -> None:
     asked = RunRequest(model, data, loss=mine)
     assert asked.names(namespace) == {"model": "net", "train": "train", "loss": "mine"}
     assert asked.names({**namespace, "fn": mine})["loss"] == "fn"
-    assert RunRequest(model, data, eval_data=[2], loss="mse").names(namespace) == {
+    assert RunRequest(model, data, eval_dataset=[2], loss="mse").names(namespace) == {
         "model": "net",
         "train": "train",
     }

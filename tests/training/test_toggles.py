@@ -33,7 +33,13 @@ MICRO_BATCHES = 5
 """Micro-batches of an epoch of `Tokens`."""
 COLUMNS = ("step", "loss", "grad_norm", "lr", "samples", "loss_scale", "skipped")
 
-BEGIN = {"device": "cpu", "cache": True, "seed": 3, "schedule": "cosine", "lr": 1e-3}
+BEGIN = {
+    "device": "cpu",
+    "cache": True,
+    "seed": 3,
+    "lr_scheduler_type": "cosine",
+    "learning_rate": 1e-3,
+}
 """Settings with which every run begins."""
 
 Values = Mapping[str, Sequence[Any]]
@@ -41,9 +47,9 @@ Toggles = Mapping[int, dict[str, Any]]
 """Changes after a step, by the number of the step."""
 
 FREE: Values = {
-    "accumulation": (1, 2, 3),
-    "lr": (1e-4, 3e-4, 1e-3),
-    "clip_norm": (None, 0.01, 1.0),
+    "gradient_accumulation_steps": (1, 2, 3),
+    "learning_rate": (1e-4, 3e-4, 1e-3),
+    "max_grad_norm": (None, 0.01, 1.0),
     "weight_decay": (0.0, 0.01, 0.3),
 }
 """Settings that take effect at the next step without a new stepper."""
@@ -58,8 +64,8 @@ IN_ORT: Values = {
 OF_AN_ENGINE: Mapping[str, Values] = {
     "eager": IN_TORCH,
     "compile": IN_TORCH,
-    "ort": IN_ORT,
-    "offload": IN_ORT,
+    "ortmodule": IN_ORT,
+    "ort_fused": IN_ORT,
 }
 ENGINES: Values = {"engine": tuple(OF_AN_ENGINE)}
 SAME_ARITHMETIC = ("arena", "recompute")
@@ -113,7 +119,7 @@ class Part:
             Checkpoint.load(begin) if begin else None,
             each=each,
             stop=-1,
-            **{**BEGIN, "epochs": EPOCHS, **settings},
+            **{**BEGIN, "num_train_epochs": EPOCHS, **settings},
         )
         assert not self.course.told("warning")
         self.columns = {name: self.course.column(name) for name in COLUMNS}
@@ -126,7 +132,7 @@ def drawn(values: Values, settings: Mapping[str, Any], *, seed: int, changes: in
     The settings take turns in an order of their own; one that cannot change at a step waits.
     """
     draw, now = random.Random(seed), FinetuneSettings.of({**BEGIN, **settings})
-    fewest = EPOCHS * -(-MICRO_BATCHES // max(FREE["accumulation"]))
+    fewest = EPOCHS * -(-MICRO_BATCHES // max(FREE["gradient_accumulation_steps"]))
     waiting = draw.sample(sorted(values), len(values))
     toggles: dict[int, dict[str, Any]] = {}
     for step in sorted(draw.sample(range(1, fewest), changes)):
@@ -134,7 +140,7 @@ def drawn(values: Values, settings: Mapping[str, Any], *, seed: int, changes: in
             (name, value)
             for name in waiting
             for value in draw.sample(values[name], len(values[name]))
-            if value != getattr(now, name) and taken(now, name, value)
+            if value != now[name] and taken(now, name, value)
         )
         waiting.append(waiting.pop(waiting.index(name)))
         now = now.replace(**{name: value})
@@ -189,8 +195,8 @@ def assert_same(found: Checkpoint, expected: Checkpoint) -> None:
 
 def test_a_run_that_changes_again_and_again_is_a_chain_of_runs(tmp_path: Path) -> None:
     """Every setting changes in turn, with dropout."""
-    needs("ort")
-    values = {**IN_ORT, "engine": ("eager", "ort")}
+    needs("ortmodule")
+    values = {**IN_ORT, "engine": ("eager", "ortmodule")}
     settings = {"engine": "eager", "kernels": "torch"}
     toggles = drawn(values, settings, seed=11, changes=12)
     assert {name for changes in toggles.values() for name in changes} == {*values}
@@ -236,8 +242,8 @@ def test_every_setting_ten_times(
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SAME_ARITHMETIC)
 def test_what_changes_no_arithmetic_changes_no_bit(name: str) -> None:
-    needs("ort")
-    settings = {"engine": "ort"}
+    needs("ortmodule")
+    settings = {"engine": "ortmodule"}
     toggles = drawn({name: IN_ORT[name]}, settings, seed=1, changes=CHANGES)
     toggled, plain = Part(deep(0.0), settings, toggles), Part(deep(0.0), settings, {})
     assert str(toggled.columns) == str(plain.columns)

@@ -36,7 +36,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def settings(**values: Any) -> FinetuneSettings:
-    return FinetuneSettings(**{"engine": "eager", "lr": 0.05, "device": "cpu", **values})
+    return FinetuneSettings.of(**{"engine": "eager", "lr": 0.05, "device": "cpu", **values})
 
 
 def examples(count: int = 50) -> TensorDataset:
@@ -96,7 +96,7 @@ class Trained:
 
 
 def test_it_learns_and_tells_every_step() -> None:
-    trained = Trained(settings(epochs=20), held_out=examples())
+    trained = Trained(settings(num_train_epochs=20), held_out=examples())
     assert trained.column("step") == list(range(1, 81))  # 50 samples by 16: 4 steps per epoch
     assert trained.column("loss")[-1] < 0.5 * trained.column("loss")[0]
     before, *_, after = trained.recorder.events("eval")
@@ -121,7 +121,7 @@ def test_the_losses_are_those_of_a_plain_loop() -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    chosen = settings(weight_decay=0.0, clip_norm=None, schedule="constant")
+    chosen = settings(weight_decay=0.0, max_grad_norm=None, lr_scheduler_type="constant")
     trained = Trained(chosen, data=batches)
     assert trained.column("loss") == losses
     for ours, theirs in zip(trained.model.parameters(), model.parameters(), strict=True):
@@ -131,7 +131,7 @@ def test_the_losses_are_those_of_a_plain_loop() -> None:
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_the_same_seed_gives_the_same_losses(evaluates: bool) -> None:
     """Data order and dropout depend only on the seed, not on earlier draws or on evaluations."""
-    chosen = settings(epochs=3, seed=7, eval_every=2)
+    chosen = settings(num_train_epochs=3, seed=7, eval_steps=2)
     torch.manual_seed(1)
     first = Trained(chosen, model=network(dropout=0.5))
     torch.rand(5)
@@ -145,13 +145,13 @@ def test_the_same_seed_gives_the_same_losses(evaluates: bool) -> None:
 def test_a_loader_that_shuffles_follows_the_seed() -> None:
     def losses(seed: int) -> list[float]:
         loader = DataLoader(examples(), batch_size=16, shuffle=True)
-        return Trained(settings(epochs=2, seed=seed), data=loader).column("loss")
+        return Trained(settings(num_train_epochs=2, seed=seed), data=loader).column("loss")
 
     assert losses(1) == losses(1) != losses(2)
 
 
 def test_epochs_have_orders_of_their_own() -> None:
-    batches = data_loading.batches(examples(), settings(epochs=2))
+    batches = data_loading.batches(examples(), settings(num_train_epochs=2))
     first, again, second = (
         torch.cat([batch[0] for batch in batches.epoch(number)]) for number in (0, 0, 1)
     )
@@ -253,28 +253,31 @@ def test_the_last_of_overlapping_runs_gives_the_random_states_back(first_out: in
 
 def test_accumulation_is_one_step_over_more_samples() -> None:
     data = examples(48)
-    whole = Trained(settings(batch_size=24, epochs=2))
-    chosen = settings(batch_size=12, accumulation=2, epochs=2)
+    whole = Trained(settings(batch_size=24, num_train_epochs=2))
+    chosen = settings(batch_size=12, gradient_accumulation_steps=2, num_train_epochs=2)
     split = Trained(chosen, data=data)
     assert split.column("samples") == [24] * 4
-    whole = Trained(settings(batch_size=24, epochs=2), data=data)
+    whole = Trained(settings(batch_size=24, num_train_epochs=2), data=data)
     assert split.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
 
 
 def test_what_is_left_of_an_epoch_is_a_step() -> None:
-    trained = Trained(settings(batch_size=10, accumulation=3))
+    trained = Trained(settings(batch_size=10, gradient_accumulation_steps=3))
     assert trained.column("samples") == [30, 20]
 
 
 def test_max_steps_ends_the_run() -> None:
-    trained = Trained(settings(epochs=10, max_steps=7), held_out=examples())
+    trained = Trained(settings(num_train_epochs=10, max_steps=7), held_out=examples())
     assert trained.column("step") == list(range(1, 8))
     assert trained.evaluated() == [0, 4, 7]
 
 
 @pytest.mark.parametrize(
     ("values", "steps"),
-    [({"epochs": 3}, [0, 4, 8, 12]), ({"epochs": 3, "eval_every": 5}, [0, 5, 10, 12])],
+    [
+        ({"num_train_epochs": 3}, [0, 4, 8, 12]),
+        ({"num_train_epochs": 3, "eval_steps": 5}, [0, 5, 10, 12]),
+    ],
 )
 def test_when_it_evaluates(values: dict[str, int], steps: list[int]) -> None:
     assert Trained(settings(**values), held_out=examples()).evaluated() == steps
@@ -304,35 +307,44 @@ def test_accuracy_is_unknown_where_targets_are_no_classes() -> None:
 
 def rates(total: int, **values: Any) -> list[float]:
     chosen = settings(lr=1.0, **values)
-    return [schedule.learning_rate(step, total, chosen) for step in range(total)]
+    return [schedule.learning_rate(step, total, chosen.optim) for step in range(total)]
 
 
 def test_schedules() -> None:
-    assert rates(4, schedule="constant") == [1, 1, 1, 1]
-    assert rates(4, schedule="linear") == [1, 0.75, 0.5, 0.25]
-    assert rates(6, schedule="linear", warmup_steps=2) == pytest.approx(
+    assert rates(4, lr_scheduler_type="constant") == [1, 1, 1, 1]
+    assert rates(4, lr_scheduler_type="linear") == [1, 0.75, 0.5, 0.25]
+    assert rates(6, lr_scheduler_type="linear", warmup_steps=2) == pytest.approx(
         [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25]
     )
-    assert rates(4, schedule="cosine") == pytest.approx(
+    assert rates(4, lr_scheduler_type="cosine") == pytest.approx(
         [(1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)]
     )
-    assert rates(4, schedule="constant", warmup_steps=3) == [0.25, 0.5, 0.75, 1]
+    assert rates(4, lr_scheduler_type="constant", warmup_steps=3) == [0.25, 0.5, 0.75, 1]
 
 
 def test_the_schedule_reaches_the_optimizer() -> None:
-    trained = Trained(settings(epochs=2, warmup_steps=2, lr=0.3))
-    expected = rates(8, schedule="linear", warmup_steps=2)
+    trained = Trained(settings(num_train_epochs=2, warmup_steps=2, lr=0.3))
+    expected = rates(8, lr_scheduler_type="linear", warmup_steps=2)
     assert trained.column("lr") == pytest.approx([0.3 * rate for rate in expected])
 
 
 def test_a_warm_up_longer_than_the_run() -> None:
     with pytest.raises(ValueError, match="warmup_steps=9 must be less than the run's 8 steps"):
-        schedule.check_schedule(8, settings(warmup_steps=9))
+        schedule.check_schedule(8, settings(warmup_steps=9).optim)
 
 
 def test_a_schedule_of_unknown_length_warns() -> None:
-    with pytest.warns(UserWarning, match="schedule='linear' has no effect"):
-        schedule.check_schedule(None, settings())
+    with pytest.warns(UserWarning, match="lr_scheduler_type='linear' has no effect"):
+        schedule.check_schedule(None, settings().optim)
+
+
+def test_a_warm_up_below_one_is_a_fraction_of_the_run() -> None:
+    assert schedule.warmup(10, settings(warmup_steps=0.25).optim) == 3  # rounded up
+    assert rates(8, warmup_steps=0.25) == rates(8, warmup_steps=2)
+    with pytest.raises(ValueError, match=r"warmup_steps=0\.5 is a fraction of a run of unknown"):
+        schedule.check_schedule(None, settings(warmup_steps=0.5).optim)
+    with pytest.raises(ValueError, match=r"warmup_steps=2\.5 must be a whole number of steps"):
+        settings(warmup_steps=2.5)
 
 
 class Bad(nn.Module):
@@ -360,7 +372,7 @@ def test_a_loss_that_is_not_finite_ends_it_with_the_last_good_weights(
 ) -> None:
     model = Bad(at=3, value=value)
     with pytest.raises(NotFinite, match=r"at step 3; the run ends with the weights of step 2"):
-        Trained(settings(epochs=5, clip_norm=clip_norm), model=model)
+        Trained(settings(num_train_epochs=5, max_grad_norm=clip_norm), model=model)
     assert model.calls == 3
     for name, kept in model.inner.state_dict().items():
         assert torch.equal(kept, model.good[name])
@@ -403,7 +415,7 @@ class OnDevice:
 
 
 def drive(stepper: Any, batches: Iterable[Any], recorder: Recorder, **values: Any) -> None:
-    chosen = settings(schedule="constant", **values)
+    chosen = settings(lr_scheduler_type="constant", **values)
     train = data_loading.batches(batches, chosen)
     try:
         for _ in Trainer(stepper, train, chosen, control=Control(), recorder=recorder).steps():
@@ -454,7 +466,7 @@ def test_a_skipped_step_is_a_step_of_the_schedule() -> None:
 
 
 def test_stop_ends_after_the_step_in_flight_and_does_not_evaluate() -> None:
-    trained = Trained(settings(epochs=50), held_out=examples(), stop_after=6)
+    trained = Trained(settings(num_train_epochs=50), held_out=examples(), stop_after=6)
     assert trained.column("step") == list(range(1, 7))
     assert trained.evaluated() == [0, 4]
 
@@ -531,7 +543,7 @@ def test_samples_that_are_mappings_become_batches_of_tensors() -> None:
 
 
 def test_a_stream_of_samples_is_batched() -> None:
-    batches = data_loading.batches(Stream(), settings(batch_size=2, epochs=2))
+    batches = data_loading.batches(Stream(), settings(batch_size=2, num_train_epochs=2))
     assert batches.length is None
     for epoch in (0, 1):
         assert [len(target) for _, target in batches.epoch(epoch)] == [2, 2, 1]
@@ -548,7 +560,7 @@ def test_an_iterator_can_be_read_once() -> None:
     once = data_loading.batches(iter([1, 2]), settings())
     assert list(once.epoch(0)) == [1, 2]
     with pytest.raises(ValueError, match="can be read only once"):
-        data_loading.batches(iter([1, 2]), settings(epochs=2))
+        data_loading.batches(iter([1, 2]), settings(num_train_epochs=2))
     with pytest.raises(ValueError, match="can be read only once"):
         data_loading.batches(iter([1, 2]), settings(), evaluation=True)
 
@@ -563,7 +575,7 @@ def test_data_that_is_empty(data: Any) -> None:
 
 def test_a_stream_that_is_empty() -> None:
     with pytest.raises(ValueError, match="the training data is empty"):
-        Trained(settings(schedule="constant"), data=iter([]))
+        Trained(settings(lr_scheduler_type="constant"), data=iter([]))
 
 
 @pytest.mark.parametrize("data", [torch.zeros(8, 4), {"inputs": torch.zeros(8, 4)}, "text", 5])

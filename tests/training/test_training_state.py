@@ -21,7 +21,7 @@ def test_a_state_returns_to_its_checkpoint() -> None:
     parts.state.rewind(taken.position)
     assert torch.equal(parts.model.weight, before)
     assert (parts.state.step, parts.state.read) == (1, 4)
-    assert parts.state.total == 4 * parts.settings.epochs
+    assert parts.state.total == 4 * parts.settings.limits.num_train_epochs
 
 
 def test_a_lost_state_is_its_last_recovery_checkpoint() -> None:

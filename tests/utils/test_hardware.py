@@ -114,7 +114,7 @@ def test_an_engine_that_cannot_run_says_why(
     )
     monkeypatch.setattr(requirements, "ESSENTIALS", (requirements._python,))
     found = {fact.what: fact.found for fact in ortlab.device()}
-    assert "too new" in found["engine ort"]
+    assert "too new" in found["engine ortmodule"]
     assert found["engine eager"] == "runs"
 
 

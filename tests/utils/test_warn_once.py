@@ -28,14 +28,14 @@ class Odd(nn.Linear):
 ortlab.wrap(Odd(4, 4), fallback=True)(torch.ones(2, 4))
 """
 UNCHECKED = (
-    "ortlab: Noisy in engine 'ort': not checked: forward draws random numbers besides dropout"
+    "ortlab: Noisy in engine 'ortmodule': not checked: forward draws random numbers besides dropout"
 )
 
 
 def said(before: str = "") -> list[str]:
     """Return ortlab's lines on stderr from a program that begins with `before`."""
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
     done = subprocess.run(

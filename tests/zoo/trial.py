@@ -67,7 +67,7 @@ class Pair:
         self.model = model
         # Only an export made here has dropouts that can be replayed.
         options |= {"fallback": False, "cache": False}
-        self.wrapped = ortlab.wrap(model, engine="ort", **options)
+        self.wrapped = ortlab.wrap(model, engine="ortmodule", **options)
         self.replay = Replay()
         self.errors: dict[str, Any] = {}
 

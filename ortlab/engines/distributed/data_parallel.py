@@ -103,18 +103,19 @@ class Ranks(OneProcess):
         group: dist.ProcessGroup,
         everyone: dist.ProcessGroup | None = None,
     ) -> None:
+        parallel = settings.parallel
         super().__init__(module, loss, owner, device)
         self._group = group
         self._everyone = everyone or group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._stage = settings.zero_stage
+        self._stage = parallel.zero_stage
         # Adasum of one rank's gradient is that gradient, with any optimizer.
-        self._reduction = settings.reduction if self._size > 1 else "mean"
-        self._by_change = self._reduction == "adasum" and settings.optimizer != "sgd"
+        self._reduction = parallel.reduction if self._size > 1 else "mean"
+        self._by_change = self._reduction == "adasum" and settings.optim.optimizer != "sgd"
         self._clock = Clock()
         self._agreed = True
         self._random = RandomStates.now()
-        self.reseeded(settings.seed)
+        self.reseeded(settings.data.seed)
         # Before 2.13 DistributedDataParallel synchronizes the parameters only.
         self.equalize(list(owner.buffers()))
         self._parallel: Any = self._made_parallel()

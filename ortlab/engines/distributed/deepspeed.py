@@ -112,10 +112,11 @@ class DeepSpeedRanks(Ranks):
         settings: FinetuneSettings,
         group: dist.ProcessGroup,
     ) -> None:
+        parallel = settings.parallel
         self._names = {id(p): name for name, p in owner.named_parameters()}
         self._settings = settings
-        self._has_copies = settings.param_dtype == "bf16"
-        self.offloads = settings.offload_optimizer
+        self._has_copies = parallel.param_dtype == "bf16"
+        self.offloads = parallel.offload_optimizer
         """True if the optimizer runs in host memory."""
         self._engine: Any = None
         self._is_broken = False
@@ -434,10 +435,10 @@ class DeepSpeedRanks(Ranks):
             settings: The settings from the next step on.
         """
         self._settings = settings
-        self._engine.optimizer.clip_grad = settings.clip_norm or 0.0
-        layout, forms = self._layout, dict(self._layout.named())
+        self._engine.optimizer.clip_grad = settings.optim.max_grad_norm or 0.0
+        layout, forms, decay = self._layout, dict(self._layout.named()), settings.optim.weight_decay
         for group, parameters in zip(layout.optimizer.param_groups, layout.groups, strict=True):
-            group["weight_decay"] = decay_of(forms[layout.name_of(parameters[0])], settings)
+            group["weight_decay"] = decay_of(forms[layout.name_of(parameters[0])], decay)
 
     def told(self, report: Report) -> Report:
         """Return the report with notes on data types and on where the optimizer runs.
@@ -456,7 +457,7 @@ class DeepSpeedRanks(Ranks):
                 "weights and gradients in bf16, an fp32 copy with the optimizer; gradients are "
                 f"reduced in fp32 and kept in {adds}"
             )
-            if settings.accumulation > 1 and adds == "bf16":
+            if settings.data.gradient_accumulation_steps > 1 and adds == "bf16":
                 remarks.append(
                     "zero_stage=1 adds up the gradients of micro-batches in bf16; zero_stage=2 "
                     "adds them up in fp32"

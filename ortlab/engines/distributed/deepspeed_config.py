@@ -24,7 +24,8 @@ def configuration(settings: FinetuneSettings, device: torch.device) -> dict[str,
     Returns:
         The ``config`` argument of ``deepspeed.initialize``.
     """
-    has_copies = settings.param_dtype == "bf16"
+    parallel = settings.parallel
+    has_copies = parallel.param_dtype == "bf16"
     # With "fp32" at stage 1 DeepSpeed would choose another of its optimizers, whose gradients take
     # 6 bytes each.
     accumulated = "fp32" if not has_copies or accumulates_in_fp32(settings) else "bf16"
@@ -32,15 +33,15 @@ def configuration(settings: FinetuneSettings, device: torch.device) -> dict[str,
     return {
         "train_micro_batch_size_per_gpu": 1,  # the ranks set the end of a step themselves
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": settings.clip_norm or 0.0,
+        "gradient_clipping": settings.optim.max_grad_norm or 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's own optimizer runs on the host as well
         "bf16": {"enabled": has_copies, "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": accumulated},
         "communication_data_type": "fp32",
         "zero_optimization": {
-            **(offload if settings.offload_optimizer else {}),
-            "stage": settings.zero_stage,
+            **(offload if parallel.offload_optimizer else {}),
+            "stage": parallel.zero_stage,
             "overlap_comm": False,
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
@@ -63,4 +64,4 @@ def accumulates_in_fp32(settings: FinetuneSettings) -> bool:
     Returns:
         True from stage 2 on where a step has several micro-batches: 4 bytes a gradient, not 2.
     """
-    return settings.accumulation > 1 and settings.zero_stage > 1
+    return settings.data.gradient_accumulation_steps > 1 and settings.parallel.zero_stage > 1

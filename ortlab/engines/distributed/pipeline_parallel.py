@@ -70,7 +70,7 @@ def prepare(
         stages.restore()
         raise
     assert isinstance(stepper, PipelineStepper)
-    stepper.reseed(settings.seed)
+    stepper.reseed(settings.data.seed)
     return stepper
 
 

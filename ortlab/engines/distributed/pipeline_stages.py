@@ -101,9 +101,10 @@ class Stages:
     def __init__(
         self, model: nn.Module, settings: FinetuneSettings, group: dist.ProcessGroup
     ) -> None:
-        names = cut(model, settings.pipeline_stages)
-        self.count = settings.pipeline_stages
-        self.device = training_device(settings.device)
+        parallel = settings.parallel
+        names = cut(model, parallel.pipeline_stages)
+        self.count = parallel.pipeline_stages
+        self.device = training_device(parallel.device)
         mesh = init_device_mesh(
             self.device.type,
             (self.count, dist.get_world_size(group) // self.count),

@@ -44,7 +44,7 @@ from ortlab.engines.distributed import (
 )
 from ortlab.engines.distributed.data_parallel import Ranks
 from ortlab.engines.torch.stepper import TorchStepper, training_device
-from ortlab.settings import FinetuneSettings
+from ortlab.settings import FinetuneSettings, ParallelSettings
 
 
 def prepare(
@@ -86,32 +86,32 @@ def prepare(
     is_world, size = group is dist.group.WORLD, dist.get_world_size(group)
     if (reason := compatibility.group_conflict(settings, size, is_world=is_world)) is not None:
         raise ValueError(reason)
-    if settings.pipeline_stages > 1:
+    if settings.parallel.pipeline_stages > 1:
         return pipeline_parallel.prepare(engine, model, loss, settings, group)
     ranks, kind = _classes(settings, is_world=is_world)
     processes = functools.partial(ranks, settings=settings, group=group)
     stepper = engine.prepare(model, loss, settings, processes=processes, stepper=kind)
     assert isinstance(stepper, TorchStepper)  # all engines return one
-    stepper.reseed(settings.seed)
+    stepper.reseed(settings.data.seed)
     return stepper
 
 
-def load(settings: FinetuneSettings) -> None:
+def load(parallel: ParallelSettings) -> None:
     """Import the libraries besides torch that ranks need, so that their memory is not the model's.
 
     Args:
-        settings: The run's settings.
+        parallel: Settings of the processes.
     """
-    stages = settings.zero_stage or settings.pipeline_stages > 1
+    stages = parallel.zero_stage or parallel.pipeline_stages > 1
     if stages and compatibility.deepspeed_missing() is None:
-        deepspeed_library.library(training_device(settings.device))
+        deepspeed_library.library(training_device(parallel.device))
 
 
 def _classes(
     settings: FinetuneSettings, *, is_world: bool
 ) -> tuple[type[Ranks], type[TorchStepper]]:
     """Return the classes of ranks and stepper; without DeepSpeed stage 1 is torch's own."""
-    if settings.tensor_parallel > 1:
+    if settings.parallel.tensor_parallel > 1:
         return tensor_parallel.TensorRanks, TorchStepper
     if compatibility.deepspeed_serves(settings, is_world=is_world):
         return deepspeed.DeepSpeedRanks, deepspeed.DeepSpeedStepper

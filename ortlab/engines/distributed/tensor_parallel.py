@@ -310,7 +310,7 @@ class TensorRanks(Ranks):
         settings: FinetuneSettings,
         group: dist.ProcessGroup,
     ) -> None:
-        neighbors = settings.tensor_parallel
+        neighbors = settings.parallel.tensor_parallel
         plan = plan_for(owner, neighbors)
         self._neighbors, data = _meshes(device.type, neighbors, group)
         for tensor in (*owner.parameters(), *owner.buffers()):

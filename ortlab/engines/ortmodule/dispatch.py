@@ -208,7 +208,7 @@ class GraphDispatcher:
         """Return the report on the time since the model was wrapped."""
         alone = any(served.export.without_workers for served in self._served())
         return Report(
-            engine_used="eager" if self._fallback else "ort",
+            engine_used="eager" if self._fallback else "ortmodule",
             fallback_reason=self._fallback[1] if self._fallback else None,
             export_s=self._export_s,
             check_s=self._check_s,
@@ -503,7 +503,9 @@ class GraphDispatcher:
             export.plans = self._plans if gradient else ()
             with self._as_it_is(args, kwargs):
                 made = self._cached() and export.restore(args, kwargs, self._call(args, kwargs))
-            if not made and checked and self.settings.copy_for_export:  # the faster way copies
+            if (
+                not made and checked and self.settings.ortmodule.copy_for_export
+            ):  # the faster way copies
                 with self._as_it_is(args, kwargs):
                     made = export.build_weightless(args, kwargs)
             if not made:
@@ -909,7 +911,7 @@ class GraphDispatcher:
         if text not in self._remarks:
             self._remarks.append(text)
             self._note(text)
-            warn_once.say(f"{type(self.module).__name__} in engine 'ort'", text)
+            warn_once.say(f"{type(self.module).__name__} in engine 'ortmodule'", text)
 
     def _note(self, text: str) -> None:
         if len(self._notes) < _MOST_NOTES:

@@ -38,7 +38,7 @@ _OF_ACCELERATE = ("_original_forward", "_is_accelerate_prepared")
 class OrtModuleEngine:
     """Engine that runs a model through ORTModule on a current torch, checked against eager."""
 
-    name = "ort"
+    name = "ortmodule"
     capabilities = Capabilities(
         workers=True, zero_stages=(0, 1, 2), recompute=True, ort_options=True
     )
@@ -47,20 +47,21 @@ class OrtModuleEngine:
         """See `Engine.unavailable`."""
         return compat.unavailable()
 
-    def refuses(self, settings: EngineSettings) -> str | None:
+    def refuses(self, settings: EngineSettings, device: str) -> str | None:
         """See `Engine.refuses`."""
         if (reason := self.unavailable()) is not None:
             return reason
         try:
             with warnings.catch_warnings(action="ignore"):
-                options.check(settings)
+                options.check(settings, device)
         except ValueError as error:
             return str(error)
-        return no_device(settings)
+        return no_device(device)
 
-    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
+    def cost(self, before: FinetuneSettings, after: FinetuneSettings) -> Cost:
         """See `Engine.cost`."""
-        same = before.engine == self.name and options.key(before) == options.key(after)
+        old, new = before.model, after.model
+        same = old.engine == self.name and options.key(old) == options.key(new)
         return "rebuild" if same else "re-export"
 
     def graph_key(self, settings: EngineSettings) -> Hashable:
@@ -117,12 +118,12 @@ class OrtModuleEngine:
         stepper: type[TorchStepper] = TorchStepper,
     ) -> TorchStepper:
         """See `Engine.prepare`; the exported graphs of a wrapped model are reused."""
-        device = training_device(settings.device)
-        wrapped = model if is_wrapped(model) else self.wrap(model, settings)
+        device = training_device(settings.parallel.device)
+        wrapped = model if is_wrapped(model) else self.wrap(model, settings.model)
         wrapped.to(device)
         execution = execution_of(wrapped)
-        report = execution.begin_run(settings)
-        reseed(settings.seed)
+        report = execution.begin_run(settings.model)
+        reseed(settings.data.seed)
         return stepper(
             wrapped,
             loss,
@@ -134,7 +135,7 @@ class OrtModuleEngine:
             rest=execution.rest,
             # On a CPU the graph's kernels determine the precision.
             autocast=functools.partial(
-                autocast_for, "fp32" if device.type == "cpu" else settings.precision, device
+                autocast_for, "fp32" if device.type == "cpu" else settings.model.precision, device
             ),
             reseed=reseed,
             processes=processes,

@@ -34,19 +34,21 @@ from ortlab.settings import EngineSettings, FinetuneSettings
 class FusedEngine(OrtModuleEngine):
     """Engine that runs the whole step, including the optimizer, in ORT."""
 
-    name = "offload"
+    name = "ort_fused"
     capabilities = Capabilities(recompute=True, ort_options=True)
 
-    def refuses(self, settings: EngineSettings) -> str | None:
+    def refuses(self, settings: EngineSettings, device: str) -> str | None:
         """See `Engine.refuses`."""
-        if not trains_on_cpu(settings):
-            return "engine 'offload' runs only on a CPU; choose device='cpu', or engine='ort'"
+        if not trains_on_cpu(device):
+            return (
+                "engine 'ort_fused' runs only on a CPU; choose device='cpu', or engine='ortmodule'"
+            )
         if settings.precision == "fp16":
             return (
-                "precision='fp16' needs loss scaling, which engine 'offload' does not support; "
-                "choose precision='bf16' or 'fp32', or engine='ort'"
+                "precision='fp16' needs loss scaling, which engine 'ort_fused' does not support; "
+                "choose precision='bf16' or 'fp32', or engine='ortmodule'"
             )
-        return super().refuses(settings)
+        return super().refuses(settings, device)
 
     def prepare(
         self,
@@ -59,22 +61,22 @@ class FusedEngine(OrtModuleEngine):
     ) -> TorchStepper:
         """See `Engine.prepare`; a parameter with hooks is refused, because ORT would skip them."""
         assert stepper is TorchStepper
-        wrapped = model if is_wrapped(model) else self.wrap(model, settings)
+        wrapped = model if is_wrapped(model) else self.wrap(model, settings.model)
         owner = self.unwrap(wrapped)
         _refuse_hooks(owner)
         owner.to("cpu")
         # Stored with the model, so that a later run with the same loss reuses its exports.
         made: dict[LossFunction | None, nn.Module]
         made = wrapped.__dict__.setdefault("_ortlab_with_loss", {})
-        kept = made.pop(loss) if loss in made else self.wrap(WithLoss(owner, loss), settings)
+        kept = made.pop(loss) if loss in made else self.wrap(WithLoss(owner, loss), settings.model)
         made[loss] = kept
         return FusedStepper(owner, kept, loss, settings, processes)
 
     def report(self, wrapped: nn.Module) -> Report:
         """See `Engine.report`; the user's own training loop uses its own optimizer."""
         remark = (
-            "engine 'offload' runs the optimizer in ORT only in finetune, race and ORTTrainer; in "
-            "your own training loop, which has its own optimizer, it works like engine 'ort'"
+            "engine 'ort_fused' runs the optimizer in ORT only in finetune, race and ORTTrainer; "
+            "in your own training loop, which has its own optimizer, it works like 'ortmodule'"
         )
         found = super().report(wrapped)
         return dataclasses.replace(found, remarks=(*found.remarks, remark))
@@ -113,9 +115,9 @@ class FusedStepper(TorchStepper):
         processes: Processes,
     ) -> None:
         execution = execution_of(wrapped)
-        report = execution.begin_run(settings)
+        report = execution.begin_run(settings.model)
         device = torch.device("cpu")
-        reseed(settings.seed)
+        reseed(settings.data.seed)
         super().__init__(
             owner,
             loss,
@@ -125,7 +127,7 @@ class FusedStepper(TorchStepper):
             report=functools.partial(_told, report),
             close=execution.end_run,
             rest=execution.rest,
-            autocast=functools.partial(autocast_for, settings.precision, device),
+            autocast=functools.partial(autocast_for, settings.model.precision, device),
             reseed=reseed,
             processes=processes,
         )
@@ -148,7 +150,7 @@ class FusedStepper(TorchStepper):
             more_samples, more_tokens = batches.count(batch)
             samples, tokens = samples + more_samples, tokens + more_tokens
             outcome = self._whole.run(
-                each, batch, number=number, of=len(served), clip_norm=self._clip_norm
+                each, batch, number=number, of=len(served), max_grad_norm=self._max_grad_norm
             )
             losses.append(outcome.outputs[0].reshape(()) / len(served))
         loss = self._processes.total(losses, samples)
@@ -185,7 +187,7 @@ class FusedStepper(TorchStepper):
 def _told(report: Callable[[], Report]) -> Report:
     """Return a run's report with the name of this engine and a remark on its times."""
     found = report()
-    if found.engine_used != "ort":
+    if found.engine_used != "ortmodule":
         return found
     one = "forward, backward and optimizer are one call: its time is shown under forward"
     remarks = (*found.remarks, one)
@@ -196,6 +198,6 @@ def _refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"{name} has a hook on its gradient, which engine 'offload' cannot call, because "
-                "gradients stay in ORT; remove it, or use engine='ort'"
+                f"{name} has a hook on its gradient, which engine 'ort_fused' cannot call, because "
+                "gradients stay in ORT; remove it, or use engine='ortmodule'"
             )

@@ -139,10 +139,10 @@ class FusedStep:
         """
         self._execution.module.training = True
         served = self._execution.served_for(*arguments(batch))
-        if served is None and self._execution.report().engine_used == "ort":
+        if served is None and self._execution.report().engine_used == "ortmodule":
             raise ExportFailed(
                 f"forward changes the model ({self._execution.edited()}) with every call, so that "
-                "no graph fits the next call; use engine='ort'"
+                "no graph fits the next call; use engine='ortmodule'"
             )
         if served is not None and id(served) not in self._joined:
             _refuse(served.export)
@@ -155,7 +155,7 @@ class FusedStep:
         *,
         number: int = 1,
         of: int = 1,
-        clip_norm: float | None = None,
+        max_grad_norm: float | None = None,
     ) -> Outcome:
         """Run the graph on one micro-batch; the last one updates the weights.
 
@@ -167,7 +167,7 @@ class FusedStep:
             batch: Micro-batch on the CPU.
             number: Number of the micro-batch in the step, from 1.
             of: Number of micro-batches in the step.
-            clip_norm: Maximum norm of the gradients; None for no clipping.
+            max_grad_norm: Maximum norm of the gradients; None for no clipping.
 
         Returns:
             The model's outputs and the gradient norm.
@@ -175,7 +175,7 @@ class FusedStep:
         joined = self._session(served, accumulates=of > 1)
         inputs = served.export.inputs(*arguments(batch))
         given = {name: tensor for name, tensor in inputs.items() if name in joined.given}
-        most = math.inf if clip_norm is None else clip_norm
+        most = math.inf if max_grad_norm is None else max_grad_norm
         given[whole_step.LOSS_GRADIENT] = torch.tensor(1.0 / of)
         given[whole_step.WISHES] = torch.tensor([most, float(number == of)])
         if joined.accumulates:
@@ -229,7 +229,9 @@ class FusedStep:
         known = {each.name for each in graph.graph.input}
         tensors = {name: each for name, each in export.own_inputs().items() if name in known}
         if gaps := [name for name, each in tensors.items() if not each.is_contiguous()]:
-            raise ExportFailed(f"{gaps[0]} is not contiguous; make it so, or use engine='ort'")
+            raise ExportFailed(
+                f"{gaps[0]} is not contiguous; make it so, or use engine='ortmodule'"
+            )
         updates = list(self._updates(export, tensors))
         updated = tuple((tensors[each.parameter], each.keys) for each in updates)
         if not updates:
@@ -298,8 +300,8 @@ def _refuse(export: Export) -> None:
     if export.decisions:
         raise ExportFailed(
             f"forward decides by a tensor's value at {place(*export.decisions[0].place)}, and ORT "
-            "can check the decision only after the step; use engine='ort'"
+            "can check the decision only after the step; use engine='ortmodule'"
         )
     if export.functions:
         names = ", ".join(each.__qualname__ for each in export.functions)
-        raise ExportFailed(f"{names} runs in Python, outside of the graph; use engine='ort'")
+        raise ExportFailed(f"{names} runs in Python, outside of the graph; use engine='ortmodule'")

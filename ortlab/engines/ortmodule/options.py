@@ -26,7 +26,7 @@ from torch import nn
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
 from ortlab.engines.torch.stepper import refuses_precision, trains_on_cpu
-from ortlab.settings import EngineSettings, unknown_name
+from ortlab.settings import EngineSettings, OrtModuleSettings, unknown_name
 
 UNUSED = {
     "ORTMODULE_CACHE_DIR": "it identifies graphs by the printed model, which omits its code",
@@ -69,7 +69,7 @@ _KERNELS = ("precision", "kernels", "attention")
 
 def names() -> tuple[str, ...]:
     """Return the names of the settings that are ORTModule's own options."""
-    return tuple(name for name, each in EngineSettings.declarations().items() if each.source)
+    return tuple(OrtModuleSettings.declarations())
 
 
 def key(settings: EngineSettings) -> Hashable:
@@ -81,7 +81,7 @@ def key(settings: EngineSettings) -> Hashable:
     Returns:
         A key; settings with another key need another export.
     """
-    chosen = tuple((name, getattr(settings, name)) for name in (*_KERNELS, *names()))
+    chosen = tuple((name, settings[name]) for name in (*_KERNELS, *names()))
     return (*chosen, ("recompute", ort_plans(settings)))
 
 
@@ -91,7 +91,10 @@ def ask_for_an_export(settings: EngineSettings) -> bool:
     Args:
         settings: Settings of the engine.
     """
-    return settings.save_onnx is not None or _PYTHON_LEVELS[settings.log_level] < logging.WARNING
+    return (
+        settings.ortmodule.save_onnx is not None
+        or _PYTHON_LEVELS[settings.ortmodule.log_level] < logging.WARNING
+    )
 
 
 def changed(before: EngineSettings, after: EngineSettings) -> str:
@@ -101,8 +104,8 @@ def changed(before: EngineSettings, after: EngineSettings) -> str:
         before: Settings up to now.
         after: New settings.
     """
-    pairs = [(name, getattr(after, name)) for name in (*_KERNELS, *names())]
-    return ", ".join(f"{name}={value!r}" for name, value in pairs if getattr(before, name) != value)
+    pairs = [(name, after[name]) for name in (*_KERNELS, *names())]
+    return ", ".join(f"{name}={value!r}" for name, value in pairs if before[name] != value)
 
 
 def told(settings: EngineSettings) -> str:
@@ -117,26 +120,27 @@ def told(settings: EngineSettings) -> str:
     return ", ".join(filter(None, (settings.precision, changed(plain, settings), again)))
 
 
-def check(settings: EngineSettings) -> None:
+def check(settings: EngineSettings, device: str = "auto") -> None:
     """Check that all options can work here; warn of options without effect.
 
     Args:
         settings: Settings of the engine.
+        device: Chosen device, "auto" for the best one.
 
     Raises:
         ValueError: If an option cannot work; the message names it and the reason.
     """
-    _check_precision(settings)
+    _check_precision(settings, device)
     gpu = torch.cuda.is_available()
     declared = EngineSettings.declarations()
-    chosen = [name for name in names() if getattr(settings, name) != declared[name].default]
+    chosen = [name for name in names() if settings[name] != declared[name].default]
     for name in chosen:
         if name in _ON_CUDA and not gpu:
             raise ValueError(
                 f"{_said(settings, name)} is for CUDA devices, and torch sees none; leave it out"
             )
     for name in ("label_sparsity", "embedding_sparsity"):
-        if getattr(settings, name):
+        if settings[name]:
             raise ValueError(
                 f"{_said(settings, name)} cannot run: ORT marks sparse inputs by its own "
                 "autograd.Function, which prints in every step; leave it out"
@@ -146,28 +150,30 @@ def check(settings: EngineSettings) -> None:
         if os.environ.get(variable, off) != off:
             raise ValueError(f"{variable} cannot be on: {why}; unset it")
     idle = [f"{variable}: {why}" for variable, why in UNUSED.items() if variable in os.environ]
-    if not gpu and settings.conv_algo_search != "heuristic":
+    if not gpu and settings.ortmodule.conv_algo_search != "heuristic":
         idle.append(f"{_said(settings, 'conv_algo_search')}: it is for CUDA devices")
-    if settings.tuning_ms and not settings.tuning:
+    if settings.ortmodule.tuning_ms and not settings.ortmodule.tuning:
         idle.append(f"{_said(settings, 'tuning_ms')}: tuning is off")
     if idle:
-        warnings.warn(f"without effect on engine 'ort': {'; '.join(idle)}", stacklevel=2)
-    if settings.save_onnx is not None:
-        _saved_to(settings.save_onnx)
-    if settings.memory_plans is not None:
-        _plans(settings.memory_plans)
+        warnings.warn(f"without effect on engine 'ortmodule': {'; '.join(idle)}", stacklevel=2)
+    if settings.ortmodule.save_onnx is not None:
+        _saved_to(settings.ortmodule.save_onnx)
+    if settings.ortmodule.memory_plans is not None:
+        _plans(settings.ortmodule.memory_plans)
     recomputed(settings)
-    if settings.tuning_results is not None and not os.path.isdir(settings.tuning_results):
+    if settings.ortmodule.tuning_results is not None and not os.path.isdir(
+        settings.ortmodule.tuning_results
+    ):
         raise ValueError(f"{_said(settings, 'tuning_results')} is not a folder; create it first")
 
 
-def _check_precision(settings: EngineSettings) -> None:
-    if (reason := refuses_precision(settings)) is not None:
+def _check_precision(settings: EngineSettings, device: str) -> None:
+    if (reason := refuses_precision(settings.precision, device)) is not None:
         raise ValueError(reason)
     chosen = f"precision={settings.precision!r}"
-    if settings.precision == "fp16" and trains_on_cpu(settings):
+    if settings.precision == "fp16" and trains_on_cpu(device):
         raise ValueError(
-            f"{chosen} is not supported by engine 'ort' on a CPU: ORT's CPU kernels compute "
+            f"{chosen} is not supported by engine 'ortmodule' on a CPU: ORT's CPU kernels compute "
             "float16 in float32; choose precision='bf16', or engine='eager' to check numerics"
         )
     if settings.precision != "bf16":
@@ -190,7 +196,9 @@ def recomputes(settings: EngineSettings) -> bool:
     Args:
         settings: Settings of the engine.
     """
-    return bool(settings.memory_level or settings.memory_plans or ort_plans(settings))
+    return bool(
+        settings.ortmodule.memory_level or settings.ortmodule.memory_plans or ort_plans(settings)
+    )
 
 
 def recomputed(settings: EngineSettings) -> tuple[str, ...]:
@@ -251,7 +259,7 @@ def _said(settings: EngineSettings, name: str) -> str:
     """Return an option and its value, with its environment variable if that is set."""
     declaration = EngineSettings.declarations()[name]
     by_variable = declaration.variable in os.environ
-    text = f"{name}={getattr(settings, name)!r}"
+    text = f"{name}={settings[name]!r}"
     return f"{text} (from {declaration.variable})" if by_variable else text
 
 
@@ -295,12 +303,12 @@ def debug_options(settings: EngineSettings) -> Any:
         settings: Settings of the engine.
     """
     ort = compat.ortmodule()
-    level = ort.LogLevel[settings.log_level.upper()]
+    level = ort.LogLevel[settings.ortmodule.log_level.upper()]
     debug = ort.DebugOptions(log_level=level)
     debug.logging._log_level = level
-    if settings.save_onnx is not None:
+    if settings.ortmodule.save_onnx is not None:
         saved = debug.save_onnx_models
-        saved._path, saved._name_prefix = _saved_to(settings.save_onnx)
+        saved._path, saved._name_prefix = _saved_to(settings.ortmodule.save_onnx)
         saved._save = True
     return debug
 
@@ -314,10 +322,10 @@ def apply(ort_module: nn.Module, settings: EngineSettings) -> None:
         ort_module: An ORTModule.
         settings: Settings of the engine.
     """
-    compat.use_opset(settings.opset)
-    if settings.triton:
+    compat.use_opset(settings.ortmodule.opset)
+    if settings.ortmodule.triton:
         compat.use_triton()
-    ort_module.__dict__["_logger"] = _logger(settings.log_level)
+    ort_module.__dict__["_logger"] = _logger(settings.ortmodule.log_level)
     debug = debug_options(settings)
     model: Any = ort_module._torch_module
     for training in (True, False):
@@ -347,16 +355,18 @@ def share(given: Any, taking: Any, *, save: bool = True) -> None:
 
 def _set(manager: Any, settings: EngineSettings) -> None:
     options = manager._runtime_options
-    options.onnx_opset_version = settings.opset
-    options.run_symbolic_shape_infer = settings.shape_inference
-    options.deepcopy_before_model_export = settings.copy_for_export
-    options.enable_compute_optimizer = settings.compute_optimizer
+    options.onnx_opset_version = settings.ortmodule.opset
+    options.run_symbolic_shape_infer = settings.ortmodule.shape_inference
+    options.deepcopy_before_model_export = settings.ortmodule.copy_for_export
+    options.enable_compute_optimizer = settings.ortmodule.compute_optimizer
     strategies = type(options.propagate_cast_ops_strategy).__members__
-    options.propagate_cast_ops_strategy = strategies[settings.cast_propagation.upper()]
-    options.propagate_cast_ops_level = settings.cast_level
-    options.propagate_cast_ops_allow = [op.strip() for op in settings.cast_ops.split(",") if op]
-    options.use_memory_efficient_gradient = settings.memory_efficient_gradient
-    options.enable_cpu_mem_arena = settings.arena  # for `restoring.open_session`
+    options.propagate_cast_ops_strategy = strategies[settings.ortmodule.cast_propagation.upper()]
+    options.propagate_cast_ops_level = settings.ortmodule.cast_level
+    options.propagate_cast_ops_allow = [
+        op.strip() for op in settings.ortmodule.cast_ops.split(",") if op
+    ]
+    options.use_memory_efficient_gradient = settings.ortmodule.memory_efficient_gradient
+    options.enable_cpu_mem_arena = settings.ortmodule.arena  # for `restoring.open_session`
     without = settings.kernels == "ort" or recomputes(settings)
     options.torch_kernels = "" if without else settings.kernels
     options.spinning = without  # for ORT's idle threads; also read by `restoring.open_session`
@@ -365,25 +375,25 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.tf32 = settings.precision == "tf32"  # for `restoring.open_session`
     options.attention = settings.attention
     options.memory_optimization_level = type(options.memory_optimization_level)(
-        settings.memory_level
+        settings.ortmodule.memory_level
     )
     # The second number limits a recomputed part to one layer, which the levels require.
-    options.recompute_probe_config = "1:1" if settings.memory_level else "1:0"
-    file = settings.memory_plans or ""
+    options.recompute_probe_config = "1:1" if settings.ortmodule.memory_level else "1:0"
+    file = settings.ortmodule.memory_plans or ""
     if theirs := ort_plans(settings):
         file = _plans_in_a_file(theirs)
     options.memory_optimizer_config_file_path = file
-    options.print_memory_stat_by_step = settings.memory_stats
-    options.enable_custom_autograd_function = settings.custom_autograd
+    options.print_memory_stat_by_step = settings.ortmodule.memory_stats
+    options.enable_custom_autograd_function = settings.ortmodule.custom_autograd
     options.skip_check = _skip_checks(settings)
     options.use_external_gpu_allocator = (
-        settings.external_allocator and manager._torch_alloc is not None
+        settings.ortmodule.external_allocator and manager._torch_alloc is not None
     )
-    options.conv_algo_search = settings.conv_algo_search.upper()
-    options.enable_triton = settings.triton
-    options.enable_tuning = settings.tuning
-    options.max_tuning_duration_ms = settings.tuning_ms
-    options.tuning_results_path = settings.tuning_results or ""
+    options.conv_algo_search = settings.ortmodule.conv_algo_search.upper()
+    options.enable_triton = settings.ortmodule.triton
+    options.enable_tuning = settings.ortmodule.tuning
+    options.max_tuning_duration_ms = settings.ortmodule.tuning_ms
+    options.tuning_results_path = settings.ortmodule.tuning_results or ""
     # Off regardless of the environment, see UNUSED; `check` refuses the first two.
     options.enable_label_sparse_optimizer = options.enable_embedding_sparse_optimizer = False
     options.ortmodule_cache_dir = ""
@@ -395,7 +405,7 @@ def _set(manager: Any, settings: EngineSettings) -> None:
 def _skip_checks(settings: EngineSettings) -> Any:
     checks = compat.ortmodule().SkipCheck
     skipped = checks(0)
-    for name in settings.skip_checks.split(","):
+    for name in settings.ortmodule.skip_checks.split(","):
         skipped |= checks[f"SKIP_CHECK_{name.upper()}"]
     return skipped
 
@@ -427,8 +437,8 @@ def check_plans(manager: Any, settings: EngineSettings) -> None:
         UnknownPlan: If the graph has no such part; the message suggests the nearest one.
     """
     chosen = ort_plans(settings)
-    if settings.memory_plans is not None:
-        chosen = tuple(_plans(settings.memory_plans))
+    if settings.ortmodule.memory_plans is not None:
+        chosen = tuple(_plans(settings.ortmodule.memory_plans))
     if not chosen:
         return
     memory = manager._runtime_inspector.memory_ob

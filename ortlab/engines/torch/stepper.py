@@ -55,38 +55,39 @@ def training_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def no_device(settings: EngineSettings) -> str | None:
-    """Return why the device of the settings is not available.
+def no_device(device: str) -> str | None:
+    """Return why a device is not available.
 
     Args:
-        settings: Settings with a device; without one the result is None.
+        device: Chosen device, "auto" for the best one.
 
     Returns:
         The reason and what to do about it, or None if the device is available.
     """
-    missing = getattr(settings, "device", "auto") == "cuda" and not torch.cuda.is_available()
+    missing = device == "cuda" and not torch.cuda.is_available()
     return _NO_CUDA if missing else None
 
 
-def trains_on_cpu(settings: EngineSettings) -> bool:
-    """Return True if a model trains on a CPU with these settings.
+def trains_on_cpu(device: str) -> bool:
+    """Return True if a model trains on a CPU.
 
     Args:
-        settings: Settings; those of a wrapped model have no device, which means "auto".
+        device: Chosen device, "auto" for the best one.
     """
-    return getattr(settings, "device", "auto") == "cpu" or not torch.cuda.is_available()
+    return device == "cpu" or not torch.cuda.is_available()
 
 
-def refuses_precision(settings: EngineSettings) -> str | None:
-    """Return why torch cannot compute in the precision of the settings.
+def refuses_precision(precision: str, device: str) -> str | None:
+    """Return why torch cannot compute in a precision.
 
     Args:
-        settings: Settings with a precision.
+        precision: Chosen precision.
+        device: Chosen device, "auto" for the best one.
 
     Returns:
         The reason and what to do about it, or None if torch can.
     """
-    if settings.precision == "tf32" and trains_on_cpu(settings):
+    if precision == "tf32" and trains_on_cpu(device):
         return (
             "precision='tf32' is for CUDA devices, and this is a CPU; choose precision='fp32', or "
             "'bf16', which is faster"
@@ -118,29 +119,31 @@ def optimizer_for(
         raise ValueError("no parameter of the model requires a gradient: nothing to train")
     kinds = [[p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]]
     groups = [
-        {"params": params, "weight_decay": decay_of(params[0], settings)}
+        {"params": params, "weight_decay": decay_of(params[0], settings.optim.weight_decay)}
         for params in kinds
         if params
     ]
-    if settings.optimizer == "sgd":
+    if settings.optim.optimizer == "sgd":
         return processes.optimizer(
-            torch.optim.SGD, groups, lr=settings.lr, momentum=0.9, fused=True
+            torch.optim.SGD, groups, lr=settings.optim.learning_rate, momentum=0.9, fused=True
         )
-    if settings.optimizer == "lamb":
+    if settings.optim.optimizer == "lamb":
         from ortlab.engines.torch.lamb import Lamb  # heavy: pytorch_optimizer
 
-        return processes.optimizer(Lamb, groups, lr=settings.lr)
-    return processes.optimizer(torch.optim.AdamW, groups, lr=settings.lr, fused=True)
+        return processes.optimizer(Lamb, groups, lr=settings.optim.learning_rate)
+    return processes.optimizer(
+        torch.optim.AdamW, groups, lr=settings.optim.learning_rate, fused=True
+    )
 
 
-def decay_of(parameter: torch.Tensor, settings: FinetuneSettings) -> float:
+def decay_of(parameter: torch.Tensor, weight_decay: float) -> float:
     """Return the weight decay of a parameter: 0 for biases and norms.
 
     Args:
         parameter: Parameter of the model.
-        settings: Settings with the weight decay of matrices.
+        weight_decay: Weight decay of matrices.
     """
-    return settings.weight_decay if parameter.dim() >= 2 else 0.0
+    return weight_decay if parameter.dim() >= 2 else 0.0
 
 
 class Sums(NamedTuple):
@@ -209,15 +212,17 @@ class TorchStepper:
         self._modes = modes_of(owner)
         self._changing = [buffer for buffer in owner.buffers() if _may_change(buffer)]
         self._device = device
-        self._clip_norm = settings.clip_norm
+        self._max_grad_norm = settings.optim.max_grad_norm
         self._report = report
         self._autocast = autocast
         self._reseed = reseed
         self._optimizer = optimizer_for(module, settings, self._processes)
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._bad = torch.zeros((), device=device)
-        self._scale = LossScale(self._optimizer, device) if settings.precision == "fp16" else None
-        self._products = _tf32 if settings.precision == "tf32" else contextlib.nullcontext
+        self._scale = (
+            LossScale(self._optimizer, device) if settings.model.precision == "fp16" else None
+        )
+        self._products = _tf32 if settings.model.precision == "tf32" else contextlib.nullcontext
 
     def step(self, batches_: Sequence[Batch], *, lr: float) -> StepResult:
         """See `Stepper.step`."""
@@ -299,8 +304,8 @@ class TorchStepper:
         if self._scale is not None:
             self._scale.unscale(loss, gradients)
         grad_norm = self._processes.norm(gradients)
-        if self._clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, grad_norm)
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, grad_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._scale is not None:
@@ -409,9 +414,9 @@ class TorchStepper:
     def adopt(self, settings: FinetuneSettings) -> None:
         """See `Stepper.adopt`."""
         self._processes.check(settings)
-        self._clip_norm = settings.clip_norm
+        self._max_grad_norm = settings.optim.max_grad_norm
         for group in self._optimizer.param_groups:
-            group["weight_decay"] = decay_of(group["params"][0], settings)
+            group["weight_decay"] = decay_of(group["params"][0], settings.optim.weight_decay)
 
     def rest(self) -> None:
         """See `Stepper.rest`."""
@@ -476,9 +481,10 @@ class _TorchEngine:
         """See `Engine.unavailable`."""
         return None
 
-    def refuses(self, settings: EngineSettings) -> str | None:
+    def refuses(self, settings: EngineSettings, device: str) -> str | None:
         """See `Engine.refuses`."""
-        return self.unavailable() or no_device(settings) or refuses_precision(settings)
+        reason = self.unavailable() or no_device(device)
+        return reason or refuses_precision(settings.precision, device)
 
     def graph_key(self, settings: EngineSettings) -> Hashable:  # noqa: ARG002
         """See `Engine.graph_key`."""
@@ -503,7 +509,7 @@ class Eager(_TorchEngine):
     name = "eager"
     capabilities = Capabilities(workers=True, zero_stages=(0, 1, 2, 3))
 
-    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:  # noqa: ARG002
+    def cost(self, before: FinetuneSettings, after: FinetuneSettings) -> Cost:  # noqa: ARG002
         """See `Engine.cost`."""
         return "rebuild"
 
@@ -549,12 +555,10 @@ class Compile(_TorchEngine):
             return None
         return "engine 'compile' needs a C++ compiler: apt-get install g++, or use engine='eager'"
 
-    def cost(self, before: EngineSettings, after: EngineSettings) -> Cost:
+    def cost(self, before: FinetuneSettings, after: FinetuneSettings) -> Cost:
         """See `Engine.cost`; torch recompiles for another precision or another type of weights."""
-        same = all(
-            getattr(before, name, None) == getattr(after, name, None)
-            for name in ("engine", "precision", "param_dtype")
-        )
+        names = ("engine", "precision", "param_dtype")
+        same = all(before[name] == after[name] for name in names)
         return "rebuild" if same else "recompile"
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
@@ -641,11 +645,13 @@ def _stepper(
     stepper: type[TorchStepper],
 ) -> TorchStepper:
     """Return a stepper that trains `module`, which `engine` has wrapped."""
-    if (reason := refuses_precision(settings)) is not None:
+    if (
+        reason := refuses_precision(settings.model.precision, settings.parallel.device)
+    ) is not None:
         raise ValueError(reason)
-    device = training_device(settings.device)
+    device = training_device(settings.parallel.device)
     module.to(device)
-    slow = settings.precision == "fp16" and device.type == "cpu"
+    slow = settings.model.precision == "fp16" and device.type == "cpu"
     remarks = ("fp16 on a CPU is for checking numerics: it is slower than fp32",) if slow else ()
     return stepper(
         module,
@@ -654,6 +660,6 @@ def _stepper(
         owner=engine.unwrap(module),
         device=device,
         report=functools.partial(Report, engine.name, notes=remarks, remarks=remarks),
-        autocast=functools.partial(autocast_for, settings.precision, device),
+        autocast=functools.partial(autocast_for, settings.model.precision, device),
         processes=processes,
     )

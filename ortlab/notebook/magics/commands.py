@@ -57,7 +57,7 @@ COMMANDS = {
             ),
             settings=FinetuneSettings,
             extra=(
-                Option("--eval-data", "evaluation data", kind="loader"),
+                Option("--eval-dataset", "evaluation data", kind="loader", alias="eval_data"),
                 Option("--resume-from", "a checkpoint file, or a run, to resume from"),
             ),
         ),
@@ -205,7 +205,7 @@ COMMANDS = {
                 Positional("train", "loader", "training data, if its name has changed", "?"),
             ),
             extra=(
-                Option("--eval-data", "evaluation data", kind="loader"),
+                Option("--eval-dataset", "evaluation data", kind="loader", alias="eval_data"),
                 Option("--loss", "the loss, a function of the notebook", kind="loss"),
             ),
         ),
@@ -252,9 +252,10 @@ COMMANDS = {
                 Option("--batch", "example input: a batch, or a loader", kind="batch"),
                 Option("--second", "another batch; the sizes that differ may vary", kind="batch"),
                 Option(
-                    "--eval-data",
+                    "--eval-dataset",
                     "labeled data, to report the accuracy of the files",
                     kind="loader",
+                    alias="eval_data",
                 ),
                 Option(
                     "--trainable",

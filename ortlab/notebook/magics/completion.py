@@ -18,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from ortlab.engines.wrapped_models import is_model
 from ortlab.history import sqlite_index
 from ortlab.notebook.magics.commands import COMMANDS, WRAP
-from ortlab.notebook.magics.parsing import HELP, Command, Option
+from ortlab.notebook.magics.parsing import HELP, HELP_ALL, Command, Option
 from ortlab.session import session
 
 _LINE = re.compile(r"^\s*(?:[^#\"']*=\s*)?%ort\s+(.*)$")
@@ -167,11 +167,13 @@ def offers(text: str, names: Names) -> list[str]:
         command = COMMANDS.get(words.pop(0))
     if command is None:
         return []
-    option = command.options.get(words[-1]) if words else None
+    option = command.option(words[-1]) if words else None
     if option is not None and not (option.is_switch and last.startswith("-")):
         return _starting(last, _values(option, names, words))
     if last.startswith("-"):
-        return _starting(last, (flag for flag in (*command.options, HELP[0]) if flag not in words))
+        return _starting(
+            last, (flag for flag in (*command.options, HELP[0], HELP_ALL) if flag not in words)
+        )
     return _starting(last, _words(command, words, names))
 
 
@@ -188,7 +190,7 @@ def _words(command: Command, words: list[str], names: Names) -> Iterable[str]:
     for word in words:
         if not word.startswith("-") and not follows_flag:
             before.append(word)
-        follows_flag = word in command.options
+        follows_flag = command.option(word) is not None
     places = command.positionals
     many = bool(places) and places[-1].nargs in ("*", "+")
     at = min(len(before), len(places) - 1) if many else len(before)

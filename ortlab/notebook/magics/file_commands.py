@@ -56,7 +56,7 @@ class FileCommands:
                 words["path"],
                 self._variables.batch(given),
                 second=self._variables.optional("batch", words["second"]),
-                eval_data=self._variables.optional("loader", words["eval_data"]),
+                eval_dataset=self._variables.optional("loader", words["eval_dataset"]),
                 **settings,
             )
         if web:
@@ -65,7 +65,7 @@ class FileCommands:
 
     def _export_training(self, given: ParsedCommand) -> TrainingArtifacts:
         words = given.words
-        for name in ("second", "eval_data", *given.settings):
+        for name in ("second", "eval_dataset", *given.settings):
             if words.get(name) is not None or name in given.settings:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} is for inference; leave it out with --trainable")

@@ -143,7 +143,7 @@ class OrtMagics(Magics):
         with one_line_errors(), progress():
             names = [name for name in (*bound, *changed) if is_own_name(name)]
             report = session.bind_cell(namespace, names, cell.names, cell.settings)
-        print_wrapped(report, cell.settings)
+        print_wrapped(report)
         return value
 
     def _run_cell(self, line: str, cell: str) -> object:

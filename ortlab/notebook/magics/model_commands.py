@@ -40,7 +40,7 @@ class ModelCommands:
         settings = EngineSettings.of(given.settings)
         with progress():
             report = session.bind_cell(self._variables.namespace, names, names, settings)
-        print_wrapped(report, settings)
+        print_wrapped(report)
 
     def unwrap(self, given: ParsedCommand) -> None:
         """Bind names to their own modules again."""

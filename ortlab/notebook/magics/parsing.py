@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 from IPython.core.error import UsageError
@@ -14,6 +14,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 from ortlab.settings import LOSSES, Declaration, Settings, unknown_name
 
 HELP: Final = ("--help", "-h")
+HELP_ALL: Final = "--help-all"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,20 @@ class Positional:
     nargs: str | None = None
     choices: tuple[str, ...] = ()
 
+    @property
+    def metavar(self) -> str:
+        """The word in help texts."""
+        return "|".join(self.choices) if self.choices else self.name.upper()
+
+    @property
+    def usage(self) -> str:
+        """The word in a usage line, as argparse writes it."""
+        return {
+            "?": f"[{self.metavar}]",
+            "*": f"[{self.metavar} ...]",
+            "+": f"{self.metavar} [{self.metavar} ...]",
+        }.get(self.nargs or "", self.metavar)
+
 
 @dataclass(frozen=True)
 class Option:
@@ -41,12 +56,32 @@ class Option:
     help: str
     kind: str = ""
     choices: tuple[str, ...] = ()
+    alias: str = ""
     declaration: Declaration | None = None
 
     @property
     def name(self) -> str:
-        """Name of the option in the parser: ``--eval-data`` is ``eval_data``."""
+        """Name of the option in the parser: ``--resume-from`` is ``resume_from``."""
         return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def short(self) -> str:
+        """Short form of the flag, such as ``--lr``; "" for none."""
+        declaration = self.declaration
+        return f"--{declaration.alias}" if declaration and declaration.short else ""
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Former flags, which are accepted and not shown."""
+        declared = self.declaration.alias if self.declaration else ""
+        names = filter(None, (self.alias, "" if self.short else declared))
+        return tuple(f"--{name.replace('_', '-')}" for name in names)
+
+    @property
+    def is_common(self) -> bool:
+        """True if ``--help`` lists the option; ``--help-all`` lists all."""
+        declaration = self.declaration
+        return declaration is None or declaration.common or not declaration.topic
 
     @property
     def is_switch(self) -> bool:
@@ -88,11 +123,15 @@ class Command:
     settings: type[Settings] | None = None
     besides: tuple[Declaration, ...] = ()
     extra: tuple[Option, ...] = ()
-    parser: MagicArgumentParser = field(init=False, repr=False, compare=False)
+    _parser: MagicArgumentParser = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_parser", self._made(self.options.values()))
+
+    def _made(self, options: Iterable[Option], **more: str) -> MagicArgumentParser:
+        """Return a parser of the command's words and of `options`, grouped by topic."""
         parser = _Parser(  # type: ignore[no-untyped-call]
-            f"ort {self.name}", description=f"{self.summary} {self.more}".strip()
+            f"ort {self.name}", description=f"{self.summary} {self.more}".strip(), **more
         )
         parser.allow_abbrev = False
         for word in self.positionals:
@@ -100,12 +139,16 @@ class Command:
                 word.name,
                 nargs=word.nargs,
                 choices=word.choices or None,
-                metavar="|".join(word.choices) if word.choices else word.name.upper(),
+                metavar=word.metavar,
                 help=word.help,
             )
-        for option in self.options.values():
-            _add(parser, option)
-        object.__setattr__(self, "parser", parser)
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        for option in options:
+            topic = option.declaration.topic if option.declaration else ""
+            if topic and topic not in groups:
+                groups[topic] = parser.add_argument_group(topic)
+            _add(groups.get(topic, parser), option)
+        return parser
 
     @property
     def options(self) -> dict[str, Option]:
@@ -114,15 +157,44 @@ class Command:
         options = (*self.extra, *map(_option, (*declared, *self.besides)))
         return {option.flag: option for option in options}
 
+    def option(self, word: str) -> Option | None:
+        """Return the option that a word is a flag of, in any of its forms.
+
+        Args:
+            word: A word of the line.
+        """
+        options = self.options.values()
+        return next((o for o in options if word in (o.flag, o.short, *o.hidden)), None)
+
     @property
     def help(self) -> str:
-        """Text of ``--help``."""
-        return _plain(self.parser.format_help())
+        """Text of ``--help``: the common options."""
+        return _plain(self._brief.format_help())
+
+    @property
+    def help_all(self) -> str:
+        """Text of ``--help-all``: all options by topic."""
+        return _plain(self._parser.format_help())
 
     @property
     def usage(self) -> str:
-        """Usage line of the command."""
-        return _plain(self.parser.format_usage())
+        """Usage line of the command, with the common options."""
+        return _plain(self._brief.format_usage())
+
+    @property
+    def _brief(self) -> MagicArgumentParser:
+        options = self.options.values()
+        common = [option for option in options if option.is_common]
+        if len(common) == len(options):
+            return self._parser
+        # Without topics: there are too few of them for groups.
+        plain = [replace(each, declaration=_without_topic(each.declaration)) for each in common]
+        words = " ".join(word.usage for word in self.positionals)
+        return self._made(
+            plain,
+            usage=f"%(prog)s {words} [OPTION ...]",
+            epilog=f"%ort {self.name} {HELP_ALL} lists all {len(options)} options.",
+        )
 
     def read(self, words: list[str], variables: Mapping[str, Any]) -> ParsedCommand | None:
         """Parse the words after the command.
@@ -138,10 +210,10 @@ class Command:
         Raises:
             UsageError: If a word or a value is unknown; the message offers the nearest.
         """
-        if any(word in HELP for word in words):
-            print(self.help)
+        if any(word in (*HELP, HELP_ALL) for word in words):
+            print(self.help_all if HELP_ALL in words else self.help)
             return None
-        known, unknown = self.parser.parse_known_args(words)
+        known, unknown = self._parser.parse_known_args(words)
         if unknown:
             self._refuse(unknown)
         values = vars(known)
@@ -164,10 +236,16 @@ class Command:
                 f"%ort {self.name} does not know what to do with {' '.join(unknown)!r}; "
                 f"%ort {self.name} --help shows what it takes"
             )
-        flags = [*self.options, HELP[0]]
-        raise UsageError(
-            f"%ort {self.name} has no option {flag}: {unknown_name(flag.partition('=')[0], flags)}"
-        )
+        flags = (*self.options, HELP[0], HELP_ALL)
+        hidden = {
+            other: option.flag
+            for option in self.options.values()
+            for other in (option.short, *option.hidden)
+            if other
+        }
+        lists = f"%ort {self.name} {HELP_ALL} lists them"
+        found = unknown_name(flag.partition("=")[0], flags, accepted=hidden, lists=lists)
+        raise UsageError(f"%ort {self.name} has no option {flag}: {found}")
 
 
 class _Parser(MagicArgumentParser):
@@ -205,16 +283,23 @@ def _with_default(declaration: Declaration) -> str:
     return "; ".join(parts)
 
 
-def _add(parser: argparse.ArgumentParser, option: Option) -> None:
+def _without_topic(declaration: Declaration | None) -> Declaration | None:
+    return None if declaration is None else replace(declaration, topic="")
+
+
+def _add(parser: argparse._ActionsContainer, option: Option) -> None:
     declaration = option.declaration
+    kind: dict[str, Any]
     if option.is_switch:
-        parser.add_argument(option.flag, nargs="?", const="on", metavar="on|off", help=option.help)
+        kind = {"nargs": "?", "const": "on", "metavar": "on|off"}
     elif declaration is not None and declaration.choices:
-        metavar = "|".join(declaration.choices)
-        parser.add_argument(option.flag, metavar=metavar, help=option.help)
+        kind = {"metavar": "|".join(declaration.choices)}
     else:
         number = declaration is not None and declaration.type in (int, float)
-        parser.add_argument(option.flag, metavar="N" if number else "NAME", help=option.help)
+        kind = {"metavar": "N" if number else "NAME"}
+    parser.add_argument(*filter(None, (option.flag, option.short)), help=option.help, **kind)
+    for flag in option.hidden:
+        parser.add_argument(flag, dest=option.name, help=argparse.SUPPRESS, **kind)
 
 
 def split(line: str) -> list[str]:
@@ -233,8 +318,8 @@ def split(line: str) -> list[str]:
 
 
 def asks_for_help(line: str) -> bool:
-    """Return whether a word of `line` is ``--help``; False for a line that cannot be split."""
+    """Return whether a word of `line` asks for help; False for a line that cannot be split."""
     try:
-        return any(word in HELP for word in split(line))
+        return any(word in (*HELP, HELP_ALL) for word in split(line))
     except UsageError:
         return False

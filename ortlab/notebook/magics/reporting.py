@@ -12,7 +12,6 @@ from ortlab.engines import base
 
 if TYPE_CHECKING:
     from ortlab.engines.wrapped_models import CellReport
-    from ortlab.settings import EngineSettings
 
 
 @contextlib.contextmanager
@@ -47,17 +46,19 @@ def _raised_by_ortlab(error: BaseException) -> bool:
     return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("ortlab.")
 
 
-def print_wrapped(report: CellReport, settings: EngineSettings) -> None:
+def print_wrapped(report: CellReport) -> None:
     """Print which models were wrapped, or why none was.
 
     Args:
         report: Result of `Session.bind_cell`.
-        settings: Settings that the models were wrapped with.
     """
     wrapped = [", ".join(entry.names) for entry in report.wrapped]
     if wrapped:
+        entry = report.wrapped[0]  # one engine for all
         verb = "run" if len(wrapped) > 1 else "runs"
-        print(f"{' and '.join(wrapped)} {verb} on engine {settings.engine!r}")
+        print(f"{' and '.join(wrapped)} {verb} on engine {entry.settings.engine!r}")
+        if entry.choice:
+            print(entry.choice)
         return
     print("%%ort wrapped nothing: the cell binds no trainable model of its own")
     for skipped in report.left:

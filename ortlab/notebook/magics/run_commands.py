@@ -42,7 +42,7 @@ class RunCommands:
         return session.finetune(
             self._variables.model(given.words["model"]),
             self._variables.value("loader", given.words["train"]),
-            eval_data=self._variables.optional("loader", given.words["eval_data"]),
+            eval_dataset=self._variables.optional("loader", given.words["eval_dataset"]),
             loss=self._variables.loss(loss),
             resume_from=given.words["resume_from"],
             **settings,
@@ -110,7 +110,7 @@ class RunCommands:
     def resume(self, given: ParsedCommand) -> Run | None:
         """Resume a paused run, or continue a saved one as a new run."""
         words = given.words
-        others = [words[each] for each in ("model", "train", "eval_data", "loss")]
+        others = [words[each] for each in ("model", "train", "eval_dataset", "loss")]
         if words["run"] is None or (self._is_active(words["run"]) and not any(others)):
             run = self._active_run(given)
             run.resume()
@@ -122,7 +122,7 @@ class RunCommands:
             value if isinstance(value, StoredRun) else words["run"],
             None if model is None else self._variables.model(model),
             self._variables.optional("loader", train),
-            eval_data=self._variables.optional("loader", evaluation),
+            eval_dataset=self._variables.optional("loader", evaluation),
             loss=self._variables.loss(loss),
         )
 

@@ -20,7 +20,7 @@ import numpy as np
 import traitlets
 from IPython.core.getipython import get_ipython
 
-from ortlab.engines.registry import graph_key
+from ortlab.engines.registry import graph_key, resolved
 from ortlab.metrics.recorder import INDEX
 from ortlab.notebook.static_views import plain_text
 from ortlab.notebook.views import display
@@ -28,7 +28,7 @@ from ortlab.notebook.views.closing import close_all, ends_with_cell
 from ortlab.notebook.views.display import bundled
 from ortlab.notebook.views.pump import Pump
 from ortlab.session import session
-from ortlab.settings import FinetuneSettings
+from ortlab.settings import FinetuneSettings, ParallelSettings
 from ortlab.training import changes, settings_preview
 from ortlab.training.run import Run
 from ortlab.training.settings_preview import Control, SettingPreview
@@ -207,12 +207,15 @@ class Panel:
         ]
         shown = [*front, *others]
         notes = [f"{len(found) - len(shown)} more settings have their default values"]
+        notes += filter(None, [resolved(held)[1]])
         if self.run is None:
             notes.append(f"to train: %ort finetune {self._name} {self._data} --lr 1e-4")
         elif self.run.over():
             notes.append(f"{self.run.name} has ended ({self.run.state}): no setting can be changed")
         else:
-            notes.append("to change settings: run.apply(lr=1e-4), or %ort apply --lr 1e-4")
+            notes.append(
+                "to change settings: run.apply(learning_rate=1e-4), or %ort apply --lr 1e-4"
+            )
             notes.append("to revert the last change: run.undo(), or %ort undo")
         return Table(shown, _COLUMNS if self.run else _COLUMNS_BEFORE, notes=notes)
 
@@ -232,7 +235,7 @@ class Panel:
             except ValueError as error:
                 wrong[name] = str(error)
                 continue
-            if value != getattr(self._held, name):
+            if value != self._held[name]:
                 values[name] = value
         return values, wrong
 
@@ -304,6 +307,7 @@ class Panel:
             "blocked": blocked or "",
             "pending": [_difference(name, *pair) for name, pair in differs.items()],
             "cost": cost,
+            "engine": "" if over else resolved(chosen)[1],
             "memory": "" if over else self._foreseen,
             "undo": _undone(held, earlier[-1]) if earlier and not over else "",
             "line": self._line(differs),
@@ -328,20 +332,22 @@ class Panel:
     def _memory(self, held: FinetuneSettings, chosen: FinetuneSettings) -> str:
         """Return the current and predicted peak memory of a step, from the plan of ORT's graph."""
         now, why = self._peak(held)
+        at_peak = "at the peak of a step"
+        on_each, then_on_each = _each(held.parallel), _each(chosen.parallel)
         if now is None:
             return f"no prediction: {why}"
         if chosen == held:
-            return f"{memory(now)} at the peak of a step{_each(held)}, predicted from the graph"
+            return f"{memory(now)} {at_peak}{on_each}, predicted from the graph"
         then, why = self._peak(chosen)
         if then is None:
-            return f"{memory(now)} at the peak of a step{_each(held)} now; no prediction: {why}"
-        if then == now and _each(held) == _each(chosen):
-            return f"{memory(now)} at the peak of a step, unchanged"
-        return f"{memory(now)} → {memory(then)} at the peak of a step{_each(chosen)}"
+            return f"{memory(now)} {at_peak}{on_each} now; no prediction: {why}"
+        if then == now and on_each == then_on_each:
+            return f"{memory(now)} {at_peak}, unchanged"
+        return f"{memory(now)} → {memory(then)} {at_peak}{then_on_each}"
 
     def _peak(self, settings: FinetuneSettings) -> tuple[int | None, str]:
         try:
-            graph = (graph_key(settings), settings.recompute, settings.optimizer)
+            graph = (graph_key(settings), settings.model.recompute, settings.optim.optimizer)
             key = (self._held, graph)
             if key not in self._plans:
                 # Only plans of the settings in effect stay cached.
@@ -355,17 +361,18 @@ class Panel:
     def _batch(self, settings: FinetuneSettings) -> int | None:
         """Return the chosen micro-batch size, or the largest recent one of a DataLoader."""
         if self.run is None or "batch_size" not in self.run.fixed:
-            return settings.batch_size
+            return settings.data.batch_size
         recorder = self.run.recorder
         rows, _ = recorder.since(max(recorder.count - 64, 0))
         samples = rows[:, INDEX["samples"]]
         if not np.isfinite(samples).any():
             return None
-        return max(1, round(float(np.nanmax(samples)) / self.run.current_settings.accumulation))
+        micro_batches = self.run.current_settings.data.gradient_accumulation_steps
+        return max(1, round(float(np.nanmax(samples)) / micro_batches))
 
 
-def _each(settings: FinetuneSettings) -> str:
-    return " of each worker" if settings.workers > 1 else ""
+def _each(parallel: ParallelSettings) -> str:
+    return " of each worker" if parallel.workers > 1 else ""
 
 
 def _made(outcome: ChangeOutcome) -> str:
@@ -406,10 +413,11 @@ def _json(control: Control, held: FinetuneSettings) -> dict[str, Any]:
         "name": declaration.name,
         "help": declaration.help,
         "unit": declaration.unit,
+        "topic": declaration.topic,
         "front": declaration.panel,
         "number": declaration.type in (int, float),
         "optional": declaration.optional,
-        "held": declaration.show(getattr(held, declaration.name)),
+        "held": declaration.show(held[declaration.name]),
         "choices": [[choice.text, choice.reason] for choice in control.choices],
         "reason": control.reason,
         "costs": list(control.costs),

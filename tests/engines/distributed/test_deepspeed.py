@@ -39,10 +39,10 @@ def test_fifty_steps_are_those_of_one_process(two: Found, stage: int, optimizer:
 @pytest.mark.parametrize(("stage", "optimizer"), [(1, "sgd"), (2, "adamw")])
 def test_fifty_steps_in_ort(two: Found, stage: int, optimizer: str) -> None:
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
-    check_parity(of(two, f"parity ort {stage} {optimizer}"), "ort")
+    check_parity(of(two, f"parity ortmodule {stage} {optimizer}"), "ortmodule")
 
 
 @pytest.mark.nightly
@@ -322,19 +322,19 @@ def test_nothing_is_said(two: Found) -> None:
 
 
 def _settings(**changes: Any) -> FinetuneSettings:
-    return FinetuneSettings(**{"engine": "eager", "device": "cpu", **changes})
+    return FinetuneSettings.of(**{"engine": "eager", "device": "cpu", **changes})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"zero_stage": 3, "engine": "ort"}, "choose zero_stage=2, or engine='eager'"),
+        ({"zero_stage": 3, "engine": "ortmodule"}, "choose zero_stage=2, or engine='eager'"),
         ({"zero_stage": 3, "engine": "compile"}, "choose zero_stage=2, or engine='eager'"),
         ({"zero_stage": 2, "precision": "fp16"}, "choose precision='bf16'"),
         ({"zero_stage": 2, "reduction": "adasum", "optimizer": "sgd"}, "choose reduction='mean'"),
         (HALVES, "with zero_stage=0: DeepSpeed supports it with a sharded optimizer state"),
         ({**HALVES, "zero_stage": 1, "precision": "fp32"}, "choose precision='bf16', or param"),
-        ({**HALVES, "zero_stage": 1, "engine": "ort"}, "has no MatMul of bfloat16"),
+        ({**HALVES, "zero_stage": 1, "engine": "ortmodule"}, "has no MatMul of bfloat16"),
         ({**HALVES, "zero_stage": 1, "optimizer": "lamb"}, "choose optimizer='adamw'"),
         ({**HALVES, "zero_stage": 1, "reduction": "adasum"}, "choose reduction='mean'"),
         ({**HALVES, "zero_stage": 1, "tensor_parallel": 2}, "these ranks have parts"),
@@ -350,7 +350,7 @@ def test_what_does_not_go_together(changes: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     "changes",
     [
-        {"zero_stage": 2, "engine": "ort"},
+        {"zero_stage": 2, "engine": "ortmodule"},
         {"zero_stage": 3},
         {"zero_stage": 2, "engine": "compile"},
         {**HALVES, "zero_stage": 3, "offload_optimizer": True},

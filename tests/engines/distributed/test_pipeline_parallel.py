@@ -41,12 +41,12 @@ def _check_parity(found: list[Any]) -> None:
     assert len({each["digest"] for each in found}) == 1
 
 
-@pytest.mark.parametrize("case", ["eager", "sgd", "ort", "bf16", "swapped"])
+@pytest.mark.parametrize("case", ["eager", "sgd", "ortmodule", "bf16", "swapped"])
 def test_fifty_steps_are_those_of_one_process(two: Found, case: str) -> None:
     """Losses, norms, states and evaluation match; then the user's model is whole and trained."""
-    if case == "ort":
+    if case == "ortmodule":
         try:
-            engine("ort")
+            engine("ortmodule")
         except EngineUnavailable as error:
             pytest.skip(str(error))
     _check_parity(of(two, case))
@@ -152,23 +152,27 @@ TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_stages": 2}
         ({**STAGES, "reduction": "adasum"}, 4, "choose reduction='mean' or pipeline_stages=1"),
         ({**TENSOR, "precision": "fp16"}, 2, "choose precision='bf16' or tensor_parallel=1"),
         ({**STAGES, "precision": "fp16"}, 2, "choose precision='bf16' or pipeline_stages=1"),
-        ({**TENSOR, "engine": "ort"}, 2, "engine 'ort' cannot execute a model with sharded"),
+        (
+            {**TENSOR, "engine": "ortmodule"},
+            2,
+            "engine 'ortmodule' cannot execute a model with sharded",
+        ),
         ({**TENSOR, "engine": "compile"}, 2, "choose engine='eager'"),
     ],
 )
 def test_what_does_not_go_together(changes: dict[str, Any], size: int, message: str) -> None:
-    settings = FinetuneSettings(**{"engine": "eager", "device": "cpu", **changes})
+    settings = FinetuneSettings.of(**{"engine": "eager", "device": "cpu", **changes})
     assert message in str(compatibility.ranks_conflict(settings, size))
 
 
 @pytest.mark.parametrize("changes", [TENSOR, STAGES])
 def test_one_process_has_nobody_to_share_with(changes: dict[str, Any]) -> None:
-    settings = FinetuneSettings(engine="eager", device="cpu", **changes)
+    settings = FinetuneSettings.of(engine="eager", device="cpu", **changes)
     assert "needs at least 2 workers (workers=1); choose workers=2, or" in str(refusal(settings))
 
 
 def test_a_batch_is_shared_out_among_pipelines() -> None:
-    settings = FinetuneSettings(engine="eager", device="cpu", batch_size=2, **STAGES)
+    settings = FinetuneSettings.of(engine="eager", device="cpu", batch_size=2, **STAGES)
     assert compatibility.ranks_conflict(settings, 4) is None
     assert "cannot be split across 3 workers" in str(compatibility.ranks_conflict(settings, 6))
 
@@ -177,10 +181,10 @@ def test_a_batch_is_shared_out_among_pipelines() -> None:
     ("changes", "size"),
     [
         ({**TENSOR, "zero_stage": 1}, 4),
-        ({**STAGES, "zero_stage": 1, "engine": "ort", "precision": "bf16"}, 6),
+        ({**STAGES, "zero_stage": 1, "engine": "ortmodule", "precision": "bf16"}, 6),
         ({"zero_stage": 3, "reduction": "adasum"}, 1),
     ],
 )
 def test_what_goes_together(changes: dict[str, Any], size: int) -> None:
-    settings = FinetuneSettings(**{"engine": "eager", "device": "cpu", **changes})
+    settings = FinetuneSettings.of(**{"engine": "eager", "device": "cpu", **changes})
     assert compatibility.ranks_conflict(settings, size) is None

@@ -32,7 +32,7 @@ def ort() -> OrtModuleEngine:
 
 
 def _wrap(ort: OrtModuleEngine, model: nn.Module, **settings: Any) -> nn.Module:
-    return ort.wrap(model, EngineSettings(**settings))
+    return ort.wrap(model, EngineSettings.of(**settings))
 
 
 def _assert_trains_as_eager(

@@ -138,7 +138,7 @@ def test_an_autocast_of_forwards_own_alone_is_refused(ort: OrtModuleEngine) -> N
     with pytest.raises(ExportFailed, match=r"no kernel for \w+ in first; use engine='eager'"):
         ort.wrap(InBfloat16(), EngineSettings())(x)
     model = InBfloat16()
-    falls_back = ort.wrap(model, EngineSettings(fallback=True))
+    falls_back = ort.wrap(model, EngineSettings.of(fallback=True))
     torch.testing.assert_close(falls_back(x), model(x), rtol=0, atol=0)
     assert ort.report(falls_back).engine_used == "eager"
 
@@ -185,7 +185,7 @@ def test_autocast_in_bfloat16_keeps_results_that_are_no_tensors_and_their_struct
 
 
 def test_autocast_in_bfloat16_needs_torchs_kernels(ort: OrtModuleEngine) -> None:
-    wrapped, x = ort.wrap(_mlp(), EngineSettings(kernels="ort")), _data(_mlp())
+    wrapped, x = ort.wrap(_mlp(), EngineSettings.of(kernels="ort")), _data(_mlp())
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(ExportFailed, match=r"autocast in bfloat16.*needs torch's kernels.*leave"),
@@ -196,7 +196,7 @@ def test_autocast_in_bfloat16_needs_torchs_kernels(ort: OrtModuleEngine) -> None
 
 def test_autocast_in_bfloat16_without_torchs_kernels_falls_back(ort: OrtModuleEngine) -> None:
     model = _mlp()
-    wrapped, x = ort.wrap(model, EngineSettings(kernels="ort", fallback=True)), _data(model)
+    wrapped, x = ort.wrap(model, EngineSettings.of(kernels="ort", fallback=True)), _data(model)
     for _ in range(4):
         with torch.autocast("cpu", torch.bfloat16):
             found, expected = wrapped(x), model(x)

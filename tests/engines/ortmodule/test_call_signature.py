@@ -64,7 +64,7 @@ def test_a_form_keeps_no_data() -> None:
 
 @pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 def test_a_model_knows_the_form_of_its_last_call() -> None:
-    model = ortlab.wrap(nn.Linear(3, 2), engine="ort")
+    model = ortlab.wrap(nn.Linear(3, 2), engine="ortmodule")
     execution = execution_of(model)
     assert execution.last_call is None
     for rows in (4, 5, 4):

@@ -31,7 +31,7 @@ from tests.zoo import specs
 def ort() -> OrtModuleEngine:
     """Return the engine; skip with its reason where ORT cannot run."""
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
     return OrtModuleEngine()
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 def _wrap(ort: OrtModuleEngine, model: nn.Module, **settings: Any) -> nn.Module:
     torch.manual_seed(1)
-    return ort.wrap(model, EngineSettings(**settings))
+    return ort.wrap(model, EngineSettings.of(**settings))
 
 
 def _exported_again(report: Report) -> int:
@@ -230,7 +230,7 @@ def test_the_check_disturbs_nothing(ort: OrtModuleEngine) -> None:
     for check in (True, False):
         torch.manual_seed(1)
         net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
-        wrapped = ort.wrap(net, EngineSettings(self_check=check))
+        wrapped = ort.wrap(net, EngineSettings.of(self_check=check))
         net[0].weight.grad = torch.ones(8, 6)
         compat.ortmodule().set_seed(5)
         x = torch.randn(16, 6)
@@ -297,14 +297,14 @@ def test_a_model_that_is_mended_is_run_in_ort_again(ort: OrtModuleEngine) -> Non
     assert ort.report(wrapped).engine_used == "eager"
     model.odd = False
     wrapped(x)
-    assert ort.report(wrapped).engine_used == "ort"
+    assert ort.report(wrapped).engine_used == "ortmodule"
 
 
 def test_a_run_has_its_own_settings_and_its_own_report(ort: OrtModuleEngine) -> None:
     wrapped = _wrap(ort, Net())
     x, y = torch.randn(3, 6), torch.arange(3)
     for i in range(2):
-        settings = FinetuneSettings(engine="ort", device="cpu", self_check=False)
+        settings = FinetuneSettings.of(engine="ortmodule", device="cpu", self_check=False)
         stepper = ort.prepare(wrapped, functional.cross_entropy, settings)
         stepper.step([(x, y)], lr=1e-3)
         assert (stepper.report().export_s > 0) == (i == 0), "the second run exports nothing"
@@ -318,7 +318,7 @@ def test_a_run_does_not_fall_back_because_an_earlier_one_did(ort: OrtModuleEngin
     wrapped = _wrap(ort, Spectrum(6, 4))
     x, y = torch.ones(3, 6), torch.arange(3)
     for fallback in (True, False):
-        settings = FinetuneSettings(engine="ort", device="cpu", fallback=fallback)
+        settings = FinetuneSettings.of(engine="ortmodule", device="cpu", fallback=fallback)
         stepper = ort.prepare(wrapped, functional.cross_entropy, settings)
         if fallback:
             stepper.evaluate((x, y))
@@ -578,7 +578,7 @@ def test_a_seed_repeats_the_dropout_of_a_run(ort: OrtModuleEngine) -> None:
     for seed in (3, 3, 4):
         net = Net(p=0.5)
         net.load_state_dict(start)
-        settings = FinetuneSettings(engine="ort", seed=seed, device="cpu")
+        settings = FinetuneSettings.of(engine="ortmodule", seed=seed, device="cpu")
         stepper = ort.prepare(net, functional.cross_entropy, settings)
         torch.manual_seed(seed)  # as a run does
         losses.append([float(stepper.step([(x, y)], lr=1e-2).loss) for _ in range(4)])

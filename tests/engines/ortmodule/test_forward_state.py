@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 def _wrap(model: nn.Module, **settings: Any) -> nn.Module:
-    return OrtModuleEngine().wrap(model, EngineSettings(**settings))
+    return OrtModuleEngine().wrap(model, EngineSettings.of(**settings))
 
 
 def _assert_trains_as_eager(model: nn.Module) -> nn.Module:

@@ -34,7 +34,7 @@ from ortlab.settings import EngineSettings
 def ort() -> OrtModuleEngine:
     """Return the engine; skip with its reason where ORT cannot run."""
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
     return OrtModuleEngine()
@@ -391,7 +391,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def assert_trains_as_eager(ort: OrtModuleEngine, model: nn.Module, **settings: Any) -> nn.Module:
     """Compare the loss and all gradients, of the input too, for two batches of different sizes."""
     eager = copy.deepcopy(model)
-    wrapped = ort.wrap(model, EngineSettings(**settings))
+    wrapped = ort.wrap(model, EngineSettings.of(**settings))
     for rows in (5, 3):
         torch.manual_seed(rows)
         x = torch.randn(rows, 6)
@@ -479,7 +479,7 @@ def test_a_backward_that_is_replaced(
 ) -> None:
     exec(CELL.format(forward=2, backward=3), cell.__dict__)
     model = Net(lambda x, w, c: cell.middle(x, w, c))
-    wrapped = ort.wrap(model, EngineSettings(self_check=False))
+    wrapped = ort.wrap(model, EngineSettings.of(self_check=False))
     x = torch.randn(4, 6)
     wrapped(x).sum().backward()
     before = gradients(model)[1].clone()
@@ -567,7 +567,7 @@ def test_without_what_it_is_built_with(
         wrapped(torch.randn(4, 6))
     plain = ort.wrap(Net(lambda x, w, c: x), EngineSettings())
     assert plain(torch.randn(4, 6)).shape == (4, 4)
-    fallen = ort.wrap(Net(lambda x, w, c: Rounded.apply(x)), EngineSettings(fallback=True))
+    fallen = ort.wrap(Net(lambda x, w, c: Rounded.apply(x)), EngineSettings.of(fallback=True))
     fallen(torch.randn(4, 6)).sum().backward()
     assert ort.report(fallen).engine_used == "eager"
 
@@ -587,7 +587,7 @@ class Raises(Function):
 
 
 def test_what_a_function_raises_is_said(ort: OrtModuleEngine) -> None:
-    wrapped = ort.wrap(Net(lambda x, w, c: Raises.apply(x)), EngineSettings(self_check=False))
+    wrapped = ort.wrap(Net(lambda x, w, c: Raises.apply(x)), EngineSettings.of(self_check=False))
     wrapped(torch.randn(5, 6)).sum().backward()
     with pytest.raises(Exception, match=r"Raises.*ValueError: no batches of 3"):
         wrapped(torch.randn(3, 6))
@@ -615,7 +615,7 @@ class Watched(Function):
 @pytest.mark.parametrize("backward", [True, False])
 def test_what_is_kept_for_backward_is_let_go(ort: OrtModuleEngine, backward: bool) -> None:
     """Saved tensors are released after backward, or with the outputs where there is no backward."""
-    wrapped = ort.wrap(Net(lambda x, w, c: Watched.apply(x)), EngineSettings(self_check=False))
+    wrapped = ort.wrap(Net(lambda x, w, c: Watched.apply(x)), EngineSettings.of(self_check=False))
     outputs = wrapped(torch.randn(4, 6))
     gc.collect()
     assert Watched.kept() is not None

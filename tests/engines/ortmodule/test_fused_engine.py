@@ -40,9 +40,9 @@ def sentences(number: int, length: int = 9) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def settings(name: str = "offload", **changes: Any) -> FinetuneSettings:
-    chosen = {"device": "cpu", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": None, **changes}
-    return FinetuneSettings(engine=name, **chosen)
+def settings(name: str = "ort_fused", **changes: Any) -> FinetuneSettings:
+    chosen = {"device": "cpu", "lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": None, **changes}
+    return FinetuneSettings.of(engine=name, **chosen)
 
 
 def stepper(model: nn.Module, loss: Any = None, **changes: Any) -> FusedStepper:
@@ -128,9 +128,9 @@ def test_a_bad_step_stays_bad_and_moves_nothing() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_steps_are_those_of_engine_ort(optimizer: str, micro: int, clip_norm: float | None) -> None:
     """Gradients come from the same graph; only the optimizer step differs."""
-    data, chosen = sentences(8), {"optimizer": optimizer, "clip_norm": clip_norm}
+    data, chosen = sentences(8), {"optimizer": optimizer, "max_grad_norm": clip_norm}
     found = {}
-    for name in ("ort", "offload"):
+    for name in ("ortmodule", "ort_fused"):
         torch.manual_seed(2)
         model = tiny.bert()
         made = engine(name).prepare(model, None, settings(name, **chosen))
@@ -142,9 +142,9 @@ def test_steps_are_those_of_engine_ort(optimizer: str, micro: int, clip_norm: fl
         )
         assert made.report().engine_used == name
         made.close()
-    assert found["offload"][0] == pytest.approx(found["ort"][0], rel=1e-6)
-    assert found["offload"][1] == pytest.approx(found["ort"][1], rel=1e-5)
-    ours, theirs = found["offload"][2], found["ort"][2]
+    assert found["ort_fused"][0] == pytest.approx(found["ortmodule"][0], rel=1e-6)
+    assert found["ort_fused"][1] == pytest.approx(found["ortmodule"][1], rel=1e-5)
+    ours, theirs = found["ort_fused"][2], found["ortmodule"][2]
     for name, value in theirs["model"].items():
         torch.testing.assert_close(ours["model"][name], value, rtol=1e-4, atol=2e-5)
     assert ours["optimizer"]["state"].keys() == theirs["optimizer"]["state"].keys()
@@ -179,7 +179,7 @@ def test_a_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_state_goes_to_eager_and_back_without_a_trace() -> None:
     """Six steps in one engine match two each in offload, eager and offload."""
     data, runs = sentences(6), []
-    for names in (("offload",) * 3, ("offload", "eager", "offload")):
+    for names in (("ort_fused",) * 3, ("ort_fused", "eager", "ort_fused")):
         torch.manual_seed(2)
         model, state, losses = tiny.bert(), None, []
         for turn, name in enumerate(names):
@@ -239,19 +239,19 @@ class Two(nn.Module):
 
 def test_shared_gradients_and_unused_weights() -> None:
     models = {}
-    for name in ("eager", "offload"):
+    for name in ("eager", "ort_fused"):
         torch.manual_seed(5)
         models[name] = model = Two()
-        chosen = settings(name, clip_norm=0.01, optimizer="sgd")
+        chosen = settings(name, max_grad_norm=0.01, optimizer="sgd")
         made = engine(name).prepare(model, nn.functional.cross_entropy, chosen)
         for _ in range(3):
             made.step([(torch.ones(2, 4), torch.tensor([0, 2]))], lr=0.5)
         held = {tuple(p.shape) for p in made._optimizer.state}
         assert (3, 3) not in held
     for name, value in models["eager"].state_dict().items():
-        torch.testing.assert_close(models["offload"].state_dict()[name], value)
-    assert torch.equal(models["offload"].unused, torch.ones(3, 3))
-    assert models["offload"].more.any()
+        torch.testing.assert_close(models["ort_fused"].state_dict()[name], value)
+    assert torch.equal(models["ort_fused"].unused, torch.ones(3, 3))
+    assert models["ort_fused"].more.any()
 
 
 class Normed(nn.Module):
@@ -269,7 +269,7 @@ class Normed(nn.Module):
 def test_statistics_and_counters_are_torchs_and_stay_finite() -> None:
     models = {}
     data = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
-    for name in ("eager", "offload"):
+    for name in ("eager", "ort_fused"):
         torch.manual_seed(5)
         models[name] = model = Normed()
         chosen = settings(name, optimizer="sgd")  # AdamW amplifies a gradient's rounding
@@ -277,7 +277,7 @@ def test_statistics_and_counters_are_torchs_and_stay_finite() -> None:
         for x in data:
             made.step([(x, torch.arange(6) % 3)], lr=0.01)
     for name, value in models["eager"].state_dict().items():
-        torch.testing.assert_close(models["offload"].state_dict()[name], value)
+        torch.testing.assert_close(models["ort_fused"].state_dict()[name], value)
     assert model.norm.num_batches_tracked == 3
     before = copy.deepcopy(model.state_dict())
     result = made.step([(data[0] * math.nan, torch.arange(6) % 3)], lr=0.01)
@@ -290,15 +290,15 @@ def test_statistics_and_counters_are_torchs_and_stay_finite() -> None:
 def test_micro_batches_may_begin_later_and_are_told() -> None:
     """Gradients that wait for later micro-batches take memory; a step of one batch needs none."""
     data, found = sentences(6), {}
-    for name in ("ort", "offload"):
+    for name in ("ortmodule", "ort_fused"):
         torch.manual_seed(2)
         made = engine(name).prepare(tiny.bert(), None, settings(name))
         parts = (data[:1], data[1:3], data[3:4], data[4:])
         found[name] = [float(made.step(part, lr=1e-2).loss) for part in parts]
-        if name == "offload":
+        if name == "ort_fused":
             held = made.bytes()
             assert held.gradients == held.parameters
-    assert found["offload"] == pytest.approx(found["ort"], rel=1e-5)
+    assert found["ort_fused"] == pytest.approx(found["ortmodule"], rel=1e-5)
     torch.manual_seed(2)
     alone = stepper(tiny.bert())
     alone.step(data[:1], lr=1e-2)
@@ -332,12 +332,12 @@ def test_bf16_and_recompute_hold_in_it() -> None:
 
 
 def test_a_run_foresees_its_memory_and_changes_its_engine() -> None:
-    run = ortlab.finetune(tiny.bert(), sentences(6) * 20, engine="offload", device="cpu")
+    run = ortlab.finetune(tiny.bert(), sentences(6) * 20, engine="ort_fused", device="cpu")
     until(lambda: run.step > 2)
     run.apply(engine="eager")
     until(lambda: run.report.engine_used == "eager")
-    run.apply(engine="offload")
-    until(lambda: run.report.engine_used == "offload" and run.step > 20)
+    run.apply(engine="ort_fused")
+    until(lambda: run.report.engine_used == "ort_fused" and run.step > 20)
     run.stop()
     run.result(60)
     plan, made_with = session.plan_for(run, run.current_settings)
@@ -381,10 +381,10 @@ class Decides(nn.Linear):
 def test_refused() -> None:
     made = stepper(Decides(4, 3), nn.functional.cross_entropy)
     batch = (torch.ones(2, 4), torch.tensor([0, 2]))
-    with pytest.raises(ExportFailed, match=r"decides by a tensor's value.*use engine='ort'"):
+    with pytest.raises(ExportFailed, match=r"decides by a tensor's value.*use engine='ortmodule'"):
         made.step([batch], lr=0.1)
     made = stepper(Own(4, 3), nn.functional.cross_entropy)
-    with pytest.raises(ExportFailed, match=r"Doubled.* runs in Python.*use engine='ort'"):
+    with pytest.raises(ExportFailed, match=r"Doubled.* runs in Python.*use engine='ortmodule'"):
         made.step([batch], lr=0.1)
     hooked = nn.Linear(4, 3)
     hooked.weight.register_hook(lambda gradient: gradient * 2)

@@ -32,7 +32,7 @@ FROM_CACHE = "graph from the cache (saved "
 def ort() -> OrtModuleEngine:
     """Return the engine; skip with its reason where ORT cannot run."""
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
     return OrtModuleEngine()
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 def _wrap(ort: OrtModuleEngine, model: nn.Module, **settings: Any) -> nn.Module:
-    return ort.wrap(model, EngineSettings(**settings))
+    return ort.wrap(model, EngineSettings.of(**settings))
 
 
 def _net(p: float = 0.0, seed: int = 1) -> nn.Module:

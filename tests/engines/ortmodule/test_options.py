@@ -31,7 +31,7 @@ from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.export import Export
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
-from ortlab.engines.registry import engine
+from ortlab.engines.registry import engine, refusal
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 BATCH = (torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]), torch.tensor([0, 2]))
@@ -59,7 +59,7 @@ class Net(nn.Module):
 def _needs_ort() -> None:
     """Skip with the reason where ORT cannot run."""
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
 
@@ -110,11 +110,15 @@ def test_what_trains_on_a_gpu_may_have_any_precision(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for precision in ("tf32", "fp16"):
         for settings in (
-            EngineSettings(precision=precision, kernels="ort", memory_level=1),
-            FinetuneSettings(precision=precision, device="cuda"),
+            EngineSettings.of(
+                engine="ortmodule", precision=precision, kernels="ort", memory_level=1
+            ),
+            FinetuneSettings.of(engine="ortmodule", precision=precision, device="cuda"),
         ):
-            assert engine("ort").refuses(settings) is None
-        refused = engine("ort").refuses(FinetuneSettings(precision=precision, device="cpu"))
+            assert refusal(settings) is None
+        refused = refusal(
+            FinetuneSettings.of(engine="ortmodule", precision=precision, device="cpu")
+        )
         assert refused is not None
         assert refused.startswith(f"precision='{precision}'")
 
@@ -123,7 +127,7 @@ def test_what_trains_on_a_gpu_may_have_any_precision(monkeypatch: pytest.MonkeyP
 def test_tf32_is_an_option_of_orts_cuda_provider(precision: str) -> None:
     """The option is checked on its way to a session, because a CPU cannot create that session."""
     manager = trained(Net())[1].manager
-    options._set(manager, EngineSettings(precision=precision))
+    options._set(manager, EngineSettings.of(precision=precision))
     of_cpu = manager._get_session_config()
     names, provided = ["CUDAExecutionProvider", *of_cpu[1]], [{"device_id": "0"}, *of_cpu[2]]
     manager._get_session_config = lambda: (of_cpu[0], names, provided)
@@ -475,17 +479,17 @@ def test_what_has_no_effect_is_said(no_gpu: None, monkeypatch: pytest.MonkeyPatc
 
 def test_zero_is_off_where_ort_takes_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORTMODULE_USE_FLASH_ATTENTION", "0")
-    ortlab.wrap(Net())
+    ortlab.wrap(Net(), engine="ortmodule")
     monkeypatch.setenv("ORTMODULE_ATEN_SDPA_FALLBACK", "0")  # `if os.getenv(...)`
     with pytest.raises(ValueError, match="ORTMODULE_ATEN_SDPA_FALLBACK cannot be on"):
-        ortlab.wrap(Net())
+        ortlab.wrap(Net(), engine="ortmodule")
 
 
 @pytest.mark.parametrize("variable", options.REFUSED)
 def test_a_variable_that_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
     with pytest.raises(ValueError, match=f"{variable} cannot be on"):
-        ortlab.wrap(Net())
+        ortlab.wrap(Net(), engine="ortmodule")
 
 
 @pytest.mark.parametrize(
@@ -513,7 +517,7 @@ def test_a_variable_stands_where_nothing_is_chosen(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ORTMODULE_SKIPCHECK_POLICY", "SKIP_CHECK_DEVICE|SKIP_CHECK_BUILD_GRADIENT")
     for settings, opset in (({}, 15), ({"opset": 16}, 16)):
         wrapped, export = trained(Net(), **settings)
-        assert execution_of(wrapped).settings.skip_checks == "device,build_gradient"
+        assert execution_of(wrapped).settings.ortmodule.skip_checks == "device,build_gradient"
         assert export.manager._runtime_options.onnx_opset_version == opset
         assert exported(export).opset_import[0].version == opset
 
@@ -539,7 +543,7 @@ def test_a_variable_that_is_wrong(
 def test_a_variable_that_cannot_be_is_named(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORTMODULE_ENABLE_TUNING", "1")
     with pytest.raises(ValueError, match=r"tuning=True \(from ORTMODULE_ENABLE_TUNING\)"):
-        ortlab.wrap(Net())
+        ortlab.wrap(Net(), engine="ortmodule")
 
 
 def test_every_variable_of_orts_is_known() -> None:
@@ -589,10 +593,10 @@ def test_a_run_may_have_options_of_its_own() -> None:
     wrapped = ortlab.wrap(Net())
     wrapped(*BATCH).backward()
     batches = [{"ids": BATCH[0], "labels": BATCH[1]}] * 2
-    ortlab.finetune(wrapped, batches, opset=16, max_steps=2, schedule="constant").result()
+    ortlab.finetune(wrapped, batches, opset=16, max_steps=2, lr_scheduler_type="constant").result()
     execution = execution_of(wrapped)
     assert exported(execution.exports()[-1]).opset_import[0].version == 16
-    assert execution.settings.opset == 17
+    assert execution.settings.ortmodule.opset == 17
     before = len(execution.exports())
     wrapped(*BATCH).backward()
     assert len(execution.exports()) == before
@@ -621,7 +625,7 @@ def test_orts_json_form(tmp_path: Path) -> None:
         )
     )  # fmt: skip
     settings = EngineSettings.of(options.from_json(str(file)))
-    expected = EngineSettings(
+    expected = EngineSettings.of(
         cast_propagation="none", cast_level=2, cast_ops="Relu,Tanh", external_allocator=False,
         shape_inference=False, skip_checks="device", log_level="info", opset=15,
         save_onnx=str(tmp_path / "net"), memory_efficient_gradient=True,

@@ -31,7 +31,7 @@ BATCH = {"input_ids": IDS, "labels": torch.tensor([0, 1, 1])}
 def ready() -> None:
     """Skip with the reason where ORT or the kernels are not available."""
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
     if (reason := kernels.unavailable()) is not None:
@@ -150,7 +150,7 @@ def test_a_run_tells_what_it_keeps_for_a_return() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     wrapper = ortlab.wrap(model, cache=False)
     lines: list[list[str]] = []
-    changes = iter([{"precision": "bf16"}, {"engine": "eager"}, {"engine": "ort"}])
+    changes = iter([{"precision": "bf16"}, {"engine": "eager"}, {"engine": "ortmodule"}])
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Apply the next change in each step, and record the run's status before it."""
@@ -164,12 +164,12 @@ def test_a_run_tells_what_it_keeps_for_a_return() -> None:
         return nn.functional.cross_entropy(output, target)
 
     started = [""]
-    run = ortlab.finetune(wrapper, data, loss=loss, batch_size=8, engine="ort", cache=False)
+    run = ortlab.finetune(wrapper, data, loss=loss, batch_size=8, engine="ortmodule", cache=False)
     started[0] = run.name
     run.result(timeout=HANGS_S)
     told = [re.sub(r"[\d.]+ KiB", "N KiB", each) for found in lines for each in found]
-    assert "cached for earlier settings: ort fp32 (N KiB)" in told
-    assert "cached for earlier settings: ort fp32 (N KiB), ort bf16 (N KiB)" in told
+    assert "cached for earlier settings: ortmodule fp32 (N KiB)" in told
+    assert "cached for earlier settings: ortmodule fp32 (N KiB), ortmodule bf16 (N KiB)" in told
     assert not [line for line in run.status().lines if "cached for earlier settings" in line]
     assert not any(each.is_open for each in execution_of(wrapper).exports())
 

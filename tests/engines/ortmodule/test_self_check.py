@@ -351,11 +351,11 @@ def test_an_error_is_rounding_where_eager_torch_has_one_like_it(
 ) -> None:
     """An error counts as rounding if eager torch has a similar one against double precision."""
     exact, seen = _observed(), {}
-    for name, off in (("eager", theirs), ("ort", ours)):
+    for name, off in (("eager", theirs), ("ortmodule", ours)):
         bias = exact.gradients["bias"] * (1 + off)
         seen[name] = _observed(gradients={**exact.gradients, "bias": bias})
     doubled = self_check._in_double(exact)
-    assert is_rounding(seen["eager"], seen["ort"], doubled) is rounding
+    assert is_rounding(seen["eager"], seen["ortmodule"], doubled) is rounding
 
 
 def _wide(activation: nn.Module, hidden: int = 2048) -> tuple[nn.Sequential, torch.Tensor]:

@@ -54,7 +54,7 @@ def data(count: int) -> Iterator[Batch]:
 
 def stepper_for(model: nn.Module, name: str = "eager", **values: Any) -> Any:
     chosen = {"engine": name, "optimizer": "lamb", "weight_decay": DECAY, "device": "cpu", **values}
-    return engine(name).prepare(model, functional.cross_entropy, FinetuneSettings(**chosen))
+    return engine(name).prepare(model, functional.cross_entropy, FinetuneSettings.of(**chosen))
 
 
 def by_hand(model: nn.Module, steps: list[Batch], clip: float) -> list[float]:
@@ -112,7 +112,7 @@ def test_fifty_steps_are_those_of_the_paper() -> None:
     steps = list(data(50))
     model, twin = Net(), Net().double()
     assert float(model.inner.weight.detach().norm()) > 10
-    stepper = stepper_for(model, clip_norm=0.5)
+    stepper = stepper_for(model, max_grad_norm=0.5)
     losses = [float(stepper.step([batch], lr=LR).loss) for batch in steps]
     assert losses == pytest.approx(by_hand(twin, steps, clip=0.5), rel=TOLERANCE)
     assert losses[-1] < losses[0]
@@ -122,7 +122,7 @@ def test_fifty_steps_are_those_of_the_paper() -> None:
     assert torch.equal(model.unused.weight, Net().unused.weight)
 
 
-@pytest.mark.parametrize("name", ["compile", "ort"])
+@pytest.mark.parametrize("name", ["compile", "ortmodule"])
 def test_every_engine_has_it(name: str) -> None:
     try:
         engine(name)
@@ -220,7 +220,7 @@ def test_decay_is_adopted() -> None:
     stepper = stepper_for(model, weight_decay=0.0)
     stepper.step([batch], lr=LR)
     twin = copy.deepcopy(model)
-    stepper.adopt(FinetuneSettings(optimizer="lamb", weight_decay=100.0, device="cpu"))
+    stepper.adopt(FinetuneSettings.of(optimizer="lamb", weight_decay=100.0, device="cpu"))
     before = model.inner.weight.detach().clone()
     stepper.step([more], lr=LR)
     # The rest of the update is decay, whose trust ratio is that of x and 100 x.

@@ -15,6 +15,7 @@ import ortlab
 from ortlab.engines.ortmodule import compat, graph_cache
 from ortlab.notebook.magics import completion
 from ortlab.session import session
+from ortlab.settings import FinetuneSettings
 from tests.support.past_runs import kept
 from tests.support.typed_magics import Typist
 from tests.support.waiting import until
@@ -25,20 +26,23 @@ needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(comp
 @needs_ort
 def test_a_cell_s_model_is_wrapped_in_ort_and_listed(ip: Typist) -> None:
     out = ip("%%ort\nmodel = Net()\ncriterion = nn.CrossEntropyLoss()")
-    assert out == "model runs on engine 'ort'\n"
+    assert out == (
+        "model runs on engine 'ortmodule'\nengine auto: ortmodule runs here with these settings\n"
+    )
     ip("x, y = batches()[0]\ncriterion(model(x), y).backward()")
     out = ip("%ort")
     row = out.splitlines()[3].split()
-    assert row[:6] == ["model", "ort", "ort", "cpu", "float32", "58"]
+    assert row[:6] == ["model", "auto", "ortmodule", "cpu", "float32", "58"]
     *times, fallback = row[6:]
     export, check = (float(value) for value in times[::2])
     assert export > 0
     assert check > 0
     assert set(times[1::2]) <= {"s", "ms"}
     assert fallback == "-"
-    assert out.splitlines()[4] == (
-        "not wrapped: criterion (has no parameter that requires a gradient)"
-    )
+    assert out.splitlines()[4:] == [
+        "model: engine auto: ortmodule runs here with these settings",
+        "not wrapped: criterion (has no parameter that requires a gradient)",
+    ]
     ip("%ort unwrap model")
     assert type(ip["model"]) is ip["Net"]
     assert "no model is wrapped" in ip("%ort")
@@ -171,7 +175,7 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
         ),
         (
             "%%ort --engine orc\nbound = Net()",
-            "choose from eager, compile, ort, offload; did you mean 'ort'?",
+            "choose from auto, eager, compile, ortmodule, ort_fused; did you mean 'ortmodule'?",
         ),
         ("%%ort --self-check maybe\nbound = Net()", "--self-check takes on or off, not 'maybe'"),
         ("%%ort 'net\nbound = Net()", '%ort: No closing quotation in "\'net"'),
@@ -191,12 +195,15 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
             "%ort finetune net dat",
             "nothing is called 'dat': choose from data, empty; did you mean 'data'?",
         ),
-        ("%ort finetune net data --eval-data dat", "did you mean 'data'?"),
+        ("%ort finetune net data --eval-dataset dat", "did you mean 'data'?"),
         ("%ort finetune net data more", "does not know what to do with 'more'"),
-        ("%ort finetune net data --epoch 3", "did you mean '--epochs'?"),
-        ("%ort finetune net data --epochs some", "--epochs takes a whole number, not 'some'"),
-        ("%ort finetune net data --epochs 0", "epochs=0 must be at least 1"),
-        ("%ort finetune net data --lr -1", "lr=-1.0 must be above 0"),
+        ("%ort finetune net data --epoch 3", "did you mean '--num-train-epochs'?"),
+        (
+            "%ort finetune net data --epochs some",
+            "--num-train-epochs takes a whole number, not 'some'",
+        ),
+        ("%ort finetune net data --epochs 0", "num_train_epochs=0 must be at least 1"),
+        ("%ort finetune net data --lr -1", "learning_rate=-1.0 must be above 0"),
         ("%ort finetune net data --loss mes", "did you mean 'mse'?"),
         ("%ort finetune data net", "data is a list, not a torch.nn.Module"),
         ("%ort finetune net empty --engine eager", "no"),
@@ -244,7 +251,13 @@ def test_help_for_everything(ip: Typist) -> None:
     page = ip("%ort finetune --help")
     assert "--batch-size N" in page
     assert "micro-batch size; default 16 samples" in page
-    assert "<adamw|sgd|lamb>" in page
+    assert "--learning-rate N, --lr N" in page
+    assert "--accumulation" not in page, "a former name is accepted and not shown"
+    assert "<adamw|sgd|lamb>" not in page, "few people set it"
+    assert len(page.splitlines()) <= 40, "it fits a screen"
+    everything = ip("%ort finetune --help-all")
+    assert "<adamw|sgd|lamb>" in everything
+    assert all(each.flag in everything for each in FinetuneSettings.declarations().values())
     assert "--engine" in ip("%%ort --help\nmodel = Net()")
     assert "model" not in ip.shell.user_ns
     assert "--engine" in ip("%%ort --help")
@@ -253,7 +266,7 @@ def test_help_for_everything(ip: Typist) -> None:
 def test_finetune_returns_at_once_and_is_awaited(ip: Typist) -> None:
     ip("net = Net(); data = batches()\nbefore = net.head.weight.detach().clone()")
     out = ip(
-        "run = %ort finetune net data --eval-data data --loss cross_entropy --engine eager "
+        "run = %ort finetune net data --eval-dataset data --loss cross_entropy --engine eager "
         "--lr 0.01"
     )
     assert "Out[" not in out
@@ -303,7 +316,7 @@ def test_finetune_goes_on_from_a_checkpoint(ip: Typist, tmp_path: Path) -> None:
     assert ip["path"] == path
     assert "final.safetensors" in ip("%ort checkpoint")
     ip(f"again = %ort finetune net data --resume-from '{path}' --epochs 3\nawait again")
-    assert ip["again"].settings == run.settings.replace(epochs=3)
+    assert ip["again"].settings == run.settings.replace(num_train_epochs=3)
     assert ip["again"].step == run.step / 2 * 3
     text = tmp_path / "text"
     text.write_text("nothing")
@@ -315,7 +328,7 @@ def test_finetune_in_ort_from_a_wrapped_and_from_a_raw_model(ip: Typist) -> None
     ip("raw = Net(); data = batches()\nbefore = raw.head.weight.detach().clone()")
     for name in ("wrapped", "raw"):
         ip(f"run = %ort finetune {name} data --loss cross_entropy --lr 0.1\nresult = await run")
-        assert (ip["run"].engine_asked, ip["run"].engine_used) == ("ort", "ort")
+        assert (ip["run"].engine_asked, ip["run"].engine_used) == ("ortmodule", "ortmodule")
         assert ip["result"].steps == 4
     assert type(ip["raw"]) is ip["Net"]
     assert not ip["torch"].equal(ip["before"], ip["raw"].head.weight)
@@ -325,7 +338,7 @@ def test_a_loss_of_the_user_s_may_be_called_off(ip: Typist) -> None:
     ip("net = Net(); data = batches()")
     typed = "run = %ort finetune net data --loss off --engine eager\nresult = await run"
     ip(f"def off(output, target):\n    return (output - 1).square().mean()\n\n{typed}")
-    assert ip["run"].settings.loss == "off"
+    assert ip["run"].settings.optim.loss == "off"
     ip("off = 3")  # not a function: the model's own loss is used, and it has none
     assert "does not fit forward" in ip.run(typed)[1]
 
@@ -334,7 +347,7 @@ def test_the_user_s_own_loss(ip: Typist) -> None:
     ip("def mine(output, target):\n    return (output - 1).square().mean()")
     ip("net = Net(); data = batches()")
     ip("run = %ort finetune net data --loss mine --engine eager\nresult = await run")
-    assert ip["run"].settings.loss == "mine"
+    assert ip["run"].settings.optim.loss == "mine"
 
 
 SLOW = """
@@ -412,7 +425,7 @@ def test_tab_completes_commands_options_choices_and_names(ip: Typist) -> None:
     assert set(ip.completions("%ort ")) >= {"wrap", "unwrap", "finetune", "device", "doctor"}
     assert ip.completions("%ort finetune mod") == ["model", "model_b", "module_loss"]
     assert ip.completions("run = %ort finetune model train") == ["train_data"]
-    assert ip.completions("%ort finetune model train_data --eval-data va") == ["valid_data"]
+    assert ip.completions("%ort finetune model train_data --eval-dataset va") == ["valid_data"]
     assert ip.completions("%ort finetune --ba") == ["--batch-size"]
     assert ip.completions("%ort finetune model train_data --optimizer ") == ["adamw", "lamb", "sgd"]
     assert ip.completions("%ort finetune model train_data --loss m") == [
@@ -683,7 +696,7 @@ def test_the_history_is_listed_as_it_is_asked_for(ip: Typist, history: Path) -> 
     assert first("%ort runs --sort loss --reverse --limit 2 --state finished --engine eager") == [
         *("run-3", "run-1"),
     ]
-    assert "no run has engine 'ort'" in ip("%ort runs --engine ort")
+    assert "no run has engine 'ortmodule'" in ip("%ort runs --engine ortmodule")
     assert "did you mean 'loss'" in ip.refused("%ort runs --sort los")
     ip("import ortlab; p = ortlab.open_run(2); p.note('seen')")
     ip("found = %ort runs")
@@ -698,7 +711,7 @@ def test_the_history_is_listed_as_it_is_asked_for(ip: Typist, history: Path) -> 
 def test_runs_are_compared_by_name_number_and_variable(ip: Typist, history: Path) -> None:
     ip("import ortlab; p = ortlab.open_run(2)")
     told = ip("%ort compare 1 run-3 p")
-    assert re.search(r"settings +lr +0.5 +0.75 +0.25\n", told)
+    assert re.search(r"settings +learning_rate +0.5 +0.75 +0.25\n", told)
     assert re.search(r"Loss +run-3 [▁-█]+ +1.5 → 0.75\n", told)
     assert "no run is called 'run-4'" in ip.refused("%ort compare 1 4")
     assert "choose 2 to 8" in ip.refused("%ort compare 1")

@@ -79,7 +79,7 @@ def test_weights_are_not_told() -> None:
     sizes = []
     for width in (8, 512):
         model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 4))
-        wrapped = ortlab.wrap(model, engine="ort", cache=False)
+        wrapped = ortlab.wrap(model, engine="ortmodule", cache=False)
         wrapped(torch.randn(2, 16)).sum().backward()
         view = graph_view.GraphView(ortlab.graphs(wrapped))
         view.tell()
@@ -235,7 +235,7 @@ def test_a_module_that_is_called_again_closes_a_circle() -> None:
 def test_a_saved_notebook_has_the_picture_and_the_outline(tmp_path: Path) -> None:
     model = (
         "%load_ext ortlab\nimport ortlab, torch\nfrom torch import nn\n"
-        "model = ortlab.wrap(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), engine='ort')\n"
+        "model = ortlab.wrap(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), engine='ortmodule')\n"
         "model(torch.ones(2, 3)).sum().backward()"
     )
     book = execute(
@@ -284,7 +284,7 @@ class Listed(nn.Module):
 def test_names_of_parameters_and_modules_stay_text() -> None:
     if (reason := kernels.unavailable()) is not None:
         pytest.skip(reason)
-    model, batch = ortlab.wrap(Listed(), engine="ort", kernels="torch"), torch.ones(4, 8)
+    model, batch = ortlab.wrap(Listed(), engine="ortmodule", kernels="torch"), torch.ones(4, 8)
     model(batch).sum().backward()
     graphs, plans = ortlab.graphs(model), ortlab.recompute_plans(model, batch)
     stills = [

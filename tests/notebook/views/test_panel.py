@@ -50,7 +50,7 @@ def data() -> Iterator[Gated]:
 def run(data: Gated) -> Iterator[Run]:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     run = ortlab.finetune(
-        model, data, loss="cross_entropy", engine="eager", device="cpu", epochs=10_000_000
+        model, data, loss="cross_entropy", engine="eager", device="cpu", num_train_epochs=10_000_000
     )
     yield run
     run.stop()
@@ -93,14 +93,20 @@ class Page:
 
 def test_an_edit_shows_its_cost_before_it_is_applied(run: Run) -> None:
     page = Page(Panel(run))
-    assert page.controls["lr"]["held"] == "5e-05"
-    assert page.controls["lr"]["costs"] == ["free"]
-    page.send("edit", lr="0.5", precision="bf16")
-    assert page.standing["pending"] == ["precision=bf16 (was fp32)", "lr=0.5 (was 5e-05)"]
+    assert page.controls["learning_rate"]["held"] == "5e-05"
+    assert page.controls["learning_rate"]["costs"] == ["free"]
+    page.send("edit", learning_rate="0.5", precision="bf16")
+    assert page.standing["pending"] == [
+        "precision=bf16 (was fp32)",
+        "learning_rate=0.5 (was 5e-05)",
+    ]
     assert page.standing["cost"].startswith("rebuild: ")
-    assert page.standing["line"] == "run.apply(precision='bf16', lr=0.5)"
-    assert page.standing["memory"] == "no prediction: engine 'ort' has made no graph of the model"
-    assert run.current_settings.lr == 5e-5
+    assert page.standing["line"] == "run.apply(precision='bf16', learning_rate=0.5)"
+    assert (
+        page.standing["memory"]
+        == "no prediction: engine 'ortmodule' has made no graph of the model"
+    )
+    assert run.current_settings.optim.learning_rate == 5e-5
     page.send("edit")
     assert not page.standing["pending"]
     assert page.hear() == {}, "nothing new is nothing to send"
@@ -108,17 +114,17 @@ def test_an_edit_shows_its_cost_before_it_is_applied(run: Run) -> None:
 
 def test_what_is_applied_holds_and_its_cost_is_told(run: Run, data: Gated) -> None:
     page = Page(Panel(run))
-    page.send("apply", lr="0.5")
+    page.send("apply", learning_rate="0.5")
     assert page.standing["result"][0] == "asked"
     assert page.standing["busy"]
     data.open.set()
     told = page.wait("done")
     assert told.startswith("applied after step ")
-    assert told.endswith(", at no cost: lr=0.5 (was 5e-05)")
-    assert run.current_settings.lr == 0.5
-    assert page.controls["lr"]["held"] == "0.5"
+    assert told.endswith(", at no cost: learning_rate=0.5 (was 5e-05)")
+    assert run.current_settings.optim.learning_rate == 0.5
+    assert page.controls["learning_rate"]["held"] == "0.5"
     assert not page.standing["edits"]
-    assert page.standing["undo"] == "lr=5e-05 (was 0.5)"
+    assert page.standing["undo"] == "learning_rate=5e-05 (was 0.5)"
 
 
 def test_the_switch_moves_a_run_into_a_process_of_its_own(run: Run, data: Gated) -> None:
@@ -132,7 +138,7 @@ def test_the_switch_moves_a_run_into_a_process_of_its_own(run: Run, data: Gated)
     data.open.set()
     page.send("apply", isolated="on")
     try:
-        until(lambda: run.current_settings.isolated)
+        until(lambda: run.current_settings.parallel.isolated)
         assert page.wait("done").endswith(": isolated=True (was False)")
         assert page.controls["isolated"]["held"] == "on"
         assert session.workers is not None
@@ -149,12 +155,12 @@ def test_undo_goes_back_one_change_at_a_time(run: Run, data: Gated) -> None:
     data.open.set()
     page = Page(Panel(run))
     for lr in ("0.5", "0.25"):
-        page.send("apply", lr=lr)
+        page.send("apply", learning_rate=lr)
         page.wait("done")
     for lr in (0.5, 5e-5):
         page.send("undo")
         page.wait("done")
-        assert run.current_settings.lr == lr
+        assert run.current_settings.optim.learning_rate == lr
     assert page.standing["undo"] == ""
     with pytest.raises(ValueError, match="nothing to undo"):
         run.undo()
@@ -162,23 +168,23 @@ def test_undo_goes_back_one_change_at_a_time(run: Run, data: Gated) -> None:
 
 def test_what_was_edited_meanwhile_stays_an_edit(run: Run, data: Gated) -> None:
     page = Page(Panel(run))
-    page.send("apply", lr="0.5")
-    page.send("edit", lr="0.5", clip_norm="2")
+    page.send("apply", learning_rate="0.5")
+    page.send("edit", learning_rate="0.5", max_grad_norm="2")
     data.open.set()
     page.wait("done")
-    assert page.standing["edits"] == {"clip_norm": "2"}
-    assert page.standing["pending"] == ["clip_norm=2 (was 1)"]
+    assert page.standing["edits"] == {"max_grad_norm": "2"}
+    assert page.standing["pending"] == ["max_grad_norm=2 (was 1)"]
 
 
 def test_what_cannot_be_read_or_had_says_why_and_changes_nothing(run: Run) -> None:
     page = Page(Panel(run))
-    page.send("edit", lr="fast", clip_norm="-1", eval_every="")
+    page.send("edit", learning_rate="fast", max_grad_norm="-1", eval_steps="")
     assert page.standing["wrong"] == {
-        "lr": "--lr takes a number, not 'fast'",
-        "clip_norm": "clip_norm=-1.0 must be above 0",
+        "learning_rate": "--learning-rate takes a number, not 'fast'",
+        "max_grad_norm": "max_grad_norm=-1.0 must be above 0",
     }
-    page.send("apply", lr="fast")
-    assert page.wait("refused") == "--lr takes a number, not 'fast'"
+    page.send("apply", learning_rate="fast")
+    assert page.wait("refused") == "--learning-rate takes a number, not 'fast'"
     page.send("edit", zero_stage="1")
     assert page.standing["blocked"].startswith("zero_stage=1 needs at least 2 workers")
     assert page.standing["cost"] == ""
@@ -201,7 +207,12 @@ class NoAutocast(nn.Linear):
 def test_a_change_that_fails_says_why_and_can_be_edited_on(data: Gated) -> None:
     data.open.set()
     run = ortlab.finetune(
-        NoAutocast(8, 4), data, loss="cross_entropy", engine="eager", device="cpu", epochs=10**7
+        NoAutocast(8, 4),
+        data,
+        loss="cross_entropy",
+        engine="eager",
+        device="cpu",
+        num_train_epochs=10**7,
     )
     try:
         page = Page(Panel(run))
@@ -224,14 +235,14 @@ def test_a_checkpoint_is_kept_and_its_file_told(run: Run, data: Gated) -> None:
 
 def test_a_run_that_is_over_takes_nothing(run: Run, data: Gated) -> None:
     page = Page(Panel(run))
-    page.send("apply", lr="0.5")
+    page.send("apply", learning_rate="0.5")
     run.stop()
     data.open.set()
     assert run.wait_over(20)
     page.hear()
     assert page.standing["over"]
     assert page.standing["result"][0] in ("done", "refused"), "the last step may have taken it"
-    page.send("apply", lr="0.1")
+    page.send("apply", learning_rate="0.1")
     assert "is over (stopped)" in page.wait("refused")
 
 
@@ -252,7 +263,7 @@ def test_memory_is_predicted_from_the_plan_of_a_wrapped_model(wrapped: nn.Module
     page.send("edit", batch_size="4096")
     now, then = (panels.memory(plan.peak_bytes(batch=size)) for size in (16, 4096))
     assert page.standing["memory"] == f"{now} → {then} at the peak of a step"
-    page.send("edit", lr="0.1")
+    page.send("edit", learning_rate="0.1")
     assert page.standing["memory"] == f"{now} at the peak of a step, unchanged"
     page.send("edit", workers="4", zero_stage="1", batch_size="4096")
     of_rank = plan.peak_bytes_of_rank(4, zero_stage=1, batch=1024)
@@ -341,8 +352,9 @@ def test_memory_of_a_return_is_read_from_the_graph_that_waits() -> None:
 def test_memory_of_a_run_is_that_of_its_own_batches(data: Gated, wrapped: nn.Module) -> None:
     data.open.set()
     run = ortlab.finetune(
-        wrapped, data, loss="cross_entropy", batch_size=8, accumulation=2, device="cpu",
-        epochs=10**7,
+        wrapped, data, loss="cross_entropy", batch_size=8, gradient_accumulation_steps=2,
+        device="cpu",
+        num_train_epochs=10**7,
     )  # fmt: skip
     try:
         while run.step < 1:
@@ -374,13 +386,13 @@ def test_a_models_panel_starts_a_run_with_what_was_edited(data: Gated) -> None:
     edits = {"loss": "cross_entropy", "engine": "eager", "max_steps": "3", "device": "cpu"}
     page.send("edit", **edits)
     assert page.standing["line"] == (
-        "%ort finetune net train --engine eager --loss cross_entropy --max-steps 3 --device cpu"
+        "%ort finetune net train --engine eager --max-steps 3 --loss cross_entropy --device cpu"
     )
     assert page.controls["batch_size"]["reason"] == ""
     page.send("start", **edits)
     assert page.wait("done") == f"{started[0].name} started"
     assert started[0].result(20).steps == 3
-    assert started[0].settings.engine == "eager"
+    assert started[0].settings.model.engine == "eager"
 
 
 def test_a_loop_of_the_users_own_has_no_panel() -> None:
@@ -395,13 +407,13 @@ def test_text_says_values_costs_reasons_and_what_to_type(run: Run) -> None:
     text = repr(Panel(run).table())
     rows = rows_of(text)
     assert list(rows)[:3] == ["setting", "engine", "precision"]
-    assert "free" in rows["lr"]
-    assert "5e-05" in rows["lr"]
+    assert "free" in rows["learning_rate"]
+    assert "5e-05" in rows["learning_rate"]
     assert "precision='tf32' is for CUDA devices" in rows["precision"]
     assert "free" in rows["batch_size"]
     assert "loss" in rows, "what differs from its default is shown, too"
     assert "seed" not in rows
-    assert "run.apply(lr=1e-4), or %ort apply --lr 1e-4" in text
+    assert "run.apply(learning_rate=1e-4), or %ort apply --lr 1e-4" in text
 
 
 Types = Callable[[str], str]
@@ -429,11 +441,11 @@ def types(capsys: pytest.CaptureFixture[str]) -> Iterator[Types]:
 def test_magics_show_apply_and_undo(types: Types, run: Run, data: Gated) -> None:
     shell: Any = types.shell  # type: ignore[attr-defined]
     shell.user_ns |= {"r": run, "net": nn.Linear(8, 4), "train": data}
-    assert "run.apply(lr=1e-4)" in types("%ort panel")
-    assert "run.apply(lr=1e-4)" in types(f"%ort panel {run.name}")
+    assert "run.apply(learning_rate=1e-4)" in types("%ort panel")
+    assert "run.apply(learning_rate=1e-4)" in types(f"%ort panel {run.name}")
     assert "%ort finetune net train --lr 1e-4" in types("%ort panel net train")
     assert "name a setting, as in %ort apply --lr 1e-4" in types("%ort apply")
-    assert "changes lr after the step in flight" in types("%ort apply r --lr 0.5")
+    assert "changes learning_rate after the step in flight" in types("%ort apply r --lr 0.5")
     data.open.set()
     page = Page(Panel(run))
     while not run.earlier_settings:
@@ -441,18 +453,18 @@ def test_magics_show_apply_and_undo(types: Types, run: Run, data: Gated) -> None
     assert "reverts its last change" in types("%ort undo r")
     while run.earlier_settings:
         assert not run.wait_over(0.01)
-    assert run.current_settings.lr == 5e-5
+    assert run.current_settings.optim.learning_rate == 5e-5
     assert "nothing to undo" in types("%ort undo")
     assert "optimizer='sgd' cannot be applied to a run" in types("%ort apply --optimizer sgd")
     assert "changes batch_size after the step in flight" in types("%ort apply --batch-size 3")
-    while run.current_settings.batch_size != 3:
+    while run.current_settings.data.batch_size != 3:
         assert not run.wait_over(0.01)
     page.hear()
 
 
 def test_a_model_in_training_has_its_runs_panel(types: Types, run: Run) -> None:
     types.shell.user_ns["net"] = run.model  # type: ignore[attr-defined]
-    assert "run.apply(lr=1e-4)" in types("%ort panel net")
+    assert "run.apply(learning_rate=1e-4)" in types("%ort panel net")
 
 
 def test_names_are_completed(types: Types, run: Run) -> None:

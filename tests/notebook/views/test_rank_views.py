@@ -31,12 +31,12 @@ class OnRanks:
 
     def __init__(self, workers: int = 2) -> None:
         self.recorder = Recorder()
-        self.current_settings = FinetuneSettings(workers=workers, zero_stage=1)
+        self.current_settings = FinetuneSettings.of(workers=workers, zero_stage=1)
         self.step = 0
         self.ended = True
 
     def advance(self, steps: int, *, wait_ms: float = 2.0, loss: float | None = None) -> OnRanks:
-        workers = self.current_settings.workers
+        workers = self.current_settings.parallel.workers
         for _ in range(steps):
             self.step += 1
             step_ms = 12.0 + wait_ms
@@ -112,7 +112,7 @@ def test_a_message_has_a_row_a_rank(run: OnRanks) -> None:
 
 
 def test_what_is_not_known_is_null(run: OnRanks) -> None:
-    run.current_settings = FinetuneSettings(workers=2)
+    run.current_settings = FinetuneSettings.of(workers=2)
     for rank in (0, 1):
         run.recorder.rank(rank).add(Sample(step=1, step_ms=3.0))
     run.recorder.add(Sample(step=1))
@@ -123,9 +123,9 @@ def test_what_is_not_known_is_null(run: OnRanks) -> None:
 
 def test_lines_of_all_ranks_have_one_scale_and_gaps(run: OnRanks) -> None:
     run.advance(1, loss=1.0).advance(1, loss=2.0)
-    run.current_settings = FinetuneSettings(workers=1)
+    run.current_settings = FinetuneSettings.of(workers=1)
     run.advance(1)
-    run.current_settings = FinetuneSettings(workers=2)
+    run.current_settings = FinetuneSettings.of(workers=2)
     run.advance(1, loss=3.0, wait_ms=16.0)
     first, second = RankFeed(run).news()["ranks"]
     assert heights(first[12]) == [1, 86, 0, 170]
@@ -135,10 +135,10 @@ def test_lines_of_all_ranks_have_one_scale_and_gaps(run: OnRanks) -> None:
 
 def test_nothing_comes_without_ranks_or_news_or_too_soon(run: OnRanks, clock: list[float]) -> None:
     feed = RankFeed(run)
-    run.current_settings = FinetuneSettings(workers=1)
+    run.current_settings = FinetuneSettings.of(workers=1)
     run.advance(3)
     assert feed.news() == feed.news(now=True) == {}
-    run.current_settings = FinetuneSettings(workers=2)
+    run.current_settings = FinetuneSettings.of(workers=2)
     run.advance(3)
     assert set(feed.news()) == {"ranks", "rank_notes"}
     run.advance(3)
@@ -202,7 +202,7 @@ def test_a_run_that_moved_to_one_process_keeps_them(run: OnRanks) -> None:
     feed = RankFeed(run)
     assert [row[2] for row in feed.news()["ranks"]] == [1, 1]
     run.earlier_settings = [run.current_settings]  # type: ignore[attr-defined]
-    run.current_settings = FinetuneSettings(workers=1)
+    run.current_settings = FinetuneSettings.of(workers=1)
     run.advance(5)
     news = feed.news(now=True)
     assert [row[2] for row in news["ranks"]] == [0, 0]

@@ -36,7 +36,7 @@ def _python() -> Finding:
         "Python",
         False,
         f"Python {version}, but onnxruntime-training {ORT_VERSION} has wheels up to Python 3.11",
-        f"For engine='ort' create an environment with Python 3.11; {OTHER_ENGINES}",
+        f"For engine='ortmodule' create an environment with Python 3.11; {OTHER_ENGINES}",
         required=True,
     )
 
@@ -49,7 +49,7 @@ def _platform() -> Finding:
         "platform",
         False,
         f"{found}, but onnxruntime-training {ORT_VERSION} has wheels for Linux x86-64 only",
-        f"For engine='ort' use Linux x86-64 (WSL or a container works); {OTHER_ENGINES}",
+        f"For engine='ortmodule' use Linux x86-64 (WSL or a container works); {OTHER_ENGINES}",
         required=True,
     )
 
@@ -79,7 +79,8 @@ def _rocm() -> Finding:
         name,
         False,
         f"torch is built for ROCm {rocm}, but PyPI has no wheel of onnxruntime-training for ROCm",
-        f"{OTHER_ENGINES}, also on its GPU; for engine='ort' install torch for the CPU or for CUDA",
+        f"{OTHER_ENGINES}, also on its GPU; for engine='ortmodule' install torch for the CPU or "
+        "for CUDA",
         required=True,
     )
 
@@ -169,7 +170,8 @@ def _python_headers() -> Finding:
     return Finding(
         "Python headers",
         False,
-        f"{header} is missing: engine='compile' needs it, and 'ort' for torch.autograd.Functions",
+        f"{header} is missing: engine='compile' needs it, and 'ortmodule' for "
+        "torch.autograd.Functions",
         extensions.HEADERS_FIX,
     )
 

@@ -302,7 +302,7 @@ def table() -> Table[tuple[str, Timing]]:
         Column("used", lambda row: "ortlab" if row[1].torch_us < row[1].ort_us else "ORT"),
     ]
     found = sorted(_read().items(), key=lambda row: -row[1].ort_us)
-    empty = "nothing was measured yet: train a model in engine 'ort' first"
+    empty = "nothing was measured yet: train a model in engine 'ortmodule' first"
     threads = f"{torch.get_num_threads()} threads; each call follows a torch call, as in a graph"
     return Table(
         found, columns, notes=[f"{threads}; cached in {path()}"] if found else (), empty=empty

@@ -1,9 +1,9 @@
 // The settings as controls, created from the kernel's description; only the kernel validates them.
 //
 // The kernel updates two traits:
-//   controls  [{name, help, unit, front, number, optional, held, value, choices: [[text, reason]],
+//   controls  [{name, help, unit, topic, front, number, optional, held, value, choices: [[text, reason]],
 //             reason, costs}, ...]; an empty reason means available; without choices, any text is possible
-//   standing  {title, state, over, startable, serial, edits, wrong, blocked, pending, cost, memory,
+//   standing  {title, state, over, startable, serial, edits, wrong, blocked, pending, cost, engine, memory,
 //             undo, line, result: [kind, text], busy}: state of the edits
 // and receives {do: "edit" | "apply" | "start", edits: {name: text}, serial}, {do: "undo"},
 // {do: "checkpoint"} and {do: "open"}. The serial number relates an answer to its edits.
@@ -146,10 +146,18 @@ export class Form {
       const root = make("div", "ortlab-panel-row", {}, label, place, cost, notes);
       row = { id, root, cost, place, notes, shape: null };
       this.rows.set(control.name, row);
-      (control.front ? this.front : this.others).append(root);
+      if (control.front) this.front.append(root);
+      else this.#file(root, control.topic);
     }
     row.control = control;
     if (row.shape !== shape) this.#input(row, shape);
+  }
+
+  /** Appends a row to the collapsed settings, below the name of its topic. */
+  #file(root, topic) {
+    if (topic !== this.topic) this.others.append(make("div", "ortlab-panel-topic", {}, topic));
+    this.topic = topic;
+    this.others.append(root);
   }
 
   #input(row, shape) {
@@ -205,7 +213,7 @@ export class Form {
   }
 
   #drawPending() {
-    const { pending, cost, memory, blocked, over, line, title } = this.standing;
+    const { pending, cost, engine, memory, blocked, over, line, title } = this.standing;
     const lines = [];
     if (over) lines.push(["", `${title} has ended; no settings can be applied to it`]);
     else if (pending.length) {
@@ -213,6 +221,7 @@ export class Form {
       if (blocked) lines.push(["ortlab-panel-wrong", `not supported: ${blocked}`]);
       else if (cost) lines.push(["", cost]);
     }
+    if (engine && !blocked) lines.push(["", engine]);
     if (memory && !blocked) lines.push(["", `memory: ${memory}`]);
     if (line && !blocked) lines.push(["ortlab-panel-line", line]);
     const said = JSON.stringify(lines);

@@ -76,7 +76,7 @@ def test_it_is_eager_torchs(mask: str, given: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Attends(learned=mask == "learned", **given)
     twin = copy.deepcopy(model)
-    wrapped = ortlab.wrap(model, engine="ort", attention="fused", cache=False)
+    wrapped = ortlab.wrap(model, engine="ortmodule", attention="fused", cache=False)
     for batch, length in ((2, 5), (3, 9), (2, 5)):
         x, given_mask = torch.randn(batch, length, 24), _mask(mask, batch, length)
         _step(wrapped, x, given_mask)  # the check of a new shape draws random numbers, too
@@ -93,7 +93,7 @@ def test_passes_go_back_in_any_order() -> None:
     torch.manual_seed(0)
     model = Attends(dropout_p=0.5)
     twin = copy.deepcopy(model)
-    wrapped = ortlab.wrap(model, engine="ort", attention="fused", cache=False)
+    wrapped = ortlab.wrap(model, engine="ortmodule", attention="fused", cache=False)
     xs = [torch.randn(2, length, 24) for length in (4, 6, 4)]
     for x in xs:
         wrapped(x)
@@ -110,7 +110,7 @@ def test_passes_go_back_in_any_order() -> None:
 
 def test_what_is_held_goes_with_the_pass() -> None:
     model = Attends()
-    wrapped = ortlab.wrap(model, engine="ort", attention="fused", cache=False)
+    wrapped = ortlab.wrap(model, engine="ortmodule", attention="fused", cache=False)
     x = torch.randn(2, 4, 24)
     wrapped(x).sum().backward()
     gc.collect()
@@ -137,7 +137,7 @@ def test_what_is_held_goes_with_the_pass() -> None:
 )
 def test_what_attention_becomes(attention: str, kernels: str, expected: set[str]) -> None:
     wrapped = ortlab.wrap(
-        Attends(), engine="ort", attention=attention, kernels=kernels, cache=False
+        Attends(), engine="ortmodule", attention=attention, kernels=kernels, cache=False
     )
     wrapped(torch.randn(2, 4, 24))
     found = {name for name in _operators(wrapped) if name.endswith("::attention")}
@@ -145,7 +145,9 @@ def test_what_attention_becomes(attention: str, kernels: str, expected: set[str]
 
 
 def test_the_check_leaves_dropout_out() -> None:
-    wrapped = ortlab.wrap(Attends(dropout_p=0.9), engine="ort", attention="fused", cache=False)
+    wrapped = ortlab.wrap(
+        Attends(dropout_p=0.9), engine="ortmodule", attention="fused", cache=False
+    )
     wrapped(torch.randn(2, 4, 24))
     (note,) = execution_of(wrapped).report().notes
     assert note.startswith("checked on [2, 4, 24]: 1 outputs within")

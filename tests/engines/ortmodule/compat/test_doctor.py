@@ -217,7 +217,7 @@ def test_wrapping_refuses_on_rocm(
 ) -> None:
     monkeypatch.setattr(extensions, "_torch_version_file", lambda: ROCM)
     with pytest.raises(EngineUnavailable, match=r"no wheel .* for ROCm\. engine='eager' and"):
-        ortlab.wrap(torch.nn.Linear(2, 2))
+        ortlab.wrap(torch.nn.Linear(2, 2), engine="ortmodule")
     assert ortlab.wrap(torch.nn.Linear(2, 2), engine="eager")
 
 

@@ -28,7 +28,7 @@ RECOMPUTES = "gradient checkpointing: replaced by ORT's recomputation"
 def ort() -> OrtModuleEngine:
     """Return the engine; skip with its reason where ORT cannot run."""
     try:
-        engine("ort")
+        engine("ortmodule")
     except EngineUnavailable as error:
         pytest.skip(str(error))
     return OrtModuleEngine()
@@ -68,7 +68,7 @@ def assert_trains_as_eager(
 ) -> nn.Module:
     """Compare the loss and all gradients, with checkpointing in both."""
     eager = copy.deepcopy(model)
-    wrapped = ort.wrap(model, EngineSettings(cache=False))
+    wrapped = ort.wrap(model, EngineSettings.of(cache=False))
     for batch in batches:
         losses = []
         for each in (eager, wrapped):
@@ -152,7 +152,7 @@ def test_the_graph_recomputes(ort: OrtModuleEngine, name: str, p: float, tmp_pat
             )
         folder = tmp_path / str(asked)
         folder.mkdir()
-        settings = EngineSettings(self_check=False, cache=False, save_onnx=str(folder / "m"))
+        settings = EngineSettings.of(self_check=False, cache=False, save_onnx=str(folder / "m"))
         ort.wrap(model, settings)(**text(2, 8)).loss.backward()
         nodes = recomputed(folder)
         assert bool(nodes) == asked
@@ -172,7 +172,7 @@ def test_a_forward_without_a_backward(ort: OrtModuleEngine) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.blocks(x) * self.last
 
-    wrapped = ort.wrap(Ending(), EngineSettings(cache=False))
+    wrapped = ort.wrap(Ending(), EngineSettings.of(cache=False))
     x = torch.randn(6, 16)
     for _ in range(2):
         wrapped(x)
@@ -189,21 +189,21 @@ class Plain(nn.Linear):
 
 
 def test_where_there_is_nothing_to_recompute(ort: OrtModuleEngine) -> None:
-    wrapped = ort.wrap(Plain(6, 4), EngineSettings(cache=False))
+    wrapped = ort.wrap(Plain(6, 4), EngineSettings.of(cache=False))
     wrapped(torch.randn(3, 6)).sum().backward()
     (remark,) = ort.report(wrapped).remarks
     assert remark.startswith("gradient checkpointing saves no memory in ORT")
 
 
 def test_plans_that_were_chosen_stay(ort: OrtModuleEngine) -> None:
-    wrapped = ort.wrap(Blocks(without_reentry), EngineSettings(cache=False, memory_level=1))
+    wrapped = ort.wrap(Blocks(without_reentry), EngineSettings.of(cache=False, memory_level=1))
     wrapped(torch.randn(3, 16)).sum().backward()
     (remark,) = ort.report(wrapped).remarks
     assert remark == "gradient checkpointing: replaced by the selected recompute plans"
 
 
 def test_plans_of_modules_that_were_chosen_stay(ort: OrtModuleEngine) -> None:
-    wrapped = ort.wrap(Blocks(without_reentry), EngineSettings(cache=False, recompute="layers"))
+    wrapped = ort.wrap(Blocks(without_reentry), EngineSettings.of(cache=False, recompute="layers"))
     wrapped(torch.randn(3, 16)).sum().backward()
     (export,) = execution_of(wrapped).exports()
     assert export.without_kernels is None
@@ -216,11 +216,11 @@ def test_plans_that_are_chosen_and_left_again(
     ort: OrtModuleEngine, chosen: tuple[str, ...]
 ) -> None:
     model = Blocks(without_reentry)
-    wrapped, x = ort.wrap(model, EngineSettings(cache=False)), torch.randn(3, 16)
+    wrapped, x = ort.wrap(model, EngineSettings.of(cache=False)), torch.randn(3, 16)
     model(x).square().sum().backward()
     wanted = [parameter.grad for parameter in model.parameters()]
     for recompute in chosen:
-        execution_of(wrapped).configure(EngineSettings(cache=False, recompute=recompute))
+        execution_of(wrapped).configure(EngineSettings.of(cache=False, recompute=recompute))
         model.zero_grad()
         wrapped(x).square().sum().backward()
         for parameter, gradient in zip(model.parameters(), wanted, strict=True):
@@ -242,7 +242,7 @@ def test_in_bfloat16_on_a_cpu(ort: OrtModuleEngine, asked: str) -> None:
         "autocast": {},
         "layers": {"precision": "bf16", "recompute": "layers"},
     }[asked]
-    wrapped = ort.wrap(model, EngineSettings(cache=False, **chosen))
+    wrapped = ort.wrap(model, EngineSettings.of(cache=False, **chosen))
     for batch in (text(4, 12), text(3, 9)):
         with torch.autocast("cpu", torch.bfloat16, enabled=asked == "autocast"):
             loss = wrapped(**batch).loss
@@ -260,7 +260,7 @@ def test_in_bfloat16_on_a_cpu(ort: OrtModuleEngine, asked: str) -> None:
 
 
 def test_in_bfloat16_without_a_list_of_layers(ort: OrtModuleEngine) -> None:
-    wrapped = ort.wrap(Plain(6, 4), EngineSettings(cache=False, precision="bf16"))
+    wrapped = ort.wrap(Plain(6, 4), EngineSettings.of(cache=False, precision="bf16"))
     x = torch.randn(3, 6)
     wrapped(x).sum().backward()
     (remark,) = ort.report(wrapped).remarks
@@ -270,7 +270,7 @@ def test_in_bfloat16_without_a_list_of_layers(ort: OrtModuleEngine) -> None:
 def test_a_part_that_eager_torch_would_not_train(ort: OrtModuleEngine) -> None:
     """A reentrant checkpoint of an input without gradient is refused; eager skips the part."""
     model = nn.Sequential(Blocks(with_reentry), nn.Linear(16, 4))
-    wrapped = ort.wrap(model, EngineSettings(cache=False))
+    wrapped = ort.wrap(model, EngineSettings.of(cache=False))
     with pytest.raises(SelfCheckFailed, match="gradients differ"):
         wrapped(torch.randn(3, 16))
 

@@ -66,7 +66,7 @@ def _same(wrapped: nn.Module, twin: nn.Module, *, outputs: tuple[int, ...] = (0,
 
 def test_gradients_are_eager_torchs(either: str) -> None:
     model, twin = _models()
-    wrapped = ortlab.wrap(model, engine="ort", cache=False)
+    wrapped = ortlab.wrap(model, engine="ortmodule", cache=False)
     for _ in range(3):
         _same(wrapped, twin)
     _same(wrapped, twin, outputs=(1,))  # the first has none, and self.last gets None
@@ -95,7 +95,7 @@ def test_parameters_are_read_where_they_are(
     either: str, move: Callable[[nn.Parameter], None]
 ) -> None:
     model, twin = _models()
-    wrapped = ortlab.wrap(model, engine="ort", cache=False)
+    wrapped = ortlab.wrap(model, engine="ortmodule", cache=False)
     _same(wrapped, twin)
     for each in (model, twin):
         move(each.get_parameter("square.weight"))
@@ -106,7 +106,7 @@ def test_parameters_are_read_where_they_are(
 def test_a_view_of_other_sizes_is_noticed(either: str) -> None:
     """A weight with as many elements in the same memory but another shape is noticed."""
     model = nn.Linear(4, 9, bias=False)
-    wrapped = ortlab.wrap(model, engine="ort", cache=False)
+    wrapped = ortlab.wrap(model, engine="ortmodule", cache=False)
     assert wrapped(torch.ones(2, 4)).shape == (2, 9)
     model.weight.data = model.weight.data.view(6, 6)
     assert wrapped(torch.ones(2, 6)).shape == (2, 6)
@@ -114,7 +114,7 @@ def test_a_view_of_other_sizes_is_noticed(either: str) -> None:
 
 def test_what_backward_raises_is_shown_as_it_is(either: str) -> None:
     model, _ = _models()
-    wrapped = ortlab.wrap(model, engine="ort", cache=False)
+    wrapped = ortlab.wrap(model, engine="ortmodule", cache=False)
     loss = wrapped(torch.randn(4, 6))[0].sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="can run backward only once per forward"):
@@ -129,7 +129,7 @@ def test_what_backward_raises_is_shown_as_it_is(either: str) -> None:
 def test_a_pass_leaves_nothing_behind(either: str) -> None:
     """A forward without a backward releases its state and its inputs with its outputs."""
     model, _ = _models()
-    wrapped = ortlab.wrap(model, engine="ort", cache=False)
+    wrapped = ortlab.wrap(model, engine="ortmodule", cache=False)
     x = torch.randn(4, 6)
     before = _ways_back()  # objects of other tests may remain, for example in a failure's frames
     wrapped(x)[0].sum().backward()

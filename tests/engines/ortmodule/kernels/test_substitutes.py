@@ -220,7 +220,7 @@ def test_self_check_passes(ops: Any) -> None:
             loss, _ = _step(wrapped, _batch(name))
             assert loss.isfinite()
             report = execution_of(wrapped).report()
-            assert (report.engine_used, report.fallback_reason) == ("ort", None)
+            assert (report.engine_used, report.fallback_reason) == ("ortmodule", None)
             assert report.check_s > 0
 
 

@@ -1,0 +1,145 @@
+"""Tests of engine "auto": an ORT engine where it runs, else eager torch, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ortlab
+from ortlab.engines import registry
+from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.ortmodule import compat
+from ortlab.engines.registry import engine, refusal, resolved
+from ortlab.session import session
+from ortlab.settings import EngineSettings, FinetuneSettings
+
+MISSING = "onnxruntime-training is not installed"
+
+
+@pytest.fixture
+def no_ort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ORTModule unavailable, as on a Python that it has no wheel for."""
+    monkeypatch.setattr(compat, "unavailable", lambda: MISSING)
+
+
+@pytest.fixture
+def with_ort() -> None:
+    try:
+        engine("ortmodule")
+    except EngineUnavailable as error:
+        pytest.skip(str(error))
+
+
+def chosen(**values: Any) -> tuple[str, str]:
+    settings, reason = resolved(FinetuneSettings.of(values))
+    return settings.model.engine, reason
+
+
+def test_a_named_engine_has_no_reason() -> None:
+    settings = FinetuneSettings.of(engine="eager")
+    assert resolved(settings) == (settings, "")
+    assert resolved(EngineSettings(engine="compile")) == (EngineSettings(engine="compile"), "")
+
+
+def test_it_is_ort_where_that_runs(with_ort: None) -> None:
+    assert chosen() == ("ortmodule", "engine auto: ortmodule runs here with these settings")
+    assert registry.engine("auto").name == "ortmodule"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"workers": 2, "zero_stage": 3},
+        {"workers": 2, "tensor_parallel": 2},
+        {"precision": "fp16", "device": "cpu"},
+    ],
+    ids=str,
+)
+def test_it_is_eager_where_ort_does_not_support_the_settings(
+    values: dict[str, Any], with_ort: None
+) -> None:
+    name, reason = chosen(**values)
+    assert name == "eager"
+    of_ort = refusal(FinetuneSettings.of(values, engine="ortmodule"))
+    assert reason == f"engine auto: eager, because ortmodule cannot run: {of_ort}"
+
+
+def test_it_is_eager_where_ort_is_missing(no_ort: None) -> None:
+    assert chosen() == ("eager", f"engine auto: eager, because ortmodule cannot run: {MISSING}")
+
+
+@pytest.mark.parametrize(
+    "values", [{"recompute": "layers"}, {"opset": 15}, {"kernels": "ort"}], ids=str
+)
+def test_a_choice_that_only_ort_has_is_not_ignored(values: dict[str, Any], no_ort: None) -> None:
+    assert chosen(**values) == ("ortmodule", MISSING)
+    assert refusal(FinetuneSettings.of(values)) == MISSING
+
+
+def test_a_precision_of_an_own_loop_is_not_ignored(no_ort: None) -> None:
+    with pytest.raises(EngineUnavailable, match=MISSING):
+        ortlab.wrap(nn.Linear(2, 2), precision="bf16")
+
+
+def test_settings_that_no_engine_supports_have_the_reason_of_ort(with_ort: None) -> None:
+    values = {"workers": 4, "batch_size": 2}
+    assert chosen(**values)[0] == "ortmodule"
+    assert "cannot be split across 4 workers" in (refusal(FinetuneSettings.of(values)) or "")
+
+
+def test_a_model_is_wrapped_and_trained_without_ort(no_ort: None) -> None:
+    model = nn.Linear(2, 2)
+    assert ortlab.wrap(model) is model
+    (row,) = [row for row in ortlab.models() if row.name == "a Linear"]
+    assert (row.engine_asked, row.engine_used) == ("auto", "eager")
+    assert any(MISSING in remark for remark in row.remarks)
+    with pytest.raises(ValueError, match=f"has no ORT graphs; {MISSING}"):
+        ortlab.graphs(model)
+    ortlab.unwrap(model)
+    data = [(torch.randn(4, 2), torch.randint(2, (4,))) for _ in range(2)]
+    run = ortlab.finetune(model, data, loss="cross_entropy")
+    run.result()
+    assert (run.engine_asked, run.engine_used) == ("eager", "eager")
+    assert run.settings.model.engine == "eager", "the name that was resolved is stored"
+    assert any(MISSING in line for line in run.status().lines)
+    assert any(event.kind == "note" and MISSING in event.text for event in run.recorder.events())
+
+
+def test_an_ort_that_is_installed_and_cannot_be_imported(
+    with_ort: None, ort_not_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise compat.base.OrtUnavailable("its library is missing", "reinstall it")
+
+    monkeypatch.setattr(compat, "_load", broken)
+    model = nn.Linear(2, 2)
+    assert ortlab.wrap(model) is model
+    (row,) = [row for row in ortlab.models() if "its library" in " ".join(row.remarks)]
+    assert (row.engine_asked, row.engine_used) == ("auto", "eager")
+    with pytest.raises(EngineUnavailable, match="its library is missing"):
+        ortlab.wrap(nn.Linear(2, 2), engine="ortmodule")
+    with pytest.raises(EngineUnavailable, match="its library is missing"):
+        ortlab.wrap(nn.Linear(2, 2), opset=15)
+
+
+def test_a_run_of_a_wrapped_model_says_why_it_has_its_engine(with_ort: None) -> None:
+    data = [(torch.randn(4, 2), torch.randint(2, (4,))) for _ in range(2)]
+    wrapped = ortlab.wrap(nn.Linear(2, 2))
+    run = ortlab.finetune(wrapped, data, loss="cross_entropy")
+    run.result()
+    assert run.status().lines[0] == "engine auto: ortmodule runs here with these settings"
+    named = ortlab.finetune(wrapped, data, loss="cross_entropy", engine="eager")
+    named.result()
+    assert not any("engine auto" in line for line in named.status().lines)
+
+
+def test_a_change_to_auto_is_resolved() -> None:
+    data = [(torch.randn(4, 2), torch.randint(2, (4,))) for _ in range(40)]
+    run = ortlab.finetune(nn.Linear(2, 2), data, loss="cross_entropy", engine="compile")
+    run.apply(engine="auto")
+    run.result()
+    assert run.current_settings.model.engine in ("ortmodule", "eager")
+    assert session.run(f"{run.name}") is run
